@@ -1,0 +1,56 @@
+# `make demo` and `make test` need only Python (>= 3.10) and make: the first run installs into .venv, later runs are quick.
+#   make test PYTEST_ARGS="-k wire -x"     make test WORKERS=0     make demo PYTHON=python3.12
+
+PYTHON ?= python3
+PIP_ARGS ?=
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help demo test check types format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP)  ## show onebit at work
+	@$(BIN)/onebit demo
+
+test: $(STAMP)  ## run the tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+check: $(STAMP) types  ## lint, formatting, types, layering
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m pytest -q tests/test_layering.py
+
+types: $(STAMP)  ## type-check the three folders, laid out as they install
+	@rm -rf build/types && mkdir -p build/types/onebit
+	@cd build/types/onebit && ln -s ../../../onebit/* ../../../kernels ../../../collectives .
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## format and sort imports
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP)  ## measure every kernel on this device
+	@$(BIN)/python -m perf.kernels
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf .venv build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || \
+	    { echo "error: $(PYTHON) not found. Install Python 3.10 or later, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "error: onebit needs Python 3.10 or later. Name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "error: this Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Making .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "Installing onebit, PyTorch and the test tools into .venv: once, a minute or two on a fast connection"
+	@$(BIN)/python -m pip --disable-pip-version-check install --no-input $(PIP_ARGS) \
+	    -c constraints.txt -e '.[test,check,perf,mpi]'
+	@touch $(STAMP)
+	@echo "Installed"

@@ -1,0 +1,1 @@
+"""Moves messages between ranks."""

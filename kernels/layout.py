@@ -1,0 +1,169 @@
+"""Blocks: how parameters of any size share one flat index space.
+
+Every parameter starts on a block boundary, so a block belongs to one parameter:
+
+    parameter p covers blocks [first[p], first[p] + ceil(numel[p] / block_size))
+    count(b) = clip(numel[p] - (b - first[p]) * block_size, 0, block_size)      valid elements of block b
+
+The blocks are padded to a multiple of ranks * chunks. Chunk j is the j-th part of the space; rank k owns the
+k-th shard of every chunk, `shard_blocks` blocks each. Offsets are int64 throughout: a parameter may hold more
+than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 2048
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """The layout as kernels read it: the parameter of each block, and one row a parameter."""
+
+    owner: Tensor  # int32 [blocks]
+    rows: Tensor  # int64 [parameters, 3]: first block, numel, group
+
+
+class Segment(NamedTuple):
+    """The elements [start, stop) of a parameter, at `offset` of the span they were asked for."""
+
+    parameter: int
+    group: int
+    start: int
+    stop: int
+    offset: int
+
+
+class Layout:
+    """Where each parameter's elements lie, for `ranks` shards and `chunks` pipeline stages."""
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        *,
+        groups: Sequence[int] | None = None,
+        block_size: int = BLOCK_SIZE,
+        ranks: int = 1,
+        chunks: int = 1,
+    ) -> None:
+        check_block_size(block_size)
+        if len(numels) == 0:
+            raise ValueError("the layout got no parameters: pass at least one tensor to compress or optimize")
+        if any(n < 0 for n in numels):
+            raise ValueError(f"a parameter cannot hold {min(numels)} elements: numel must be 0 or more")
+        if ranks < 1 or chunks < 1:
+            raise ValueError(f"ranks and chunks must be at least 1, got ranks={ranks} and chunks={chunks}")
+        if groups is not None and len(groups) != len(numels):
+            raise ValueError(f"got {len(groups)} group indices for {len(numels)} parameters: pass one for each")
+        self.block_size, self.ranks, self.chunks = block_size, ranks, chunks
+        self.numel = np.asarray(numels, dtype=np.int64)
+        self.group = np.asarray(groups if groups is not None else [0] * len(numels), dtype=np.int64)
+        ends = np.cumsum(-(-self.numel // block_size))
+        self.first = np.concatenate(([0], ends[:-1])).astype(np.int64)
+        self.used_blocks = int(ends[-1])
+        parts = ranks * chunks
+        self.shard_blocks = max(1, -(-self.used_blocks // parts))
+        self.blocks = self.shard_blocks * parts
+        self._starts: list[int] = self.first.tolist()
+        self._sizes: list[int] = self.numel.tolist()
+        self._groups: list[int] = self.group.tolist()
+        self._tables: dict[torch.device, BlockTable] = {}
+
+    @property
+    def parameters(self) -> int:
+        return len(self.numel)
+
+    @property
+    def elements(self) -> int:
+        """Length of a flat state buffer, padding included."""
+        return self.blocks * self.block_size
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A checksum that two ranks share exactly when they cut the same parameters the same way."""
+        cut = np.asarray([self.block_size, self.ranks, self.chunks], dtype=np.int64)
+        return zlib.crc32(self.numel.tobytes(), zlib.crc32(cut.tobytes()))
+
+    def owner(self, first: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
+        """The parameter of each block; padding at the end counts to the last one, with no valid element."""
+        stop = self.blocks if count is None else first + count
+        return np.searchsorted(self.first, np.arange(first, stop), side="right") - 1
+
+    def counts(self, first: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
+        """Valid elements of each block."""
+        owner = self.owner(first, count)
+        offset = (np.arange(first, first + len(owner)) - self.first[owner]) * self.block_size
+        return np.clip(self.numel[owner] - offset, 0, self.block_size)
+
+    def table(self, device: torch.device) -> BlockTable:
+        """The layout on a device, made on first use."""
+        if device not in self._tables:
+            rows = torch.from_numpy(np.stack((self.first, self.numel, self.group), axis=1))
+            owner = torch.from_numpy(self.owner().astype(np.int32))
+            self._tables[device] = BlockTable(owner.to(device), rows.to(device))
+        return self._tables[device]
+
+    def all(self) -> Span:
+        return Span(self, 0, self.blocks)
+
+    def chunk(self, index: int) -> Span:
+        count = self.shard_blocks * self.ranks
+        return Span(self, index * count, count)
+
+    def shard(self, chunk: int, rank: int) -> Span:
+        return Span(self, (chunk * self.ranks + rank) * self.shard_blocks, self.shard_blocks)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of blocks: what one pass works on. State tensors given with a span hold just its elements."""
+
+    layout: Layout
+    first: int
+    count: int
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.layout.block_size
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This span's part of a flat state buffer."""
+        return flat.narrow(0, self.first * self.layout.block_size, self.elements)
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        return self.layout.counts(self.first, self.count)
+
+    def blocks(self, first: int, count: int) -> Span:
+        """Blocks [first, first + count) of this span."""
+        return Span(self.layout, self.first + first, count)
+
+    def segments(self) -> Iterator[Segment]:
+        """The parameters' elements that lie in this span, in order; padding is in none of them."""
+        layout, size = self.layout, self.layout.block_size
+        stop = self.first + self.count
+        for p in range(bisect_right(layout._starts, self.first) - 1, layout.parameters):
+            first, numel = layout._starts[p], layout._sizes[p]
+            if first >= stop:
+                return
+            begin, end = max(0, (self.first - first) * size), min(numel, (stop - first) * size)
+            if begin < end:
+                yield Segment(p, layout._groups[p], begin, end, (first - self.first) * size + begin)
+
+
+def check_block_size(block_size: int) -> None:
+    if not isinstance(block_size, int) or block_size < 32 or block_size % 32:
+        raise ValueError(
+            f"block_size must be a positive multiple of 32, since bits are packed in 32-bit words; got "
+            f"{block_size!r}. The default is {BLOCK_SIZE}."
+        )

@@ -1,0 +1,62 @@
+"""State that the passes carry from one step to the next. Every tensor is made eagerly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebit.kernels.layout import Layout, Span
+from onebit.kernels.wire import Format
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What compression has left out so far, for one span and the messages it is compressed into.
+
+    Block scales: `value` is e. A tensor scale is known only once the whole message was read, so there `value`
+    keeps c and the next step derives e = c - scale * sigma(c) as it reads it.
+    """
+
+    value: Tensor  # fp32 [elements of the span]
+    scale: Tensor | None  # fp32 [messages], with a tensor scale
+    partial: Tensor | None  # fp32 [blocks]: scratch for the sum over a message
+    counter: Tensor | None  # int32 [messages]: scratch, 0 between launches
+
+    @classmethod
+    def zeros(cls, span: Span, form: Format, device: torch.device | str = "cpu") -> Residual:
+        value = torch.zeros(span.elements, dtype=torch.float32, device=device)
+        if form.scale == "block":
+            return cls(value, None, None, None)
+        rows = span.count // form.shard_blocks
+        return cls(
+            value,
+            torch.zeros(rows, dtype=torch.float32, device=device),
+            torch.zeros(span.count, dtype=torch.float32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class LambState:
+    """One value a parameter, all on the device: LAMB's scaling coefficients and 1-bit LAMB's ratios."""
+
+    coefficient: Tensor  # fp32 [parameters]: c, what the update is multiplied by
+    average: Tensor  # fp32 [parameters]: c_avg, as accumulated (stage 1) or debiased (stage 2)
+    ratio: Tensor  # fp32 [parameters]: r of the last step
+    partial: Tensor  # fp32 [2, blocks]: scratch for norms and maxima
+    counter: Tensor  # int32 [parameters]: scratch, 0 between launches
+
+    @classmethod
+    def initial(cls, layout: Layout, device: torch.device | str = "cpu") -> LambState:
+        def full(value: float) -> Tensor:
+            return torch.full((layout.parameters,), value, dtype=torch.float32, device=device)
+
+        return cls(
+            full(1.0),
+            full(0.0),
+            full(1.0),
+            torch.zeros((2, layout.blocks), dtype=torch.float32, device=device),
+            torch.zeros(layout.parameters, dtype=torch.int32, device=device),
+        )

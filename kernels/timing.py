@@ -1,0 +1,44 @@
+"""How long something takes on a device: the median of many runs, each timed by itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+_FLUSH_BYTES = 2**28  # more than any GPU's cache holds
+
+
+def median_seconds(run: Callable[[], None], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
+    """Median time of `run`, after `warmup` runs that do not count."""
+    for _ in range(warmup):
+        run()
+    times = _device_seconds(run, device, repeats) if device.type == "cuda" else _host_seconds(run, repeats)
+    return statistics.median(times)
+
+
+def _host_seconds(run: Callable[[], None], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _device_seconds(run: Callable[[], None], device: torch.device, repeats: int) -> list[float]:
+    """Device time between two events. The write before each run empties the cache of what the last run left
+    there, and keeps the device busy while the host is still launching, so that no launch time is counted.
+    """
+    with torch.cuda.device(device):
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+        starts, stops = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+        for start, stop in zip(starts, stops, strict=True):
+            flush.zero_()
+            start.record()
+            run()
+            stop.record()
+        torch.cuda.synchronize(device)
+    return [start.elapsed_time(stop) / 1000 for start, stop in zip(starts, stops, strict=True)]

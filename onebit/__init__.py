@@ -1,0 +1,1 @@
+"""Communication-compressed training: 1-bit Adam and 1-bit LAMB."""

@@ -1,0 +1,191 @@
+"""The command line: `onebit demo` and `onebit tune`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from onebit import demo
+from onebit.kernels import backend, tuning
+from onebit.kernels.machine import device_name
+from onebit.kernels.tuning import C, Choice, CpuConfig
+from onebit.kernels.workload import Workload
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CommandError(Exception):
+    """Something the user can put right."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        _COMMANDS[arguments.command](arguments)
+    except CommandError as error:
+        print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def whole_number(text: str) -> int:
+    """16777216, 16_777_216 or 2**24"""
+    power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
+    try:
+        value = int(power[1]) ** int(power[2]) if power else int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number: write 16777216 or 2**24")
+    return value
+
+
+def pick_device(text: str) -> torch.device:
+    """cpu, cuda, cuda:1, or auto: a GPU where there is one."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+        backend(device)
+    except (RuntimeError, ValueError, ModuleNotFoundError) as error:
+        raise CommandError(f"device {text!r} cannot be used: {error}") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise CommandError(
+                f"PyTorch {torch.__version__} sees no GPU: install a build with CUDA or ROCm and check the driver, "
+                f"or use --device cpu"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise CommandError(f"there is no GPU {index}: choose one below {torch.cuda.device_count()}")
+        return torch.device("cuda", index)
+    return device
+
+
+class Progress:
+    """Says what is going on: one line rewritten in place on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        start, end = ("\r\033[K", "") if self._live else ("", "\n")
+        print(start + text, end=end, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="onebit", description="Communication-compressed training: 1 bit a value on the wire."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | tune")
+    show = commands.add_parser("demo", help="show the 1-bit codec at work, in a few seconds")
+    show.add_argument(
+        "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
+    )
+    tune = commands.add_parser("tune", help="measure the kernels on this device and remember the fastest shapes")
+    tune.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: %(default)s)")
+    tune.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of parameters and gradients (default: %(default)s)",
+    )
+    tune.add_argument(
+        "--elements",
+        type=whole_number,
+        default=tuning.ELEMENTS,
+        help="elements to measure on (default: %(default)s)",
+    )
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    out: Path = arguments.out
+    if not out.parent.is_dir():
+        raise CommandError(
+            f"the folder {str(out.parent)!r} for the plot does not exist: make it, or choose another --out"
+        )
+    start = time.perf_counter()
+    found = demo.measure()
+    print(demo.describe(found))
+    try:
+        demo.plot(found, out)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        print("\nNo plot: matplotlib is not installed. For one: pip install matplotlib")
+    except (OSError, ValueError) as error:
+        raise CommandError(f"the plot could not be written to {str(out)!r} ({error}): choose another --out") from error
+    else:
+        print(f"\nPlot: {out}")
+    print(f"Took {time.perf_counter() - start:.1f} s")
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    device, dtype = pick_device(arguments.device), DTYPES[arguments.dtype]
+    print(f"{device_name(device)}, {arguments.dtype}, {arguments.elements:,} elements")
+    try:
+        saved = (_tune_cpu if device.type == "cpu" else _tune_gpu)(device, dtype, arguments.elements)
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        raise CommandError(
+            f"not enough memory for {arguments.elements:,} elements: use a smaller --elements"
+        ) from error
+    path = tuning.shared_cache().path
+    print(f"\nWritten to {path}" if saved else f"\nNot written to {path}: the choices end with this command")
+
+
+def _tune_cpu(device: torch.device, dtype: torch.dtype, elements: int) -> bool:
+    progress, threads = Progress(), torch.get_num_threads()
+    names = " and ".join(tuning.CPU_PASSES)
+    progress.show(f"measuring {names}")
+    choice = tuning.tune_cpu(dtype, elements)
+    progress.clear()
+    passes = Workload(elements, device, dtype=dtype).passes(backend(device))
+    nbytes = sum(passes[name].bytes for name in tuning.CPU_PASSES)
+    print(f"\n{names}, {threads} thread{'s' * (threads > 1)}\n{_table(choice, nbytes)}")
+    return choice.saved
+
+
+def _tune_gpu(device: torch.device, dtype: torch.dtype, elements: int) -> bool:
+    progress, saved = Progress(), True
+    for i, kernel in enumerate(tuning.PASS_OF, start=1):
+        progress.show(f"[{i}/{len(tuning.PASS_OF)}] {kernel}: {len(tuning.candidates(kernel))} candidates")
+        choice = tuning.tune(kernel, device, dtype, elements)
+        nbytes = tuning.kernel_pass(kernel, device, dtype, elements).bytes
+        saved &= choice.saved
+        progress.clear()
+        print(f"\n{kernel} (timed in the pass {tuning.PASS_OF[kernel]})\n{_table(choice, nbytes)}")
+    return saved
+
+
+def _table(choice: Choice[C], nbytes: int) -> str:
+    """The candidates, the chosen one marked."""
+    lines = []
+    if not math.isfinite(choice.seconds[choice.config]):
+        raise CommandError("no candidate ran: try a smaller --elements, and see that the device works at all")
+    for config, seconds in sorted(choice.seconds.items(), key=lambda item: astuple(item[0])):
+        name = f"tile {config.tile}" if isinstance(config, CpuConfig) else f"blocks {config.rows}, warps {config.warps}"
+        took = (
+            f"{seconds * 1e3:10.3f} ms {nbytes / seconds / 1e9:8.1f} GB/s"
+            if math.isfinite(seconds)
+            else "  does not run here"
+        )
+        lines.append(f"  {name:<20}{took}{'   <- chosen' if config == choice.config else ''}")
+    return "\n".join(lines)
+
+
+_COMMANDS = {"demo": _demo, "tune": _tune}

@@ -1,0 +1,1 @@
+"""Tests, and the oracles and helpers that they share."""
