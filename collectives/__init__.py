@@ -1,1 +1,6 @@
 """Moves messages between ranks."""
+
+from onebit.collectives.all_reduce import CompressedAllReduce
+from onebit.collectives.transport import CollectiveError
+
+__all__ = ["CollectiveError", "CompressedAllReduce"]

@@ -81,14 +81,15 @@ def decode_kernel(
     for r in range(ROWS):
         block = tl.program_id(0) * ROWS + r
         if block < blocks:
-            if tiles.flag_of(header, block // shard_blocks, row_bytes) == 0:
-                p, _, offset, valid = tiles.locate(first_block + block, owner, rows, BLOCK)
-                base, writable, aligned = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
-                x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
-                if aligned:
-                    tiles.store_tile(base, x, writable, TILE, True)
-                else:
-                    tiles.store_tile(base, x, writable, TILE, False)
+            p, _, offset, valid = tiles.locate(first_block + block, owner, rows, BLOCK)
+            base, writable, aligned = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
+            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
+            flag = tiles.flag_of(header, block // shard_blocks, row_bytes)
+            x = tl.where(flag == 0, x, float("nan"))
+            if aligned:
+                tiles.store_tile(base, x, writable, TILE, True)
+            else:
+                tiles.store_tile(base, x, writable, TILE, False)
 
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages) -> None:

@@ -6,6 +6,7 @@ bits that the kernels give. Comparing, packing and table look-up are numpy's, wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -91,12 +92,29 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
 
     def work(tile: Tile, scratch: Scratch) -> None:
         values = scratch.signs(0, tile, tile.bits(messages)).mul_(tile.scales(messages)).view(-1)
+        if int(messages.flags[tile.row]):
+            values.fill_(math.nan)
         for s in tile.span.segments():
             x = segment_of(out, s)
             if x is not None:
                 x.copy_(cut(values, s))
 
-    for_tiles(span, messages.format.shard_blocks, 1, work, messages)
+    for_tiles(span, messages.format.shard_blocks, 1, work)
+
+
+def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
+    """`onebit.kernels.reference.scan` in tiles."""
+    groups = groups_of(hyper)
+
+    def work(tile: Tile, scratch: Scratch) -> None:
+        g = scratch.room(0, tile)
+        gather(tile, grads, g, lambda group: (groups[group].grad_scale,))
+        if not all(math.isfinite(x) for x in torch.aminmax(g)):
+            flags[0] = 1
+        if squares is not None:
+            torch.sum(g.square_(), 1, out=squares[tile.first : tile.first + tile.count])
+
+    for_tiles(span, span.count, 1, work)
 
 
 def adam_warmup(

@@ -58,9 +58,16 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages) -
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """out = scale * bit. Tensors of flagged messages stay as they are."""
-    values = _decode(messages)
-    _scatter(span, out, lambda x: torch.where(_accepted(messages), values, x))
+    """out = scale * bit; NaN where the message is flagged, which is what an uncompressed mean would give."""
+    _scatter(span, out, lambda _: torch.where(_accepted(messages), _decode(messages), torch.nan))
+
+
+def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
+    """flags[0] = 1 if any g' is inf or NaN, else as it was;  squares[b] = sum of g'^2 over block b."""
+    g = _gather(span, grads) * _hyper(span, hyper).grad_scale
+    flags.masked_fill_(~g.isfinite().all(), 1)
+    if squares is not None:
+        squares.copy_((g * g).sum(1))
 
 
 def adam_warmup(

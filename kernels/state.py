@@ -37,6 +37,17 @@ class Residual:
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
+    def part(self, first: int, span: Span, form: Format) -> Residual:
+        """A view of what belongs to `span`, whose first block is the `first` of this residual."""
+
+        def cut(state: Tensor | None, unit: int) -> Tensor | None:
+            return None if state is None else state.narrow(0, first // unit, span.count // unit)
+
+        value = self.value.narrow(0, first * form.block_size, span.elements)
+        return Residual(
+            value, cut(self.scale, form.shard_blocks), cut(self.partial, 1), cut(self.counter, form.shard_blocks)
+        )
+
 
 @dataclass(frozen=True)
 class LambState:

@@ -11,7 +11,7 @@ import torch
 _FLUSH_BYTES = 2**28  # more than any GPU's cache holds
 
 
-def median_seconds(run: Callable[[], None], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
     """Median time of `run`, after `warmup` runs that do not count."""
     for _ in range(warmup):
         run()
@@ -19,7 +19,7 @@ def median_seconds(run: Callable[[], None], device: torch.device, repeats: int =
     return statistics.median(times)
 
 
-def _host_seconds(run: Callable[[], None], repeats: int) -> list[float]:
+def _host_seconds(run: Callable[[], object], repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -28,7 +28,7 @@ def _host_seconds(run: Callable[[], None], repeats: int) -> list[float]:
     return times
 
 
-def _device_seconds(run: Callable[[], None], device: torch.device, repeats: int) -> list[float]:
+def _device_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Device time between two events. The write before each run empties the cache of what the last run left
     there, and keeps the device busy while the host is still launching, so that no launch time is counted.
     """

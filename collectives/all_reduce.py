@@ -1,0 +1,133 @@
+"""The general form: an error-compensated 1-bit all-reduce of any tensors, in place.
+
+    x_i  ->  decode(compress(mean_i decode(compress(x_i + e_i)) + E))
+
+What compression leaves out is kept on both sides (e on every worker, E on every server) and sent with the next call,
+so that over T calls the sum of the results differs from the sum of the means by the last residuals alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.chunking import choose_chunks
+from onebit.collectives.exchange import Chunk, Exchange
+from onebit.collectives.transport import transport_for
+from onebit.kernels.hyper import Hyper, hyper_table
+from onebit.kernels.layout import BLOCK_SIZE, Layout
+from onebit.kernels.pointers import Pointers
+from onebit.kernels.wire import Norm, Scale
+
+
+class CompressedAllReduce:
+    """Averages tensors over a group of ranks with 1 bit an element on the wire.
+
+        average = CompressedAllReduce(model_gradient.numel())
+        average(model_gradient)
+
+    numel: elements of the tensor, or of each tensor of a list.
+    process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any group,
+        this process alone.
+    chunks: pipeline stages; "auto" measures a few on the group at the first call and remembers the best.
+
+    A tensor with inf or NaN on any rank gives NaN on every rank, as an uncompressed mean would, and leaves the
+    residuals as they were.
+    """
+
+    def __init__(
+        self,
+        numel: int | Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        scale: Scale = "block",
+        norm: Norm = "l1",
+        block_size: int = BLOCK_SIZE,
+        chunks: int | Literal["auto"] = "auto",
+        process_group: Any = None,
+    ) -> None:
+        if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
+            raise ValueError(f'chunks must be a positive number or "auto", got {chunks!r}')
+        self.numels = [numel] if isinstance(numel, int) else list(numel)
+        self.device = torch.device(device)
+        self.transport = transport_for(process_group)
+        self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks
+        self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._hyper = hyper_table([Hyper()], self.device)
+        self._pointers: Pointers | None = None
+        self._exchange = None if chunks == "auto" else self._built(chunks)
+
+    @property
+    def exchange(self) -> Exchange:
+        """Buffers and residuals. With chunks="auto" the first use measures, on all ranks together."""
+        if self._exchange is None:
+            chunks = choose_chunks(
+                self.transport, sum(self.numels), self.device, self._scale, self._norm, self._block_size
+            )
+            self._exchange = self._built(chunks)
+        return self._exchange
+
+    @property
+    def chunks(self) -> int:
+        return self.exchange.layout.chunks
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent in messages."""
+        return 0 if self._exchange is None else self._exchange.wire_bytes
+
+    def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
+        """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
+        exchange = self.exchange
+        exchange.agree()
+        x = self._point([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        backend = exchange.backend
+        self._flags.zero_()
+        backend.scan(exchange.layout.all(), x, self._hyper, self._flags)
+        self.transport.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
+
+        def compress(chunk: Chunk) -> None:
+            backend.compress(chunk.span, x, None, chunk.residual, self._hyper, self._flags, chunk.sent)
+
+        exchange.run(compress, lambda chunk: backend.decode(chunk.span, chunk.replies, x))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals; every rank saves its own."""
+        exchange = self.exchange
+        return {"chunks": self.chunks, "wire_bytes": exchange.wire_bytes, **exchange.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue as if the process had never stopped: same rank, same group size, same tensors."""
+        missing = {"chunks", "wire_bytes", "residual", "server_residual"} - state.keys()
+        if missing:
+            raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
+        exchange = self._exchange
+        if exchange is None or exchange.layout.chunks != state["chunks"]:
+            if self._chunks not in ("auto", state["chunks"]):
+                raise ValueError(
+                    f"the state was saved with chunks={state['chunks']}, this all-reduce has chunks={self._chunks}: "
+                    f"pass chunks={state['chunks']} or chunks='auto'"
+                )
+            exchange = self._built(state["chunks"])
+        exchange.load_state_dict({k: v for k, v in state.items() if k not in ("chunks", "wire_bytes")})
+        exchange.wire_bytes = int(state["wire_bytes"])
+        self._exchange = exchange
+
+    def _built(self, chunks: int) -> Exchange:
+        layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size, chunks=chunks)
+        return Exchange(layout, self.transport, self.device, self._scale, self._norm)
+
+    def _point(self, tensors: list[Tensor]) -> Pointers:
+        if tensors and tensors[0].device != self.device:
+            raise ValueError(
+                f"the tensors are on {tensors[0].device}, this all-reduce was built for {self.device}: pass "
+                f"device={str(tensors[0].device)!r} when building it"
+            )
+        dtype = tensors[0].dtype if tensors else torch.float32
+        if self._pointers is None or self._pointers.dtype != dtype:
+            self._pointers = Pointers(self.exchange.layout, self.device, dtype)
+        self._pointers.point(tensors)
+        return self._pointers

@@ -1,0 +1,102 @@
+"""How many chunks: measured once on the real group, agreed by all ranks, remembered by rank 0.
+
+More chunks overlap more of the packing with the network and pay more latency; which wins depends on both.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from onebit.collectives.exchange import Exchange
+from onebit.collectives.transport import Transport
+from onebit.kernels.hyper import Hyper, hyper_table
+from onebit.kernels.layout import Layout
+from onebit.kernels.pointers import Pointers
+from onebit.kernels.tuning import shared_cache
+from onebit.kernels.wire import Norm, Scale
+
+logger = logging.getLogger("onebit")
+
+CANDIDATES = (1, 2, 4, 8)
+_MOST_ELEMENTS = 2**25  # what is measured of a larger model: the ratio of packing to sending is the same
+_BLOCKS_A_SHARD = 16  # a chunk with fewer is latency alone
+
+
+def candidates(numel: int, ranks: int, block_size: int) -> list[int]:
+    """Chunk counts worth measuring."""
+    return [c for c in CANDIDATES if c == 1 or numel >= c * ranks * _BLOCKS_A_SHARD * block_size]
+
+
+def choose_chunks(
+    transport: Transport, numel: int, device: torch.device, scale: Scale, norm: Norm, block_size: int
+) -> int:
+    """The number of chunks for a model of `numel` elements: a collective call."""
+    options = candidates(numel, transport.size, block_size)
+    if transport.size == 1 or len(options) == 1:
+        return 1
+    key = f"{transport.name}, {transport.size} ranks, {device.type}, 2^{numel.bit_length()} elements, chunks"
+    remembered = shared_cache().get(key).get("chunks", 0) if transport.rank == 0 else 0
+    agreed = torch.tensor([remembered if remembered in options else 0], dtype=torch.int32, device=device)
+    transport.all_max(agreed, "agreeing on the number of chunks (all-reduce of one number)")
+    if int(agreed) > 0:
+        return int(agreed)
+    seconds = measure_chunks(transport, numel, device, scale, norm, block_size, options)
+    best = min(seconds, key=lambda c: (seconds[c], c))
+    if transport.rank == 0:
+        shared_cache().put(key, {"chunks": best})
+        table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
+        logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
+    return best
+
+
+def measure_chunks(
+    transport: Transport,
+    numel: int,
+    device: torch.device,
+    scale: Scale,
+    norm: Norm,
+    block_size: int,
+    options: list[int],
+    progress: Callable[[int, float], None] | None = None,
+) -> dict[int, float]:
+    """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
+    numel = min(numel, _MOST_ELEMENTS)
+    tensor = torch.randn(numel, generator=torch.Generator(device).manual_seed(transport.rank), device=device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    hyper = hyper_table([Hyper()], device)
+    seconds = {}
+    for chunks in options:
+        layout = Layout([numel], block_size=block_size, ranks=transport.size, chunks=chunks)
+        exchange = Exchange(layout, transport, device, scale, norm)
+        x = Pointers.to(layout, [tensor])
+
+        def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
+            backend = exchange.backend
+            exchange.run(
+                lambda c: backend.compress(c.span, x, None, c.residual, hyper, flags, c.sent),
+                lambda c: backend.decode(c.span, c.replies, x),
+            )
+
+        seconds[chunks] = _slowest(transport, device, step)
+        if progress is not None:
+            progress(chunks, seconds[chunks])
+    return seconds
+
+
+def _slowest(transport: Transport, device: torch.device, step: Callable[[], None]) -> float:
+    """Fastest of three runs after one that does not count, on the slowest rank."""
+    step()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    transport.all_max(slowest, "comparing measurements (all-reduce of three numbers)")
+    return float(slowest.min())

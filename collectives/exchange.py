@@ -1,0 +1,163 @@
+"""The three phases of a compressed all-reduce, pipelined over chunks.
+
+    gather    each rank compresses its chunk and sends shard k to rank k                    (all-to-all)
+    average   rank k averages what came for its shard, compresses it with its own residual
+    scatter   every rank receives every shard                                               (all-gather)
+
+(paper 001, figure 3.) While chunk j is on the network, chunk j + 1 is compressed and chunk j - 1 averaged. All
+collectives start here, in one order, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebit import kernels
+from onebit.collectives.agreement import agree
+from onebit.collectives.transport import Transport, Work
+from onebit.kernels.layout import Layout, Span
+from onebit.kernels.state import Residual
+from onebit.kernels.wire import Format, Messages, Norm, Scale
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stage of the pipeline: its part of every buffer."""
+
+    index: int
+    span: Span
+    shard: Span  # the part of it that this rank averages
+    residual: Residual
+    server_residual: Residual
+    sent: Messages
+    received: Messages
+    reply: Messages
+    replies: Messages
+
+
+class Exchange:
+    """Residuals and messages of one layout on one rank, and the way they go."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        transport: Transport,
+        device: torch.device,
+        scale: Scale = "block",
+        norm: Norm = "l1",
+    ) -> None:
+        if layout.ranks != transport.size:
+            raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}")
+        self.layout, self.transport, self.device = layout, transport, device
+        self.format = Format.of(layout, scale, norm)
+        self.backend = kernels.backend(device)
+        self.wire_bytes = 0
+        everything = layout.all()
+        owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
+        self.residual = Residual.zeros(everything, self.format, device)
+        self.server_residual = Residual.zeros(owned, self.format, device)
+        rows = layout.chunks * layout.ranks
+        self.sent, self.received, self.replies = (self._zeros(rows) for _ in range(3))
+        self.reply = self._zeros(layout.chunks)
+        self.chunks = [self._chunk(j) for j in range(layout.chunks)]
+        self._agreed = False
+
+    def agree(self) -> None:
+        """Once: compare how the ranks cut and encode. A difference is a ValueError on all of them."""
+        if not self._agreed:
+            agree(
+                self.transport,
+                self.device,
+                {
+                    "parameters": self.layout.parameters,
+                    "elements": int(self.layout.numel.sum()),
+                    "block_size": self.format.block_size,
+                    "chunks": self.layout.chunks,
+                    "scale": self.format.scale,
+                    "norm": self.format.norm,
+                    "layout fingerprint": self.layout.fingerprint,
+                },
+            )
+            self._agreed = True
+
+    def run(self, compress: Callable[[Chunk], None], use: Callable[[Chunk], None] | None = None) -> Messages:
+        """Exchange every chunk: `compress` writes a chunk's messages, `use` reads its replies."""
+        self.agree()
+        last = len(self.chunks) - 1
+        gathers: dict[int, Work] = {}
+        scatters: dict[int, Work] = {}
+        for j in range(last + 3):
+            if j <= last:
+                compress(self.chunks[j])
+                gathers[j] = self._gather(self.chunks[j])
+            if 0 <= j - 1 <= last:
+                gathers.pop(j - 1).wait()
+                scatters[j - 1] = self._average_and_scatter(self.chunks[j - 1])
+            if j >= 2:
+                scatters.pop(j - 2).wait()
+                if use is not None:
+                    use(self.chunks[j - 2])
+        return self.replies
+
+    def _gather(self, chunk: Chunk) -> Work:
+        self._count(chunk)
+        phase = f"the gather phase (all-to-all of chunk {chunk.index})"
+        return self.transport.all_to_all(chunk.received.buffer, chunk.sent.buffer, phase)
+
+    def _average_and_scatter(self, chunk: Chunk) -> Work:
+        self.backend.average(chunk.shard, chunk.received, chunk.server_residual, chunk.reply)
+        self._count(chunk)
+        phase = f"the scatter phase (all-gather of chunk {chunk.index})"
+        return self.transport.all_gather(chunk.replies.buffer, chunk.reply.buffer, phase)
+
+    def _count(self, chunk: Chunk) -> None:
+        """One message to every other rank."""
+        self.wire_bytes += (self.transport.size - 1) * chunk.reply.format.nbytes
+
+    def _zeros(self, rows: int) -> Messages:
+        messages = self.format.empty(rows, self.device)
+        messages.buffer.zero_()
+        return messages
+
+    def _chunk(self, index: int) -> Chunk:
+        layout, ranks = self.layout, self.layout.ranks
+        span, shard = layout.chunk(index), layout.shard(index, self.transport.rank)
+        return Chunk(
+            index,
+            span,
+            shard,
+            self.residual.part(span.first, span, self.format),
+            self.server_residual.part(index * layout.shard_blocks, shard, self.format),
+            self.sent.slice(index * ranks, ranks),
+            self.received.slice(index * ranks, ranks),
+            self.reply.slice(index, 1),
+            self.replies.slice(index * ranks, ranks),
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What must survive a restart: both residuals, of this rank."""
+        state = {"residual": self.residual.value, "server_residual": self.server_residual.value}
+        if self.residual.scale is not None and self.server_residual.scale is not None:
+            state |= {"residual_scale": self.residual.scale, "server_residual_scale": self.server_residual.scale}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy residuals saved by the same rank of an equal group. Nothing changes if any does not fit."""
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise ValueError(
+                f"the state has {sorted(state)}, this all-reduce keeps {sorted(own)}: it was saved with another "
+                f"scale. Build the all-reduce with the options it was saved with"
+            )
+        for name, tensor in own.items():
+            if state[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{name} has {tuple(state[name].shape)} elements in the state and {tuple(tensor.shape)} here: it "
+                    f"was saved with another model, block_size, number of ranks or of chunks"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])

@@ -1,0 +1,64 @@
+"""scan: one read of the gradients before anything depends on them.
+
+    flags[0] = 1 where an element is inf or NaN, else as it was;   squares[b] = sum of g'^2 over block b
+
+Bytes an element, fp32: reads g 4.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onebit.kernels import tiles
+from onebit.kernels.launch import TYPES, launch, tile
+from onebit.kernels.layout import Span
+from onebit.kernels.pointers import Pointers
+
+
+@triton.jit
+def _scan_block(g_base, g_valid, scale, flags, square, TILE: tl.constexpr, FULL: tl.constexpr):
+    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * scale
+    if tl.max((tl.abs(g) < float("inf")).to(tl.int32) ^ 1, axis=0) != 0:  # NaN < inf is false
+        tl.store(flags, 1)
+    if square is not None:
+        tl.store(square, tl.sum(g * g, axis=0))
+
+
+@triton.jit
+def scan_kernel(
+    owner, rows, addresses, hyper, flags, squares, first_block, blocks,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, GRAD: tl.constexpr,
+):  # fmt: skip
+    for r in range(ROWS):
+        block = tl.program_id(0) * ROWS + r
+        if block < blocks:
+            p, group, offset, valid = tiles.locate(first_block + block, owner, rows, BLOCK)
+            base, readable, aligned = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
+            scale = tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)
+            square = None if squares is None else squares + block
+            if aligned:
+                _scan_block(base, readable, scale, flags, square, TILE, True)
+            else:
+                _scan_block(base, readable, scale, flags, square, TILE, False)
+
+
+def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
+    """`onebit.kernels.reference.scan` in one launch."""
+    table, size = span.layout.table(flags.device), span.layout.block_size
+    arguments = {
+        "owner": table.owner,
+        "rows": table.rows,
+        "addresses": grads.addresses,
+        "hyper": hyper,
+        "flags": flags,
+        "squares": squares,
+        "first_block": span.first,
+        "blocks": span.count,
+        "BLOCK": size,
+        "TILE": tile(size),
+        "GRAD": TYPES[grads.dtype],
+    }
+    launch(scan_kernel, span.count, arguments, flags, grads.dtype)
