@@ -138,6 +138,14 @@ class Exchange:
             self.replies.slice(index * ranks, ranks),
         )
 
+    def gathered_server_residual(self) -> Tensor:
+        """E of every rank's shards, in the order of the layout: fp32 [elements]. A collective call."""
+        layout, ranks = self.layout, self.layout.ranks
+        own = self.server_residual.value.view(torch.uint8)
+        everyone = torch.empty((ranks, own.numel()), dtype=torch.uint8, device=self.device)
+        self.transport.all_gather(everyone, own[None], "gathering the server residuals (all-gather)").wait()
+        return everyone.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
+
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a restart: both residuals, of this rank."""
         state = {"residual": self.residual.value, "server_residual": self.server_residual.value}
