@@ -35,7 +35,8 @@ def recorded() -> Iterator[list[Launch]]:
     global _record
     _record, before = [], _record
     try:
-        yield _record
+        with tuning.suspended():
+            yield _record
     finally:
         _record = before
 

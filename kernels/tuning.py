@@ -3,8 +3,9 @@
 A Triton kernel's blocks a program and warps are chosen on its first use on a GPU, or ahead by `onebit tune`;
 the CPU's tile size by `onebit tune` alone. ONEBIT_TUNE=0 switches measuring on first use off.
 
-Sums over a block are taken in an order that depends on the warps. Where ranks must agree on such a sum to the
-last bit without telling each other (`_SAME_SUMS`), the warps are fixed: only the blocks a program are chosen.
+Sums over a block are taken in an order that depends on the warps. Tuning must never change a result: ranks have to
+agree on LAMB's norms, and a run resumed elsewhere on its scales, to the last bit. So where a kernel sums
+(`_SUMS`) the warps are fixed, and only the blocks a program are chosen.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ class Choice(Generic[C]):
 
 
 DEFAULT = Config(rows=1, warps=8)
-CPU_DEFAULT = CpuConfig(tile=65536)
+CPU_DEFAULT = CpuConfig(tile=2**19)
 ELEMENTS = 2**24
 # Which pass runs a kernel. LAMB's warmup launches two.
 PASS_OF = {
     "compress_kernel": "compress",
     "average_kernel": "average",
     "decode_kernel": "decode",
+    "scan_kernel": "scan",
     "adam_warmup_kernel": "adam_warmup",
     "adam_update_kernel": "adam_update",
     "lamb_moments_kernel": "lamb_warmup",
@@ -74,7 +76,7 @@ PASS_OF = {
 }
 CPU_PASSES = ("compress", "adam_update")
 _FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
-_SAME_SUMS = {"adam_warmup_kernel", "lamb_moments_kernel"}
+_SUMS = {"compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"}
 _EQUAL = 1.01  # times this close are the same: the earlier candidate wins
 
 _known: dict[tuple[str, torch.device, torch.dtype], Config] = {}
@@ -85,12 +87,12 @@ _suspended = 0
 
 def candidates(kernel: str) -> list[Config]:
     """What a kernel may be launched with, the default first."""
-    warps = [DEFAULT.warps] if kernel in _SAME_SUMS else [DEFAULT.warps, 4, 16]
+    warps = [DEFAULT.warps] if kernel in _SUMS else [DEFAULT.warps, 4, 16]
     return [Config(r, w) for w, r in itertools.product(warps, (DEFAULT.rows, 2, 4, 8))]
 
 
 def cpu_candidates() -> list[CpuConfig]:
-    return [CPU_DEFAULT, *(CpuConfig(2**k) for k in (14, 15, 17, 18))]
+    return [CPU_DEFAULT, *(CpuConfig(2**k) for k in (16, 17, 18, 20))]
 
 
 def kernel_dtype(kernel: str, dtype: torch.dtype) -> torch.dtype:

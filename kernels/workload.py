@@ -49,6 +49,8 @@ def bytes_per_element(name: str, itemsize: int, *, master: bool, packed: bool, r
             return ranks * BIT + 4 + 4 + BIT
         case "decode":
             return BIT + itemsize
+        case "scan":
+            return itemsize
         case "adam_warmup":
             return itemsize + 4 * 4 + parameter
         case "adam_update" | "lamb_update":
@@ -61,7 +63,7 @@ def bytes_per_element(name: str, itemsize: int, *, master: bool, packed: bool, r
 
 
 PASSES = (
-    "compress", "average", "decode", "adam_warmup", "adam_update",
+    "scan", "compress", "average", "decode", "adam_warmup", "adam_update",
     "lamb_warmup", "lamb_statistics", "lamb_update",
 )  # fmt: skip
 
@@ -96,6 +98,7 @@ class Workload:
         """Every pass of a backend (`cpu`, `gpu` or `reference`), in the order of a step."""
         w = self
         runs: dict[str, Callable[[], None]] = {
+            "scan": lambda: backend.scan(w.span, w.grads, w.hyper, w.flags, w.squares),
             "compress": lambda: backend.compress(
                 w.span, w.grads, w.momentum, w.residual, w.hyper, w.flags, w.sent
             ),
@@ -123,6 +126,8 @@ class Workload:
     def outputs(self) -> dict[str, Tensor]:
         """Every tensor that some pass writes; of flat state the valid elements."""
         found = {
+            "flags": self.flags,
+            "squares": self.squares,
             "exp_avg": self._valid(self.exp_avg, self.span),
             "exp_avg_sq": self._valid(self.exp_avg_sq, self.span),
             "residual": self._valid(self.residual.value, self.span),
@@ -158,6 +163,10 @@ class Workload:
     @cached_property
     def flags(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        return torch.full((self.layout.blocks,), float("nan"), device=self.device)
 
     @cached_property
     def params(self) -> Pointers:

@@ -1,0 +1,338 @@
+"""Choosing kernel shapes: what is measured, when, and what is remembered. No GPU is needed for any of it."""
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import pkgutil
+import stat
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+import onebit.kernels
+from onebit.kernels import cache, cpu, tuning
+from onebit.kernels.tuning import Config, CpuConfig
+from onebit.kernels.workload import Workload
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own, and nothing remembered before or after."""
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ONEBIT_TUNE", raising=False)
+    tuning.forget()
+    yield tmp_path
+    tuning.forget()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Stands in for a GPU: its name, and what each configuration takes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(tuning, "device_name", lambda device: f"Test {device.type}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    measured = []
+
+    def measure(kernel, device, dtype, elements):
+        measured.append(kernel)
+        return lambda config: 1.0 if config == Config(4, 8) else 2.0
+
+    monkeypatch.setattr(tuning, "_device_measure", measure)
+    return measured
+
+
+def entries(folder):
+    return json.loads((folder / "kernels.json").read_text())["choices"]
+
+
+def warnings_in(caplog):
+    return [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_the_fastest_wins():
+    times = {CpuConfig(1): 3.0, CpuConfig(2): 1.0, CpuConfig(3): 2.0}
+    choice = tuning.choose(list(times), times.__getitem__)
+    assert choice.config == CpuConfig(2)
+    assert choice.seconds == times
+
+
+def test_of_equally_fast_ones_the_earliest_wins():
+    times = {CpuConfig(1): 1.5, CpuConfig(2): 1.005, CpuConfig(3): 1.0}
+    assert tuning.choose(list(times), times.__getitem__).config == CpuConfig(2)
+    assert tuning.choose(list(reversed(times)), times.__getitem__).config == CpuConfig(3)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
+def test_a_candidate_that_does_not_run_is_passed_over(odd):
+    def measure(config):
+        if config.tile == 1:
+            raise RuntimeError("out of resource: shared memory")
+        return odd if config.tile == 2 else 5.0
+
+    choice = tuning.choose([CpuConfig(1), CpuConfig(2), CpuConfig(3)], measure)
+    assert choice.config == CpuConfig(3)
+    assert choice.seconds[CpuConfig(1)] == choice.seconds[CpuConfig(2)] == math.inf
+
+
+def test_where_nothing_runs_the_default_stays_and_is_not_written(own_cache):
+    def measure(config):
+        raise RuntimeError("no device")
+
+    choice = tuning.tune("compress_kernel", CPU, torch.float32, measure=measure)
+    assert choice.config == tuning.DEFAULT and not choice.saved
+    assert not (own_cache / "kernels.json").exists()
+
+
+def test_candidates():
+    found = tuning.candidates("adam_update_kernel")
+    assert found[0] == tuning.DEFAULT
+    assert set(found) == {Config(r, w) for r in (1, 2, 4, 8) for w in (4, 8, 16)}
+    assert tuning.cpu_candidates()[0] == tuning.CPU_DEFAULT
+
+
+@pytest.mark.parametrize(
+    "kernel", ["compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"]
+)
+def test_tuning_never_changes_the_order_of_a_sum(kernel):
+    """A rank that tunes to another number of warps would add in another order."""
+    assert {c.warps for c in tuning.candidates(kernel)} == {tuning.DEFAULT.warps}
+
+
+def test_first_use_measures_once_and_logs(gpu, own_cache, caplog):
+    with caplog.at_level(logging.INFO, logger="onebit"):
+        found = [tuning.lookup("compress_kernel", GPU, torch.float32) for _ in range(3)]
+    assert found == [Config(4, 8)] * 3
+    assert gpu == ["compress_kernel"]
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
+    (key,) = entries(own_cache)
+    assert key.startswith("Test cuda, compress_kernel, float32, ")
+    assert f"torch {torch.__version__}" in key and "triton " in key
+
+
+def test_the_next_process_reads_what_the_first_one_measured(gpu):
+    tuning.lookup("compress_kernel", GPU, torch.float32)
+    tuning.forget()
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+    assert gpu == ["compress_kernel"]
+
+
+def test_device_kernel_dtype_and_version_each_make_a_key(gpu, own_cache, monkeypatch):
+    tuning.lookup("compress_kernel", GPU, torch.float32)
+    tuning.lookup("compress_kernel", GPU, torch.bfloat16)
+    tuning.lookup("decode_kernel", GPU, torch.float32)
+    tuning.forget()
+    monkeypatch.setattr(tuning, "versions", lambda: "torch 99")
+    tuning.lookup("compress_kernel", GPU, torch.float32)
+    tuning.forget()
+    monkeypatch.setattr(tuning, "device_name", lambda device: "Another")
+    tuning.lookup("compress_kernel", GPU, torch.float32)
+    assert len(gpu) == 5 and len(entries(own_cache)) == 5
+
+
+@pytest.mark.parametrize("setting", ["0", "off"])
+def test_first_use_can_be_switched_off(gpu, monkeypatch, setting):
+    monkeypatch.setenv("ONEBIT_TUNE", setting)
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert gpu == []
+
+
+def test_a_capture_gets_the_default_and_tuning_comes_later(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+
+
+def test_suspended_means_no_measuring(gpu):
+    with tuning.suspended():
+        assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert gpu == []
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+
+
+@pytest.mark.parametrize("device, interpreted", [(CPU, "0"), (CPU, "1"), (GPU, "1")])
+def test_the_interpreter_is_never_tuned(gpu, monkeypatch, device, interpreted):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert tuning.lookup("compress_kernel", device, torch.float32) == tuning.DEFAULT
+    assert gpu == []
+
+
+def test_a_device_without_room_runs_with_defaults(gpu, own_cache, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tuning, "_device_measure", full)
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert not (own_cache / "kernels.json").exists()
+
+
+def test_what_touches_no_parameter_has_one_key(gpu, own_cache):
+    tuning.tune("average_kernel", GPU, torch.bfloat16)
+    assert tuning.lookup("average_kernel", GPU, torch.float32) == Config(4, 8)
+    assert gpu == ["average_kernel"]
+    assert "float32" in next(iter(entries(own_cache)))
+
+
+def test_tuned_kernels_are_the_kernels_there_are():
+    pytest.importorskip("triton")
+    modules = [import_module(f"onebit.kernels.{m.name}") for m in pkgutil.iter_modules(onebit.kernels.__path__)]
+    kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert set(tuning.PASS_OF) == kernels
+    assert set(tuning.PASS_OF.values()) <= set(Workload(1).passes(cpu))
+
+
+@pytest.mark.parametrize("kernel", sorted(tuning.PASS_OF))
+def test_the_pass_of_a_kernel_launches_it_under_the_key_it_is_tuned_under(kernel):
+    launch = pytest.importorskip("onebit.kernels.launch")
+    asked = []
+    with pytest.MonkeyPatch.context() as patch, launch.recorded() as launches:
+        patch.setattr(tuning, "lookup", lambda *key: asked.append(key) or tuning.DEFAULT)
+        tuning.kernel_pass(kernel, CPU, torch.bfloat16, elements=4096).run()
+    assert (kernel, CPU, tuning.kernel_dtype(kernel, torch.bfloat16)) in asked
+    assert kernel in [item.kernel.__name__ for item in launches]
+
+
+CORRUPT = {
+    "empty": "",
+    "half": '{"onebit": 1, "choices": {"a',
+    "binary": b"\xff\xfe\x00\x80",
+    "a list": "[]",
+    "another program's": '{"version": 3}',
+    "a later schema": '{"onebit": 2, "choices": {}}',
+    "no table": '{"onebit": 1, "choices": 7}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, content):
+    path = own_cache / "kernels.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.setenv("ONEBIT_TUNE", "0")
+    for kernel in tuning.PASS_OF:
+        assert tuning.lookup(kernel, GPU, torch.float32) == tuning.DEFAULT
+    assert tuning.cpu_tile() == tuning.CPU_DEFAULT.tile
+    (record,) = warnings_in(caplog)
+    assert str(path) in record.getMessage() and "ONEBIT_CACHE_DIR" in record.getMessage()
+    tuning.tune("compress_kernel", GPU, torch.float32)
+    assert len(entries(own_cache)) == 1  # written anew
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"rows": 3, "warps": 8},
+        {"rows": 4},
+        {"rows": 4, "warps": 8, "stages": 2},
+        {"rows": "4", "warps": "8"},
+        [4, 8],
+        None,
+    ],
+    ids=str,
+)
+def test_an_entry_that_is_no_candidate_is_ignored(gpu, own_cache, monkeypatch, caplog, entry):
+    tuning.tune("compress_kernel", GPU, torch.float32)
+    (key,) = entries(own_cache)
+    (own_cache / "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: entry}}))
+    tuning.forget()
+    monkeypatch.setenv("ONEBIT_TUNE", "0")
+    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert not warnings_in(caplog)
+
+
+def test_a_folder_that_cannot_be_made_costs_one_warning(gpu, own_cache, monkeypatch, caplog):
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(own_cache / "file" / "folder"))
+    for kernel in ("compress_kernel", "decode_kernel"):
+        assert tuning.lookup(kernel, GPU, torch.float32) == Config(4, 8)
+    assert tuning.tune_cpu(measure=lambda config: 1.0).saved is False
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_costs_one_warning(gpu, own_cache, caplog):
+    own_cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+        assert len(warnings_in(caplog)) == 1
+    finally:
+        own_cache.chmod(stat.S_IRWXU)
+
+
+def test_a_failed_write_leaves_the_old_file_whole(own_cache, monkeypatch, caplog):
+    store = cache.Cache(own_cache / "kernels.json")
+    assert store.put("a", {"tile": 1})
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert not store.put("b", {"tile": 2})
+    assert entries(own_cache) == {"a": {"tile": 1}}
+    assert {p.name for p in own_cache.iterdir()} <= {"kernels.json", "kernels.lock"}
+    assert store.get("b") == {"tile": 2}  # for this process
+    assert len(warnings_in(caplog)) == 1
+
+
+def _write_many(folder, rank, count):
+    store = cache.Cache(folder / "kernels.json")
+    for i in range(count):
+        assert store.put(f"rank {rank} entry {i}", {"tile": i})
+
+
+def test_ranks_that_write_at_once_lose_nothing(own_cache):
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    ranks = [context.Process(target=_write_many, args=(own_cache, r, 20)) for r in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert entries(own_cache) == {f"rank {r} entry {i}": {"tile": i} for r in range(4) for i in range(20)}
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the folders of other systems")
+def test_the_cache_folder(monkeypatch):
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.setenv("HOME", "/home/someone")
+    found = [str(cache.folder())]
+    for name in ("ONEBIT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
+        found.append(str(cache.folder()))
+    assert found == ["/somewhere", "/xdg/onebit", "/home/someone/.cache/onebit"]
+
+
+def test_the_cpu_tile_is_tuned_for_a_number_of_threads(monkeypatch, own_cache):
+    assert tuning.cpu_tile() == tuning.CPU_DEFAULT.tile
+    threads = torch.get_num_threads()
+    choice = tuning.tune_cpu(measure=lambda config: 1.0 if config.tile == 2**17 else 2.0)
+    assert choice.saved and choice.config == CpuConfig(2**17)
+    assert tuning.cpu_tile() == 2**17
+    tuning.forget()
+    assert tuning.cpu_tile() == 2**17  # from the file
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert tuning.cpu_tile() == tuning.CPU_DEFAULT.tile
+
+
+def test_the_cpu_is_measured_with_each_tile(monkeypatch):
+    """The candidate being timed is the one that the passes see."""
+    seen = []
+
+    def watched(run, device, repeats, warmup):
+        run()
+        seen.append(tuning.cpu_tile())
+        return 1.0
+
+    monkeypatch.setattr(tuning, "median_seconds", watched)
+    tuning.tune_cpu(elements=5000)
+    assert seen == [c.tile for c in tuning.cpu_candidates() for _ in tuning.CPU_PASSES]

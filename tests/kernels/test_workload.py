@@ -1,0 +1,148 @@
+"""Synthetic arguments: what a run moves, and that running does not spoil them."""
+
+import pytest
+import torch
+
+from onebit.kernels import cpu, reference
+from onebit.kernels.workload import PASSES, Workload, bytes_per_element
+
+# TARGETS, "Bytes moved per element", and the modules' docstrings.
+FP32 = {
+    "scan": 4,
+    "compress": 12.25,
+    "average": 8 / 8 + 8.125,
+    "decode": 4.125,
+    "adam_warmup": 28,
+    "adam_update": 12.125,
+    "lamb_warmup": 40,
+    "lamb_statistics": 12.25,
+    "lamb_update": 12.125,
+}
+
+
+def run_all(workload, backend, times=1):
+    for work in workload.passes(backend).values():
+        for _ in range(times):
+            work.run()
+    return workload.outputs()
+
+
+def test_bytes_are_those_of_the_targets():
+    found = {n: bytes_per_element(n, 4, master=False, packed=True, ranks=8) for n in PASSES}
+    assert found == FP32
+
+
+def test_bytes_of_16_bit_parameters_count_the_master_copy():
+    def each(name, **other):
+        return bytes_per_element(name, 2, **{"master": True, "packed": True, "ranks": 8, **other})
+
+    assert each("scan") == 2
+    assert each("compress") == 10.25
+    assert each("compress", packed=False) == 2 + 4 + 4 + 4 + 1 / 8
+    assert each("adam_update") == 14.125  # as in fp32, and a write of 2
+    assert each("adam_update", master=False) == 1 / 8 + 4 + 2 + 2
+    assert each("adam_warmup") == 28  # the gradient is 2 shorter, the parameter written twice
+    assert each("lamb_warmup") == 40
+    assert each("lamb_statistics", packed=False) == 1 / 8 + 4 + 12
+    assert each("decode") == 2.125
+    with pytest.raises(ValueError, match="no pass"):
+        each("adam")
+
+
+def test_only_valid_elements_count_and_average_works_on_a_shard():
+    workload = Workload([1, 2049, 5000], ranks=2, block_size=1024)
+    passes = workload.passes(reference)
+    assert tuple(passes) == PASSES
+    assert passes["compress"].bytes == round(12.25 * 7050)
+    # Blocks: 1, 3, 5 and one of padding. The first shard holds the first five of them.
+    assert workload.shard.count == 5
+    assert passes["average"].bytes == round((2 / 8 + 8.125) * (1 + 2049 + 1024))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_values_stay_of_their_size(dtype, scale, packed):
+    """Nothing overflows, and nothing dies away to zeros or denormals."""
+    workload = Workload([7, 3000], dtype=dtype, scale=scale, packed=packed, ranks=2)
+    for name, tensor in run_all(workload, reference, times=100).items():
+        if tensor.is_floating_point():
+            size = tensor.float().abs()
+            assert size.isfinite().all(), name
+            assert size.max() < (2 * 2048 if name == "squares" else 100), name
+            assert size.mean() > 1e-3, name
+
+
+def test_every_pass_writes():
+    """Each pass changes what it is there to change, and no gradient or message that it reads."""
+    writes = {
+        "scan": {"squares"},
+        "compress": {"sent.scales", "sent.bits", "residual"},
+        "average": {"reply.scales", "reply.bits", "server_residual"},
+        "decode": {"decoded.0"},
+        "adam_warmup": {"parameter.0", "exp_avg", "exp_avg_sq"},
+        "adam_update": {"parameter.0"},
+        "lamb_warmup": {"parameter.0", "exp_avg", "exp_avg_sq", "average.coefficient", "average.average"},
+        "lamb_statistics": {"exp_avg_sq", "statistics.coefficient", "statistics.ratio"},
+        "lamb_update": {"parameter.0"},
+    }
+    workload = Workload(5000, ranks=2)
+    inputs = {"grad": workload.grads.tensors[0], "received": workload.received.buffer, "d": workload.d}
+    unread = {name: tensor.clone() for name, tensor in inputs.items()}
+    for name, work in workload.passes(reference).items():
+        before = {k: t.nan_to_num().clone() for k, t in workload.outputs().items()}
+        work.run()
+        changed = {k for k, t in workload.outputs().items() if not torch.equal(t.nan_to_num(), before[k])}
+        assert changed - {"sent.header", "reply.header"} == writes[name]
+    assert all(torch.equal(tensor, unread[name]) for name, tensor in inputs.items())
+
+
+def test_lamb_update_is_adam_update_with_lambs_coefficient():
+    workload = Workload(3000, ranks=2)
+    passes = workload.passes(reference)
+    workload.statistics_state.coefficient.zero_()
+    (x,) = (t.clone() for t in workload.params.tensors)
+    passes["lamb_update"].run()
+    assert torch.equal(workload.params.tensors[0], x)
+    passes["adam_update"].run()
+    assert not torch.equal(workload.params.tensors[0], x)
+
+
+def test_two_workloads_are_equal_and_random():
+    """So that two backends can be compared; the order in which the buffers are made does not matter."""
+    one, other = Workload([5, 4100], ranks=2), Workload([5, 4100], ranks=2)
+    _ = other.d, other.received, other.exp_avg
+    left, right = one.outputs(), other.outputs()
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[k].nan_to_num(), right[k].nan_to_num()) for k in left)
+    assert torch.equal(one.received.buffer, other.received.buffer)
+    assert torch.equal(one.d, other.d)
+    for tensor in (one.grads.tensors[1], one.exp_avg, one.exp_avg_sq, one.d):
+        assert tensor is not None and tensor.std() > 0.01
+    assert not torch.equal(one.params.tensors[1], one.grads.tensors[1])
+
+
+def test_messages_are_well_formed():
+    """Padding bits are 0 and headers accepted, in the messages of a shard as in those of the whole."""
+    workload = Workload([3, 1025], ranks=2, block_size=1024)
+    whole, shard = workload.replies, workload.received
+    assert whole.header.tolist() == [list(workload.format.header)] * 2
+    assert whole.bits.reshape(4, -1)[0, 1:].max() == 0  # 3 bits of the first block
+    assert whole.bits.reshape(4, -1)[1].max() > 0  # a full block
+    assert whole.bits.reshape(4, -1)[3].max() == 0  # padding
+    assert whole.bits.reshape(4, -1)[0, 0] < 8
+    assert (shard.bits[:, 0, 1:] == 0).all() and (shard.bits[:, 1] > 0).any()
+    assert whole.scales.min() > 0
+
+
+def test_a_pass_makes_only_the_buffers_that_it_needs():
+    workload = Workload(4096, ranks=2)
+    workload.passes(reference)["decode"].run()
+    assert "decoded" in vars(workload) and "replies" in vars(workload)
+    assert not {"grads", "params", "exp_avg", "d", "master"} & vars(workload).keys()
+
+
+def test_the_cpu_backend_takes_the_same_arguments():
+    ours, theirs = (run_all(Workload([7, 3000], ranks=2), backend) for backend in (cpu, reference))
+    assert torch.equal(ours["sent.bits"], theirs["sent.bits"])
+    torch.testing.assert_close(ours["parameter.1"], theirs["parameter.1"])

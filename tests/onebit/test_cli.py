@@ -1,0 +1,201 @@
+"""The command line: what it prints, what it writes, and what it says when it cannot."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onebit import cli, demo
+from onebit.kernels import tuning
+from onebit.kernels.tuning import Config, CpuConfig
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path / "cache"))
+    tuning.forget()
+    yield tmp_path / "cache"
+    tuning.forget()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_demo():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "NUMEL", 2**16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def found(small_demo):
+    return demo.measure()
+
+
+def test_demo_prints_and_plots(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plot.png"
+    assert cli.main(["demo", "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert str(out) in text
+    assert re.search(r"Took [\d.]+ s", text)
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_the_demos_numbers_are_right(found):
+    n = 3 * demo.NUMEL
+    assert found.values == n
+    # Header, a scale a block, a bit a value.
+    assert found.message_bytes == 16 + 4 * n // 2048 + n // 8
+    # sqrt(1 - 2/pi) for normal values, whatever the layer's scale.
+    assert found.block_errors == pytest.approx([0.6028] * 3, abs=0.005)
+    # One scale s for all: the error relative to a layer of deviation d is sqrt(1 - 2 (s/d) sqrt(2/pi) + (s/d)^2).
+    s = (2 / torch.pi) ** 0.5 * sum(demo.TYPICAL) / 3
+    exact = [(1 - 2 * s / d * (2 / torch.pi) ** 0.5 + (s / d) ** 2) ** 0.5 for d in demo.TYPICAL]
+    assert found.tensor_errors == pytest.approx(exact, rel=0.01)
+
+
+def test_the_demo_shows_that_feedback_loses_nothing(found):
+    assert len(found.with_feedback) == len(found.without_feedback) == demo.STEPS
+    assert found.with_feedback[0] == pytest.approx(found.without_feedback[0])
+    assert found.with_feedback[-1] < 0.1 < 0.3 < found.without_feedback[-1]
+    assert found.with_feedback[49] < 0.7 * found.with_feedback[24]
+    assert found.without_feedback[49] > 0.9 * found.without_feedback[24]
+
+
+def test_what_the_demo_leaves_out_is_the_residual():
+    codec, values = demo.Codec([1000], "block"), torch.randn(30, 1000, generator=torch.Generator().manual_seed(1))
+    arrived = sum(codec([row])[0] for row in values)
+    torch.testing.assert_close(values.sum(0) - arrived, codec.residual.value[:1000], rtol=1e-4, atol=1e-4)
+    codec.forget()
+    assert codec.residual.value.abs().max() == 0
+
+
+def test_the_demo_prints_the_numbers_it_found(found):
+    text = demo.describe(found)
+    for number in (found.message_bytes, 4 * found.values, 2 * found.values):
+        assert f"{number:,}" in text
+    for number in (*found.block_errors, *found.tensor_errors, *(found.with_feedback[t - 1] for t in demo.SHOWN)):
+        assert f"{number:.3f}" in text
+
+
+def test_demo_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.png")]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize("out", ["missing/plot.png", "plot.unknown"])
+def test_demo_where_the_plot_cannot_go(tmp_path, capsys, out):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["demo", "--out", str(tmp_path / out)]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_tune_on_the_cpu(own_cache, capsys):
+    assert cli.main(["tune", "--device", "cpu", "--elements", "2**14"]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"tile (\d+) +([\d.]+) ms +([\d.]+) GB/s( +<- chosen)?", text)
+    assert [int(r[0]) for r in rows] == sorted(c.tile for c in tuning.cpu_candidates())
+    (chosen,) = (int(r[0]) for r in rows if r[3])
+    assert chosen == tuning.cpu_tile()
+    for _, ms, rate, _ in rows:
+        nbytes = (12.25 + 12.125) * 2**14
+        assert float(rate) == pytest.approx(nbytes / float(ms) / 1e6, abs=0.06)
+    path = own_cache / "kernels.json"
+    assert str(path) in text
+    assert list(json.loads(path.read_text())["choices"].values()) == [{"tile": chosen}]
+
+
+def test_tune_says_when_the_cache_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    assert cli.main(["tune", "--device", "cpu", "--elements", "4096"]) == 0
+    assert "Not written to" in capsys.readouterr().out
+
+
+def test_tune_goes_through_every_kernel_of_a_gpu(monkeypatch, capsys):
+    tuned = []
+
+    def tune(kernel, device, dtype, elements):
+        tuned.append((kernel, device, dtype, elements))
+        return tuning.Choice(Config(2, 8), {Config(4, 4): torch.inf, Config(2, 8): 1e-3}, saved=True)
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(
+        tuning, "kernel_pass", lambda *_: argparse.Namespace(bytes=5_000_000)
+    )  # the real one launches Triton
+    monkeypatch.setattr(cli, "pick_device", lambda text: torch.device("cuda", 0))
+    monkeypatch.setattr(cli, "device_name", lambda device: "Test GPU")
+    assert cli.main(["tune", "--dtype", "bfloat16", "--elements", "4096"]) == 0
+    assert tuned == [(k, torch.device("cuda", 0), torch.bfloat16, 4096) for k in tuning.PASS_OF]
+    captured = capsys.readouterr()
+    assert captured.out.count("blocks 2, warps 8") == captured.out.count("5.0 GB/s   <- chosen") == len(tuned)
+    assert captured.out.count("does not run here") == len(tuned)
+    assert len(captured.err.splitlines()) == len(tuned)  # not a terminal: a plain line each
+    assert "\033" not in captured.err + captured.out
+
+
+def test_tune_fails_where_nothing_runs(monkeypatch, capsys):
+    choice = tuning.Choice(CpuConfig(1), {CpuConfig(1): torch.inf})
+    monkeypatch.setattr(tuning, "tune_cpu", lambda *_: choice)
+    assert cli.main(["tune", "--device", "cpu", "--elements", "4096"]) == 2
+    assert "smaller --elements" in capsys.readouterr().err
+
+
+def test_progress_is_rewritten_in_place_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = cli.Progress()
+    progress.show("one")
+    progress.show("two")
+    progress.clear()
+    assert capsys.readouterr().err == "\r\033[Kone\r\033[Ktwo\r\033[K"
+
+
+def test_auto_takes_a_gpu_where_there_is_one():
+    there = torch.cuda.is_available()
+    assert cli.pick_device("auto") == (
+        torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu")
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    assert cli.main(["tune", "--device", "cuda"]) == 2
+    message = capsys.readouterr().err
+    assert "sees no GPU" in message and "--device cpu" in message
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu:x", "toaster"])
+def test_a_device_that_cannot_be_used(device, capsys):
+    assert cli.main(["tune", "--device", device]) == 2
+    assert device in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["tune", "--elements", "0"], ["tune", "--elements", "many"], ["tune", "--dtype", "int8"]]
+)
+def test_a_wrong_command_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "onebit" in capsys.readouterr().err
+
+
+def test_numbers():
+    assert [cli.whole_number(t) for t in ("7", "2**24", "1_000", " 10**3 ")] == [7, 2**24, 1000, 1000]
+    for text in ("-1", "0", "0**2", "2**", "2**2**2", "1.5", "2**999"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            cli.whole_number(text)
+
+
+def test_the_installed_command():
+    code = "import sys; from importlib.metadata import entry_points as e\n"
+    code += "sys.exit(next(p for p in e(group='console_scripts') if p.name == 'onebit').load()(['--help']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "demo" in result.stdout and "tune" in result.stdout

@@ -1,0 +1,189 @@
+"""The benchmark of the passes: right figures, a record, a plot, and none of them from a wrong result."""
+
+import json
+from types import ModuleType
+
+import pytest
+import torch
+
+from onebit.kernels import cpu, reference
+from onebit.kernels.workload import PASSES
+from perf import kernels, local_step
+
+CPU = torch.device("cpu")
+
+
+def small(module=cpu, **other):
+    return kernels.Setting(CPU, module, 4096, repeats=2, **other)
+
+
+def broken(name, spoil):
+    """The reference with one pass that does a little more."""
+    module = ModuleType("broken")
+    vars(module).update({k: v for k, v in vars(reference).items() if not k.startswith("__")})
+    right = getattr(reference, name)
+
+    def wrong(*args, **kwargs):
+        right(*args, **kwargs)
+        spoil(*args)
+
+    setattr(module, name, wrong)
+    return module
+
+
+def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--device", "cpu", "--elements", "5000", "--repeats", "2", "--out", str(tmp_path / "new")]
+    assert kernels.main(arguments) == 0
+    text = capsys.readouterr().out
+    (record_path,) = (tmp_path / "new").glob("*.json")
+    assert record_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert str(record_path) in text
+    record = json.loads(record_path.read_text())
+    assert [row["name"] for row in record["passes"]] == list(PASSES)
+    assert all(name in text for name in PASSES)
+    assert record["threads"] == 1 and record["elements"] == 5000 and record["backend"] == "cpu"
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["device"] and record["cpu"] and record["copy_gb_per_s"] > 0
+    nbytes = {row["name"]: row["bytes"] for row in record["passes"]}
+    assert nbytes["compress"] == 12.25 * 5000
+    assert nbytes["average"] == 9.125 * 3 * 2048  # a shard as large as the others' blocks
+    for row in record["passes"]:
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+        assert row["percent_of_copy"] == pytest.approx(100 * row["gb_per_s"] / record["copy_gb_per_s"])
+
+
+def test_threads_are_set_for_the_run_and_put_back(tmp_path, monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(kernels, "_run", lambda *_: seen.append(torch.get_num_threads()) or 0)
+    try:
+        torch.set_num_threads(3)
+        assert kernels.main(["--device", "cpu", "--threads", "2"]) == 0
+        assert kernels.main(["--device", "cpu"]) == 0
+        assert seen == [2, 1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("module", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale, norm", [("block", "l1"), ("tensor", "l2")])
+def test_a_right_backend_passes_the_check(module, dtype, scale, norm):
+    kernels.check(small(module, dtype=dtype, scale=scale, norm=norm))
+
+
+SPOILT = {
+    "scan": lambda *args: args[3].fill_(1),
+    "compress": lambda *args: args[-1].bits[-1].bitwise_xor_(1),
+    "average": lambda *args: args[-1].scales.mul_(1.001),
+    "decode": lambda *args: args[-1].tensors[3].mul_(1.001),
+    "adam_warmup": lambda *args: args[3].mul_(1.001),
+    "adam_update": lambda *args: args[1].tensors[0].add_(1e-3),
+    "lamb_warmup": lambda *args: args[8].average.add_(1e-3),
+    "lamb_statistics": lambda *args: args[6].ratio.mul_(1.001),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_wrong_pass_is_found(name):
+    with pytest.raises(kernels.WrongResult, match=name):
+        kernels.check(small(broken(name, SPOILT[name])))
+
+
+def test_a_pass_that_does_nothing_is_found():
+    module = broken("average", lambda *args: None)
+    module.average = lambda *args: None
+    with pytest.raises(kernels.WrongResult, match="average"):
+        kernels.check(small(module))
+
+
+def test_a_wrong_result_gets_no_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "backend", lambda device: broken("compress", SPOILT["compress"]))
+    assert kernels.main(["--device", "cpu", "--elements", "4096", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "compress" in captured.err and captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--device", "cpu", "--backend", "triton"], "use cpu or reference"),
+        (["--device", "toaster"], "toaster"),
+        (["--device", "cpu", "--block-size", "33", "--elements", "4096"], "block_size"),
+    ],
+)
+def test_wrong_arguments(arguments, says, tmp_path, capsys):
+    assert kernels.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_targets_count_at_full_size_only():
+    rows = kernels.measure(small())[1]
+    assert all(row.target_percent is None for row in rows)
+    assert kernels.TARGETS["cpu"]["compress"] == 25 and kernels.TARGETS["cpu"]["adam_update"] == 40
+    assert set(kernels.TARGETS["cuda"].values()) == {90} and set(kernels.TARGETS["cuda"]) == set(PASSES)
+
+
+def test_a_missed_target_shows():
+    met, missed = (kernels.Row("compress", 1, 1.0, 1.0, percent, 25.0) for percent in (25.0, 24.9))
+    text = kernels.table(4.0, [met, missed])
+    assert text.count("missed") == 1 and missed.missed and not met.missed
+
+
+def test_records_of_other_settings_have_other_names():
+    standard = kernels.Setting(CPU, cpu, 2**24)
+    names = [
+        kernels.slug(standard, 1),
+        kernels.slug(standard, 2),
+        kernels.slug(kernels.Setting(CPU, reference, 2**24), 1),
+        kernels.slug(kernels.Setting(CPU, cpu, 2**20), 1),
+        kernels.slug(kernels.Setting(CPU, cpu, 2**24, dtype=torch.bfloat16), 1),
+        kernels.slug(kernels.Setting(CPU, cpu, 2**24, scale="tensor"), 1),
+        kernels.slug(kernels.Setting(CPU, cpu, 2**24, norm="l2"), 1),
+        kernels.slug(kernels.Setting(CPU, cpu, 2**24, block_size=1024), 1),
+    ]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith(names[0]) and name.replace("-", "").isalnum() for name in names)
+
+
+def test_bert_large_has_302_parameters():
+    numels = local_step.bert_large()
+    assert len(numels) == 302
+    assert sum(numels) == 336_226_108
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_eager_step_is_1_bit_adam(ranks):
+    """Against Algorithm 1 with one scale (l2) a message; every rank sends what this one does."""
+    torch.manual_seed(0)
+    params = [torch.randn(n, requires_grad=True) for n in (5, 40, 100)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    eager = local_step.EagerOneBitAdam(params, ranks)
+    size = len(eager.exp_avg)
+    m, e, server = torch.zeros(size), torch.zeros(size), torch.zeros(size // ranks)
+    x = torch.cat([p.detach().clone() for p in params])
+    g = torch.nn.functional.pad(torch.cat([p.grad for p in params]), (0, eager.padding))
+    for _ in range(3):
+        c = 0.9 * m + 0.1 * g + e
+        sent = c.square().mean().sqrt() * torch.where(c >= 0, 1.0, -1.0)
+        e = c - sent
+        c = sent.view(ranks, -1).mean(0) + server
+        reply = c.square().mean().sqrt() * torch.where(c >= 0, 1.0, -1.0)
+        server = c - reply
+        m = reply.repeat(ranks)
+        x = x - 1e-3 * (m[: len(x)] / (1 + 1e-8) + 0.01 * x)
+        eager.step()
+    torch.testing.assert_close(torch.cat([p.detach() for p in params]), x)
+    torch.testing.assert_close(eager.exp_avg, m)
+    torch.testing.assert_close(eager.residual, e)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_local_step_on_a_gpu():
+    step = local_step.measure(torch.device("cuda", 0), repeats=2, numels=[5, 3000, 100_000])
+    assert step["parameters"] == 3 and all(ms > 0 for ms in step["milliseconds"].values())
+    assert "AdamW" in local_step.table(step)
