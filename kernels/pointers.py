@@ -35,7 +35,7 @@ class Pointers:
         """A table for these tensors, whose device and dtype are those of the first that is not None."""
         first = next((t for t in tensors if t is not None), None)
         if first is None:
-            raise ValueError(f"no {what} to point to: all {len(tensors)} are None")
+            raise ValueError(f"no {what} to point to: got {len(tensors)}, none of them a tensor. Pass at least one")
         pointers = cls(layout, first.device, first.dtype, what)
         pointers.point(tensors)
         return pointers

@@ -165,7 +165,8 @@ def lamb_statistics(
     r = max over a parameter of v_T / v, clipped to within factor_threshold of the last r, then to
     [factor_min, factor_max];  c = r c_avg.
 
-    v_T comes back from d = 1 / (sqrt(v_T) + eps). The span is the whole layout.
+    v_T comes back from d = 1 / (sqrt(v_T) + eps), so v has to be bias-corrected at the freeze as v_T is. The span is
+    the whole layout. Either all replies are flagged or none is, since every server hears of every worker's flag.
     """
     if bool(replies.flags.any()):
         return

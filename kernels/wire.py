@@ -7,7 +7,7 @@ A message carries one shard of one chunk from one rank to another:
     bits     uint8         block_size / 8 bytes a block, as numpy.packbits(..., bitorder="little") lays them out
 
 An element decodes to +scale where its bit is 1 and to -scale elsewhere. Bits past a block's valid count are 0.
-Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and 16 bytes.
+Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and at most 28 bytes.
 """
 
 from __future__ import annotations

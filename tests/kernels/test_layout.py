@@ -1,0 +1,182 @@
+"""Blocks, shards, chunks and segments, against the oracle's layout and by properties."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebit.kernels.layout import BLOCK_SIZE, Layout, Span
+from tests import oracle
+
+SIZES = [(0,), (1,), (7,), (63,), (2048,), (2049,), (1000, 2049, 0, 4096), (0, 0, 5, 0), (3,) * 300]
+HUGE = 2**31 + 7
+
+
+def layouts() -> st.SearchStrategy[tuple[Layout, oracle.Layout]]:
+    """A layout and the oracle's of the same parameters."""
+
+    def both(numels, block_size, ranks, chunks):
+        plan = oracle.Layout(tuple(numels), block_size, ranks, chunks)
+        return Layout(numels, block_size=block_size, ranks=ranks, chunks=chunks), plan
+
+    return st.builds(
+        both,
+        st.lists(st.integers(0, 400), min_size=1, max_size=12),
+        st.sampled_from([32, 64, 96]),
+        st.integers(1, 4),
+        st.integers(1, 3),
+    )
+
+
+def covered(span: Span) -> np.ndarray:
+    """How often each element of a span lies in a segment."""
+    times = np.zeros(span.elements, int)
+    for s in span.segments():
+        times[s.offset : s.offset + s.stop - s.start] += 1
+    return times
+
+
+@pytest.mark.parametrize("numels", SIZES, ids=lambda sizes: f"{len(sizes)} of {max(sizes)}")
+@pytest.mark.parametrize("ranks, chunks", [(1, 1), (2, 1), (3, 4)])
+def test_every_element_has_the_place_that_the_oracle_gives_it(numels, ranks, chunks):
+    layout = Layout(numels, ranks=ranks, chunks=chunks)
+    plan = oracle.Layout(numels, BLOCK_SIZE, ranks, chunks)
+    check_same_places(layout, plan)
+
+
+@given(layouts())
+def test_any_layout_agrees_with_the_oracle(pair):
+    check_same_places(*pair)
+
+
+def check_same_places(layout: Layout, plan: oracle.Layout) -> None:
+    assert layout.elements == plan.size
+    assert layout.blocks == plan.blocks == layout.shard_blocks * layout.ranks * layout.chunks
+    assert (layout.first * layout.block_size).tolist() == plan.starts
+    owner = np.repeat(layout.owner(), layout.block_size)
+    place = np.arange(layout.elements) % layout.block_size
+    valid = place < np.repeat(layout.counts(), layout.block_size)
+    assert np.where(valid, owner, -1).tolist() == plan.owner.tolist()
+
+
+@given(layouts())
+def test_shards_and_chunks_cut_the_blocks_with_nothing_left_out_or_twice(pair):
+    layout, plan = pair
+    chunks = [layout.chunk(j) for j in range(layout.chunks)]
+    shards = [layout.shard(j, k) for j in range(layout.chunks) for k in range(layout.ranks)]
+    for spans in (chunks, shards, [layout.all()]):
+        assert spans[0].first == 0
+        assert all(a.first + a.count == b.first for a, b in itertools.pairwise(spans))
+        assert spans[-1].first + spans[-1].count == layout.blocks
+    size = layout.block_size
+    starts = [shard.first * size for shard in shards]
+    assert starts == [part.start for part in plan.shards()]
+    assert {shard.count for shard in shards} == {layout.shard_blocks}
+
+
+@given(layouts(), st.data())
+def test_segments_hold_each_valid_element_of_a_span_once_and_no_other(pair, data):
+    layout, plan = pair
+    first = data.draw(st.integers(0, layout.blocks - 1))
+    span = Span(layout, first, data.draw(st.integers(1, layout.blocks - first)))
+    part = slice(first * layout.block_size, first * layout.block_size + span.elements)
+    assert covered(span).tolist() == plan.valid[part].astype(int).tolist()
+    for s in span.segments():
+        assert plan.owner[part][s.offset] == s.parameter
+        assert plan.starts[s.parameter] + s.start == part.start + s.offset
+
+
+@given(layouts())
+def test_the_counts_of_a_span_are_its_part_of_all_counts(pair):
+    layout, plan = pair
+    counts = plan.valid.reshape(-1, layout.block_size).sum(1)
+    for chunk in range(layout.chunks):
+        span = layout.chunk(chunk)
+        assert span.counts().tolist() == counts[span.first : span.first + span.count].tolist()
+        inner = span.blocks(span.count - 1, 1)
+        assert inner.counts().tolist() == [counts[span.first + span.count - 1]]
+
+
+@given(layouts())
+def test_tables_tell_kernels_what_the_layout_says(pair):
+    layout, _ = pair
+    table = layout.table(torch.device("cpu"))
+    assert table.owner.dtype == torch.int32 and table.rows.dtype == torch.int64
+    assert table.owner.tolist() == layout.owner().tolist()
+    assert table.rows.tolist() == np.stack((layout.first, layout.numel, layout.group), axis=1).tolist()
+    assert layout.table(torch.device("cpu")) is table
+
+
+def test_a_span_of_a_flat_buffer_is_a_view_of_its_elements():
+    layout = Layout([100, 40], block_size=32, ranks=2, chunks=3)
+    flat = torch.arange(layout.elements)
+    part = layout.shard(1, 1).of(flat)
+    assert part.tolist() == list(range(3 * 32, 4 * 32))
+    part.zero_()
+    assert not flat[96:128].any()
+
+
+def test_groups_go_with_their_parameters():
+    layout = Layout([40, 0, 3], groups=[2, 0, 1], block_size=32)
+    assert [(s.parameter, s.group) for s in layout.all().segments()] == [(0, 2), (2, 1)]
+
+
+def test_offsets_are_right_past_two_to_the_31():
+    layout = Layout([HUGE, 5, HUGE], ranks=3)
+    blocks = -(-HUGE // BLOCK_SIZE)
+    assert layout.elements > 2**32
+    assert layout.first.tolist() == [0, blocks, blocks + 1]
+    assert layout.owner(blocks - 1, 3).tolist() == [0, 1, 2]
+    assert layout.counts(blocks - 1, 3).tolist() == [7, 5, BLOCK_SIZE]
+    last = 2 * blocks
+    assert layout.owner(last, 1).tolist() == [2]
+    assert layout.counts(last, 1).tolist() == [7]
+    assert layout.counts(last + 1).tolist() == [0] * (layout.blocks - last - 1)
+    (segment,) = Span(layout, last, 1).segments()
+    assert (segment.parameter, segment.start, segment.stop, segment.offset) == (2, HUGE - 7, HUGE, 0)
+    rows = layout.table(torch.device("cpu")).rows
+    assert rows[2].tolist() == [blocks + 1, HUGE, 0]
+
+
+def test_a_huge_parameter_is_one_segment_of_its_span():
+    layout = Layout([HUGE])
+    (segment,) = layout.all().segments()
+    assert (segment.start, segment.stop) == (0, HUGE)
+
+
+def test_fingerprints_tell_cuts_apart():
+    base = {"numels": (100, 40), "block_size": 32, "ranks": 2, "chunks": 1}
+    other = [
+        {"numels": (40, 100)},
+        {"numels": (100, 41)},
+        {"numels": (100, 40, 0)},
+        {"block_size": 64},
+        {"ranks": 1},
+        {"chunks": 2},
+    ]
+    made = [Layout(**base), *(Layout(**{**base, **change}) for change in other)]
+    assert len({layout.fingerprint for layout in made}) == len(made)
+    assert Layout(**base).fingerprint == made[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"numels": []}, ["no parameters", "pass at least one"]),
+        ({"numels": [3, -1]}, ["-1", "numel must be 0 or more"]),
+        ({"numels": [3], "block_size": 0}, ["block_size", "multiple of 32", "2048"]),
+        ({"numels": [3], "block_size": 48}, ["48", "multiple of 32"]),
+        ({"numels": [3], "block_size": -32}, ["-32", "multiple of 32"]),
+        ({"numels": [3], "block_size": 64.0}, ["64.0", "multiple of 32"]),
+        ({"numels": [3], "ranks": 0}, ["ranks=0", "at least 1"]),
+        ({"numels": [3], "chunks": 0}, ["chunks=0", "at least 1"]),
+        ({"numels": [3, 4], "groups": [0]}, ["1 group", "2 parameters", "one for each"]),
+    ],
+)
+def test_a_wrong_layout_says_what_and_what_to_do(arguments, words):
+    with pytest.raises(ValueError) as raised:
+        Layout(**arguments)
+    assert all(word in str(raised.value) for word in words), raised.value

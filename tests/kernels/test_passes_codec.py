@@ -1,0 +1,339 @@
+"""compress, average and decode of every backend against the float64 oracle, and against the reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from onebit.kernels.state import Residual
+from onebit.kernels.wire import MAGIC, NONFINITE, Messages
+from tests import oracle
+from tests.kernels.cases import (
+    BF16,
+    CASES,
+    F32,
+    GRID,
+    ON_BACKENDS,
+    ON_FUSED,
+    SMALL_GRID,
+    Case,
+    World,
+    assert_close,
+    assert_guards,
+    decoded,
+    frozen_bits,
+    numpy,
+    rounded,
+    stored,
+    use_grain,
+)
+
+ELEMENTWISE = 1e-6  # a handful of fp32 roundings
+SUMMED = 4e-6  # and one more for each level of a sum
+
+
+def residual_scales(world: World, rows: int) -> np.ndarray:
+    return np.random.default_rng(5).uniform(0.1, 1.0, rows)
+
+
+def momentum_of(world: World, chunk: int) -> tuple[torch.Tensor | Messages | None, np.ndarray]:
+    """The momentum of a chunk as the case wants it, and as one float64 array over the whole space."""
+    match world.case.momentum:
+        case "none":
+            return None, np.zeros(world.elements)
+        case "dense":
+            span, _ = world.spans()[chunk]
+            return span.of(world.flat(world.m)), world.plan.flatten(world.m)
+        case "packed":
+            messages = world.random_messages(world.rows)
+            return messages.slice(chunk * world.case.ranks, world.case.ranks), decoded(messages)
+    raise AssertionError(world.case.momentum)
+
+
+def compressed(world: World, chunk: int, flag: int = 0) -> tuple[Messages, Residual]:
+    """What `compress` of the backend makes of a chunk."""
+    span, _ = world.spans()[chunk]
+    scales = residual_scales(world, world.rows)[chunk * world.case.ranks :][: world.case.ranks]
+    residual, out = world.residual(span, world.e, scales), world.fresh(world.case.ranks)
+    grads, (momentum, _) = world.grads(), momentum_of(world, chunk)
+    world.passes.compress(span, grads, momentum, residual, world.hyper(), world.flags(flag), out)
+    assert_guards(grads)
+    return out, residual
+
+
+def expected_c(world: World) -> tuple[np.ndarray, np.ndarray]:
+    """c of the whole space in float64, and the size of what was added up to it."""
+    _, m = momentum_of(world, 0)
+    m = [m_p.ravel() for m_p in world.plan.unflatten(m)]
+    y = world.plan.flatten(oracle.local_momentum(world.scaled_g, m, world.hypers))
+    e = world.plan.flatten(world.e)
+    if world.case.scale == "tensor":
+        scales = rounded(residual_scales(world, world.rows), F32)
+        e = e - oracle.sigma(e) * np.repeat(scales, world.elements // world.rows)
+    g = world.plan.flatten(world.scaled_g)
+    size = np.abs(g) + np.abs(world.plan.flatten(m)) + np.abs(world.plan.flatten(world.e)) + np.abs(e)
+    return np.where(world.plan.valid, y + e, 0.0), size
+
+
+def check_message(
+    world: World, out: Messages, row: int, value: np.ndarray, scale: float | None, c: np.ndarray, size, valid
+) -> None:
+    """One message and the residual it leaves (`value`, `scale`), against the oracle's compress(c)."""
+    case = world.case
+    expected = oracle.compress(c, valid, block_size=case.block_size, scale=case.scale, norm=case.norm)
+    assert out.header[row].tolist() == [MAGIC, 0, world.form.fingerprint, world.form.shard_blocks]
+    assert_close(numpy(out.scales[row]), expected.scales, SUMMED)
+    bits = np.unpackbits(out.bits[row].cpu().numpy().ravel(), bitorder="little") == 1
+    sure = expected.sure(ELEMENTWISE * size)
+    assert sure.sum() >= 0.99 * valid.sum()
+    assert (bits == expected.bits)[sure].all()
+    assert not bits[~valid].any()
+    left = c if case.scale == "tensor" else expected.error
+    assert_close(value[sure], left[sure], SUMMED, (size + np.abs(expected.decoded))[sure])
+    if scale is not None:
+        assert_close(scale, expected.scales[0], SUMMED)
+
+
+@ON_BACKENDS
+@GRID
+def test_compress_agrees_with_the_oracle(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    c, size = expected_c(world)
+    valid = world.plan.valid
+    for chunk in range(case.chunks):
+        out, residual = compressed(world, chunk)
+        value = numpy(residual.value)
+        for rank in range(case.ranks):
+            part = world.plan.shard(chunk, rank)
+            own = slice(rank * (part.stop - part.start), (rank + 1) * (part.stop - part.start))
+            scale = None if residual.scale is None else float(residual.scale[rank])
+            check_message(world, out, rank, value[own], scale, c[part], size[part], valid[part])
+
+
+@ON_FUSED
+@SMALL_GRID
+def test_compress_agrees_with_the_reference_bit_for_bit(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    for chunk in range(case.chunks):
+        ours, ours_left = compressed(World(case, name), chunk)
+        theirs, theirs_left = compressed(World(case), chunk)
+        assert ours.header.tolist() == theirs.header.tolist()
+        assert ours.bits.tolist() == theirs.bits.tolist()
+        assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
+        if case.scale == "tensor":
+            assert numpy(ours_left.value).tolist() == numpy(theirs_left.value).tolist()
+            assert_close(numpy(ours_left.scale), numpy(theirs_left.scale), ELEMENTWISE)
+        else:
+            size = np.repeat(numpy(theirs.scales).ravel(), case.block_size)
+            assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_a_set_flag_goes_into_every_header_and_nothing_else_changes(name, scale):
+    world = World(Case((100, 5), ranks=2, scale=scale, momentum="packed"), name)
+    span = world.layout.all()
+    residual, out = world.residual(span, world.e, np.array([0.5, 0.25])), world.fresh(2)
+    before = frozen_bits(residual)
+    momentum = world.random_messages(2)
+    world.passes.compress(span, world.grads(), momentum, residual, world.hyper(), world.flags(NONFINITE), out)
+    assert frozen_bits(residual) == before
+    header = [MAGIC, NONFINITE, world.form.fingerprint, world.form.shard_blocks]
+    assert out.header.tolist() == [header, header]
+    assert bool((out.buffer[:, 16:] == 0xFF).all())
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_a_message_carries_no_flag_where_none_is_set(name, scale):
+    world = World(Case((40,), scale=scale), name)
+    out, _ = compressed(world, 0)
+    assert out.flags.tolist() == [0]
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_either_zero_counts_as_positive(name, scale, zero):
+    world = World(Case((6,), scale=scale, momentum="none"), name)
+    world.g, world.e = [np.array([zero, 2.0, zero, -2.0, zero, zero])], [np.full(6, zero)]
+    out, _ = compressed_from_zero(world)
+    assert out.bits.flatten().tolist() == [0b110111, 0, 0, 0]
+
+
+def compressed_from_zero(world: World) -> tuple[Messages, Residual]:
+    """compress with the residual `world.e`, no last scale and no momentum, over the whole space."""
+    span = world.layout.all()
+    residual, out = world.residual(span, world.e), world.fresh(world.rows)
+    world.passes.compress(span, world.grads(), None, residual, world.hyper(), world.flags(), out)
+    return out, residual
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_zeros_give_scale_zero_and_no_nan(name, scale):
+    world = World(Case((40, 3), ranks=2, scale=scale, norm="l2"), name)
+    world.g, world.e = [np.zeros(40), np.zeros(3)], [np.zeros(40), np.zeros(3)]
+    out, residual = compressed_from_zero(world)
+    assert not bool(out.scales.any())
+    assert not numpy(residual.value)[world.plan.valid].any()
+
+
+@ON_BACKENDS
+def test_gradients_that_are_all_none_count_as_zero(name):
+    """b1 m is what is left to compress."""
+    world = World(Case((33, 7), missing=(0, 1)), name)
+    c, size = expected_c(world)
+    out, residual = compressed(world, 0)
+    check_message(world, out, 0, numpy(residual.value), None, c, size, world.plan.valid)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_a_scale_is_the_mean_over_valid_elements_only(name, scale):
+    """3 elements of 32: padding counted would make it 6 / 32."""
+    world = World(Case((3,), scale=scale, momentum="none"), name)
+    world.g, world.e = [np.array([1.0, -2.0, 3.0])], [np.zeros(3)]
+    world.hypers = [oracle.LambHyper(beta1=0.0)]
+    out, _ = compressed_from_zero(world)
+    # group 0 has beta1 0.9 and a gradient scale of 0.5
+    assert_close(numpy(out.scales), [[2.0 * 0.5 * (1 - 0.9)]], ELEMENTWISE)
+
+
+@ON_BACKENDS
+def test_a_tensor_scale_spans_one_message_and_no_more(name):
+    """Two shards, 1000 times apart: each has its own scale."""
+    world = World(Case((32, 32), ranks=2, scale="tensor", momentum="none"), name)
+    world.g, world.e = [np.full(32, 1.0), np.full(32, -1000.0)], [np.zeros(32)] * 2
+    out, _ = compressed_from_zero(world)
+    assert_close(numpy(out.scales), [[0.05], [50.0]], ELEMENTWISE)
+
+
+def averaged(world: World, received: Messages, chunk: int, rank: int) -> tuple[Messages, Residual]:
+    shard = world.layout.shard(chunk, rank)
+    residual = world.residual(shard, world.e, np.array([0.3]))
+    out = world.fresh(1)
+    world.passes.average(shard, received, residual, out)
+    return out, residual
+
+
+def expected_average(world: World, received: Messages, part: slice) -> tuple[np.ndarray, np.ndarray]:
+    e = world.plan.flatten(world.e)[part]
+    if world.case.scale == "tensor":
+        e = e - oracle.sigma(e) * rounded(np.array(0.3), F32)
+    values = decoded(received).reshape(received.rows, -1)
+    valid = world.plan.valid[part]
+    return np.where(valid, values.mean(0) + e, 0.0), np.abs(values).sum(0) + np.abs(e) + 0.3
+
+
+@ON_BACKENDS
+@GRID
+def test_average_agrees_with_the_oracle(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    for chunk in range(case.chunks):
+        for rank in range(case.ranks):
+            part = world.plan.shard(chunk, rank)
+            received = world.random_messages(case.ranks, seed=rank)
+            c, size = expected_average(world, received, part)
+            out, residual = averaged(world, received, chunk, rank)
+            scale = None if residual.scale is None else float(residual.scale[0])
+            check_message(world, out, 0, numpy(residual.value), scale, c, size, world.plan.valid[part])
+
+
+@ON_FUSED
+@SMALL_GRID
+def test_average_agrees_with_the_reference_bit_for_bit(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world, other = World(case, name), World(case)
+    for rank in range(case.ranks):
+        received = world.random_messages(case.ranks, seed=rank)
+        ours, ours_left = averaged(world, received, case.chunks - 1, rank)
+        theirs, theirs_left = averaged(other, other.random_messages(case.ranks, seed=rank), case.chunks - 1, rank)
+        assert ours.header.tolist() == theirs.header.tolist()
+        assert ours.bits.tolist() == theirs.bits.tolist()
+        assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
+        size = np.repeat(numpy(theirs.scale_of_blocks()), case.block_size)
+        assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("flagged", [0, 2])
+def test_average_passes_a_flag_on_and_keeps_its_residual(name, scale, flagged):
+    """Whatever else a flagged message holds, NaN included."""
+    world = World(Case((100, 5), ranks=3, scale=scale), name)
+    received = world.random_messages(3)
+    received.flags[flagged] = NONFINITE
+    received.scales[flagged] = float("nan")
+    shard = world.layout.shard(0, 1)
+    residual, out = world.residual(shard, world.e, np.array([0.5])), world.fresh(1)
+    before = frozen_bits(residual)
+    world.passes.average(shard, received, residual, out)
+    assert frozen_bits(residual) == before
+    assert out.header.tolist() == [[MAGIC, NONFINITE, world.form.fingerprint, world.form.shard_blocks]]
+    assert bool((out.buffer[:, 16:] == 0xFF).all())
+
+
+@ON_BACKENDS
+def test_opposite_signs_average_to_a_zero_that_counts_as_positive(name):
+    world = World(Case((16,), ranks=2), name)
+    world.e = [np.zeros(16)]
+    received = world.random_messages(2)
+    received.scales.fill_(0.75)
+    received.bits[0] = 0b00001111
+    received.bits[1] = 0b00111100
+    out, residual = averaged(world, received, 0, 0)
+    assert out.bits.flatten().tolist() == [0b00111111, 0b00111111, 0, 0]
+    assert_close(numpy(out.scales), [[0.75 * 4 / 8]], 0)
+    assert_close(numpy(residual.value)[:8], [-0.375] * 2 + [0.375] * 2 + [-0.375] * 4, 0, 1)
+
+
+@ON_BACKENDS
+@GRID
+def test_decode_writes_each_sign_times_its_scale_and_nothing_else(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    messages = world.random_messages(world.rows)
+    values = world.plan.unflatten(decoded(messages))
+    out = world.params()
+    for chunk, (span, part) in enumerate(world.spans()):
+        before = world.plan.flatten([numpy(t) for t in out.tensors])
+        world.passes.decode(span, messages.slice(chunk * case.ranks, case.ranks), out)
+        after = world.plan.flatten([numpy(t) for t in out.tensors])
+        before[part] = after[part]
+        assert (after == before).all()
+    for tensor, value in zip(out.tensors, values, strict=True):
+        assert numpy(tensor).tolist() == stored(value, case.param, name).tolist()
+    assert_guards(out)
+
+
+@ON_BACKENDS
+def test_a_flagged_message_decodes_to_nan_as_an_uncompressed_mean_would(name):
+    world = World(Case((64, 40), ranks=2), name)
+    messages, out = world.random_messages(2), world.params()
+    messages.flags[0] = NONFINITE
+    world.passes.decode(world.layout.all(), messages, out)
+    assert np.isnan(numpy(out.tensors[0])).all()
+    assert numpy(out.tensors[1]).tolist() == decoded(messages)[64:104].tolist()
+    assert_guards(out)
+
+
+@ON_BACKENDS
+def test_decode_passes_over_a_tensor_that_is_none(name):
+    world = World(Case((64, 33), param=BF16), name)
+    out = world.params()
+    out.point([None, out.tensors[1]])
+    messages = world.random_messages(1)
+    world.passes.decode(world.layout.all(), messages, out)
+    assert numpy(out.tensors[1]).tolist() == stored(decoded(messages)[64:97], BF16, name).tolist()
+
+
+def test_the_grid_covers_what_it_says():
+    """Every option that a pass branches on is taken with both scales or both momenta somewhere."""
+    cases = CASES.values()
+    pairs = {(case.scale, case.norm) for case in cases}
+    assert pairs == {("block", "l1"), ("block", "l2"), ("tensor", "l1"), ("tensor", "l2")}
+    assert {case.momentum for case in cases} == {"none", "dense", "packed"}
+    assert {case.ranks for case in cases} == {1, 2, 3}
+    assert {case.param for case in cases} >= {torch.float32, torch.bfloat16, torch.float16}

@@ -1,0 +1,326 @@
+"""lamb_warmup and lamb_statistics of every backend against the float64 oracle, and against the reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from onebit.kernels.wire import NONFINITE, Messages
+from tests import oracle
+from tests.kernels.cases import (
+    BF16,
+    F32,
+    GRID,
+    ON_BACKENDS,
+    ON_FUSED,
+    SMALL_GRID,
+    STEP,
+    Case,
+    World,
+    assert_close,
+    decoded,
+    frozen_bits,
+    gathered,
+    numpy,
+    rounded,
+    use_grain,
+)
+from tests.kernels.test_passes_adam import AGREEMENT, ELEMENTWISE, check_parameters, updated
+
+SUMMED = 1e-5  # a norm over a parameter, and what is divided by it
+COEFFICIENTS = {"coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3}
+FACTORS = {"factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
+RATIOS = pytest.mark.parametrize("ratio", ["variance", "denominator"])
+
+
+def holding_elements(world: World) -> np.ndarray:
+    """Parameters with elements: the coefficient of one without means nothing."""
+    return np.array(world.case.numels) > 0
+
+
+class Warmup:
+    """The tensors of one run of lamb_warmup."""
+
+    def __init__(self, world: World, average: float = 0.2) -> None:
+        self.world = world
+        self.params, self.grads, self.master = world.params(), world.grads(), world.master()
+        self.exp_avg, self.exp_avg_sq = world.flat(world.m), world.flat(world.v)
+        self.state = world.lamb_state()
+        self.state.average.fill_(average)
+
+    def run(self, step: int = STEP, flag: int = 0, **coefficients: float) -> None:
+        world = self.world
+        world.passes.lamb_warmup(
+            world.layout.all(),
+            self.params,
+            self.grads,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.master,
+            world.hyper(step),
+            world.flags(flag),
+            self.state,
+            **{**COEFFICIENTS, **coefficients},
+        )
+
+    def x(self) -> oracle.Arrays:
+        return updated(self.world, self.params, self.master)
+
+
+@ON_BACKENDS
+@GRID
+def test_warmup_agrees_with_the_oracle(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    run, some = Warmup(world), holding_elements(world)
+    run.run()
+    c_avg = np.full(len(world.x), 0.2)
+    x, m, v, c_avg, c = oracle.lamb_step(world.x, world.scaled_g, world.m, world.v, c_avg, world.hypers, STEP)
+    assert_close(numpy(run.state.coefficient)[some], c[some], SUMMED)
+    assert_close(numpy(run.state.average)[some], c_avg[some], SUMMED)
+    for got, want, size in zip(world.plan.unflatten(numpy(run.exp_avg)), m, world.m, strict=True):
+        assert_close(got, want, ELEMENTWISE, np.abs(want) + np.abs(size))
+    for got, want in zip(world.plan.unflatten(numpy(run.exp_avg_sq)), v, strict=True):
+        assert_close(got, want, ELEMENTWISE)
+    size = [np.abs(a) + 5 * np.abs(b - a) + h.lr for a, b, h in zip(world.x, x, world.hypers, strict=True)]
+    check_parameters(world, run.params, run.master, x, size)
+    assert not run.state.counter.any()
+
+
+@ON_BACKENDS
+def test_coefficients_lie_on_both_limits_and_between(name):
+    """x of size 100, 1 and 0.001 where u is of size 1: max_coeff, unclipped, min_coeff."""
+    world = World(Case((90, 90, 90)), name)
+    rng = np.random.default_rng(0)
+    world.x = [rounded(s * rng.normal(size=90), F32) for s in (100.0, 0.1, 0.001)]
+    world.hypers = [oracle.LambHyper(0.1, 0.9, 0.99, 1e-6, 0.01)] * 3
+    run = Warmup(world)
+    run.run()
+    *_, c = oracle.lamb_step(world.x, world.scaled_g, world.m, world.v, np.zeros(3), world.hypers, STEP)
+    assert c[0] == 0.3 and 0.01 < c[1] < 0.3 and c[2] == 0.01
+    assert_close(numpy(run.state.coefficient), c, SUMMED)
+
+
+@ON_FUSED
+@SMALL_GRID
+def test_warmup_agrees_with_the_reference(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    ours, theirs = Warmup(World(case, name)), Warmup(World(case))
+    ours.run()
+    theirs.run()
+    some = holding_elements(ours.world)
+    assert_close(numpy(ours.state.coefficient)[some], numpy(theirs.state.coefficient)[some], AGREEMENT)
+    assert_close(numpy(ours.state.average)[some], numpy(theirs.state.average)[some], AGREEMENT)
+    for got, want, h in zip(ours.x(), theirs.x(), ours.world.hypers, strict=True):
+        assert_close(got, want, 2 * AGREEMENT + 2 * theirs.world.half_place, 10 * h.lr)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_where_a_norm_is_zero_the_coefficient_is_one(name, what):
+    """Zero gradients and momenta without weight decay, or a parameter that is zero: no NaN, and no clip."""
+    world = World(Case((70, 33), groups=2), name)
+    if what == "gradient":
+        world.g[1], world.m[1], world.v[1] = np.zeros(33), np.zeros(33), np.zeros(33)
+        world.scaled_g[1] = world.g[1]
+    else:
+        world.x[1] = np.zeros(33)
+    run = Warmup(world, average=0.0)
+    run.run()
+    x, _, _, c_avg, c = oracle.lamb_step(world.x, world.scaled_g, world.m, world.v, np.zeros(2), world.hypers, STEP)
+    assert c[1] == 1
+    assert numpy(run.state.coefficient)[1] == 1
+    assert_close(numpy(run.state.average), c_avg, SUMMED)
+    assert_close(gathered(run.params)[1], x[1], ELEMENTWISE, 1)
+
+
+@ON_BACKENDS
+def test_warmup_with_a_flag_set_changes_nothing(name):
+    world = World(Case((70, 5), param=BF16, grad=BF16, master=True), name)
+    run = Warmup(world)
+    watched = (run.params, run.exp_avg, run.exp_avg_sq, run.master, run.state)
+    before = frozen_bits(*watched)
+    run.run(flag=NONFINITE)
+    assert frozen_bits(*watched) == before
+
+
+@ON_BACKENDS
+def test_warmup_carries_its_state_over_three_steps(name):
+    world = World(Case((100, 7, 40), groups=2, missing=(1,)), name)
+    run = Warmup(world, average=0.0)
+    x, m, v, c_avg = world.x, world.m, world.v, np.zeros(3)
+    for step in (1, 2, 3):
+        run.run(step)
+        x, m, v, c_avg, _ = oracle.lamb_step(x, world.scaled_g, m, v, c_avg, world.hypers, step)
+        assert not run.state.counter.any()
+    assert_close(numpy(run.state.average), c_avg, 3 * SUMMED)
+    for got, want in zip(gathered(run.params), x, strict=True):
+        assert_close(got, want, 3 * SUMMED, 1)
+
+
+class Statistics:
+    """The tensors of one run of lamb_statistics. v_T lies between half of v and four times v; some d are 0."""
+
+    def __init__(self, world: World, spread: tuple[float, float] = (0.5, 4.0)) -> None:
+        self.world, rng = world, np.random.default_rng(3)
+        frozen = [v * rng.uniform(*spread, v.size) for v in world.v]
+        self.d64 = [rounded(1 / (np.sqrt(f) + h.eps), F32) for f, h in zip(frozen, world.hypers, strict=True)]
+        for d in self.d64:
+            d[3::7] = 0.0
+        self.d, self.exp_avg_sq = world.flat(self.d64), world.flat(world.v)
+        self.replies = world.random_messages(world.rows, seed=4)
+        self.state = world.lamb_state()
+        self.state.average.copy_(torch.from_numpy(rng.uniform(0.01, 0.3, len(world.x))))
+        self.state.ratio.copy_(torch.from_numpy(rng.uniform(0.9, 1.1, len(world.x))))
+        self.previous, self.previous64 = self._previous()
+
+    def _previous(self) -> tuple[torch.Tensor | Messages, oracle.Arrays]:
+        world = self.world
+        if world.case.momentum == "packed":
+            messages = world.random_messages(world.rows, seed=5)
+            return messages, world.plan.unflatten(decoded(messages))
+        return world.flat(world.m), world.m
+
+    def frozen(self) -> oracle.LambFrozen:
+        """What the pass can know: v_T out of the fp32 d, live where d is not 0."""
+        v = [
+            np.where(d > 0, np.maximum(1 / np.where(d > 0, d, 1) - h.eps, 0) ** 2, 0.0)
+            for d, h in zip(self.d64, self.world.hypers, strict=True)
+        ]
+        return oracle.LambFrozen(self.d64, v, numpy(self.state.average), np.ones(len(v)))
+
+    def run(self, ratio: str, replies: Messages | None = None, **factors: float) -> None:
+        world = self.world
+        world.passes.lamb_statistics(
+            world.layout.all(),
+            self.replies if replies is None else replies,
+            self.previous,
+            self.d,
+            self.exp_avg_sq,
+            world.hyper(),
+            self.state,
+            **{**FACTORS, **factors},
+            ratio=ratio,
+        )
+
+    def expected(self, ratio: str, v: oracle.Arrays, r: np.ndarray) -> tuple[oracle.Arrays, np.ndarray]:
+        world = self.world
+        m = world.plan.unflatten(decoded(self.replies))
+        _, v, r = oracle.onebit_lamb_update(world.x, m, self.previous64, v, r, self.frozen(), world.hypers, ratio)
+        return v, r
+
+
+@ON_BACKENDS
+@RATIOS
+@GRID
+def test_statistics_agree_with_the_oracle(name, ratio, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    run, some = Statistics(world), holding_elements(world)
+    want_v, want_r = run.expected(ratio, world.v, numpy(run.state.ratio))
+    run.run(ratio)
+    for got, want in zip(world.plan.unflatten(numpy(run.exp_avg_sq)), want_v, strict=True):
+        assert_close(got, want, 2 * ELEMENTWISE, 1e-3)
+    assert_close(numpy(run.state.ratio)[some], want_r[some], SUMMED)
+    assert_close(numpy(run.state.coefficient)[some], (want_r * numpy(run.state.average))[some], SUMMED)
+    assert not run.state.counter.any()
+
+
+@ON_BACKENDS
+@RATIOS
+def test_without_clips_the_ratio_is_the_maximum(name, ratio):
+    """Thresholds wide open, so that a wrong maximum cannot hide behind a clip."""
+    world = World(Case((100, 70, 31), groups=2, momentum="packed"), name)
+    run = Statistics(world, spread=(0.1, 30.0))
+    open_wide = {"factor_min": 0.0, "factor_max": 1e9, "factor_threshold": 1e6}
+    world.hypers = [oracle.LambHyper(**{**vars(h), **open_wide}) for h in world.hypers]
+    _, want = run.expected(ratio, world.v, numpy(run.state.ratio))
+    run.run(ratio, **open_wide)
+    assert (want > 1.5).all()
+    assert_close(numpy(run.state.ratio), want, SUMMED)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("last, spread, want", [
+    (1.0, (30.0, 40.0), 1.1),  # up by no more than the threshold
+    (1.0, (0.01, 0.02), 0.9),  # down by no more than the threshold
+    (3.9, (30.0, 40.0), 4.0),  # no higher than factor_max
+    (0.52, (0.01, 0.02), 0.5),  # no lower than factor_min
+])  # fmt: skip
+def test_the_ratio_is_clipped_to_the_last_one_and_then_to_its_limits(name, last, spread, want):
+    world = World(Case((100,), groups=1), name)
+    run = Statistics(world, spread)
+    run.state.ratio.fill_(last)
+    run.replies.scales.fill_(1e-6)
+    run.run("variance")
+    assert_close(numpy(run.state.ratio), [want], 1e-6)
+    assert_close(numpy(run.state.coefficient), want * numpy(run.state.average), 1e-6)
+
+
+@ON_BACKENDS
+def test_the_limits_have_the_last_word_over_the_threshold(name):
+    """Up from 1 by no more than 0.1, but no lower than 2."""
+    run = Statistics(World(Case((100,)), name), (30.0, 40.0))
+    run.state.ratio.fill_(1.0)
+    run.run("variance", factor_min=2.0)
+    assert_close(numpy(run.state.ratio), [2.0], 1e-6)
+
+
+@ON_FUSED
+@RATIOS
+@SMALL_GRID
+def test_statistics_agree_with_the_reference(name, ratio, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    ours, theirs = Statistics(World(case, name)), Statistics(World(case))
+    ours.run(ratio)
+    theirs.run(ratio)
+    some = holding_elements(ours.world)
+    plan = ours.world.plan
+    for got, want in zip(*(plan.unflatten(numpy(r.exp_avg_sq)) for r in (ours, theirs)), strict=True):
+        assert_close(got, want, AGREEMENT)
+    assert_close(numpy(ours.state.ratio)[some], numpy(theirs.state.ratio)[some], AGREEMENT)
+    assert_close(numpy(ours.state.coefficient)[some], numpy(theirs.state.coefficient)[some], AGREEMENT)
+
+
+@ON_BACKENDS
+@RATIOS
+def test_zero_gradients_and_variances_give_ratio_one_and_no_nan(name, ratio):
+    """A parameter that no gradient ever reached: nothing live, v_T and v both 0."""
+    world = World(Case((70, 33), groups=2), name)
+    world.v[1], world.m[1] = np.zeros(33), np.zeros(33)
+    run = Statistics(world)
+    run.state.ratio.fill_(1.0)
+    run.d[96:] = 0.0
+    run.replies.scales[0, 3:] = 0.0
+    run.run(ratio)
+    assert numpy(run.state.ratio)[1] == 1
+    assert not numpy(run.exp_avg_sq)[96:129].any()
+    assert np.isfinite(numpy(run.state.ratio)).all()
+
+
+@ON_BACKENDS
+def test_statistics_with_flagged_replies_change_nothing(name):
+    world = World(Case((70, 5), ranks=2), name)
+    run = Statistics(world)
+    run.replies.flags.fill_(NONFINITE)
+    run.replies.scales.fill_(float("nan"))
+    watched = (run.exp_avg_sq, run.state.ratio, run.state.coefficient, run.state.average, run.state.counter)
+    before = frozen_bits(*watched)
+    run.run("variance")
+    assert frozen_bits(*watched) == before
+
+
+@ON_BACKENDS
+@RATIOS
+def test_statistics_carry_their_state_over_three_steps(name, ratio):
+    world = World(Case((100, 7, 64), ranks=2, groups=2, momentum="packed"), name)
+    run = Statistics(world)
+    v, r = world.v, numpy(run.state.ratio)
+    for seed in (6, 7, 8):
+        v, r = run.expected(ratio, v, r)
+        run.run(ratio)
+        assert not run.state.counter.any()
+        run.previous, run.previous64 = run.replies, world.plan.unflatten(decoded(run.replies))
+        run.replies = world.random_messages(world.rows, seed=seed)
+    assert_close(numpy(run.state.ratio), r, 3 * SUMMED)
+    for got, want in zip(world.plan.unflatten(numpy(run.exp_avg_sq)), v, strict=True):
+        assert_close(got, want, 3 * SUMMED, 1e-3)

@@ -1,0 +1,168 @@
+"""Tables of addresses: when they are rewritten, and what is refused with which words."""
+
+import pytest
+import torch
+
+from onebit.kernels.layout import Layout
+from onebit.kernels.pointers import Pointers
+
+LAYOUT = Layout([6, 4, 3], block_size=32)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
+    return [torch.zeros(2, 3, dtype=dtype), torch.zeros(4, dtype=dtype), torch.zeros(3, dtype=dtype)]
+
+
+def replaced(index: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+    made = tensors()
+    made[index] = tensor
+    return made
+
+
+class CountingTensor(torch.Tensor):
+    """Counts how often it is written."""
+
+    writes = 0
+
+    def copy_(self, *args, **kwargs):
+        self.writes += 1
+        return super().copy_(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_addresses_are_those_of_the_tensors(dtype):
+    made = tensors(dtype)
+    pointers = Pointers.to(LAYOUT, made)
+    assert pointers.dtype == dtype
+    assert pointers.addresses.dtype == torch.int64
+    assert pointers.addresses.tolist() == [t.data_ptr() for t in made]
+
+
+def test_none_has_address_zero():
+    made = [None, torch.zeros(4), None]
+    pointers = Pointers.to(LAYOUT, made, "gradient")
+    assert pointers.addresses.tolist() == [0, made[1].data_ptr(), 0]
+    assert pointers.tensors[0] is None and pointers.tensors[2] is None
+
+
+def test_a_tensor_that_becomes_none_has_address_zero():
+    made = tensors()
+    pointers = Pointers.to(LAYOUT, made, "gradient")
+    pointers.point([None, *made[1:]])
+    assert pointers.addresses.tolist()[0] == 0
+    pointers.point(made)
+    assert pointers.addresses.tolist()[0] == made[0].data_ptr()
+
+
+def test_addresses_are_written_only_when_one_changed():
+    made = tensors()
+    pointers = Pointers.to(LAYOUT, made)
+    pointers.addresses = pointers.addresses.as_subclass(CountingTensor)
+    pointers.point(made)
+    pointers.point([t.view_as(t) for t in made])
+    assert pointers.addresses.writes == 0
+    other = [made[0], torch.zeros(4), made[2]]
+    pointers.point(other)
+    assert pointers.addresses.writes == 1
+    assert pointers.addresses.tolist() == [t.data_ptr() for t in other]
+
+
+def test_a_view_into_a_bigger_tensor_points_to_its_first_element():
+    bucket = torch.zeros(20)
+    pointers = Pointers.to(LAYOUT, [bucket[1:7].view(2, 3), bucket[7:11], bucket[11:14]])
+    assert [a - bucket.data_ptr() for a in pointers.addresses.tolist()] == [4, 28, 44]
+
+
+def test_a_gradient_that_is_not_contiguous_is_copied_in_logical_order():
+    gradient = torch.arange(6.0).view(3, 2).t()
+    pointers = Pointers.to(LAYOUT, replaced(0, gradient), "gradient")
+    copy = pointers.tensors[0]
+    assert copy.is_contiguous() and copy.flatten().tolist() == [0, 2, 4, 1, 3, 5]
+    assert pointers.addresses[0] == copy.data_ptr() != gradient.data_ptr()
+
+
+def test_parameters_are_kept_without_their_graph():
+    pointers = Pointers.to(LAYOUT, [t.requires_grad_() for t in tensors()], "parameter")
+    assert not any(t.requires_grad for t in pointers.tensors)
+
+
+def test_an_empty_tensor_is_no_trouble():
+    layout = Layout([0, 2], block_size=32)
+    pointers = Pointers.to(layout, [torch.zeros(0), torch.zeros(2)])
+    assert pointers.tensors[0].numel() == 0
+
+
+WRONG = {
+    "dtype of the first": (
+        lambda: Pointers.to(LAYOUT, tensors(torch.float64)),
+        TypeError,
+        ["torch.float64", "not supported", "torch.bfloat16", ".to(torch.float32)"],
+    ),
+    "integers": (
+        lambda: Pointers(LAYOUT, torch.device("cpu"), torch.int32, "gradient"),
+        TypeError,
+        ["gradients of dtype torch.int32", "use one of"],
+    ),
+    "mixed dtypes": (
+        lambda: Pointers.to(LAYOUT, replaced(1, torch.zeros(4, dtype=torch.bfloat16)), "gradient"),
+        TypeError,
+        ["gradient 1", "torch.bfloat16", "torch.float32", "Cast it"],
+    ),
+    "mixed devices": (
+        lambda: Pointers.to(LAYOUT, replaced(2, torch.zeros(3, device="meta")), "parameter"),
+        ValueError,
+        ["parameter 2", "meta", "cpu", "move it with .to('cpu')"],
+    ),
+    "a parameter that is not contiguous": (
+        lambda: Pointers.to(LAYOUT, replaced(0, torch.zeros(3, 2).t()), "parameter"),
+        ValueError,
+        ["parameter 0", "not contiguous", "(2, 3)", "(1, 2)", "in place", "parameter.contiguous()"],
+    ),
+    "a sparse gradient": (
+        lambda: Pointers.to(LAYOUT, replaced(1, torch.zeros(4).to_sparse()), "gradient"),
+        ValueError,
+        ["gradient 1", "sparse", "every element", "sparse=False", "to_dense()"],
+    ),
+    "another number of elements": (
+        lambda: Pointers.to(LAYOUT, replaced(1, torch.zeros(5)), "gradient"),
+        ValueError,
+        ["gradient 1", "5 elements", "holds 4", "build a new one"],
+    ),
+    "too few tensors": (
+        lambda: Pointers.to(LAYOUT, tensors()[:2], "gradient"),
+        ValueError,
+        ["got 2 gradients", "3 parameters", "None where there is none"],
+    ),
+    "too many tensors": (
+        lambda: Pointers.to(LAYOUT, [*tensors(), None], "gradient"),
+        ValueError,
+        ["got 4 gradients", "3 parameters"],
+    ),
+    "nothing but None": (
+        lambda: Pointers.to(LAYOUT, [None, None, None], "gradient"),
+        ValueError,
+        ["no gradient", "all 3 are None"],
+    ),
+    "an empty list": (
+        lambda: Pointers.to(LAYOUT, [], "gradient"),
+        ValueError,
+        ["no gradient"],
+    ),
+}
+
+
+@pytest.mark.parametrize("make, error, words", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_tensor_says_what_and_what_to_do(make, error, words):
+    with pytest.raises(error) as raised:
+        make()
+    assert type(raised.value) is error
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_refused_list_leaves_the_table_as_it_was():
+    made = tensors()
+    pointers = Pointers.to(LAYOUT, made)
+    with pytest.raises(ValueError):
+        pointers.point(replaced(2, torch.zeros(9)))
+    assert pointers.addresses.tolist() == [t.data_ptr() for t in made]
+    assert [t.data_ptr() for t in pointers.tensors] == pointers.addresses.tolist()

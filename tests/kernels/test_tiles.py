@@ -1,0 +1,51 @@
+"""The parts of Triton kernels that loop over more blocks than the passes' tests can afford to run."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from onebit.kernels import lamb, tiles
+from onebit.kernels.layout import Layout
+from tests.kernels.cases import GPU
+
+BLOCKS = 2500  # three rounds of 1024
+
+
+@triton.jit
+def _finish_scale(
+    scale, residual_scale, partial, owner, rows, first_block, blocks, BLOCK: tl.constexpr, L2: tl.constexpr
+):  # fmt: skip
+    tiles.finish_scale(scale, residual_scale, partial, owner, rows, first_block, blocks, BLOCK, L2)
+
+
+@triton.jit
+def _reduce(partial, blocks, total, largest):
+    tl.store(total, lamb._sum_partials(partial, blocks))
+    tl.store(largest, lamb._max_partials(partial, blocks))
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_the_scale_of_a_message_counts_all_its_blocks(norm):
+    """From block 3 of the space on: parts of two parameters, a hole in each last block, padding at the end."""
+    layout = Layout([700 * 32 - 5, 1700 * 32 - 9], block_size=32, ranks=3, chunks=1000)
+    table = layout.table(torch.device(GPU))
+    partial = torch.rand(BLOCKS, device=GPU)
+    scale, copy = torch.zeros(1, device=GPU), torch.zeros(1, device=GPU)
+    _finish_scale[(1,)](scale, copy, partial, table.owner, table.rows, 3, BLOCKS, BLOCK=32, L2=norm == "l2")
+    wanted = partial.double().sum().item() / (2397 * 32 - 14)
+    wanted = np.sqrt(wanted) if norm == "l2" else wanted
+    assert scale.item() == pytest.approx(wanted, rel=1e-6)
+    assert copy.item() == scale.item()
+
+
+@pytest.mark.parametrize("blocks", [1, 1024, BLOCKS])
+def test_partial_results_of_any_number_of_blocks_are_summed_and_compared(blocks):
+    partial = torch.full((BLOCKS + 8,), float("nan"), device=GPU)
+    partial[:blocks] = torch.rand(blocks, device=GPU)
+    partial[blocks - 1] = 2.0
+    total, largest = torch.zeros(1, device=GPU), torch.zeros(1, device=GPU)
+    _reduce[(1,)](partial, blocks, total, largest)
+    assert total.item() == pytest.approx(partial[:blocks].double().sum().item(), rel=1e-6)
+    assert largest.item() == 2.0
