@@ -141,7 +141,7 @@ WRONG = {
     "nothing but None": (
         lambda: Pointers.to(LAYOUT, [None, None, None], "gradient"),
         ValueError,
-        ["no gradient", "all 3 are None"],
+        ["no gradient", "got 3, none of them"],
     ),
     "an empty list": (
         lambda: Pointers.to(LAYOUT, [], "gradient"),
