@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from onebit.collectives.agreement import agree
 from onebit.collectives.chunking import choose_chunks
-from onebit.collectives.exchange import Chunk, Exchange
+from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.transport import transport_for
 from onebit.kernels.hyper import Hyper, hyper_table
 from onebit.kernels.layout import BLOCK_SIZE, Layout
@@ -34,8 +35,8 @@ class CompressedAllReduce:
         this process alone.
     chunks: pipeline stages; "auto" measures a few on the group at the first call and remembers the best.
 
-    A tensor with inf or NaN on any rank gives NaN on every rank, as an uncompressed mean would, and leaves the
-    residuals as they were.
+    A tensor with inf, NaN or a value beyond 2^40 on any rank gives NaN on every rank, as an uncompressed mean of inf
+    would, and leaves the residuals as they were.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class CompressedAllReduce:
     def exchange(self) -> Exchange:
         """Buffers and residuals. With chunks="auto" the first use measures, on all ranks together."""
         if self._exchange is None:
+            common = facts(self.numels, self._block_size, "auto", self._scale, self._norm)
+            agree(self.transport, self.device, common)
             chunks = choose_chunks(
                 self.transport, sum(self.numels), self.device, self._scale, self._norm, self._block_size
             )
@@ -97,23 +100,32 @@ class CompressedAllReduce:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals; every rank saves its own."""
         exchange = self.exchange
-        return {"chunks": self.chunks, "wire_bytes": exchange.wire_bytes, **exchange.state_dict()}
+        own = {"chunks": self.chunks, "format": exchange.format.fingerprint, "wire_bytes": exchange.wire_bytes}
+        return {**own, **exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
-        missing = {"chunks", "wire_bytes", "residual", "server_residual"} - state.keys()
+        missing = {"chunks", "format", "wire_bytes", "residual", "server_residual"} - state.keys()
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
+        residuals = dict(state)
+        chunks, form, wire_bytes = (int(residuals.pop(name)) for name in ("chunks", "format", "wire_bytes"))
         exchange = self._exchange
-        if exchange is None or exchange.layout.chunks != state["chunks"]:
-            if self._chunks not in ("auto", state["chunks"]):
+        if exchange is None or exchange.layout.chunks != chunks:
+            if self._chunks not in ("auto", chunks):
                 raise ValueError(
-                    f"the state was saved with chunks={state['chunks']}, this all-reduce has chunks={self._chunks}: "
-                    f"pass chunks={state['chunks']} or chunks='auto'"
+                    f"the state was saved with chunks={chunks}, this all-reduce has chunks={self._chunks}: pass "
+                    f"chunks={chunks} or chunks='auto'"
                 )
-            exchange = self._built(state["chunks"])
-        exchange.load_state_dict({k: v for k, v in state.items() if k not in ("chunks", "wire_bytes")})
-        exchange.wire_bytes = int(state["wire_bytes"])
+            exchange = self._built(chunks)
+        exchange.check_state_dict(residuals)
+        if form != exchange.format.fingerprint:
+            raise ValueError(
+                "the state was saved for tensors of other sizes or with other options: build the all-reduce with the "
+                "numel, block_size, scale, norm and number of ranks it was saved with"
+            )
+        exchange.load_state_dict(residuals)
+        exchange.wire_bytes = wire_bytes
         self._exchange = exchange
 
     def _built(self, chunks: int) -> Exchange:

@@ -10,7 +10,8 @@ collectives start here, in one order, which is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,19 @@ class Chunk:
     received: Messages
     reply: Messages
     replies: Messages
+
+
+def facts(numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm) -> dict[str, int | str]:
+    """What ranks must have in common to understand each other."""
+    return {
+        "parameters": len(numels),
+        "elements": sum(numels),
+        "checksum of sizes": zlib.crc32(str(list(numels)).encode()),
+        "block_size": block_size,
+        "chunks": chunks,
+        "scale": scale,
+        "norm": norm,
+    }
 
 
 class Exchange:
@@ -69,19 +83,9 @@ class Exchange:
     def agree(self) -> None:
         """Once: compare how the ranks cut and encode. A difference is a ValueError on all of them."""
         if not self._agreed:
-            agree(
-                self.transport,
-                self.device,
-                {
-                    "parameters": self.layout.parameters,
-                    "elements": int(self.layout.numel.sum()),
-                    "block_size": self.format.block_size,
-                    "chunks": self.layout.chunks,
-                    "scale": self.format.scale,
-                    "norm": self.format.norm,
-                    "layout fingerprint": self.layout.fingerprint,
-                },
-            )
+            layout, form = self.layout, self.format
+            common = facts(layout.numel.tolist(), layout.block_size, layout.chunks, form.scale, form.norm)
+            agree(self.transport, self.device, common)
             self._agreed = True
 
     def run(self, compress: Callable[[Chunk], None], use: Callable[[Chunk], None] | None = None) -> Messages:
@@ -153,8 +157,8 @@ class Exchange:
             state |= {"residual_scale": self.residual.scale, "server_residual_scale": self.server_residual.scale}
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy residuals saved by the same rank of an equal group. Nothing changes if any does not fit."""
+    def check_state_dict(self, state: dict[str, Tensor]) -> None:
+        """A ValueError if `load_state_dict` could not copy all of it."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(
@@ -167,5 +171,9 @@ class Exchange:
                     f"{name} has {tuple(state[name].shape)} elements in the state and {tuple(tensor.shape)} here: it "
                     f"was saved with another model, block_size, number of ranks or of chunks"
                 )
-        for name, tensor in own.items():
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy residuals saved by the same rank of an equal group. Nothing changes if any does not fit."""
+        self.check_state_dict(state)
+        for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])

@@ -21,6 +21,11 @@ class MpiTransport:
 
     def __init__(self, communicator: Any = None, timeout: float = TIMEOUT) -> None:
         self.communicator = MPI.COMM_WORLD if communicator is None else communicator
+        if self.communicator == MPI.COMM_NULL:
+            raise ValueError(
+                "this rank is not in the communicator it was given (it is COMM_NULL): build the optimizer or the "
+                "all-reduce on the communicator's ranks alone"
+            )
         self.rank, self.size = self.communicator.Get_rank(), self.communicator.Get_size()
         self.timeout = timeout
         self.cuda_aware = _takes_cuda(self.communicator)

@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_OUTSIDER = (
+    "this rank is not in the process group it was given: only the group's members take part. Build the optimizer or "
+    "the all-reduce on those ranks alone"
+)
+
 
 class CollectiveError(RuntimeError):
     """A collective did not end: a rank died, never came, or the network failed."""
@@ -77,14 +82,13 @@ class LocalTransport:
 class TorchTransport:
     """A process group of torch.distributed: NCCL, or Gloo. CUDA tensors over Gloo pass through pinned memory."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: Any = None) -> None:
         self.group = group if group is not None else dist.group.WORLD
+        if self.group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(_OUTSIDER)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError(
-                "this rank is not in the process group it was given: only the group's members take part. Build the "
-                "optimizer or the all-reduce on those ranks alone"
-            )
+            raise ValueError(_OUTSIDER)
         self.name = str(dist.get_backend(self.group))
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
@@ -139,9 +143,13 @@ class described:
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
             raise CollectiveError(
                 f"{self._phase} did not end: a rank died, did not come within the group's timeout, or the network "
-                f"failed ({self._name}: {str(error).strip().splitlines()[0]}). Restart the ranks from the last "
+                f"failed ({self._name}: {_first_line(error)}). Restart the ranks from the last "
                 f"checkpoint; this group can't be used any more"
             ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def transport_for(group: Any = None) -> Transport:
@@ -150,7 +158,7 @@ def transport_for(group: Any = None) -> Transport:
     """
     if group is None:
         return TorchTransport() if dist.is_available() and dist.is_initialized() else LocalTransport()
-    if isinstance(group, dist.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return TorchTransport(group)
     if all(hasattr(group, name) for name in ("all_to_all", "all_gather", "all_max")):
         return group

@@ -28,7 +28,7 @@ from onebit.kernels.cpu_tiles import (
     segment_of,
     sum_blocks,
 )
-from onebit.kernels.hyper import Hyper
+from onebit.kernels.hyper import LARGEST, Hyper
 from onebit.kernels.layout import Segment, Span
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.state import LambState, Residual
@@ -109,7 +109,7 @@ def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Ten
     def work(tile: Tile, scratch: Scratch) -> None:
         g = scratch.room(0, tile)
         gather(tile, grads, g, lambda group: (groups[group].grad_scale,))
-        if not all(math.isfinite(x) for x in torch.aminmax(g)):
+        if not all(abs(float(x)) <= LARGEST for x in torch.aminmax(g)):
             flags[0] = 1
         if squares is not None:
             torch.sum(g.square_(), 1, out=squares[tile.first : tile.first + tile.count])

@@ -48,6 +48,9 @@ class Hyper(NamedTuple):
 
 
 COLUMNS = len(Hyper._fields)
+# Gradients beyond this count as not finite: the squares of 2^32 of them, times what residuals may add to each, still
+# have a finite sum in fp32.
+LARGEST = 2.0**40
 
 
 def hyper_table(groups: Sequence[Hyper], device: torch.device | str = "cpu") -> Tensor:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onebit.kernels.hyper import Hyper
+from onebit.kernels.hyper import LARGEST, Hyper
 from onebit.kernels.layout import Span
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.state import LambState, Residual
@@ -63,9 +63,9 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
-    """flags[0] = 1 if any g' is inf or NaN, else as it was;  squares[b] = sum of g'^2 over block b."""
+    """flags[0] = 1 if any |g'| is NaN, inf or beyond LARGEST;  squares[b] = sum of g'^2 over block b."""
     g = _gather(span, grads) * _hyper(span, hyper).grad_scale
-    flags.masked_fill_(~g.isfinite().all(), 1)
+    flags.masked_fill_(~(g.abs() <= LARGEST).all(), 1)
     if squares is not None:
         squares.copy_((g * g).sum(1))
 

@@ -1,6 +1,6 @@
 """scan: one read of the gradients before anything depends on them.
 
-    flags[0] = 1 where an element is inf or NaN, else as it was;   squares[b] = sum of g'^2 over block b
+    flags[0] = 1 where |g'| is NaN, inf or beyond LARGEST, else as it was;   squares[b] = sum of g'^2 over block b
 
 Bytes an element, fp32: reads g 4.
 """
@@ -21,7 +21,7 @@ from onebit.kernels.pointers import Pointers
 @triton.jit
 def _scan_block(g_base, g_valid, scale, flags, square, TILE: tl.constexpr, FULL: tl.constexpr):
     g = tiles.load_tile(g_base, g_valid, TILE, FULL) * scale
-    if tl.max((tl.abs(g) < float("inf")).to(tl.int32) ^ 1, axis=0) != 0:  # NaN < inf is false
+    if tl.max((tl.abs(g) <= tiles.LARGEST).to(tl.int32) ^ 1, axis=0) != 0:  # false for NaN
         tl.store(flags, 1)
     if square is not None:
         tl.store(square, tl.sum(g * g, axis=0))

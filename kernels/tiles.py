@@ -12,6 +12,7 @@ import triton.language as tl
 
 from onebit.kernels import wire
 from onebit.kernels.hyper import COLUMNS, Hyper
+from onebit.kernels.hyper import LARGEST as _LARGEST
 
 _column = Hyper._fields.index
 H_COLUMNS = tl.constexpr(COLUMNS)
@@ -25,6 +26,7 @@ H_WEIGHT_DECAY = tl.constexpr(_column("weight_decay"))
 H_BIAS1 = tl.constexpr(_column("bias1"))
 H_BIAS2 = tl.constexpr(_column("bias2"))
 H_GRAD_SCALE = tl.constexpr(_column("grad_scale"))
+LARGEST = tl.constexpr(_LARGEST)
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
 

@@ -1,0 +1,194 @@
+"""Steps of a compressed all-reduce: what goes in, what a rank records, and the float64 simulation they must equal.
+
+The simulation starts every step from the residuals that the ranks recorded, so that a bit which rounding may turn
+(|c| within rounding of 0) changes nothing that is compared later. Inputs follow from (case, rank, step) alone: the
+test makes them again on its side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onebit.collectives import CompressedAllReduce
+from tests import oracle
+
+ROUNDING = 1e-5  # relative to the size of what is added up: fp32, and sums over a block
+HALF_PLACE = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Case:
+    numels: tuple[int, ...]
+    block_size: int = 32
+    chunks: int = 1
+    scale: str = "block"
+    norm: str = "l1"
+    dtype: str = "float32"
+    steps: int = 5
+    seed: int = 0
+    bad: tuple[tuple[int, int, float], ...] = ()  # (step, rank, value): one element of the last tensor
+
+    def plan(self, ranks: int) -> oracle.Layout:
+        return oracle.Layout(self.numels, self.block_size, ranks, self.chunks)
+
+    def all_reduce(self, group: Any) -> CompressedAllReduce:
+        return CompressedAllReduce(
+            list(self.numels),
+            scale=self.scale,
+            norm=self.norm,
+            block_size=self.block_size,
+            chunks=self.chunks,
+            process_group=group,
+        )
+
+    def inputs(self, rank: int, step: int) -> list[Tensor]:
+        """A common part, a rank's own part, and another magnitude for each tensor."""
+        common, own = (np.random.default_rng([self.seed, step, who]) for who in (0, rank + 1))
+        made = []
+        for p, n in enumerate(self.numels):
+            values = 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=n) + own.normal(size=n))
+            made.append(torch.from_numpy(values).to(getattr(torch, self.dtype)))
+        for when, who, value in self.bad:
+            if (when, who) == (step, rank):
+                made[-1][-1] = value
+        return made
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One rank's run: the state before each step and after the last, the tensors after each step."""
+
+    states: list[dict[str, Any]]
+    results: list[list[np.ndarray]]
+
+    @property
+    def result_bytes(self) -> bytes:
+        return b"".join(array.tobytes() for arrays in self.results for array in arrays)
+
+
+def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
+    """A copy of its state, of numbers and numpy arrays."""
+    state = all_reduce.state_dict()
+    return {k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(
+        np.asarray(one[k]).tobytes() == np.asarray(other[k]).tobytes() for k in one
+    )
+
+
+def raw(tensors: list[Tensor]) -> list[np.ndarray]:
+    """The bits of tensors of any dtype."""
+    return [t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).numpy().copy() for t in tensors]
+
+
+def values(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """float64 of what `raw` made."""
+    return [torch.from_numpy(a).view(getattr(torch, case.dtype)).double().numpy() for a in arrays]
+
+
+def record(
+    case: Case, rank: int, group: Any, first: int = 0, all_reduce: CompressedAllReduce | None = None
+) -> Recorded:
+    """Run a case's steps, from step `first`, on this rank."""
+    all_reduce = case.all_reduce(group) if all_reduce is None else all_reduce
+    states, results = [state_of(all_reduce)], []
+    for step in range(first, case.steps):
+        tensors = case.inputs(rank, step)
+        all_reduce(tensors if len(tensors) > 1 else tensors[0])
+        results.append(raw(tensors))
+        states.append(state_of(all_reduce))
+    return Recorded(states, results)
+
+
+def worker_residual(case: Case, ranks: int, state: dict[str, Any]) -> np.ndarray:
+    """e of one rank over the whole space, in float64, 0 in padding."""
+    return _residual(state, "residual", case.plan(ranks).valid)
+
+
+def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.ndarray:
+    """E over the whole space, put together from the shards of all ranks."""
+    plan = case.plan(ranks)
+    whole = np.zeros(plan.size)
+    for rank, state in enumerate(states):
+        shards = [plan.shard(chunk, rank) for chunk in range(case.chunks)]
+        valid = np.concatenate([plan.valid[shard] for shard in shards])
+        parts = np.split(_residual(state, "server_residual", valid), case.chunks)
+        for shard, part in zip(shards, parts, strict=True):
+            whole[shard] = part
+    return whole
+
+
+def _residual(state: dict[str, Any], name: str, valid: np.ndarray) -> np.ndarray:
+    value = state[name].astype(np.float64)
+    if f"{name}_scale" in state:
+        scale = state[f"{name}_scale"].astype(np.float64)
+        value = value - oracle.sigma(value) * np.repeat(scale, value.size // scale.size)
+    return np.where(valid, value, 0.0)
+
+
+def check(case: Case, recorded: list[Recorded]) -> None:
+    """Every step of every rank against the simulation, and every rank's result against rank 0's."""
+    ranks, plan = len(recorded), case.plan(len(recorded))
+    assert all(r.result_bytes == recorded[0].result_bytes for r in recorded), "the ranks got other results"
+    simulation = oracle.SimulatedAllReduce(plan, case.scale, case.norm)
+    compared = 0
+    for t, result in enumerate(recorded[0].results):
+        ys = [plan.flatten([x.double().numpy() for x in case.inputs(rank, t)]) for rank in range(ranks)]
+        before, after = ([r.states[s] for r in recorded] for s in (t, t + 1))
+        simulation.worker = [worker_residual(case, ranks, state) for state in before]
+        simulation.server = server_residual(case, ranks, before)
+        started = [e.copy() for e in simulation.worker], simulation.server.copy()
+        expected = simulation(ys)
+        turned = np.zeros(plan.size, bool)
+        for rank in range(ranks):
+            c, scale = _whole(plan, simulation.gathered[rank])
+            size = np.abs(ys[rank]) + np.abs(started[0][rank]) + scale
+            e = worker_residual(case, ranks, after[rank])
+            where = f"the worker residual of rank {rank} after step {t}"
+            turned |= _compare(e, simulation.worker[rank], c, scale, size, plan.valid, where)
+        if turned.any():
+            continue  # what rounding turned is in this step's average
+        C, scale = _whole(plan, simulation.scattered)
+        size = sum(_whole(plan, messages)[1] for messages in simulation.gathered) / ranks + np.abs(started[1]) + scale
+        E = server_residual(case, ranks, after)
+        turned = _compare(E, simulation.server, C, scale, size, plan.valid, f"the server residual after step {t}")
+        got = plan.flatten(values(case, result))
+        size = size + np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
+        turned |= _compare(got, expected, C, scale, size, plan.valid, f"the result of step {t}")
+        compared += 1
+    assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
+
+
+def _whole(plan: oracle.Layout, messages: list[oracle.Message]) -> tuple[np.ndarray, np.ndarray]:
+    """c and its scale over the whole space."""
+    each = [np.repeat(m.scales, m.c.size // m.scales.size) for m in messages]
+    return np.concatenate([m.c for m in messages]), np.concatenate(each)
+
+
+def _compare(
+    got: np.ndarray,
+    expected: np.ndarray,
+    c: np.ndarray,
+    scale: np.ndarray,
+    size: np.ndarray,
+    valid: np.ndarray,
+    what: str,
+) -> np.ndarray:
+    """`got` is `expected`; where |c| is within rounding of 0 it may be 2 scales away. Returns where that is so."""
+    allowed = ROUNDING * size
+    unsure = valid & (np.abs(c) <= allowed) & (scale > 0)
+    off = np.where(valid, np.abs(got - expected), 0.0)
+    wrong = ~((off <= allowed) | (unsure & (np.abs(off - 2 * scale) <= allowed)))
+    first = np.argwhere(wrong)[:4, 0]
+    assert not wrong.any(), (
+        f"{what}: {wrong.sum()} of {valid.sum()} differ: {got[first]} for {expected[first]} at {first}"
+    )
+    return unsure & (off > allowed)

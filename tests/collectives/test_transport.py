@@ -1,0 +1,124 @@
+"""The transports: which one a group gets, what its collectives do, and errors that name the phase."""
+
+import pytest
+import torch
+
+from onebit.collectives import CollectiveError
+from onebit.collectives.transport import LocalTransport, TorchTransport, TorchWork, described, transport_for
+from tests.collectives import work
+from tests.ranks import run_ranks
+
+
+def test_none_without_torch_distributed_is_this_process():
+    transport = transport_for(None)
+    assert isinstance(transport, LocalTransport)
+    assert (transport.rank, transport.size, transport.name) == (0, 1, "local")
+
+
+def test_none_is_the_default_group_where_there_is_one():
+    assert run_ranks(8, work.default_transport) == [("TorchTransport", rank, 8, "gloo") for rank in range(8)]
+
+
+def test_a_group_counts_its_own_ranks():
+    answers = run_ranks(8, work.transports_of_group, [2, 3, 7])
+    assert [answers[rank] for rank in (2, 3, 7)] == [f"TorchTransport {k} of 3 gloo" for k in range(3)]
+
+
+@pytest.mark.parametrize("maker", ["transport_for", "TorchTransport"])
+def test_a_rank_outside_the_group_is_told_so(maker):
+    answers = run_ranks(8, work.transports_of_group, [2, 3, 7], maker)
+    for rank in (0, 1, 4, 5, 6):
+        assert answers[rank].startswith("ValueError: this rank is not in the process group"), answers[rank]
+        assert "only the group's members" in answers[rank]
+
+
+def test_a_transport_passes_as_it_is():
+    transport = LocalTransport()
+    assert transport_for(transport) is transport
+
+
+@pytest.mark.parametrize("foreign", [3, "gloo", object(), [0, 1]])
+def test_something_else_is_refused(foreign):
+    with pytest.raises(TypeError, match=rf"over a {type(foreign).__name__}: pass a torch.distributed process group"):
+        transport_for(foreign)
+
+
+def check_collectives(rank, size, answer):
+    """Byte b of message k of rank i is i * 50 + k * 10 + b."""
+    to_all, to_all_again, gathered, greatest, floats = answer
+    at = torch.arange(3)
+    expected = torch.stack([i * 50 + rank * 10 + at for i in range(size)])
+    assert to_all == expected.tolist()
+    assert to_all_again == (expected + 1).tolist()
+    assert gathered == torch.stack([i * 50 + at for i in range(size)]).tolist()
+    assert greatest == [size - 1, 0, 7]
+    assert floats == [0.25 * (size - 1)]
+
+
+def test_collectives_of_one_process():
+    check_collectives(0, 1, work.collectives_over(LocalTransport()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives_of_gloo(size):
+    """Three under way at once, waited for in another order."""
+    for rank, answer in enumerate(run_ranks(size, work.collectives)):
+        check_collectives(rank, size, answer)
+
+
+class Broken:
+    """Work of a backend that fails with `error`."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def wait(self):
+        raise self.error
+
+
+PHASE = "the gather phase (all-to-all of chunk 3)"
+
+
+def test_an_error_of_the_backend_names_the_phase():
+    x = torch.zeros(1, dtype=torch.uint8)
+    error = RuntimeError("[gloo/pair.cc:534] Connection closed by peer\nmore of it")
+    with pytest.raises(CollectiveError) as caught:
+        TorchWork(Broken(error), PHASE, "gloo", x, x, x).wait()
+    text = str(caught.value)
+    assert text.startswith(PHASE) and "(gloo: [gloo/pair.cc:534] Connection closed by peer)" in text
+    assert "\n" not in text and "checkpoint" in text
+    assert caught.value.__cause__ is error
+
+
+def test_an_error_that_names_its_phase_keeps_it():
+    inner = CollectiveError("the scatter phase did not end")
+    with pytest.raises(CollectiveError) as caught, described(PHASE, "gloo"):
+        raise inner
+    assert caught.value is inner
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
+def test_what_the_backend_did_not_raise_is_left_alone(error):
+    with pytest.raises(type(error)) as caught, described(PHASE, "gloo"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("what", ["all_to_all", "all_gather", "all_max"])
+def test_an_error_at_the_start_names_the_phase(monkeypatch, what):
+    def fail(*_, **__):
+        raise RuntimeError("no more sockets")
+
+    for name in ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, fail, raising=False)
+    transport = TorchTransport.__new__(TorchTransport)
+    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "gloo"
+    x = torch.zeros((2, 4), dtype=torch.uint8)
+    arguments = (x[:1],) if what == "all_max" else (x, x)
+    with pytest.raises(CollectiveError, match=r"the gather phase.*no more sockets"):
+        getattr(transport, what)(*arguments, PHASE)
+
+
+def test_an_error_without_a_text():
+    with pytest.raises(CollectiveError, match="the gather phase"), described(PHASE, "gloo"):
+        raise RuntimeError("")

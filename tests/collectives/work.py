@@ -1,0 +1,414 @@
+"""What ranks do for these tests: each function runs on every rank of a group."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit.collectives import CollectiveError, CompressedAllReduce, chunking
+from onebit.collectives.transport import TorchTransport, Transport, Work, transport_for
+from onebit.kernels import tuning
+from onebit.kernels.pointers import Pointers
+from tests.collectives import steps
+from tests.collectives.steps import Case, Recorded
+from tests.ranks import group
+
+
+def recorded(rank: int, size: int, case: Case) -> Recorded:
+    return steps.record(case, rank, group())
+
+
+def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
+    return [steps.record(case, rank, group()) for case in cases]
+
+
+def recorded_but(rank: int, size: int, case: Case, left_out: int) -> Recorded:
+    """Without one step."""
+    all_reduce = case.all_reduce(group())
+    before = steps.record(replace(case, steps=left_out), rank, group(), all_reduce=all_reduce)
+    after = steps.record(case, rank, group(), left_out + 1, all_reduce)
+    return Recorded(before.states + after.states[1:], before.results + after.results)
+
+
+def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> Recorded | None:
+    """Several groups at once; their members need not be the first ranks."""
+    mine = None
+    for members in groups:
+        made = dist.new_group(members)
+        mine = made if rank in members else mine
+    return None if mine is None else steps.record(case, dist.get_rank(mine), mine)
+
+
+def over_world(rank: int, size: int, case: Case) -> Recorded:
+    """With process_group=None."""
+    return steps.record(case, rank, None)
+
+
+@dataclass
+class Sums:
+    """What telescopes, of one rank: its own inputs and the results, summed in float64."""
+
+    inputs: Any
+    results: Any
+    state: dict[str, Any]
+
+
+def summed(rank: int, size: int, case: Case) -> Sums:
+    plan, all_reduce = case.plan(size), case.all_reduce(group())
+    inputs, results = 0.0, 0.0
+    for step in range(case.steps):
+        tensors = case.inputs(rank, step)
+        inputs = inputs + plan.flatten([x.double().numpy() for x in tensors])
+        all_reduce(tensors)
+        results = results + plan.flatten([x.double().numpy() for x in tensors])
+    return Sums(inputs, results, steps.state_of(all_reduce))
+
+
+def resumed(rank: int, size: int, case: Case, stop: int, auto: bool) -> tuple[Recorded, Recorded]:
+    """A run without a stop, and the part after `stop` of one that was saved, loaded and continued."""
+    whole = steps.record(case, rank, group())
+    saved, first = case.all_reduce(group()), replace(case, steps=stop)
+    steps.record(first, rank, group(), all_reduce=saved)
+    file = io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    other = replace(case, chunks="auto") if auto else case
+    loaded = other.all_reduce(group())
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    return whole, steps.record(case, rank, group(), stop, loaded)
+
+
+def refused(rank: int, size: int, case: Case, wrong: dict[str, dict[str, Any]], drop: str) -> dict[str, Any]:
+    """Load states that differ in a few entries from a right one: the error, and whether anything changed."""
+    all_reduce, twin = case.all_reduce(group()), case.all_reduce(group())
+    steps.record(case, rank, group(), all_reduce=all_reduce)
+    steps.record(case, rank, group(), all_reduce=twin)
+    right = {k: v.clone() + 1 if isinstance(v, Tensor) else v for k, v in all_reduce.state_dict().items()}
+    before, outcomes = steps.state_of(all_reduce), {}
+    for name, entries in wrong.items():
+        state = {k: v for k, v in (right | entries).items() if v != drop or isinstance(v, Tensor)}
+        error = ""
+        try:
+            all_reduce.load_state_dict(state)
+        except ValueError as caught:
+            error = str(caught)
+        outcomes[name] = (error, steps.same_state(before, steps.state_of(all_reduce)))
+    later = [
+        steps.record(replace(case, steps=case.steps + 1), rank, group(), case.steps, a) for a in (all_reduce, twin)
+    ]
+    outcomes["goes on"] = ("", later[0].result_bytes == later[1].result_bytes)
+    return outcomes
+
+
+def replies_of(rank: int, size: int, case: Case) -> tuple[bytes, bytes]:
+    """What `Exchange.run` returns, decoded, beside what the tensors became."""
+    all_reduce = case.all_reduce(group())
+    (tensor,) = case.inputs(rank, 0)
+    all_reduce(tensor)
+    exchange = all_reduce.exchange
+    messages = exchange.replies
+    spread = torch.full_like(tensor, torch.nan)
+    exchange.backend.decode(exchange.layout.all(), messages, Pointers.to(exchange.layout, [spread]))
+    return spread.numpy().tobytes(), tensor.numpy().tobytes()
+
+
+@dataclass
+class Watched:
+    """A transport that notes what passes through it: starts, waits, and bytes meant for other ranks."""
+
+    transport: Transport
+    events: list[str] = field(default_factory=list)
+    sent: int = 0
+    hook: Callable[[str], None] = lambda phase: None
+
+    def __post_init__(self) -> None:
+        self.rank, self.size, self.name = self.transport.rank, self.transport.size, self.transport.name
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        self.hook(phase)
+        self.events.append(f"start {phase}")
+        self.sent += sent.nbytes * (self.size - 1) // self.size
+        return WatchedWork(self, self.transport.all_to_all(out, sent, phase), phase)
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        self.hook(phase)
+        self.events.append(f"start {phase}")
+        self.sent += sent.nbytes * (self.size - 1)
+        return WatchedWork(self, self.transport.all_gather(out, sent, phase), phase)
+
+    def all_max(self, values: Tensor, phase: str) -> None:
+        self.hook(phase)
+        self.events.append(f"all_max {phase}")
+        self.transport.all_max(values, phase)
+
+
+@dataclass
+class WatchedWork:
+    watched: Watched
+    work: Work
+    phase: str
+
+    def wait(self) -> None:
+        self.watched.events.append(f"wait {self.phase}")
+        self.work.wait()
+
+
+def watched(rank: int, size: int, case: Case, calls: int) -> tuple[list[str], int, int, int]:
+    """Of the last of several calls: its events and bytes. Of all of them: what the object counted, and one message."""
+    transport = Watched(transport_for(group()))
+    all_reduce = case.all_reduce(transport)
+    for call in range(calls):
+        transport.events.clear()
+        transport.sent = 0
+        all_reduce(case.inputs(rank, call))
+    return transport.events, transport.sent, all_reduce.wire_bytes, all_reduce.exchange.format.nbytes
+
+
+def warned(rank: int, size: int, case: Case) -> list[str]:
+    """Every warning of a first and a second call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps.record(case, rank, group())
+    return [f"{w.category.__name__}: {w.message}" for w in caught]
+
+
+@contextmanager
+def error_of(errors: list[str]) -> Iterator[None]:
+    """Note the type and text of an exception."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+
+
+def default_transport(rank: int, size: int) -> tuple[str, int, int, str]:
+    transport = transport_for(None)
+    return type(transport).__name__, transport.rank, transport.size, transport.name
+
+
+def transports_of_group(rank: int, size: int, members: list[int], maker: str = "transport_for") -> str:
+    made = dist.new_group(members)
+    try:
+        transport = {"transport_for": transport_for, "TorchTransport": TorchTransport}[maker](made)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}"
+
+
+def collectives(rank: int, size: int) -> tuple[list[Any], ...]:
+    return collectives_over(transport_for(group()))
+
+
+def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
+    rank, size = transport.rank, transport.size
+    messages = (rank * 50 + 10 * torch.arange(size)[:, None] + torch.arange(3)).to(torch.uint8)
+    first, second, everyone = (torch.full((size, 3), 255, dtype=torch.uint8) for _ in range(3))
+    started = [
+        transport.all_to_all(first, messages, "first"),
+        transport.all_gather(everyone, messages[:1], "second"),
+        transport.all_to_all(second, messages + 1, "third"),
+    ]
+    for one in (started[2], started[0], started[1]):
+        one.wait()
+    greatest = torch.tensor([rank, -rank, 7], dtype=torch.int32)
+    transport.all_max(greatest, "fourth")
+    floats = torch.tensor([0.25 * rank], dtype=torch.float64)
+    transport.all_max(floats, "fifth")
+    return first.tolist(), second.tolist(), everyone.tolist(), greatest.tolist(), floats.tolist()
+
+
+@dataclass
+class Outcome:
+    """How a rank's run ended: the error ("" if none), and the seconds from what went wrong to it."""
+
+    error: str
+    seconds: float
+    steps: int
+
+
+def run_until_error(rank: int, size: int, case: Case, who: int, phase: str, how: str) -> Outcome:
+    """Steps until an error. Rank `who` dies, or stays away, where `phase` would start for the second time."""
+    met = []
+
+    def hook(name: str) -> None:
+        met.append(phase in name)
+        if rank == who and sum(met) == 2 and met[-1]:
+            time.sleep(0.5)  # the others have finished what came before
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+
+    all_reduce = case.all_reduce(Watched(transport_for(group()), hook=hook))
+    return _until_error(rank, case, all_reduce)
+
+
+def run_until_killed(rank: int, size: int, case: Case, who: int, after: float) -> Outcome:
+    """Rank `who` is killed at no particular moment, some seconds after its first step."""
+    kill = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def hook(phase: str) -> None:
+        if rank == who and "scatter" in phase and kill.ident is None:
+            kill.start()
+
+    return _until_error(rank, case, case.all_reduce(Watched(transport_for(group()), hook=hook)))
+
+
+def _until_error(rank: int, case: Case, all_reduce: CompressedAllReduce) -> Outcome:
+    for step in range(case.steps):
+        tensors, start = case.inputs(rank, step), time.monotonic()
+        try:
+            all_reduce(tensors)
+        except CollectiveError as error:
+            return Outcome(str(error), time.monotonic() - start, step)
+    return Outcome("", 0.0, case.steps)
+
+
+def disagree(rank: int, size: int, cases: dict[int, Case]) -> tuple[str, bool]:
+    """Ranks in `cases` want something else than the rest (-1). The error; and the group still works afterwards."""
+    case = cases.get(rank, cases[-1])
+    tensors = case.inputs(rank, 0)
+    kept = [t.clone() for t in tensors]
+    error = ""
+    try:
+        case.all_reduce(group())(tensors)
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    untouched = all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+    if error.startswith("ValueError"):
+        steps.record(cases[-1], rank, group())
+    return error, untouched
+
+
+def agreed_again(rank: int, size: int, case: Case) -> list[str]:
+    """The phases of two calls."""
+    transport = Watched(transport_for(group()))
+    all_reduce = case.all_reduce(transport)
+    for step in range(2):
+        all_reduce(case.inputs(rank, step))
+    return [event for event in transport.events if "start comparing" in event]
+
+
+def never_come(rank: int, size: int, case: Case, who: int) -> Outcome:
+    """Rank `who` joins the group and does nothing."""
+    if rank == who:
+        time.sleep(3600)
+    return _until_error(rank, case, case.all_reduce(group()))
+
+
+@contextmanager
+def cache_folder(folder: str) -> Iterator[None]:
+    """A rank's cache, as a process that has read nothing yet sees it."""
+    before = os.environ.get("ONEBIT_CACHE_DIR", "")
+    os.environ["ONEBIT_CACHE_DIR"] = folder
+    tuning.forget()
+    try:
+        yield
+    finally:
+        os.environ["ONEBIT_CACHE_DIR"] = before
+        tuning.forget()
+
+
+class Clock:
+    """Gives the seconds of each number of chunks in turn, however long it really takes."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        ends = [t for s in seconds for t in [0.0, s] * RUNS]
+        self.readings = iter(ends)
+
+    def perf_counter(self) -> float:
+        return next(self.readings)
+
+
+RUNS = 3  # timed for each number of chunks
+
+
+@dataclass
+class Choice:
+    """The chunks of one object, how often the candidates were measured for it, and the phases of its collectives."""
+
+    chunks: int
+    measured: int
+    phases: list[str]
+
+
+@contextmanager
+def measuring(seconds: list[float]) -> Iterator[list[list[int]]]:
+    """Replace the clock, and note the options of every measurement."""
+    measured: list[list[int]] = []
+    real, clock = chunking.measure_chunks, chunking.time
+
+    def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
+        measured.append(list(args[6]))
+        chunking.time = Clock(seconds)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            chunking.time = clock
+
+    chunking.measure_chunks = measure
+    try:
+        yield measured
+    finally:
+        chunking.measure_chunks = real
+
+
+def choices(
+    rank: int, size: int, cases: list[Case], folders: list[str], seconds: list[list[float]], fresh: bool = False
+) -> list[Choice]:
+    """Choose for one case after the other; `fresh`: as processes of their own."""
+    made = []
+    with cache_folder(folders[rank]), measuring(seconds[rank]) as measured:
+        for case in cases:
+            transport = Watched(transport_for(group()))
+            all_reduce = case.all_reduce(transport)
+            before = len(measured)
+            made.append(Choice(all_reduce.chunks, len(measured) - before, transport.events))
+            if fresh:
+                tuning.forget()
+    return made
+
+
+def loaded_alone(rank: int, size: int, case: Case, who: int) -> tuple[int, int, bool] | None:
+    """Rank `who` loads a state into an object that would measure: no other rank takes part."""
+    saved = case.all_reduce(group())
+    steps.record(case, rank, group(), all_reduce=saved)
+    if rank != who:
+        return None
+    with measuring([]) as measured:
+        loaded = replace(case, chunks="auto").all_reduce(group())
+        loaded.load_state_dict(saved.state_dict())
+        return loaded.chunks, len(measured), steps.same_state(steps.state_of(saved), steps.state_of(loaded))
+
+
+def really_measured(
+    rank: int, size: int, case: Case, folder: str
+) -> tuple[list[int], list[tuple[int, float]], Recorded]:
+    """Nothing replaced: what `onebit tune` shows, then a run that chooses by itself."""
+    seen: list[tuple[int, float]] = []
+    with cache_folder(folder):
+        transport, numel = transport_for(group()), sum(case.numels)
+        options = chunking.candidates(numel, size, case.block_size)
+        seconds = chunking.measure_chunks(
+            transport,
+            numel,
+            torch.device("cpu"),
+            case.scale,
+            case.norm,
+            case.block_size,
+            options,
+            lambda chunks, s: seen.append((chunks, s)),
+        )
+        assert list(seconds.items()) == seen
+        return options, seen, steps.record(case, rank, group())
