@@ -36,9 +36,10 @@ class Case:
     def plan(self, ranks: int) -> oracle.Layout:
         return oracle.Layout(self.numels, self.block_size, ranks, self.chunks)
 
-    def all_reduce(self, group: Any) -> CompressedAllReduce:
+    def all_reduce(self, group: Any, device: str = "cpu") -> CompressedAllReduce:
         return CompressedAllReduce(
             list(self.numels),
+            device=device,
             scale=self.scale,
             norm=self.norm,
             block_size=self.block_size,
@@ -74,7 +75,7 @@ class Recorded:
 def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
     """A copy of its state, of numbers and numpy arrays."""
     state = all_reduce.state_dict()
-    return {k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()}
+    return {k: v.cpu().numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -86,7 +87,7 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def raw(tensors: list[Tensor]) -> list[np.ndarray]:
     """The bits of tensors of any dtype."""
-    return [t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).numpy().copy() for t in tensors]
+    return [t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).cpu().numpy().copy() for t in tensors]
 
 
 def values(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -95,13 +96,18 @@ def values(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def record(
-    case: Case, rank: int, group: Any, first: int = 0, all_reduce: CompressedAllReduce | None = None
+    case: Case,
+    rank: int,
+    group: Any,
+    first: int = 0,
+    all_reduce: CompressedAllReduce | None = None,
+    device: str = "cpu",
 ) -> Recorded:
     """Run a case's steps, from step `first`, on this rank."""
-    all_reduce = case.all_reduce(group) if all_reduce is None else all_reduce
+    all_reduce = case.all_reduce(group, device) if all_reduce is None else all_reduce
     states, results = [state_of(all_reduce)], []
     for step in range(first, case.steps):
-        tensors = case.inputs(rank, step)
+        tensors = [x.to(device) for x in case.inputs(rank, step)]
         all_reduce(tensors if len(tensors) > 1 else tensors[0])
         results.append(raw(tensors))
         states.append(state_of(all_reduce))

@@ -1,0 +1,7 @@
+"""python -m onebit"""
+
+import sys
+
+from onebit.cli import main
+
+sys.exit(main())

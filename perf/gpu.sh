@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Every check and benchmark that needs a GPU, in one go: the kernels' tests on the device, several NCCL ranks on one
+# GPU, the kernels' tuning and benchmark. Records go to the folder named, perf/results by default.
+#     bash perf/gpu.sh [OUT]
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-perf/results}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+"$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||
+    { echo "error: no GPU that torch can use: run this where torch.cuda.is_available()"; exit 2; }
+
+# Without an install: the three folders under one name, as `make types` links them.
+if ! "$python" -c 'import onebit.kernels' 2>/dev/null; then
+    links=$(mktemp -d)
+    trap 'rm -rf "$links"' EXIT
+    mkdir "$links/onebit"
+    ln -s "$PWD"/onebit/* "$PWD/kernels" "$PWD/collectives" "$links/onebit/"
+    export PYTHONPATH="$links${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+failed=0
+"$python" -m pytest -q -p no:cacheprovider tests/kernels tests/collectives/test_gpu.py 2>&1 | tee "$out/gpu-tests.log" || failed=1
+"$python" -m onebit tune --device cuda 2>&1 | tee "$out/gpu-tune.log" || failed=1
+"$python" -m perf.kernels --device cuda --out "$out" 2>&1 | tee "$out/gpu-kernels.log" || failed=1
+exit "$failed"
