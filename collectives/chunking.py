@@ -38,19 +38,31 @@ def choose_chunks(
     options = candidates(numel, transport.size, block_size)
     if transport.size == 1 or len(options) == 1:
         return 1
-    key = f"{transport.name}, {transport.size} ranks, {device.type}, 2^{numel.bit_length()} elements, chunks"
-    remembered = shared_cache().get(key).get("chunks", 0) if transport.rank == 0 else 0
+    remembered = 0
+    if transport.rank == 0:
+        remembered = shared_cache().get(_key(transport, numel, device)).get("chunks", 0)
     agreed = torch.tensor([remembered if remembered in options else 0], dtype=torch.int32, device=device)
     transport.all_max(agreed, "agreeing on the number of chunks (all-reduce of one number)")
     if int(agreed) > 0:
         return int(agreed)
     seconds = measure_chunks(transport, numel, device, scale, norm, block_size, options)
-    best = min(seconds, key=lambda c: (seconds[c], c))
+    best = remember_chunks(transport, numel, device, seconds)
     if transport.rank == 0:
-        shared_cache().put(key, {"chunks": best})
         table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
         logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
     return best
+
+
+def remember_chunks(transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]) -> int:
+    """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all."""
+    best = min(seconds, key=lambda c: (seconds[c], c))
+    if transport.rank == 0:
+        shared_cache().put(_key(transport, numel, device), {"chunks": best})
+    return best
+
+
+def _key(transport: Transport, numel: int, device: torch.device) -> str:
+    return f"{transport.name}, {transport.size} ranks, {device.type}, 2^{numel.bit_length()} elements, chunks"
 
 
 def measure_chunks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 import time
@@ -12,9 +13,13 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from onebit import demo
+from onebit.collectives.chunking import candidates, measure_chunks, remember_chunks
+from onebit.collectives.transport import transport_for
 from onebit.kernels import backend, tuning
+from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.machine import device_name
 from onebit.kernels.tuning import C, Choice, CpuConfig
 from onebit.kernels.workload import Workload
@@ -96,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
     )
-    tune = commands.add_parser("tune", help="measure the kernels on this device and remember the fastest shapes")
+    tune = commands.add_parser(
+        "tune",
+        help="measure the kernels on this device, or under torchrun the chunks on its ranks, and remember the fastest",
+    )
     tune.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: %(default)s)")
     tune.add_argument(
         "--dtype",
@@ -136,6 +144,38 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> None:
+    if dist.is_torchelastic_launched():
+        return _tune_group(arguments.device, arguments.elements)
+    return _tune_device(arguments)
+
+
+def _tune_group(device: str, elements: int) -> None:
+    """How many chunks suit the network between the ranks that torchrun has started."""
+    local = int(os.environ["LOCAL_RANK"])
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    on = pick_device(f"cuda:{local}" if cuda else "cpu" if device == "auto" else device)
+    dist.init_process_group("nccl" if on.type == "cuda" else "gloo")
+    transport = transport_for()
+    options = candidates(elements, transport.size, BLOCK_SIZE)
+    progress, first = Progress(), transport.rank == 0
+    if first:
+        print(f"{transport.name}, {transport.size} ranks on {on.type}, {elements:,} elements\n", flush=True)
+        progress.show(f"measuring {len(options)} numbers of chunks")
+
+    def measured(chunks: int, seconds: float) -> None:
+        if first:
+            progress.clear()
+            print(f"  chunks {chunks:<3}{seconds * 1e3:10.1f} ms", flush=True)
+
+    seconds = measure_chunks(transport, elements, on, "block", "l1", BLOCK_SIZE, options, measured)
+    best = remember_chunks(transport, elements, on, seconds)
+    if first:
+        print(f"\nChosen: {best}. Written to {tuning.shared_cache().path}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _tune_device(arguments: argparse.Namespace) -> None:
     device, dtype = pick_device(arguments.device), DTYPES[arguments.dtype]
     print(f"{device_name(device)}, {arguments.dtype}, {arguments.elements:,} elements")
     try:

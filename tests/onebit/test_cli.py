@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from onebit import cli, demo
+from onebit.collectives.chunking import candidates
 from onebit.kernels import tuning
+from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.tuning import Config, CpuConfig
 
 
@@ -199,3 +202,18 @@ def test_the_installed_command():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "demo" in result.stdout and "tune" in result.stdout
+
+
+def test_under_torchrun_tune_measures_the_chunks_on_the_ranks(tmp_path):
+    """The table of candidates, one line each, and the fastest of them in the cache."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**18"]
+    environment = {**os.environ, "ONEBIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    rows = re.findall(r"chunks (\d+) +([\d.]+) ms", result.stdout)
+    assert [int(chunks) for chunks, _ in rows] == candidates(2**18, 2, BLOCK_SIZE)
+    (best,) = re.findall(r"Chosen: (\d+)\.", result.stdout)
+    assert float(dict(rows)[best]) == min(float(time) for _, time in rows)
+    (entry,) = json.loads((tmp_path / "kernels.json").read_text())["choices"].items()
+    assert entry == ("gloo, 2 ranks, cpu, 2^19 elements, chunks", {"chunks": int(best)})

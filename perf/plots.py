@@ -1,0 +1,78 @@
+"""Plots of benchmarks: panels side by side in one PNG, the same look everywhere. Needs matplotlib."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLORS = {"fp32": "#7f7f7f", "fp16": "#ff7f0e", "bf16": "#9467bd", "1 bit": "#1f77b4"}
+TARGET = "#d62728"
+Draw = Callable[[Any], None]  # draws on a matplotlib Axes
+
+
+def save(path: Path, panels: Sequence[Draw], title: str = "") -> None:
+    """Draw one panel after the other, left to right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), layout="constrained", squeeze=False)
+    for draw, on in zip(panels, axes[0], strict=True):
+        draw(on)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def lines(
+    title: str, xlabel: str, ylabel: str, curves: Mapping[str, Sequence[tuple[float, float]]], logy: bool = True
+) -> Draw:
+    """A panel of curves over a logarithmic axis; what stands before a comma in a name is its color."""
+
+    def draw(axes: Any) -> None:
+        styles: dict[str | None, Iterator[str]] = {}
+        for name, points in curves.items():
+            color = COLORS.get(name.partition(",")[0])
+            style = next(styles.setdefault(color, itertools.cycle(("-", "--", ":", "-."))))
+            axes.plot(*zip(*sorted(points), strict=True), style, marker="o", label=name, color=color)
+        axes.set_xscale("log")
+        if max(x for points in curves.values() for x, _ in points) < 1000:
+            axes.xaxis.set_major_formatter("{x:g}")
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        if logy:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set_ylim(0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+    return draw
+
+
+def bars(title: str, ylabel: str, values: Mapping[str, float], notes: Mapping[str, str]) -> Draw:
+    """A panel of bars on a logarithmic axis, each with a note on top."""
+
+    def draw(axes: Any) -> None:
+        drawn = axes.bar(list(values), list(values.values()), color=[COLORS.get(name) for name in values])
+        axes.bar_label(drawn, [notes[name] for name in values])
+        axes.set_yscale("log")
+        axes.margins(y=0.2)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(title=title, ylabel=ylabel)
+
+    return draw
+
+
+def marked(draw: Draw, points: Sequence[tuple[float, float]], label: str) -> Draw:
+    """The panel with the values to reach."""
+
+    def drawn(axes: Any) -> None:
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker="_", s=500, color=TARGET, label=label, zorder=3)
+        draw(axes)
+
+    return drawn
