@@ -107,11 +107,13 @@ def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Ten
     groups = groups_of(hyper)
 
     def work(tile: Tile, scratch: Scratch) -> None:
-        g = scratch.room(0, tile)
-        gather(tile, grads, g, lambda group: (groups[group].grad_scale,))
-        if not all(abs(float(x)) <= LARGEST for x in torch.aminmax(g)):
-            flags[0] = 1
+        for s in tile.span.segments():
+            g = segment_of(grads, s)
+            if g is not None and not all(abs(float(x) * groups[s.group].grad_scale) <= LARGEST for x in g.aminmax()):
+                flags[0] = 1
         if squares is not None:
+            g = scratch.room(0, tile)
+            gather(tile, grads, g, lambda group: (groups[group].grad_scale,))
             torch.sum(g.square_(), 1, out=squares[tile.first : tile.first + tile.count])
 
     for_tiles(span, span.count, 1, work)
