@@ -22,42 +22,26 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import itertools
 import json
 import logging
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-OnLine = Callable[[int, str], None]  # rank, line of output
+from perf.lab_namespaces import LabUnavailable, check_available, execute, new_prefix, remove, sweep_stale
+from perf.lab_processes import OnLine, Rank, RankFailed, Run, exit_on, held_signals, set_handlers
 
 INTERFACE = "eth0"
-TAIL_LINES = 40
-CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # links and qdiscs; namespaces and their mounts
-NAME = re.compile(r"onebit-(\d+)-(\d+)-\d+-(?:bridge|host\d+)")  # owner's pid, its start time, serial, role
+PROBE = str(Path(__file__).with_name("lab_probe.py"))
 TUNE = """echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"""
 
 log = logging.getLogger("perf.network_lab")
-_serial = itertools.count()
-
-
-class LabUnavailable(RuntimeError):
-    """This machine cannot hold a network lab; the message says what is missing and what to do."""
-
-
-class RankFailed(RuntimeError):
-    """A rank exited with a non-zero status; the message has every such rank, its status and last lines."""
 
 
 def parse_rate(rate: str | None) -> int | None:
@@ -74,215 +58,13 @@ def parse_rate(rate: str | None) -> int | None:
     return bits
 
 
-def check_available() -> None:
-    """LabUnavailable unless this is Linux, with `ip` and `tc`, and we may make namespaces and links."""
-    if sys.platform != "linux":
-        raise LabUnavailable(f"the network lab needs Linux, not {sys.platform}: run it there, as root")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise LabUnavailable(f"the network lab finds no {' and no '.join(missing)} on PATH: install iproute2")
-    effective = re.search(r"CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text())
-    bits = int(effective[1], 16) if effective else 0
-    lacking = [name for name, bit in CAPABILITIES.items() if not bits >> bit & 1]
-    if lacking:
-        raise LabUnavailable(
-            f"the network lab makes network namespaces and lacks {' and '.join(lacking)}: "
-            "run it as root (in a container, with --privileged)"
-        )
-
-
-def _command(*argv: str, lines: Sequence[str] = ()) -> str:
-    """Output of a command fed with lines; in a session of its own, so that Ctrl-C does not cut it short."""
-    text, shown = "".join(f"{line}\n" for line in lines), " ".join(argv)
-    done: subprocess.CompletedProcess[str]
-    options: Any = {"text": True, "timeout": 30, "capture_output": True, "start_new_session": True}
-    try:
-        for _ in range(10):
-            done = subprocess.run(argv, input=text, **options)
-            if done.returncode >= 0:  # else a Ctrl-C came before it had its session: it has done nothing yet
-                break
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"`{shown}` did not end in 30 s") from None
-    if done.returncode:
-        raise RuntimeError(f"`{shown}` failed: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
-
-
-def _signal_all(namespaces: Sequence[str], number: int) -> None:
-    """Signal every process in these namespaces: they are ours by construction."""
-    for name in namespaces:
-        with contextlib.suppress(RuntimeError):  # no such namespace
-            for pid in _command("ip", "netns", "pids", name).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), number)
-
-
-def _namespaces() -> list[str]:
-    names = (line.split()[0] for line in _command("ip", "netns", "list").splitlines() if line)
-    return [name for name in names if NAME.fullmatch(name)]
-
-
-def _remove(namespaces: Sequence[str]) -> None:
-    _signal_all(namespaces, signal.SIGKILL)
-    for name in namespaces:
-        with contextlib.suppress(RuntimeError):  # no such namespace
-            _command("ip", "netns", "del", name)
-    left = sorted(set(namespaces) & set(_namespaces()))
-    if left:
-        raise RuntimeError(f"network namespaces {left} could not be removed: run `ip netns del` on each")
-
-
-def _start_time(pid: int) -> str | None:
-    """A process's start time, which tells it from a later one with its pid; None if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
-
-
-def sweep_stale() -> list[str]:
-    """Remove the namespaces of labs whose process is gone (killed by SIGKILL); return their names."""
-    matches = [match for match in map(NAME.fullmatch, _namespaces()) if match]
-    stale = [match[0] for match in matches if _start_time(int(match[1])) != match[2]]
-    _remove(stale)
-    return stale
-
-
-def _set_handlers(handlers: Mapping[int, Any]) -> dict[int, Any]:
-    """Install signal handlers, return the former ones; only the main thread may, others change nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, handler) or signal.SIG_DFL for number, handler in handlers.items()}
-
-
-@contextlib.contextmanager
-def _held_signals() -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM and SIGHUP wait until the block ends; it gets the list of those that do."""
-    pending: list[int] = []
-    held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = _set_handlers(dict.fromkeys(held, lambda number, frame: pending.append(number)))
-    try:
-        yield pending
-    finally:
-        _set_handlers(former)
-        if pending:
-            signal.raise_signal(pending[0])
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-@dataclass
-class Rank:
-    """One rank: its output, and its exit status (negative: a signal) or None if it did not end by itself."""
-
-    rank: int
-    process: subprocess.Popen[str] = field(repr=False)
-    lines: list[str] = field(default_factory=list, repr=False)
-    code: int | None = None
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
-    def read(self, on_line: OnLine | None, one_at_a_time: threading.Lock) -> None:
-        for line in self.process.stdout or ():
-            self.lines.append(line)
-            if on_line is not None:
-                with one_at_a_time:
-                    on_line(self.rank, line.rstrip("\n"))
-
-    def report(self) -> str:
-        state = "was still running" if self.code is None else f"failed with status {self.code}"
-        tail = "".join(f"    {line.rstrip()}\n" for line in self.lines[-TAIL_LINES:])
-        return f"rank {self.rank} {state}; its last lines:\n{tail or '    (none)'}"
-
-
-class Run:
-    """One process a host, started by `NetworkLab.start`; `wait` sees it to its end."""
-
-    def __init__(self, lab: NetworkLab, launches: Sequence[tuple[list[str], dict[str, str]]], on_line: OnLine | None):
-        self.ranks: list[Rank] = []
-        self._namespaces = lab.namespaces
-        self._readers: list[threading.Thread] = []
-        one_at_a_time = threading.Lock()
-        for rank, (argv, env) in enumerate(launches):
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self._namespaces[rank], *argv],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            self.ranks.append(Rank(rank, process))
-            read = threading.Thread(target=self.ranks[-1].read, args=(on_line, one_at_a_time), daemon=True)
-            self._readers.append(read)
-            read.start()
-
-    def wait(self, timeout: float = 600, check: bool = True) -> list[Rank]:
-        """The ranks, once all have exited; none runs on, whatever happens.
-
-        A failed rank ends the run with RankFailed; with check=False the others go on and nothing is raised.
-        TimeoutError after `timeout` seconds.
-        """
-        end, grace_end = time.monotonic() + timeout, float("inf")
-        with _held_signals() as pending, contextlib.ExitStack() as last:  # an exception amid poll() spoils Popen
-            last.callback(self.stop)
-            while not self._poll() and not pending and time.monotonic() < min(end, grace_end):
-                if check and any(rank.code for rank in self.ranks) and grace_end == float("inf"):
-                    grace_end = time.monotonic() + 0.5  # who else fails by itself? One of them is the cause
-                time.sleep(0.02)
-        failed = [rank.report() for rank in self.ranks if rank.code]
-        running = [rank.report() for rank in self.ranks if rank.code is None]
-        if check and failed:
-            raise RankFailed("\n".join(failed))
-        if running:
-            what = f"the run did not end in {timeout:g} s: raise `timeout`, or see why it hangs"
-            raise TimeoutError("\n".join([what, *running]))
-        return self.ranks
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL everything on this rank's host."""
-        _signal_all(self._namespaces[rank : rank + 1], signal.SIGKILL)
-
-    def running(self) -> bool:
-        return any(rank.process.poll() is None for rank in self.ranks)
-
-    def stop(self) -> None:
-        """End what still runs: SIGTERM, and 2 s later SIGKILL."""
-        with _held_signals():
-            if self.running():
-                self._signal(signal.SIGTERM)
-            end = time.monotonic() + 2
-            while self.running() and time.monotonic() < end:
-                time.sleep(0.02)
-            self._signal(signal.SIGKILL)  # also what a rank left behind
-            for rank, reader in zip(self.ranks, self._readers, strict=True):
-                rank.process.wait(10)
-                reader.join(5)
-
-    def _signal(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.process.send_signal(number)  # it may not have entered its namespace yet
-        _signal_all(self._namespaces, number)
-
-    def _poll(self) -> bool:
-        for rank in self.ranks:
-            rank.code = rank.process.poll()
-        return all(rank.code is not None for rank in self.ranks)
-
-
 class NetworkLab:
     """Namespaces on a bridge, links shaped to `rate` both ways; a context manager that removes them again."""
 
     def __init__(self, hosts: int = 4, rate: str | None = None) -> None:
         if not 2 <= hosts <= 64:
             raise ValueError(f"hosts is {hosts}: a network lab has 2 to 64 hosts")
-        prefix = f"onebit-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}"
+        prefix = new_prefix()
         self.hosts = hosts
         self.bridge = f"{prefix}-bridge"
         self.namespaces = [f"{prefix}-host{host}" for host in range(hosts)]
@@ -294,10 +76,10 @@ class NetworkLab:
     def __enter__(self) -> NetworkLab:
         check_available()
         defaults = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-        self._former = _set_handlers(dict.fromkeys(defaults, _exit))
+        self._former = set_handlers(dict.fromkeys(defaults, exit_on))
         atexit.register(self.close)  # should a second Ctrl-C cut __exit__ short
         try:
-            with _held_signals():
+            with held_signals():
                 self._build()
         except BaseException as error:
             self.close()
@@ -315,13 +97,13 @@ class NetworkLab:
     def close(self) -> None:
         """Kill what runs on the hosts and remove them; a signal that arrives meanwhile waits."""
         try:
-            with _held_signals(), contextlib.ExitStack() as last:
+            with held_signals(), contextlib.ExitStack() as last:
                 last.callback(atexit.unregister, self.close)
-                last.callback(_remove, [self.bridge, *self.namespaces])
+                last.callback(remove, [self.bridge, *self.namespaces])
                 if self._run is not None:
                     self._run.stop()
         finally:
-            _set_handlers(self._former)
+            set_handlers(self._former)
 
     def run(self, argv: Sequence[str], timeout: float = 600, check: bool = True, **options: Any) -> list[Rank]:
         """`start`, with its options, then `Run.wait`."""
@@ -347,8 +129,8 @@ class NetworkLab:
             raise RuntimeError("a run is still on these hosts: call its wait() or stop() first")
         self._runs += 1
         launches = [self._launch(launcher, rank, argv, env or {}) for rank in range(self.hosts)]
-        with _held_signals():
-            self._run = Run(self, launches, on_line)
+        with held_signals():
+            self._run = Run(self.namespaces, launches, on_line)
         return self._run
 
     def address(self, host: int) -> str:
@@ -357,7 +139,7 @@ class NetworkLab:
     def bytes_sent(self) -> list[int]:
         """Bytes each host has sent since the lab was built, from its interface's own counter."""
         show = ("-s", "-j", "link", "show", "dev", INTERFACE)
-        links = [json.loads(_command("ip", "-n", name, *show))[0] for name in self.namespaces]
+        links = [json.loads(execute("ip", "-n", name, *show))[0] for name in self.namespaces]
         return [int(link["stats64"]["tx"]["bytes"]) for link in links]
 
     def set_rate(self, rate: str | None) -> None:
@@ -368,11 +150,11 @@ class NetworkLab:
 
     def link_down(self, host: int) -> None:
         """Pull the host's cable: its packets are lost without an error, no connection is closed."""
-        _command("ip", "-n", self.bridge, "link", "set", f"host{self._checked(host)}", "down")
+        execute("ip", "-n", self.bridge, "link", "set", f"host{self._checked(host)}", "down")
 
     def link_up(self, host: int) -> None:
         """Plug the host's cable in again; TCP goes on at its next retransmission."""
-        _command("ip", "-n", self.bridge, "link", "set", f"host{self._checked(host)}", "up")
+        execute("ip", "-n", self.bridge, "link", "set", f"host{self._checked(host)}", "up")
 
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.hosts:
@@ -397,21 +179,21 @@ class NetworkLab:
         began, told = time.monotonic(), False
         for name in sweep_stale():
             log.info("removed %s, left by a lab that was killed", name)
-        _command("ip", "-batch", "-", lines=[f"netns add {name}" for name in (self.bridge, *self.namespaces)])
+        execute("ip", "-batch", "-", lines=[f"netns add {name}" for name in (self.bridge, *self.namespaces)])
         for name in (self.bridge, *self.namespaces):
-            _command("ip", "netns", "exec", name, "sh", "-ec", TUNE)
+            execute("ip", "netns", "exec", name, "sh", "-ec", TUNE)
         links = ["link set lo up", "link add br0 type bridge mcast_snooping 0", "link set br0 up"]
         for host, name in enumerate(self.namespaces):
             links.append(f"link add host{host} type veth peer name {INTERFACE} netns {name}")
             links.append(f"link set host{host} master br0 up")
-        _command("ip", "-n", self.bridge, "-batch", "-", lines=links)
+        execute("ip", "-n", self.bridge, "-batch", "-", lines=links)
         for host, name in enumerate(self.namespaces):
             up = [
                 "link set lo up",
                 f"addr add {self.address(host)}/24 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
             ]
-            _command("ip", "-n", name, "-batch", "-", lines=up)
+            execute("ip", "-n", name, "-batch", "-", lines=up)
             if not told and time.monotonic() - began > 1:
                 told = True
                 log.info("setting up %d hosts ...", self.hosts)
@@ -425,33 +207,15 @@ class NetworkLab:
             limit = burst + max(self._bits // 8 // 50, 1 << 20)  # bytes: 20 ms
             command = f"qdisc replace dev {{}} root tbf rate {self._bits}bit burst {burst}b limit {limit}b"
         ports = [command.format(f"host{host}") for host in range(self.hosts)]
-        _command("tc", "-n", self.bridge, "-batch", "-", lines=ports)
+        execute("tc", "-n", self.bridge, "-batch", "-", lines=ports)
         for name in self.namespaces:
-            _command("tc", "-n", name, "-batch", "-", lines=[command.format(INTERFACE)])
+            execute("tc", "-n", name, "-batch", "-", lines=[command.format(INTERFACE)])
 
 
 def measure_all_reduce(lab: NetworkLab) -> list[float]:
     """Gbit/s each rank sends in Gloo's all_reduce of 4 MB in fp32: 2 (N - 1) / N of the tensor a call."""
-    ranks = lab.run([__file__, "--probe"], timeout=120)
+    ranks = lab.run([PROBE], timeout=120)
     return [float(line.split()[1]) for rank in ranks for line in rank.lines if line.startswith("all_reduce ")]
-
-
-def _probe() -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    tensor, go, calls = torch.zeros(1_000_000), torch.ones(1), 0
-    dist.all_reduce(tensor)
-    began = time.monotonic()
-    while go.item() > 0:
-        dist.all_reduce(tensor)
-        calls += 1
-        go[0] = time.monotonic() - began < 2
-        dist.broadcast(go, 0)
-    sent = calls * tensor.nbytes * 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-    print("all_reduce", sent * 8e-9 / (time.monotonic() - began))
-    dist.destroy_process_group()
 
 
 def _selftest(hosts: int) -> None:
@@ -485,15 +249,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--launcher", choices=("torchrun", "env"), default="torchrun")
     parser.add_argument("--timeout", type=float, default=600, help="seconds the run may take (default: 600)")
     parser.add_argument("--selftest", action="store_true", help="measured against shaped rates, with Gloo")
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # a rank of --selftest
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py args, or -- -m module args")
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        if options.probe:
-            _probe()
-        elif options.selftest:
+        if options.selftest:
             _selftest(options.hosts)
         elif command:
             _run_command(options, command)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce
-from perf import all_reduce, network_lab
-from perf.all_reduce import KINDS, ONE_BIT, Ranks, Row, WrongResult
+from perf import all_reduce, all_reduce_ranks, all_reduce_report, network_lab
+from perf.all_reduce_ranks import KINDS, ONE_BIT, Ranks, Row, WrongResult
 from perf.network_lab import LabUnavailable, NetworkLab
 from tests.ranks import run_ranks, run_ranks_once
 
@@ -90,8 +90,8 @@ def test_a_wrong_result_in_the_lab_gets_no_figure(lab, tmp_path, monkeypatch, ca
     """Ranks whose compressed all-reduce does nothing."""
     script = tmp_path / "broken.py"
     script.write_text(
-        "import sys\nfrom perf import all_reduce\n"
-        "all_reduce.CompressedAllReduce.__call__ = lambda self, x: None\nsys.exit(all_reduce.main())\n"
+        "import sys\nfrom perf import all_reduce, all_reduce_ranks\n"
+        "all_reduce_ranks.CompressedAllReduce.__call__ = lambda self, x: None\nsys.exit(all_reduce.main())\n"
     )
     monkeypatch.setattr(all_reduce, "WORKER", (str(script),))
     out = tmp_path / "out"
@@ -109,7 +109,7 @@ def checked(rank, size, broken, elements, chunks):
     ]
     average = kind(elements, chunks=chunks)
     try:
-        all_reduce.check(Ranks(CPU, silent), average, elements)
+        all_reduce_ranks.check(Ranks(CPU, silent), average, elements)
     except WrongResult as error:
         return str(error)
     return ""
@@ -180,14 +180,14 @@ def test_it_measures_on_the_group_it_finds(tmp_path):
 
 
 def refusing(rank, size, arguments):
-    right = all_reduce.dist.all_reduce
+    right = all_reduce_ranks.dist.all_reduce
 
     def refuse(tensor, *args, **kwargs):
         if tensor.dtype == torch.bfloat16:
             raise RuntimeError("Invalid scalar type")
         return right(tensor, *args, **kwargs)
 
-    all_reduce.dist.all_reduce = refuse
+    all_reduce_ranks.dist.all_reduce = refuse
     return all_reduce.main(arguments)
 
 
@@ -198,23 +198,23 @@ def test_a_type_that_the_backend_refuses_is_said_and_not_estimated(tmp_path):
     rows = {r["kind"]: r for r in json.loads(path.read_text())["rows"]}
     assert rows["bf16"]["seconds"] is None and rows["bf16"]["error"] == "Invalid scalar type"
     assert rows["fp16"]["seconds"] > 0
-    assert "bf16 was not measured: Invalid scalar type" in all_reduce.table([Row(**r) for r in rows.values()])
+    assert "bf16 was not measured: Invalid scalar type" in all_reduce_report.table([Row(**r) for r in rows.values()])
 
 
 def test_targets_speak_of_what_was_measured():
-    met = all_reduce.targets(FAST)
+    met = all_reduce_report.targets(FAST)
     assert [(t.needed, t.met) for t in met] == [(4, True), (28, True), (14, True)]
     assert met[0].reached == pytest.approx(4.2)
     assert str(met[0]).startswith("4.2 times as fast as fp32 (4 hosts, 1gbit") and str(met[0]).endswith(
         "to reach 4: met"
     )
     slow = [replace(r, rate="100mbit") for r in FAST]
-    assert next((t.needed, t.met) for t in all_reduce.targets(slow)) == (12, False)
-    assert str(all_reduce.targets(slow)[0]).endswith("to reach 12: missed")
+    assert next((t.needed, t.met) for t in all_reduce_report.targets(slow)) == (12, False)
+    assert str(all_reduce_report.targets(slow)[0]).endswith("to reach 12: missed")
     for other in ({"hosts": 2}, {"rate": "10gbit"}, {"elements": 2**24}, {"rate": None}):
-        assert [t.needed for t in all_reduce.targets([replace(r, **other) for r in FAST])] == [28, 14]
-    assert all_reduce.targets(SMALL) == []
-    assert all_reduce.targets([replace(r, seconds=None, bytes=None) for r in FAST]) == []
+        assert [t.needed for t in all_reduce_report.targets([replace(r, **other) for r in FAST])] == [28, 14]
+    assert all_reduce_report.targets(SMALL) == []
+    assert all_reduce_report.targets([replace(r, seconds=None, bytes=None) for r in FAST]) == []
 
 
 def test_a_missed_target_is_an_error_only_with_check(tmp_path, monkeypatch, capsys):
@@ -241,10 +241,10 @@ def test_every_panel_is_drawn(tmp_path):
     without_bytes = [replace(r, bytes=None, rate=None) for r in FAST]
     for name, rows in (("all", many), ("one", FAST), ("group", without_bytes)):
         path = tmp_path / f"{name}.png"
-        all_reduce.plot(rows, name, path)
+        all_reduce_report.plot(rows, name, path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(all_reduce.table(many).splitlines()) == 2 + 2 * 3 * 2
-    assert all(len(line) <= 140 for line in all_reduce.table(many).splitlines())
+    assert len(all_reduce_report.table(many).splitlines()) == 2 + 2 * 3 * 2
+    assert all(len(line) <= 140 for line in all_reduce_report.table(many).splitlines())
 
 
 def test_rows_survive_json():

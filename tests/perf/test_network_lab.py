@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import network_lab
+from perf import lab_namespaces, network_lab
 from perf.network_lab import LabUnavailable, NetworkLab, RankFailed, parse_rate, sweep_stale
 
 ROOT = Path(network_lab.__file__).parents[1]
@@ -138,18 +138,18 @@ def refusal(lab: NetworkLab | None = None) -> str:
 
 
 def test_refuses_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_lab.sys, "platform", "darwin")
+    monkeypatch.setattr(lab_namespaces.sys, "platform", "darwin")
     assert "needs Linux, not darwin" in refusal()
 
 
 def test_refuses_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_lab.sys, "platform", "linux")
+    monkeypatch.setattr(lab_namespaces.sys, "platform", "linux")
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     assert "no ip and no tc on PATH: install iproute2" in refusal()
 
 
 def test_refuses_without_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_lab.sys, "platform", "linux")
+    monkeypatch.setattr(lab_namespaces.sys, "platform", "linux")
     monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
     lab = NetworkLab(hosts=2)
     monkeypatch.setattr(Path, "read_text", lambda path: "Name:\tpython\nCapEff:\t0000000000001000\n")
@@ -157,13 +157,14 @@ def test_refuses_without_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refuses_when_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(*argv: str, lines: object = ()) -> str:
+    def execute(*argv: str, lines: object = ()) -> str:
         if "-batch" in argv:
             raise RuntimeError("`ip -batch -` failed: mount --make-shared /run/netns: Operation not permitted")
         return ""
 
     monkeypatch.setattr(network_lab, "check_available", lambda: None)
-    monkeypatch.setattr(network_lab, "_command", command)
+    for module in (lab_namespaces, network_lab):
+        monkeypatch.setattr(module, "execute", execute)
     assert "Operation not permitted: run it as root, on a kernel with" in refusal()
 
 
