@@ -109,7 +109,12 @@ class CompressedAllReduce:
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         residuals = dict(state)
-        chunks, form, wire_bytes = (int(residuals.pop(name)) for name in ("chunks", "format", "wire_bytes"))
+        numbers = [residuals.pop(name) for name in ("chunks", "format", "wire_bytes")]
+        if not all(isinstance(n, int) for n in numbers):
+            raise ValueError(
+                f"chunks, format and wire_bytes of a state are whole numbers, not {numbers}: it was damaged"
+            )
+        chunks, form, wire_bytes = numbers
         exchange = self._exchange
         if exchange is None or exchange.layout.chunks != chunks:
             if self._chunks not in ("auto", chunks):

@@ -145,7 +145,7 @@ class Exchange:
     def gathered_server_residual(self) -> Tensor:
         """E of every rank's shards, in the order of the layout: fp32 [elements]. A collective call."""
         layout, ranks = self.layout, self.layout.ranks
-        own = self.server_residual.value.view(torch.uint8)
+        own = self.server_residual.left_out().view(torch.uint8)
         everyone = torch.empty((ranks, own.numel()), dtype=torch.uint8, device=self.device)
         self.transport.all_gather(everyone, own[None], "gathering the server residuals (all-gather)").wait()
         return everyone.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
@@ -160,16 +160,19 @@ class Exchange:
     def check_state_dict(self, state: dict[str, Tensor]) -> None:
         """A ValueError if `load_state_dict` could not copy all of it."""
         own = self.state_dict()
+        foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if foreign:
+            raise ValueError(f"{foreign[0]} is no tensor: this is not a state of this all-reduce, or it was damaged")
         if state.keys() != own.keys():
             raise ValueError(
                 f"the state has {sorted(state)}, this all-reduce keeps {sorted(own)}: it was saved with another "
                 f"scale. Build the all-reduce with the options it was saved with"
             )
         for name, tensor in own.items():
-            if state[name].shape != tensor.shape:
+            if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
                 raise ValueError(
-                    f"{name} has {tuple(state[name].shape)} elements in the state and {tuple(tensor.shape)} here: it "
-                    f"was saved with another model, block_size, number of ranks or of chunks"
+                    f"{name} is {state[name].dtype} {tuple(state[name].shape)} in the state and {tensor.dtype} "
+                    f"{tuple(tensor.shape)} here: it was saved with another model, block_size or number of ranks"
                 )
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

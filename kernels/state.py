@@ -37,6 +37,13 @@ class Residual:
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
+    def left_out(self) -> Tensor:
+        """e, whichever way it is kept: fp32 [elements]."""
+        if self.scale is None:
+            return self.value
+        scale = self.scale.repeat_interleave(len(self.value) // len(self.scale))
+        return self.value - torch.where(self.value >= 0, scale, -scale)
+
     def part(self, first: int, span: Span, form: Format) -> Residual:
         """A view of what belongs to `span`, whose first block is the `first` of this residual."""
 

@@ -1,7 +1,12 @@
 """What every test needs: Triton's interpreter where there is no GPU, few threads, repeatable hypothesis runs."""
 
 import os
+import signal
 import tempfile
+
+# A background job of a shell starts with Ctrl-C ignored, and so would what the tests start to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers share the machine; must stand before torch is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:

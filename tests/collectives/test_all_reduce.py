@@ -206,6 +206,23 @@ def test_a_wrong_state_is_refused_and_changes_nothing(case):
         assert outcomes["goes on"] == ("", True)
 
 
+@pytest.mark.parametrize("damage", [{"residual": [0.0]}, {"chunks": None}, {"format": "1"}], ids=str)
+def test_a_damaged_state_changes_nothing(damage):
+    all_reduce = CompressedAllReduce(100, chunks=1)
+    before = steps.state_of(all_reduce)
+    state = {k: v + 1 if isinstance(v, torch.Tensor) else v for k, v in all_reduce.state_dict().items()}
+    with pytest.raises(ValueError, match="damaged"):
+        all_reduce.load_state_dict(state | damage)
+    assert steps.same_state(before, steps.state_of(all_reduce))
+
+
+def test_a_state_in_another_dtype_is_refused():
+    all_reduce = CompressedAllReduce(100, chunks=1)
+    state = all_reduce.state_dict()
+    with pytest.raises(ValueError, match=r"residual is torch\.float16"):
+        all_reduce.load_state_dict(state | {"residual": state["residual"].half()})
+
+
 def test_a_wrong_count_of_bytes_changes_nothing():
     all_reduce = CompressedAllReduce(100, chunks=1)
     before = steps.state_of(all_reduce)
@@ -223,6 +240,22 @@ def test_a_state_of_other_tensors_is_refused(other):
     saved = CompressedAllReduce(**{"block_size": 32, "chunks": 1, **other})
     with pytest.raises(ValueError):
         CompressedAllReduce([1000], block_size=32, chunks=1).load_state_dict(saved.state_dict())
+
+
+def test_a_real_state_of_another_scale_is_told_from_one_of_other_tensors():
+    block, tensor = (CompressedAllReduce(1000, chunks=1, scale=scale) for scale in ("block", "tensor"))
+    with pytest.raises(ValueError, match=r"residual_scale.*another scale"):
+        block.load_state_dict(tensor.state_dict())
+
+
+def test_an_exchange_copies_all_of_a_state_or_nothing():
+    exchange = Exchange(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
+    state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
+    with pytest.raises(ValueError, match="server_residual"):
+        exchange.load_state_dict(state | {"server_residual": torch.ones(5)})
+    assert not any(value.any() for value in exchange.state_dict().values())
+    exchange.load_state_dict(state)
+    assert all(value.all() for value in exchange.state_dict().values())
 
 
 @pytest.mark.parametrize("scale", ["block", "tensor"])
@@ -273,6 +306,18 @@ def test_the_replies_are_kept_as_received():
     """What an optimizer reads after an exchange: every rank's shard of every chunk, in the order of the space."""
     for decoded, result in run_ranks(3, work.replies_of, Case((2000,), chunks=3)):
         assert decoded == result
+
+
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_the_server_residuals_of_all_ranks_in_the_order_of_the_space(chunks, scale):
+    case = Case((300, 63), chunks=chunks, scale=scale, steps=3)
+    answers = run_ranks(3, work.gathered_server, case)
+    expected = steps.server_residual(case, 3, [state for _, state in answers])
+    assert np.any(expected)
+    for gathered, _ in answers:
+        valid = case.plan(3).valid  # with a tensor scale padding keeps what it is given
+        np.testing.assert_allclose(np.frombuffer(gathered, np.float32)[valid], expected[valid], atol=1e-6)
 
 
 def test_no_warnings():

@@ -124,6 +124,13 @@ def replies_of(rank: int, size: int, case: Case) -> tuple[bytes, bytes]:
     return spread.numpy().tobytes(), tensor.numpy().tobytes()
 
 
+def gathered_server(rank: int, size: int, case: Case) -> tuple[bytes, dict[str, Any]]:
+    """E of all ranks as this rank gathered it, and its own state."""
+    all_reduce = case.all_reduce(group())
+    steps.record(case, rank, group(), all_reduce=all_reduce)
+    return all_reduce.exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
+
+
 @dataclass
 class Watched:
     """A transport that notes what passes through it: starts, waits, and bytes meant for other ranks."""

@@ -168,20 +168,31 @@ def test_refuses_when_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Operation not permitted: run it as root, on a kernel with" in refusal()
 
 
+def achieved(lab: NetworkLab, argv: list[str], least: float, most: float) -> bool:
+    """Whether a link carries `least` Mbit/s and never `most`. On a busy machine the senders themselves may be too slow:
+    then they try again.
+    """
+    for _ in range(5):
+        found = sum(float(rank.output or 0) for rank in lab.run(argv, timeout=30, launcher="env"))
+        assert found < most
+        if found > least:
+            return True
+    return False
+
+
 @pytest.mark.netlab
 @pytest.mark.parametrize("body", [FAN_IN, FAN_OUT], ids=["into a host", "out of a host"])
 def test_both_directions_are_shaped(lab: NetworkLab, script: Callable[[str], list[str]], body: str) -> None:
-    ranks = lab.run(script(body), timeout=30, launcher="env")
-    assert 85 < sum(float(rank.output or 0) for rank in ranks) < 102
+    assert achieved(lab, script(body), 85, 102)
 
 
 @pytest.mark.netlab
 def test_rates_change_without_rebuilding(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
     try:
         lab.set_rate("20mbit")
-        assert 17 < float(lab.run(script(FAN_IN), timeout=30, launcher="env")[0].output) < 21.5
+        assert achieved(lab, script(FAN_IN), 17, 21.5)
         lab.set_rate(None)
-        assert float(lab.run(script(FAN_IN), timeout=30, launcher="env")[0].output) > 300
+        assert achieved(lab, script(FAN_IN), 300, float("inf"))
     finally:
         lab.set_rate("100mbit")
 
