@@ -9,11 +9,13 @@ so that over T calls the sum of the results differs from the sum of the means by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from onebit import kernels
 from onebit.collectives.agreement import agree
 from onebit.collectives.chunking import choose_chunks
 from onebit.collectives.exchange import Chunk, Exchange, facts
@@ -21,7 +23,7 @@ from onebit.collectives.transport import transport_for
 from onebit.kernels.hyper import Hyper, hyper_table
 from onebit.kernels.layout import BLOCK_SIZE, Layout
 from onebit.kernels.pointers import Pointers
-from onebit.kernels.wire import Norm, Scale
+from onebit.kernels.wire import Format, Norm, Scale
 
 
 class CompressedAllReduce:
@@ -52,8 +54,13 @@ class CompressedAllReduce:
     ) -> None:
         if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
             raise ValueError(f'chunks must be a positive number or "auto", got {chunks!r}')
-        self.numels = [numel] if isinstance(numel, int) else list(numel)
+        self.numels = [int(numel)] if isinstance(numel, Integral) else [int(n) for n in numel]  # type: ignore[union-attr]
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        kernels.backend(self.device)
+        self._tensors = Layout(self.numels, block_size=block_size)
+        Format.of(self._tensors, scale, norm)
         self.transport = transport_for(process_group)
         self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -84,9 +91,9 @@ class CompressedAllReduce:
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
-        exchange = self.exchange
-        exchange.agree()
         x = self._point([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        exchange = self.exchange
+        exchange.agree({"dtype": str(x.dtype)})
         backend = exchange.backend
         self._flags.zero_()
         backend.scan(exchange.layout.all(), x, self._hyper, self._flags)
@@ -96,25 +103,34 @@ class CompressedAllReduce:
             backend.compress(chunk.span, x, None, chunk.residual, self._hyper, self._flags, chunk.sent)
 
         exchange.run(compress, lambda chunk: backend.decode(chunk.span, chunk.replies, x))
+        x.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals; every rank saves its own."""
+        """This rank's residuals; every rank saves its own. A collective before the first use with chunks="auto"."""
         exchange = self.exchange
-        own = {"chunks": self.chunks, "format": exchange.format.fingerprint, "wire_bytes": exchange.wire_bytes}
+        own = {
+            "rank": self.transport.rank,
+            "chunks": self.chunks,
+            "format": exchange.format.fingerprint,
+            "wire_bytes": exchange.wire_bytes,
+        }
         return {**own, **exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
-        missing = {"chunks", "format", "wire_bytes", "residual", "server_residual"} - state.keys()
+        missing = {"rank", "chunks", "format", "wire_bytes", "residual", "server_residual"} - state.keys()
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         residuals = dict(state)
-        numbers = [residuals.pop(name) for name in ("chunks", "format", "wire_bytes")]
+        numbers = [residuals.pop(name) for name in ("rank", "chunks", "format", "wire_bytes")]
         if not all(isinstance(n, int) for n in numbers):
+            raise ValueError("rank, chunks, format and wire_bytes are numbers, not {numbers}: it was damaged")
+        rank, chunks, form, wire_bytes = numbers
+        if rank != self.transport.rank:
             raise ValueError(
-                f"chunks, format and wire_bytes of a state are whole numbers, not {numbers}: it was damaged"
+                f"the state was saved by rank {rank}, this is rank {self.transport.rank}: residuals are each rank's "
+                f"own. Save on every rank, and load what the same rank saved"
             )
-        chunks, form, wire_bytes = numbers
         exchange = self._exchange
         if exchange is None or exchange.layout.chunks != chunks:
             if self._chunks not in ("auto", chunks):
@@ -145,6 +161,6 @@ class CompressedAllReduce:
             )
         dtype = tensors[0].dtype if tensors else torch.float32
         if self._pointers is None or self._pointers.dtype != dtype:
-            self._pointers = Pointers(self.exchange.layout, self.device, dtype)
+            self._pointers = Pointers(self._tensors, self.device, dtype)
         self._pointers.point(tensors)
         return self._pointers

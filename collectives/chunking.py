@@ -74,10 +74,12 @@ def measure_chunks(
     block_size: int,
     options: list[int],
     progress: Callable[[int, float], None] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[int, float]:
     """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
     numel = min(numel, _MOST_ELEMENTS)
-    tensor = torch.randn(numel, generator=torch.Generator(device).manual_seed(transport.rank), device=device)
+    source = torch.Generator(device).manual_seed(transport.rank)
+    tensor = torch.randn(numel, generator=source, device=device).to(dtype)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
     hyper = hyper_table([Hyper()], device)
     seconds = {}

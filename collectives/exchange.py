@@ -11,7 +11,7 @@ collectives start here, in one order, which is the same on all ranks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +80,12 @@ class Exchange:
         self.chunks = [self._chunk(j) for j in range(layout.chunks)]
         self._agreed = False
 
-    def agree(self) -> None:
-        """Once: compare how the ranks cut and encode. A difference is a ValueError on all of them."""
+    def agree(self, more: Mapping[str, int | str] | None = None) -> None:
+        """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
         if not self._agreed:
             layout, form = self.layout, self.format
             common = facts(layout.numel.tolist(), layout.block_size, layout.chunks, form.scale, form.norm)
-            agree(self.transport, self.device, common)
+            agree(self.transport, self.device, {**common, **(more or {})})
             self._agreed = True
 
     def run(self, compress: Callable[[Chunk], None], use: Callable[[Chunk], None] | None = None) -> Messages:

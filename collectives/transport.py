@@ -140,7 +140,12 @@ class described:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+        if isinstance(error, RuntimeError) and not isinstance(error, (CollectiveError, torch.OutOfMemoryError)):
+            if "No backend type" in str(error):
+                raise ValueError(
+                    f"{self._phase} is not possible: the process group has no backend for these tensors' device "
+                    f"({_first_line(error)}). Use device='cuda' with NCCL, or a group with Gloo for CPU tensors"
+                ) from error
             raise CollectiveError(
                 f"{self._phase} did not end: a rank died, did not come within the group's timeout, or the network "
                 f"failed ({self._name}: {_first_line(error)}). Restart the ranks from the last "

@@ -41,7 +41,7 @@ def _warmup_block(
         tl.store(total, tl.sum(v, axis=0))
 
 
-@triton.jit
+@tiles.entry
 def adam_warmup_kernel(
     owner, rows, p_addresses, g_addresses, hyper, flags, first_block, blocks, exp_avg, exp_avg_sq, master, sums,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
@@ -80,7 +80,7 @@ def _update_block(
     tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
 
 
-@triton.jit
+@tiles.entry
 def adam_update_kernel(
     owner, rows, p_addresses, hyper, coefficient, first_block, blocks, shard_blocks, row_bytes,
     header, scales, bits, d, master,

@@ -58,17 +58,17 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     values = {**launch.arguments, "ROWS": launch.config.rows}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(inspect.signature(launch.kernel.fn).parameters):
-        value = values[name]
+        value, free = values[name], launch.kernel.params[index].do_not_specialize
         if isinstance(value, Tensor):
             signature[name] = _POINTERS[value.dtype]
             if value.data_ptr() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        elif name.isupper() or value is None or (isinstance(value, int) and value == 1):
+        elif name.isupper() or value is None or (isinstance(value, int) and value == 1 and not free):
             signature[name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not free:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

@@ -38,7 +38,7 @@ def _average_block(
     tiles.encode(c, value, scale, partial, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
 
 
-@triton.jit
+@tiles.entry
 def average_kernel(
     owner, rows, first_block, blocks, row_bytes, fingerprint, ranks, inverse_ranks,
     in_header, in_scales, in_bits, value, residual_scale, partial, counter, header, scales, bits,
@@ -73,7 +73,7 @@ def average_kernel(
                         tiles.finish_scale(scale, residual_scale, partial, owner, rows, first_block, blocks, BLOCK, L2)
 
 
-@triton.jit
+@tiles.entry
 def decode_kernel(
     owner, rows, addresses, first_block, blocks, shard_blocks, row_bytes, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,

@@ -39,7 +39,7 @@ def _compress_block(
     tiles.encode(c, value, scale, partial, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
 
 
-@triton.jit
+@tiles.entry
 def compress_kernel(
     owner, rows, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
     m_flat, m_scales, m_bits, value, residual_scale, partial, counter, header, scales, bits,

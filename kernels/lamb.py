@@ -71,7 +71,7 @@ def _first_and_blocks(rows, p, BLOCK: tl.constexpr):
     return tl.load(rows + 3 * p), tl.cdiv(tl.load(rows + 3 * p + 1), BLOCK)
 
 
-@triton.jit
+@tiles.entry
 def lamb_moments_kernel(
     owner, rows, p_addresses, g_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
     coefficient, average, partial, counter, coeff_beta, one_minus_coeff_beta, min_coeff, max_coeff,
@@ -121,7 +121,7 @@ def _apply_block(
     tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
 
 
-@triton.jit
+@tiles.entry
 def lamb_apply_kernel(
     owner, rows, p_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master, coefficient,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PARAM: tl.constexpr,
@@ -168,7 +168,7 @@ def _statistics_block(
     tl.store(partial, tl.max(tl.where(counted, ratio, 0.0), axis=0))
 
 
-@triton.jit
+@tiles.entry
 def lamb_statistics_kernel(
     owner, rows, hyper, blocks, shard_blocks, row_bytes, header, scales, bits,
     prev_flat, prev_scales, prev_bits, d, exp_avg_sq, coefficient, average, ratio, partial, counter,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 2048
+MOST_BLOCK_SIZE = 16384
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ class Span:
 
 
 def check_block_size(block_size: int) -> None:
-    if not isinstance(block_size, int) or block_size < 32 or block_size % 32:
+    if not isinstance(block_size, int) or not 32 <= block_size <= MOST_BLOCK_SIZE or block_size % 32:
         raise ValueError(
-            f"block_size must be a positive multiple of 32, since bits are packed in 32-bit words; got "
-            f"{block_size!r}. The default is {BLOCK_SIZE}."
+            f"block_size must be a multiple of 32 (bits are packed in 32-bit words) and at most {MOST_BLOCK_SIZE} "
+            f"(a GPU keeps a block in registers); got {block_size!r}. The default is {BLOCK_SIZE}."
         )

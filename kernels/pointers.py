@@ -54,6 +54,10 @@ class Pointers:
             host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
             self.addresses.copy_(host, non_blocking=True)
 
+    def release(self) -> None:
+        """Keep no tensor alive; the addresses stay, and `point` is due before the next use."""
+        self.tensors = [None] * self.layout.parameters
+
     def _checked(self, index: int, tensor: Tensor) -> Tensor:
         name = f"{self.what} {index}"
         if tensor.layout is not torch.strided:
@@ -85,5 +89,5 @@ class Pointers:
             return tensor.detach().contiguous()
         raise ValueError(
             f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}): kernels update it "
-            f"in place by its address. Replace it with {self.what}.contiguous()"
+            f"in place by its address. Use {self.what}.contiguous() instead, and copy the result back where it is a view"
         )

@@ -27,7 +27,7 @@ def _scan_block(g_base, g_valid, scale, flags, square, TILE: tl.constexpr, FULL:
         tl.store(square, tl.sum(g * g, axis=0))
 
 
-@triton.jit
+@tiles.entry
 def scan_kernel(
     owner, rows, addresses, hyper, flags, squares, first_block, blocks,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, GRAD: tl.constexpr,

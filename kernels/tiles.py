@@ -30,6 +30,9 @@ LARGEST = tl.constexpr(_LARGEST)
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
 
+# A kernel that hosts launch. What changes with a model's size is not compiled in: one binary serves every layout.
+entry = triton.jit(do_not_specialize=["first_block", "blocks", "shard_blocks", "fingerprint", "ranks"])
+
 
 @triton.jit
 def locate(block, owner, rows, BLOCK: tl.constexpr):

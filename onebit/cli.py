@@ -145,21 +145,23 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _tune(arguments: argparse.Namespace) -> None:
     if dist.is_torchelastic_launched():
-        return _tune_group(arguments.device, arguments.elements)
+        return _tune_group(arguments.device, DTYPES[arguments.dtype], arguments.elements)
     return _tune_device(arguments)
 
 
-def _tune_group(device: str, elements: int) -> None:
+def _tune_group(device: str, dtype: torch.dtype, elements: int) -> None:
     """How many chunks suit the network between the ranks that torchrun has started."""
     local = int(os.environ["LOCAL_RANK"])
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     on = pick_device(f"cuda:{local}" if cuda else "cpu" if device == "auto" else device)
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
     dist.init_process_group("nccl" if on.type == "cuda" else "gloo")
     transport = transport_for()
     options = candidates(elements, transport.size, BLOCK_SIZE)
     progress, first = Progress(), transport.rank == 0
     if first:
-        print(f"{transport.name}, {transport.size} ranks on {on.type}, {elements:,} elements\n", flush=True)
+        print(f"{transport.name}, {transport.size} ranks on {on.type}, {elements:,} elements of {dtype}\n", flush=True)
         progress.show(f"measuring {len(options)} numbers of chunks")
 
     def measured(chunks: int, seconds: float) -> None:
@@ -167,7 +169,7 @@ def _tune_group(device: str, elements: int) -> None:
             progress.clear()
             print(f"  chunks {chunks:<3}{seconds * 1e3:10.1f} ms", flush=True)
 
-    seconds = measure_chunks(transport, elements, on, "block", "l1", BLOCK_SIZE, options, measured)
+    seconds = measure_chunks(transport, elements, on, "block", "l1", BLOCK_SIZE, options, measured, dtype)
     best = remember_chunks(transport, elements, on, seconds)
     if first:
         print(f"\nChosen: {best}. Written to {tuning.shared_cache().path}", flush=True)

@@ -10,6 +10,7 @@ on all ranks, and each call starts and ends its collectives itself, so that thei
 """
 
 import itertools
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives import CompressedAllReduce
+from onebit.collectives.agreement import agree
+from onebit.collectives.transport import transport_for
 from onebit.kernels.layout import BLOCK_SIZE, check_block_size
 from onebit.kernels.wire import Norm
 
@@ -43,13 +47,14 @@ class OneBitState:
         self.process_group, self.norm, self.block_size = process_group, norm, block_size
         self._reducers: dict[Names, CompressedAllReduce] = {}
         self._loaded: list[dict[str, Any]] = []
-        self._sent = 0
+        self._sent, self._agreed = 0, False
         self.bind(model)
 
     def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         """Belong to this model: needed once after unpickling, when parameters are other objects."""
         self.process_group = process_group or self.process_group
-        self._names: dict[Tensor, str] = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self._names: dict[Tensor, str] = {p: name for name, p in inner.named_parameters()}
 
     @property
     def wire_bytes(self) -> int:
@@ -60,6 +65,8 @@ class OneBitState:
         """Average a bucket, the gradients of `parameters` one after the other, in place over the ranks."""
         names = tuple(self._name(p) for p in parameters)
         if names not in self._reducers:
+            if not self._agreed:
+                self._agree(flat.device)
             self._restore(flat.device)
             self._add(names, [p.numel() for p in parameters], flat.device)
         self._reducers[names](list(flat.split([p.numel() for p in parameters])))
@@ -82,10 +89,17 @@ class OneBitState:
                 f"OneBitState with the same, it has block_size={self.block_size} and norm={self.norm!r}"
             )
         known = set(self._names.values())
+        ranks = {bucket["rank"] for bucket in state["buckets"]} - {transport_for(self.process_group).rank}
+        if ranks:
+            raise ValueError(
+                f"the state was saved by rank {ranks.pop()}: residuals are each rank's own. Save on every rank, and "
+                f"load what the same rank saved"
+            )
         unknown = {name for bucket in state["buckets"] for name in bucket["parameters"]} - known
         if unknown:
             raise ValueError(f"the model has no parameter {sorted(unknown)[0]!r}: the state is another model's")
         self._reducers, self._loaded, self._sent = {}, list(state["buckets"]), int(state.get("sent", 0))
+        self._agreed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.state_dict()
@@ -93,6 +107,7 @@ class OneBitState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group, self.norm, self.block_size = None, state["norm"], state["block_size"]
         self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
+        self._agreed = False
 
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:
@@ -101,6 +116,13 @@ class OneBitState:
                 "DistributedDataParallel wraps, or call state.bind(model) after unpickling"
             )
         return self._names[parameter]
+
+    def _agree(self, device: torch.device) -> None:
+        """Once: all ranks have loaded residuals of the same buckets, or none has. Moving them is a collective call."""
+        loaded = [bucket["parameters"] for bucket in self._loaded]
+        facts = {"loaded buckets": len(loaded), "checksum of loaded buckets": zlib.crc32(str(loaded).encode())}
+        agree(transport_for(self.process_group), device, facts)
+        self._agreed = True
 
     def _restore(self, device: torch.device) -> None:
         """Buckets of a loaded state become reducers; where DDP's differ now, the residuals move as they always do."""

@@ -7,17 +7,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-perf/results}
 python=${PYTHON:-python3}
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
 "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||
     { echo "error: no GPU that torch can use: run this where torch.cuda.is_available()"; exit 2; }
 
-# Without an install: the three folders under one name, as `make types` links them.
-if ! "$python" -c 'import onebit.kernels' 2>/dev/null; then
-    links=$(mktemp -d)
-    trap 'rm -rf "$links"' EXIT
-    mkdir "$links/onebit"
-    ln -s "$PWD"/onebit/* "$PWD/kernels" "$PWD/collectives" "$links/onebit/"
-    export PYTHONPATH="$links${PYTHONPATH:+:$PYTHONPATH}"
-fi
+# The three folders under one name, as `make types` links them: no install needed, and none gets in the way.
+links=$(mktemp -d)
+trap 'rm -rf "$links"' EXIT
+mkdir "$links/onebit"
+ln -s "$PWD"/onebit/* "$PWD/kernels" "$PWD/collectives" "$links/onebit/"
+ln -s "$PWD"/{tests,perf,pyproject.toml} "$links/"
+cd "$links"
 
 failed=0
 "$python" -m pytest -q -p no:cacheprovider tests/kernels tests/collectives/test_gpu.py 2>&1 | tee "$out/gpu-tests.log" || failed=1

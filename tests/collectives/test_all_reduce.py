@@ -1,6 +1,7 @@
 """The compressed all-reduce over Gloo ranks against the float64 simulation of its three phases."""
 
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -214,6 +215,45 @@ def test_a_damaged_state_changes_nothing(damage):
     with pytest.raises(ValueError, match="damaged"):
         all_reduce.load_state_dict(state | damage)
     assert steps.same_state(before, steps.state_of(all_reduce))
+
+
+def test_a_state_of_another_rank_is_refused():
+    all_reduce = CompressedAllReduce(100, chunks=1)
+    with pytest.raises(ValueError, match="saved by rank 1, this is rank 0"):
+        all_reduce.load_state_dict(all_reduce.state_dict() | {"rank": 1})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"block_size": 33}, "multiple of 32"),
+        ({"block_size": 2**20}, "at most 16384"),
+        ({"scale": "blok"}, "scale must be one of"),
+        ({"norm": "l3"}, "norm must be one of"),
+        ({"numel": []}, "no parameters"),
+        ({"device": "meta"}, "no kernels"),
+        ({"chunks": 0}, "chunks must be"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_at_once(options, message):
+    """Also with chunks="auto", before any rank waits for another."""
+    with pytest.raises(ValueError, match=message):
+        CompressedAllReduce(**{"numel": 10, **options})
+
+
+def test_no_tensor_is_kept_alive():
+    tensor = torch.ones(1000)
+    alive = weakref.ref(tensor)
+    all_reduce = CompressedAllReduce(np.int64(1000))
+    all_reduce(tensor)
+    del tensor
+    assert alive() is None
+
+
+def test_dtypes_that_differ_are_named():
+    for error in run_ranks(2, work.dtypes_differ):
+        assert "rank 1 has dtype 'torch.bfloat16' where rank 0 has 'torch.float32'" in error
 
 
 def test_a_state_in_another_dtype_is_refused():

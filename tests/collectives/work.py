@@ -131,6 +131,15 @@ def gathered_server(rank: int, size: int, case: Case) -> tuple[bytes, dict[str, 
     return all_reduce.exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
 
 
+def dtypes_differ(rank: int, size: int) -> str:
+    average = CompressedAllReduce(100, chunks=1, process_group=group())
+    try:
+        average(torch.ones(100, dtype=torch.bfloat16 if rank == 1 else torch.float32))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @dataclass
 class Watched:
     """A transport that notes what passes through it: starts, waits, and bytes meant for other ranks."""

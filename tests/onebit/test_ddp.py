@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.ranks import group, run_ranks
+from tests.ranks import group, run_ranks, run_ranks_once
 
 BLOCK = 256
 
@@ -174,6 +174,47 @@ def test_nan_on_one_rank_is_nan_on_all_and_leaves_the_residuals_alone():
         assert all(poisoned)
         assert untouched
         assert healthy
+
+
+def loaded_on_one_rank_only(rank, size):
+    net = model()
+    state = new_state(net)
+    train(net, hooked(net, state), range(3), rank, size)
+    again = model()
+    other = new_state(again)
+    if rank == 0:
+        other.load_state_dict(state.state_dict())
+    try:
+        train(again, hooked(again, other), range(1), rank, size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_residuals_loaded_on_one_rank_only_are_an_error_on_all():
+    for error in run_ranks_once(2, loaded_on_one_rank_only):
+        assert "the ranks do not agree" in error and "loaded buckets" in error
+
+
+def test_names_are_those_of_the_model_wrapped_or_not():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.module = nn.Linear(2, 2, bias=False)
+
+    state = onebit.OneBitState(Nested())
+    assert sorted(state._names.values()) == ["module.weight", "weight"]
+
+
+def test_the_state_of_another_rank_is_refused():
+    net = nn.Linear(2, 2)
+    state = onebit.OneBitState(net)
+    state.reduce(list(net.parameters()), torch.ones(6))
+    saved = state.state_dict()
+    saved["buckets"][0]["rank"] = 3
+    with pytest.raises(ValueError, match="saved by rank 3"):
+        onebit.OneBitState(net).load_state_dict(saved)
 
 
 def test_a_gradient_of_an_unknown_parameter_is_refused():
