@@ -89,5 +89,5 @@ class Pointers:
             return tensor.detach().contiguous()
         raise ValueError(
             f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}): kernels update it "
-            f"in place by its address. Use {self.what}.contiguous() instead, and copy the result back where it is a view"
+            f"in place by its address. Use {self.what}.contiguous(), and copy back where it is a view"
         )
