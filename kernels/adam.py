@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onebit.kernels import tiles
-from onebit.kernels.launch import TYPES, launch, tile
+from onebit.kernels.launch import TYPES, launch, over
 from onebit.kernels.layout import Span
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.wire import Messages
@@ -117,22 +117,16 @@ def adam_warmup(
     sums: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.adam_warmup` in one launch."""
-    table, size = span.layout.table(exp_avg.device), span.layout.block_size
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **over(span, exp_avg.device),
         "p_addresses": params.addresses,
         "g_addresses": grads.addresses,
         "hyper": hyper,
         "flags": flags,
-        "first_block": span.first,
-        "blocks": span.count,
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq,
         "master": master,
         "sums": sums,
-        "BLOCK": size,
-        "TILE": tile(size),
         "PARAM": TYPES[params.dtype],
         "GRAD": TYPES[grads.dtype],
     }
@@ -149,15 +143,12 @@ def adam_update(
     coefficient: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.adam_update` in one launch."""
-    table, form = span.layout.table(d.device), replies.format
+    form = replies.format
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **over(span, d.device),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "coefficient": coefficient,
-        "first_block": span.first,
-        "blocks": span.count,
         "shard_blocks": form.shard_blocks,
         "row_bytes": form.nbytes,
         "header": replies.header,
@@ -165,8 +156,6 @@ def adam_update(
         "bits": replies.bits,
         "d": d,
         "master": master,
-        "BLOCK": form.block_size,
-        "TILE": tile(form.block_size),
         "PARAM": TYPES[params.dtype],
         "TENSOR": form.scale == "tensor",
     }

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from onebit.kernels import tiles
-from onebit.kernels.launch import TYPES, launch, tile
+from onebit.kernels.launch import TYPES, launch, over
 from onebit.kernels.layout import Span
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.state import Residual
@@ -94,12 +94,9 @@ def decode_kernel(
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages) -> None:
     """`onebit.kernels.reference.average` in one launch."""
-    table, form = span.layout.table(residual.value.device), out.format
+    form = out.format
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
-        "first_block": span.first,
-        "blocks": span.count,
+        **over(span, residual.value.device),
         "row_bytes": form.nbytes,
         "fingerprint": form.fingerprint,
         "ranks": received.rows,
@@ -114,8 +111,6 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages) -
         "header": out.header,
         "scales": out.scales,
         "bits": out.bits,
-        "BLOCK": form.block_size,
-        "TILE": tile(form.block_size),
         "TENSOR": form.scale == "tensor",
         "L2": form.norm == "l2",
     }
@@ -124,20 +119,15 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages) -
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """`onebit.kernels.reference.decode` in one launch."""
-    table, form = span.layout.table(messages.buffer.device), messages.format
+    form = messages.format
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **over(span, messages.buffer.device),
         "addresses": out.addresses,
-        "first_block": span.first,
-        "blocks": span.count,
         "shard_blocks": form.shard_blocks,
         "row_bytes": form.nbytes,
         "header": messages.header,
         "scales": messages.scales,
         "bits": messages.bits,
-        "BLOCK": form.block_size,
-        "TILE": tile(form.block_size),
         "OUT": TYPES[out.dtype],
         "TENSOR": form.scale == "tensor",
     }

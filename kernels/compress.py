@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onebit.kernels import tiles
-from onebit.kernels.launch import TYPES, launch, tile
+from onebit.kernels.launch import TYPES, launch, over
 from onebit.kernels.layout import Span
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.state import Residual
@@ -91,16 +91,13 @@ def compress(
     out: Messages,
 ) -> None:
     """`onebit.kernels.reference.compress` in one launch."""
-    table, form = span.layout.table(residual.value.device), out.format
+    form = out.format
     packed = momentum if isinstance(momentum, Messages) else None
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **over(span, residual.value.device),
         "addresses": grads.addresses,
         "hyper": hyper,
         "flags": flags,
-        "first_block": span.first,
-        "blocks": span.count,
         "shard_blocks": form.shard_blocks,
         "row_bytes": form.nbytes,
         "fingerprint": form.fingerprint,
@@ -114,8 +111,6 @@ def compress(
         "header": out.header,
         "scales": out.scales,
         "bits": out.bits,
-        "BLOCK": form.block_size,
-        "TILE": tile(form.block_size),
         "GRAD": TYPES[grads.dtype],
         "TENSOR": form.scale == "tensor",
         "L2": form.norm == "l2",

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onebit.kernels import tiles
-from onebit.kernels.launch import TYPES, launch, tile
+from onebit.kernels.launch import TYPES, launch, over
 from onebit.kernels.layout import Span
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.state import LambState
@@ -205,6 +206,11 @@ def lamb_statistics_kernel(
                     tl.store(coefficient + p, new * tl.load(average + p))
 
 
+def _over_all(span: Span, device: torch.device) -> dict[str, Any]:
+    """Norms and maxima are a parameter's: the span is the whole layout and starts at block 0."""
+    return {name: value for name, value in over(span, device).items() if name != "first_block"}
+
+
 def lamb_warmup(
     span: Span,
     params: Pointers,
@@ -221,20 +227,15 @@ def lamb_warmup(
     max_coeff: float,
 ) -> None:
     """`onebit.kernels.reference.lamb_warmup` in two launches: the norms are needed whole before x moves."""
-    table, size = span.layout.table(exp_avg.device), span.layout.block_size
     shared: dict[str, Any] = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **_over_all(span, exp_avg.device),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "flags": flags,
-        "blocks": span.count,
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq,
         "master": master,
         "coefficient": state.coefficient,
-        "BLOCK": size,
-        "TILE": tile(size),
         "PARAM": TYPES[params.dtype],
     }
     moments = {
@@ -268,13 +269,11 @@ def lamb_statistics(
     ratio: Literal["variance", "denominator"] = "variance",
 ) -> None:
     """`onebit.kernels.reference.lamb_statistics` in one launch."""
-    table, form = span.layout.table(d.device), replies.format
+    form = replies.format
     packed = previous if isinstance(previous, Messages) else None
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **_over_all(span, d.device),
         "hyper": hyper,
-        "blocks": span.count,
         "shard_blocks": form.shard_blocks,
         "row_bytes": form.nbytes,
         "header": replies.header,
@@ -294,8 +293,6 @@ def lamb_statistics(
         "factor_max": factor_max,
         "factor_low": 1 - factor_threshold,
         "factor_high": 1 + factor_threshold,
-        "BLOCK": form.block_size,
-        "TILE": tile(form.block_size),
         "TENSOR": form.scale == "tensor",
         "DENOMINATOR": ratio == "denominator",
     }

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onebit.kernels import tuning
+from onebit.kernels.layout import Span
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -41,8 +42,17 @@ def recorded() -> Iterator[list[Launch]]:
         _record = before
 
 
-def tile(block_size: int) -> int:
-    return triton.next_power_of_2(block_size)
+def over(span: Span, device: torch.device) -> dict[str, Any]:
+    """The arguments of every kernel that runs over the blocks of a span."""
+    table, size = span.layout.table(device), span.layout.block_size
+    return {
+        "owner": table.owner,
+        "rows": table.rows,
+        "first_block": span.first,
+        "blocks": span.count,
+        "BLOCK": size,
+        "TILE": triton.next_power_of_2(size),
+    }
 
 
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:

@@ -6,8 +6,10 @@ import functools
 import platform
 import subprocess
 import sys
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,20 @@ def triton_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "none"
+
+
+def provenance() -> dict[str, Any]:
+    """What a record of measurements says of when and with what it was made."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "triton": triton_version(),
+            "cuda": torch.version.cuda,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "measured": datetime.now(timezone.utc).date().isoformat(),
+    }
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onebit.kernels import tiles
-from onebit.kernels.launch import TYPES, launch, tile
+from onebit.kernels.launch import TYPES, launch, over
 from onebit.kernels.layout import Span
 from onebit.kernels.pointers import Pointers
 
@@ -47,18 +47,12 @@ def scan_kernel(
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
     """`onebit.kernels.reference.scan` in one launch."""
-    table, size = span.layout.table(flags.device), span.layout.block_size
     arguments = {
-        "owner": table.owner,
-        "rows": table.rows,
+        **over(span, flags.device),
         "addresses": grads.addresses,
         "hyper": hyper,
         "flags": flags,
         "squares": squares,
-        "first_block": span.first,
-        "blocks": span.count,
-        "BLOCK": size,
-        "TILE": tile(size),
         "GRAD": TYPES[grads.dtype],
     }
     launch(scan_kernel, span.count, arguments, flags, grads.dtype)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onebit.kernels.machine import device_name, triton_version
+from onebit.kernels.machine import device_name, provenance
 from perf import plots
 from perf.all_reduce_ranks import KINDS, ONE_BIT, Row
 from perf.network_lab import parse_rate
@@ -177,14 +175,7 @@ def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | N
         "load_before": load,
         "chunks": arguments.chunks,
         "repeats": arguments.repeats,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "triton": triton_version(),
-            "cuda": torch.version.cuda,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "measured": datetime.now(timezone.utc).date().isoformat(),
+        **provenance(),
     }
 
 

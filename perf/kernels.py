@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -26,7 +24,7 @@ import torch
 
 from onebit import cli
 from onebit.kernels import backend, layout, reference
-from onebit.kernels.machine import device_name, triton_version
+from onebit.kernels.machine import device_name, provenance
 from onebit.kernels.timing import median_seconds
 from onebit.kernels.wire import Norm, Scale
 from onebit.kernels.workload import PASSES, Workload
@@ -216,14 +214,7 @@ def _about(setting: Setting, arguments: argparse.Namespace, kind: str) -> dict[s
         "block_size": setting.block_size,
         "ranks": RANKS,
         "repeats": setting.repeats,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "triton": triton_version(),
-            "cuda": torch.version.cuda,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "measured": datetime.now(timezone.utc).date().isoformat(),
+        **provenance(),
     }
 
 
