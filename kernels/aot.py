@@ -110,11 +110,15 @@ def _ptxas(arch: str) -> str:
 
 
 def variants() -> dict[str, Workload]:
-    """A workload for each way that a kernel is specialised: dtypes, scales, norms, packed or dense momentum."""
+    """A workload for each way that a kernel is specialised: dtypes, scales, norms, packed or dense momentum, dead
+    coordinates, scaled momentum.
+    """
     sizes = [5000, 7]
     return {
         "fp32": Workload(sizes),
         "fp32, tensor scale, l2, dense momentum": Workload(sizes, scale="tensor", norm="l2", packed=False),
+        "fp32, masked": Workload(sizes, masked=True),
+        "fp32, tensor scale, masked, scaled": Workload(sizes, scale="tensor", masked=True, scaled=True),
         "bf16": Workload(sizes, dtype=torch.bfloat16),
         "fp16, no master copy": Workload(sizes, dtype=torch.float16, master=False),
     }

@@ -2,9 +2,12 @@
 
     C = mean_i decode(message_i) + E;   bit = sigma(C);   scale = ||C||_1 / count;   E = C - scale sigma(C)
 
+Where `live` has no bit, C = 0 and E = 0, and the scale neither sums nor counts it.
+
 (paper 001, Algorithm 1, line 10; paper 003, line 10)
 
 Bytes an element of the shard: reads N/8, E 4; writes E 4, bits 1/8. On 1/N of the elements: (8.1 + N/8) / N.
+With `live` 1/8 more.
 
 decode: what a reply says, written to tensors. Bytes an element: reads bits 1/8; writes x 4.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from onebit.kernels import tiles
 from onebit.kernels.launch import TYPES, launch, over
@@ -25,7 +29,8 @@ from onebit.kernels.wire import Messages
 
 @triton.jit
 def _average_block(
-    in_scales, in_bits, ranks, inverse_ranks, row_bytes, value, residual_scale, partial, scale, bits, block, valid,
+    in_scales, in_bits, ranks, inverse_ranks, row_bytes, live, value, residual_scale, partial, counted, scale, bits,
+    block, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((TILE,), tl.float32)
@@ -35,13 +40,13 @@ def _average_block(
         s = tl.load(in_scales + i * (stride // 4) + (0 if TENSOR else block))
         total += tiles.unpack(block_bits + i * stride, s, BLOCK, TILE)
     c = total * inverse_ranks + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
-    tiles.encode(c, value, scale, partial, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
+    tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
 
 
 @tiles.entry
 def average_kernel(
     owner, rows, first_block, blocks, row_bytes, fingerprint, ranks, inverse_ranks,
-    in_header, in_scales, in_bits, value, residual_scale, partial, counter, header, scales, bits,
+    in_header, in_scales, in_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
     flag = 0
@@ -57,20 +62,22 @@ def average_kernel(
                 scale = scales + (0 if TENSOR else block)
                 block_bits = bits + block.to(tl.int64) * (BLOCK // 8)
                 block_value = value + block.to(tl.int64) * BLOCK
+                block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
                 block_partial = partial + block if TENSOR else None
+                block_counted = counted + block if TENSOR else None
                 if valid == TILE:
                     _average_block(
-                        in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_value, residual_scale,
-                        block_partial, scale, block_bits, block, valid, BLOCK, TILE, True, TENSOR, L2,
+                        in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_live, block_value, residual_scale,
+                        block_partial, block_counted, scale, block_bits, block, valid, BLOCK, TILE, True, TENSOR, L2,
                     )  # fmt: skip
                 else:
                     _average_block(
-                        in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_value, residual_scale,
-                        block_partial, scale, block_bits, block, valid, BLOCK, TILE, False, TENSOR, L2,
+                        in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_live, block_value, residual_scale,
+                        block_partial, block_counted, scale, block_bits, block, valid, BLOCK, TILE, False, TENSOR, L2,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter, blocks):
-                        tiles.finish_scale(scale, residual_scale, partial, owner, rows, first_block, blocks, BLOCK, L2)
+                        tiles.finish_scale(scale, residual_scale, partial, counted, blocks, L2)
 
 
 @tiles.entry
@@ -92,7 +99,7 @@ def decode_kernel(
                 tiles.store_tile(base, x, writable, TILE, False)
 
 
-def average(span: Span, received: Messages, residual: Residual, out: Messages) -> None:
+def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
     """`onebit.kernels.reference.average` in one launch."""
     form = out.format
     arguments = {
@@ -104,9 +111,11 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages) -
         "in_header": received.header,
         "in_scales": received.scales,
         "in_bits": received.bits,
+        "live": live,
         "value": residual.value,
         "residual_scale": residual.scale,
         "partial": residual.partial,
+        "counted": residual.counted,
         "counter": residual.counter,
         "header": out.header,
         "scales": out.scales,

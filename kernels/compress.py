@@ -2,9 +2,13 @@
 
     c = beta1 m + (1 - beta1) g' + e;   bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)
 
+With gamma, one a parameter: c = beta1 m + gamma_p ((1 - beta1) g') + e, where m comes scaled (paper 003, section 4.3).
+Where `live` has no bit, c = 0 and e = 0, and the scale neither sums nor counts it.
+
 (paper 001, Algorithm 1, lines 6 and 7; paper 003, lines 6 and 7)
 
-Bytes an element, fp32 gradients, momentum kept as a message: reads g 4, c 4, m 1/8; writes c 4, bits 1/8: 12.3.
+Bytes an element, fp32 gradients, momentum kept as a message: reads g 4, c 4, m 1/8; writes c 4, bits 1/8: 12.3. With
+`live` 1/8 more.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,25 +28,27 @@ from onebit.kernels.wire import Messages
 
 @triton.jit
 def _compress_block(
-    g_base, g_valid, h, m_flat, m_scales, m_bits, value, residual_scale, partial, scale, bits,
+    g_base, g_valid, h, gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, scale, bits,
     block, shard_blocks, row_bytes, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
     g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
     y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * g
+    if gamma is not None:
+        y = tl.load(gamma) * y
     if (m_bits is not None) or (m_flat is not None):
         m = tiles.load_momentum(
             m_flat, m_scales, m_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR
         )
         y = tl.load(h + tiles.H_BETA1) * m + y
     c = y + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
-    tiles.encode(c, value, scale, partial, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
+    tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
 
 
 @tiles.entry
 def compress_kernel(
     owner, rows, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
-    m_flat, m_scales, m_bits, value, residual_scale, partial, counter, header, scales, bits,
+    gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
@@ -61,23 +67,28 @@ def compress_kernel(
                 scale = scales + row * (row_bytes // 4) + (0 if TENSOR else j)
                 block_bits = bits + row * row_bytes + j.to(tl.int64) * (BLOCK // 8)
                 block_value = value + block.to(tl.int64) * BLOCK
+                block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
+                block_gamma = None if gamma is None else gamma + p
                 block_partial = partial + block if TENSOR else None
+                block_counted = counted + block if TENSOR else None
                 row_scale = residual_scale + row if TENSOR else None
                 if aligned:
                     _compress_block(
-                        g_base, g_valid, h, m_flat, m_scales, m_bits, block_value, row_scale, block_partial,
-                        scale, block_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, True, TENSOR, L2,
+                        g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
+                        block_partial, block_counted, scale, block_bits, block, shard_blocks, row_bytes, valid,
+                        BLOCK, TILE, True, TENSOR, L2,
                     )  # fmt: skip
                 else:
                     _compress_block(
-                        g_base, g_valid, h, m_flat, m_scales, m_bits, block_value, row_scale, block_partial,
-                        scale, block_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, False, TENSOR, L2,
+                        g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
+                        block_partial, block_counted, scale, block_bits, block, shard_blocks, row_bytes, valid,
+                        BLOCK, TILE, False, TENSOR, L2,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter + row, shard_blocks):
                         tiles.finish_scale(
-                            scale, row_scale, partial + row * shard_blocks, owner, rows,
-                            first_block + row * shard_blocks, shard_blocks, BLOCK, L2,
+                            scale, row_scale, partial + row * shard_blocks, counted + row * shard_blocks,
+                            shard_blocks, L2,
                         )  # fmt: skip
 
 
@@ -89,6 +100,9 @@ def compress(
     hyper: Tensor,
     flags: Tensor,
     out: Messages,
+    *,
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.compress` in one launch."""
     form = out.format
@@ -101,12 +115,15 @@ def compress(
         "shard_blocks": form.shard_blocks,
         "row_bytes": form.nbytes,
         "fingerprint": form.fingerprint,
+        "gamma": gamma,
         "m_flat": None if packed else momentum,
         "m_scales": packed and packed.scales,
         "m_bits": packed and packed.bits,
+        "live": live,
         "value": residual.value,
         "residual_scale": residual.scale,
         "partial": residual.partial,
+        "counted": residual.counted,
         "counter": residual.counter,
         "header": out.header,
         "scales": out.scales,

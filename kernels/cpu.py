@@ -18,11 +18,14 @@ from onebit.kernels.cpu_tiles import (
     Parameter,
     Scratch,
     Tile,
+    clear_dead,
     clear_tails,
+    count_live,
     cut,
     for_tiles,
     gather,
     groups_of,
+    of_owner,
     per_block,
     per_parameter,
     segment_of,
@@ -43,29 +46,35 @@ def compress(
     hyper: Tensor,
     flags: Tensor,
     out: Messages,
+    *,
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.compress` in tiles."""
     _write_headers(out, int(flags.max()))
     if int(flags.max()):
         return
     groups = groups_of(hyper)
+    gammas = [1.0] * span.layout.parameters if gamma is None else gamma.tolist()
 
     def work(tile: Tile, scratch: Scratch) -> None:
         y = scratch.room(0, tile)
-        gather(tile, grads, y, lambda group: (groups[group].grad_scale, groups[group].one_minus_beta1))
+        gather(
+            tile, grads, y, lambda s: (groups[s.group].grad_scale, groups[s.group].one_minus_beta1, gammas[s.parameter])
+        )
         beta1 = per_block(tile, groups, "beta1")
         if isinstance(momentum, Messages):
             signs = scratch.signs(1, tile, tile.bits(momentum))
             y.addcmul_(signs, tile.scales(momentum) * beta1)
         elif momentum is not None:
             y.add_(torch.mul(tile.of(momentum), beta1, out=scratch.room(1, tile)))
-        _encode(tile, y, residual, out, scratch)
+        _encode(tile, y, residual, out, live, scratch)
 
     for_tiles(span, out.format.shard_blocks, 2, work)
-    _finish_scales(span, residual, out)
+    _finish_scales(residual, out)
 
 
-def average(span: Span, received: Messages, residual: Residual, out: Messages) -> None:
+def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
     """`onebit.kernels.reference.average` in tiles."""
     flag = int(received.flags.max())
     _write_headers(out, flag)
@@ -81,10 +90,10 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages) -
                 torch.mul(signs, scales, out=total)
             else:
                 total.addcmul_(signs, scales)
-        _encode(tile, total.mul_(1 / received.rows), residual, out, scratch)
+        _encode(tile, total.mul_(1 / received.rows), residual, out, live, scratch)
 
     for_tiles(span, span.count, 2, work)
-    _finish_scales(span, residual, out)
+    _finish_scales(residual, out)
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
@@ -113,7 +122,7 @@ def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Ten
                 flags[0] = 1
         if squares is not None:
             g = scratch.room(0, tile)
-            gather(tile, grads, g, lambda group: (groups[group].grad_scale,))
+            gather(tile, grads, g, lambda s: (groups[s.group].grad_scale,))
             torch.sum(g.square_(), 1, out=squares[tile.first : tile.first + tile.count])
 
     for_tiles(span, span.count, 1, work)
@@ -238,6 +247,8 @@ def lamb_statistics(
     factor_max: float,
     factor_threshold: float,
     ratio: Literal["variance", "denominator"] = "variance",
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_statistics` in tiles."""
     if int(replies.flags.max()):
@@ -252,10 +263,14 @@ def lamb_statistics(
             g.addcmul_(scratch.signs(1, tile, tile.bits(previous)), tile.scales(previous) * -h.beta1)
         else:
             g.sub_(torch.mul(tile.of(previous), h.beta1, out=scratch.room(1, tile)))
-        clear_tails(tile, g.div_(h.one_minus_beta1))
+        g.div_(h.one_minus_beta1)
+        if gamma is not None:
+            g.div_(of_owner(tile, gamma))
+        clear_tails(tile, g)
         v, frozen = tile.of(exp_avg_sq), scratch.room(1, tile)
         v.mul_(h.beta2).add_(g.mul_(g).mul_(h.one_minus_beta2))
-        torch.reciprocal(tile.of(d), out=frozen)  # sqrt(v_T) + eps
+        scaled = tile.of(d) if gamma is None else torch.mul(tile.of(d), of_owner(tile, gamma), out=frozen)
+        torch.reciprocal(scaled, out=frozen)  # sqrt(v_T) + eps
         if ratio == "variance":
             frozen.sub_(h.eps).clamp_(min=0).square_().div_(v)
         else:
@@ -264,6 +279,7 @@ def lamb_statistics(
         if not counted.all() or not np.greater(tile.of(d).numpy(), 0).all():
             frozen.masked_fill_((v <= 0) | (tile.of(d) <= 0), 0)
         clear_tails(tile, frozen)
+        clear_dead(frozen, tile.live(live), scratch.room(0, tile))
         torch.amax(frozen, 1, out=maxima[tile.first : tile.first + tile.count])
 
     for_tiles(span, replies.format.shard_blocks, 2, work)
@@ -274,46 +290,50 @@ def lamb_statistics(
     state.coefficient.copy_(state.ratio * state.average)
 
 
-def _encode(tile: Tile, y: Tensor, residual: Residual, out: Messages, scratch: Scratch) -> None:
+def _encode(tile: Tile, y: Tensor, residual: Residual, out: Messages, mask: Tensor | None, scratch: Scratch) -> None:
     """c = y + e into bits, scale and residual. `y` is overwritten with c; room 1 is used."""
-    e = tile.of(residual.value)
+    e, live, room = tile.of(residual.value), tile.live(mask), scratch.room(1, tile)
     if residual.scale is None:
         c = y.add_(e)
     else:
         c = y.add_(e.sub(_signed(e, residual.scale[tile.row])))
     clear_tails(tile, c)
+    clear_dead(c, live, room)
     bits = np.greater_equal(c.numpy(), np.float32(0))
     clear_tails(tile, bits)
     packed = np.packbits(bits.reshape(-1), bitorder="little")
+    if live is not None:
+        packed &= live.reshape(-1)
     tile.bits(out)[:] = packed
-    room = scratch.room(1, tile)
     magnitude = torch.abs(c, out=room) if out.format.norm == "l1" else torch.mul(c, c, out=room)
     total = magnitude.sum(1, keepdim=True)
+    count = torch.from_numpy(tile.counts if live is None else count_live(live))[:, None]
     if residual.scale is not None:
-        assert residual.partial is not None
-        residual.partial[tile.first : tile.first + tile.count] = total.view(-1)
+        assert residual.partial is not None and residual.counted is not None
+        blocks = slice(tile.first, tile.first + tile.count)
+        residual.partial[blocks], residual.counted[blocks] = total.view(-1), count.view(-1)
         e.copy_(c)
         return
-    count = torch.from_numpy(tile.counts)[:, None] if tile.tails else out.format.block_size
     scale = _mean_scale(total, count, out)
     tile.scales(out).copy_(scale)
     torch.addcmul(c, scratch.signs(1, tile, packed), scale, value=-1, out=e)
     clear_tails(tile, e)
+    clear_dead(e, live, room)
 
 
-def _finish_scales(span: Span, residual: Residual, out: Messages) -> None:
-    """With a tensor scale: each message's scale, from the sums of its blocks."""
+def _finish_scales(residual: Residual, out: Messages) -> None:
+    """With a tensor scale: each message's scale, from the sums and counts of its blocks."""
     if residual.scale is None:
         return
-    assert residual.partial is not None
-    count = torch.from_numpy(span.counts().reshape(out.rows, -1).sum(1))
-    scale = _mean_scale(residual.partial.view(out.rows, -1).sum(1), count, out)
+    assert residual.partial is not None and residual.counted is not None
+    total, count = (blocks.view(out.rows, -1).sum(1) for blocks in (residual.partial, residual.counted))
+    scale = _mean_scale(total, count, out)
     out.scales.copy_(scale[:, None])
     residual.scale.copy_(scale)
 
 
-def _mean_scale(total: Tensor, count: Tensor | int, out: Messages) -> Tensor:
-    scale = total / (count.clamp(min=1) if isinstance(count, Tensor) else count)
+def _mean_scale(total: Tensor, count: Tensor, out: Messages) -> Tensor:
+    scale = total / count.clamp(min=1)
     return scale.sqrt_() if out.format.norm == "l2" else scale
 
 
@@ -322,7 +342,7 @@ def _moments(
 ) -> None:
     """m = beta1 m + (1 - beta1) g';  v = beta2 v + (1 - beta2) g'^2. Room 0 is used."""
     g = scratch.room(0, tile)
-    gather(tile, grads, g, lambda group: (groups[group].grad_scale,))
+    gather(tile, grads, g, lambda s: (groups[s.group].grad_scale,))
     for s in tile.span.segments():
         h, part = groups[s.group], cut(g.view(-1), s)
         cut(tile.of(exp_avg).view(-1), s).mul_(h.beta1).add_(part, alpha=h.one_minus_beta1)

@@ -19,6 +19,8 @@ from onebit.kernels.wire import Messages
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SIGNS_OF_BYTE = np.where(_BITS_OF_BYTE == 1, np.float32(1), np.float32(-1))  # [256, 8]
+_MASKS_OF_BYTE = -_BITS_OF_BYTE.astype(np.int32)  # [256, 8]: every bit of a word, or none
+_COUNT_OF_BYTE = _BITS_OF_BYTE.sum(1)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Tile:
         """[count, block_size] of a state tensor of the whole span."""
         size = self.span.layout.block_size
         return flat.narrow(0, self.first * size, self.count * size).view(self.count, size)
+
+    def live(self, mask: Tensor | None) -> npt.NDArray[np.uint8] | None:
+        """[count, block_size / 8] of a packed mask of the whole span, its padding cleared."""
+        if mask is None:
+            return None
+        size = self.span.layout.block_size
+        live = mask.view(-1, size // 8)[self.first : self.first + self.count].numpy().copy()
+        for row in self.tails:
+            live[row] &= np.packbits(np.arange(size) < self.counts[row], bitorder="little")
+        return live
 
     def scales(self, messages: Messages) -> Tensor:
         """[count, 1], or [1, 1] with a tensor scale"""
@@ -86,8 +98,8 @@ class Parameter:
             self._home.copy_(self.value)
 
 
-def gather(tile: Tile, pointers: Pointers, out: Tensor, factors: Callable[[int], tuple[float, ...]]) -> None:
-    """The tile's elements times its group's factors, one after the other; zero where there are none."""
+def gather(tile: Tile, pointers: Pointers, out: Tensor, factors: Callable[[Segment], tuple[float, ...]]) -> None:
+    """The tile's elements times their segment's factors, one after the other; zero where there are none."""
     flat, filled = out.view(-1), 0
     for s in tile.span.segments():
         if s.offset > filled:
@@ -97,7 +109,7 @@ def gather(tile: Tile, pointers: Pointers, out: Tensor, factors: Callable[[int],
         if source is None:
             part.zero_()
             continue
-        for factor in factors(s.group):
+        for factor in factors(s):
             if factor == 1:
                 continue
             if source.dtype != torch.float32:
@@ -123,6 +135,18 @@ def clear_tails(tile: Tile, value: Tensor | npt.NDArray[np.bool_]) -> None:
         value[row, int(tile.counts[row]) :] = 0
 
 
+def clear_dead(value: Tensor, live: npt.NDArray[np.uint8] | None, room: Tensor) -> None:
+    """0 where `live` has no bit. `room` is overwritten."""
+    if live is not None:
+        np.take(_MASKS_OF_BYTE, live.reshape(-1), axis=0, out=room.numpy().view(np.int32).reshape(-1, 8), mode="clip")
+        value.view(torch.int32).bitwise_and_(room.view(torch.int32))
+
+
+def count_live(live: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """How many bits each block has."""
+    return _COUNT_OF_BYTE[live].sum(1, dtype=np.int64)
+
+
 def sum_blocks(tile: Tile, flat: Tensor, out: Tensor) -> None:
     value = tile.of(flat)
     torch.sum(value, 1, out=out[tile.first : tile.first + tile.count])
@@ -135,8 +159,12 @@ def per_block(tile: Tile, groups: list[Hyper], name: str) -> float | Tensor:
     values = [getattr(h, name) for h in groups]
     if len(set(values)) == 1:
         return values[0]
-    owner = tile.span.layout.owner(tile.span.first, tile.count)
-    return torch.tensor(values)[torch.from_numpy(tile.span.layout.group[owner])][:, None]
+    return of_owner(tile, torch.tensor(values)[torch.from_numpy(tile.span.layout.group)])
+
+
+def of_owner(tile: Tile, values: Tensor) -> Tensor:
+    """[count, 1]: one value a parameter, given to its blocks."""
+    return values[torch.from_numpy(tile.span.layout.owner(tile.span.first, tile.count))][:, None]
 
 
 def per_parameter(span: Span, blocks: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

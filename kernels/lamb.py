@@ -6,10 +6,13 @@ no pass needs a launch a parameter or the host.
     statistics   ghat = (m - b1 m_prev) / (1 - b1);   v = b2 v + (1 - b2) ghat^2
                  r = clip(max v_T / v);   c = r c_avg
 
+Messages scaled by gamma, one a parameter (section 4.3): ghat = ((m - b1 m_prev) / (1 - b1)) / gamma_p with m and m_prev
+both scaled, d = 1 / ((sqrt(v_T) + eps) gamma_p). Where `live` has no bit, a ratio does not count.
+
 (paper 003, equation 1 and Algorithm 1, lines 2 and 15 to 20.) Line 21 is `adam_update` with c as its coefficient.
 
 Bytes an element, fp32: warmup reads g 4, m 4, v 4, x 4, writes m 4, v 4, then reads m 4, v 4, x 4, writes x 4: 40;
-statistics reads v 4, d 4, bits 2/8, writes v 4: 12.3.
+statistics reads v 4, d 4, bits 2/8, writes v 4: 12.3. With `live` 1/8 more.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -146,7 +149,7 @@ def lamb_apply_kernel(
 @triton.jit
 def _statistics_block(
     scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
-    d, exp_avg_sq, partial, h, valid,
+    d, exp_avg_sq, live, gamma, partial, h, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
     m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
@@ -155,11 +158,17 @@ def _statistics_block(
     )
     one_minus_beta1 = tl.zeros_like(m) + tl.load(h + tiles.H_ONE_MINUS_BETA1)
     g = tl.div_rn(m - tl.load(h + tiles.H_BETA1) * m_prev, one_minus_beta1)
+    if gamma is not None:
+        g = tl.div_rn(g, tl.zeros_like(g) + tl.load(gamma))
     v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
     v = tl.load(h + tiles.H_BETA2) * v + tl.load(h + tiles.H_ONE_MINUS_BETA2) * (g * g)
     tiles.store_tile(exp_avg_sq, v, valid, TILE, FULL)
     d = tiles.load_tile(d, valid, TILE, FULL)
     counted = (v > 0) & (d > 0) & (tl.arange(0, TILE) < valid)
+    if live is not None:
+        counted = counted & tiles.load_bits(live, BLOCK, TILE)
+    if gamma is not None:
+        d = d * tl.load(gamma)
     frozen = tl.div_rn(tl.full((TILE,), 1.0, tl.float32), tl.where(counted, d, 1.0))  # sqrt(v_T) + eps
     if DENOMINATOR:
         ratio = tl.div_rn(frozen, tl.sqrt_rn(v) + tl.load(h + tiles.H_EPS))
@@ -172,7 +181,7 @@ def _statistics_block(
 @tiles.entry
 def lamb_statistics_kernel(
     owner, rows, hyper, blocks, shard_blocks, row_bytes, header, scales, bits,
-    prev_flat, prev_scales, prev_bits, d, exp_avg_sq, coefficient, average, ratio, partial, counter,
+    prev_flat, prev_scales, prev_bits, d, exp_avg_sq, live, gamma, coefficient, average, ratio, partial, counter,
     factor_min, factor_max, factor_low, factor_high,
     BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
@@ -183,16 +192,18 @@ def lamb_statistics_kernel(
             if (valid > 0) & (tiles.flag_of(header, block // shard_blocks, row_bytes) == 0):
                 h = tiles.group_row(hyper, group)
                 start = block.to(tl.int64) * BLOCK
+                block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
+                block_gamma = None if gamma is None else gamma + p
                 if valid == TILE:
                     _statistics_block(
                         scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
-                        d + start, exp_avg_sq + start, partial + block, h, valid,
+                        d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
                         BLOCK, TILE, True, TENSOR, DENOMINATOR,
                     )  # fmt: skip
                 else:
                     _statistics_block(
                         scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
-                        d + start, exp_avg_sq + start, partial + block, h, valid,
+                        d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
                         BLOCK, TILE, False, TENSOR, DENOMINATOR,
                     )  # fmt: skip
                 first, count = _first_and_blocks(rows, p, BLOCK)
@@ -267,6 +278,8 @@ def lamb_statistics(
     factor_max: float,
     factor_threshold: float,
     ratio: Literal["variance", "denominator"] = "variance",
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_statistics` in one launch."""
     form = replies.format
@@ -284,6 +297,8 @@ def lamb_statistics(
         "prev_bits": packed and packed.bits,
         "d": d,
         "exp_avg_sq": exp_avg_sq,
+        "live": live,
+        "gamma": gamma,
         "coefficient": state.coefficient,
         "average": state.average,
         "ratio": state.ratio,

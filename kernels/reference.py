@@ -26,10 +26,19 @@ def compress(
     hyper: Tensor,
     flags: Tensor,
     out: Messages,
+    *,
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
 ) -> None:
     """c = beta1 m + (1 - beta1) g' + e;  out = compress(c);  e = c - decode(out).
 
     Blocks [k S, (k+1) S) of the span go into message k of `out`. With `flags` set only the headers are written.
+
+    `live` uint8 [elements of the span / 8], packed as bits are in a message: a coordinate without its bit is dead and
+    counts as padding does. There c and e are 0, the bit is 0, and no scale sums or counts it.
+
+    `gamma` fp32 [parameters]: messages hold gamma_p m, and so does `momentum`, dense or packed:
+    c = beta1 m + gamma_p ((1 - beta1) g') + e.
     """
     out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
     out.flags.copy_(flags.expand(out.rows))
@@ -37,15 +46,18 @@ def compress(
         return
     h = _hyper(span, hyper)
     y = h.one_minus_beta1 * (_gather(span, grads) * h.grad_scale)
+    if gamma is not None:
+        y = _of_owner(span, gamma) * y
     if momentum is not None:
         y = h.beta1 * _momentum(span, momentum) + y
-    _encode(span, y, residual, out)
+    _encode(span, y, residual, out, live)
 
 
-def average(span: Span, received: Messages, residual: Residual, out: Messages) -> None:
+def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
     """C = mean_i decode(received_i) + E;  out = compress(C);  E = C - decode(out).
 
-    `span` is this rank's shard. If any sender flagged its message, only the header of `out` is written.
+    `span` is this rank's shard. If any sender flagged its message, only the header of `out` is written. `live` is the
+    shard's, as in `compress`.
     """
     out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
     out.flags.copy_(received.flags.max().expand(out.rows))
@@ -54,7 +66,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages) -
     total = torch.zeros(span.count, span.layout.block_size, device=received.buffer.device)
     for i in range(received.rows):
         total = total + _decode(received.slice(i, 1))
-    _encode(span, total * (1 / received.rows), residual, out)
+    _encode(span, total * (1 / received.rows), residual, out, live)
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
@@ -107,7 +119,7 @@ def adam_update(
     A coordinate with d = 0 never moves. Blocks of a flagged reply stay as they are.
     """
     h, m, d = _hyper(span, hyper), _decode(replies), d.view(span.count, -1)
-    lr = h.lr if coefficient is None else h.lr * coefficient[_owner(span, d.device)][:, None]
+    lr = h.lr if coefficient is None else h.lr * _of_owner(span, coefficient)
     moves = _accepted(replies) & (d != 0)
     _update(span, params, master, lambda x: torch.where(moves, x - lr * (m * d + h.weight_decay * x), x))
 
@@ -160,6 +172,8 @@ def lamb_statistics(
     factor_max: float,
     factor_threshold: float,
     ratio: Literal["variance", "denominator"] = "variance",
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
 ) -> None:
     """ghat = (m - beta1 m_prev) / (1 - beta1);  v = beta2 v + (1 - beta2) ghat^2;
     r = max over a parameter of v_T / v, clipped to within factor_threshold of the last r, then to
@@ -167,20 +181,28 @@ def lamb_statistics(
 
     v_T comes back from d = 1 / (sqrt(v_T) + eps), so v has to be bias-corrected at the freeze as v_T is. The span is
     the whole layout. Either all replies are flagged or none is, since every server hears of every worker's flag.
+
+    `live` as in `compress`: the maximum passes dead coordinates over; what v is there means nothing.
+
+    `gamma` fp32 [parameters]: m and m_prev, dense or packed, hold gamma_p times the momentum, and d makes up for it:
+    ghat = ((m - beta1 m_prev) / (1 - beta1)) / gamma_p;  d = 1 / ((sqrt(v_T) + eps) gamma_p), so that m d needs no
+    gamma;  v_T comes back from 1 / (d gamma_p) - eps.
     """
     if bool(replies.flags.any()):
         return
     h, owner, mask = _hyper(span, hyper), _owner(span, d.device), _mask(span, d.device)
     g = (_decode(replies) - h.beta1 * _momentum(span, previous)) / h.one_minus_beta1
+    if gamma is not None:
+        g = g / _of_owner(span, gamma)
     v = exp_avg_sq.view(span.count, -1)
     v.copy_(torch.where(mask, h.beta2 * v + h.one_minus_beta2 * (g * g), v))
     d = d.view(span.count, -1)
-    frozen = 1 / d  # sqrt(v_T) + eps
+    frozen = 1 / (d if gamma is None else d * _of_owner(span, gamma))  # sqrt(v_T) + eps
     if ratio == "variance":
         per_element = (frozen - h.eps).clamp(min=0).square() / v
     else:
         per_element = frozen / (v.sqrt() + h.eps)
-    counted = mask & (v > 0) & (d > 0)
+    counted = _mask(span, d.device, live) & (v > 0) & (d > 0)
     largest = torch.where(counted, per_element, 0).amax(1)
     r = torch.zeros_like(state.ratio).scatter_reduce_(0, owner, largest, "amax")
     r = torch.where(r > 0, r, 1.0)
@@ -189,8 +211,8 @@ def lamb_statistics(
     state.coefficient.copy_(state.ratio * state.average)
 
 
-def _encode(span: Span, y: Tensor, residual: Residual, out: Messages) -> None:
-    mask = _mask(span, y.device)
+def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tensor | None) -> None:
+    mask = _mask(span, y.device, live)
     e = residual.value.view(span.count, -1)
     if residual.scale is not None:
         e = e - _signed(e >= 0, _per_block(residual.scale, span)[:, None])
@@ -216,9 +238,13 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages) -> None:
 
 def _decode(messages: Messages) -> Tensor:
     """fp32 [blocks, block_size]"""
-    shifts = torch.arange(8, dtype=torch.uint8, device=messages.buffer.device)
-    bits = ((messages.bits.unsqueeze(-1) >> shifts) & 1).view(-1, messages.format.block_size)
-    return _signed(bits != 0, messages.scale_of_blocks()[:, None])
+    return _signed(_unpack(messages.bits, messages.format.block_size), messages.scale_of_blocks()[:, None])
+
+
+def _unpack(packed: Tensor, block_size: int) -> Tensor:
+    """bool [blocks, block_size]"""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).view(-1, block_size) != 0
 
 
 def _momentum(span: Span, momentum: Tensor | Messages) -> Tensor:
@@ -264,10 +290,16 @@ def _owner(span: Span, device: torch.device) -> Tensor:
     return torch.from_numpy(span.layout.owner(span.first, span.count)).to(device)
 
 
-def _mask(span: Span, device: torch.device) -> Tensor:
-    """bool [blocks, block_size]: which elements are valid."""
+def _of_owner(span: Span, values: Tensor) -> Tensor:
+    """[blocks, 1]: one value a parameter, given to its blocks."""
+    return values[_owner(span, values.device)][:, None]
+
+
+def _mask(span: Span, device: torch.device, live: Tensor | None = None) -> Tensor:
+    """bool [blocks, block_size]: which elements are valid, and live."""
     counts = torch.from_numpy(span.counts()).to(device)
-    return torch.arange(span.layout.block_size, device=device) < counts[:, None]
+    mask = torch.arange(span.layout.block_size, device=device) < counts[:, None]
+    return mask if live is None else mask & _unpack(live, span.layout.block_size)
 
 
 def _hyper(span: Span, hyper: Tensor) -> Hyper:

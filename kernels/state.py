@@ -22,27 +22,40 @@ class Residual:
     value: Tensor  # fp32 [elements of the span]
     scale: Tensor | None  # fp32 [messages], with a tensor scale
     partial: Tensor | None  # fp32 [blocks]: scratch for the sum over a message
+    counted: Tensor | None  # int32 [blocks]: scratch for the count over a message
     counter: Tensor | None  # int32 [messages]: scratch, 0 between launches
 
     @classmethod
-    def zeros(cls, span: Span, form: Format, device: torch.device | str = "cpu") -> Residual:
-        value = torch.zeros(span.elements, dtype=torch.float32, device=device)
+    def zeros(
+        cls, span: Span, form: Format, device: torch.device | str = "cpu", value: Tensor | None = None
+    ) -> Residual:
+        """Nothing left out so far; or `value`, which is kept and changed in place."""
+        if value is None:
+            value = torch.zeros(span.elements, dtype=torch.float32, device=device)
         if form.scale == "block":
-            return cls(value, None, None, None)
+            return cls(value, None, None, None, None)
         rows = span.count // form.shard_blocks
         return cls(
             value,
             torch.zeros(rows, dtype=torch.float32, device=device),
             torch.zeros(span.count, dtype=torch.float32, device=device),
+            torch.zeros(span.count, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
     def left_out(self) -> Tensor:
-        """e, whichever way it is kept: fp32 [elements]."""
+        """e, whichever way it is kept: fp32 [elements]. Past a valid count and where dead it means nothing."""
         if self.scale is None:
             return self.value
         scale = self.scale.repeat_interleave(len(self.value) // len(self.scale))
         return self.value - torch.where(self.value >= 0, scale, -scale)
+
+    def settle(self) -> None:
+        """With a tensor scale: make `value` e itself and the scale 0, from which the same e is derived."""
+        if self.scale is not None:
+            for value, scale in zip(self.value.view(len(self.scale), -1), self.scale, strict=True):
+                value.sub_(torch.where(value >= 0, scale, -scale))
+            self.scale.zero_()
 
     def part(self, first: int, span: Span, form: Format) -> Residual:
         """A view of what belongs to `span`, whose first block is the `first` of this residual."""
@@ -52,7 +65,11 @@ class Residual:
 
         value = self.value.narrow(0, first * form.block_size, span.elements)
         return Residual(
-            value, cut(self.scale, form.shard_blocks), cut(self.partial, 1), cut(self.counter, form.shard_blocks)
+            value,
+            cut(self.scale, form.shard_blocks),
+            cut(self.partial, 1),
+            cut(self.counted, 1),
+            cut(self.counter, form.shard_blocks),
         )
 
 

@@ -91,12 +91,18 @@ def pack(bit, out, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def unpack(bits, scale, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A tile of +-scale from packed bits."""
+def load_bits(bits, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A tile of packed bits, False past the block."""
     i = tl.arange(0, TILE // 8)
     byte = tl.load(bits + i, mask=i < BLOCK // 8, other=0).to(tl.int32)
     bit = (byte[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    return signed(tl.reshape(bit, (TILE,)) != 0, scale)
+    return tl.reshape(bit, (TILE,)) != 0
+
+
+@triton.jit
+def unpack(bits, scale, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A tile of +-scale from packed bits."""
+    return signed(load_bits(bits, BLOCK, TILE), scale)
 
 
 @triton.jit
@@ -163,24 +169,29 @@ def load_residual(value, scale, valid, TILE: tl.constexpr, FULL: tl.constexpr, T
 
 @triton.jit
 def encode(
-    c, value, scale, partial, bits, valid,
+    c, live, value, scale, partial, counted, bits, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
-    """Store a block's bits, its scale and what they leave out. With a tensor scale: bits, its sum, and c."""
-    live = tl.arange(0, TILE) < valid
-    if not FULL:
-        c = tl.where(live, c, 0.0)
-    bit = (c >= 0) & live
+    """Store a block's bits, its scale and what they leave out. With a tensor scale: bits, its sum and count, and c."""
+    kept = tl.arange(0, TILE) < valid
+    count = valid
+    if live is not None:
+        kept = kept & load_bits(live, BLOCK, TILE)
+        count = tl.sum(kept.to(tl.int32), axis=0)
+    if (live is not None) or (not FULL):
+        c = tl.where(kept, c, 0.0)
+    bit = (c >= 0) & kept
     total = tl.sum(c * c if L2 else tl.abs(c), axis=0)
     if TENSOR:
         tl.store(partial, total)
+        tl.store(counted, count)
         left = c
     else:
-        s = mean_scale(total, valid, L2)
+        s = mean_scale(total, count, L2)
         tl.store(scale, s)
         left = c - signed(bit, s)
-    if not FULL:
-        left = tl.where(live, left, 0.0)
+    if (live is not None) or (not FULL):
+        left = tl.where(kept, left, 0.0)
     store_tile(value, left, BLOCK, TILE, FULL)
     pack(bit, bits, BLOCK, TILE)
 
@@ -198,19 +209,14 @@ def finished(counter, total):
 
 
 @triton.jit
-def finish_scale(
-    scale, residual_scale, partial, owner, rows, first_block, blocks, BLOCK: tl.constexpr, L2: tl.constexpr
-):
-    """The scale of one message from its blocks' sums."""
+def finish_scale(scale, residual_scale, partial, counted, blocks, L2: tl.constexpr):
+    """The scale of one message from its blocks' sums and counts."""
     total = tl.zeros((1024,), tl.float32)
     count = tl.zeros((1024,), tl.int64)
     for start in range(0, blocks, 1024):
         i = start + tl.arange(0, 1024)
-        live = i < blocks
-        p = tl.load(owner + first_block + i, mask=live, other=0)
-        numel = tl.load(rows + 3 * p + 1) - (first_block + i - tl.load(rows + 3 * p)) * BLOCK
-        count += tl.where(live, tl.minimum(tl.maximum(numel, 0), BLOCK), 0)
-        total += tl.load(partial + i, mask=live, other=0.0, cache_modifier=".cg")
+        count += tl.load(counted + i, mask=i < blocks, other=0, cache_modifier=".cg")
+        total += tl.load(partial + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
     s = mean_scale(tl.sum(total, axis=0), tl.sum(count, axis=0), L2)
     tl.store(scale, s)
     tl.store(residual_scale, s)

@@ -35,18 +35,21 @@ class Pass:
     bytes: int
 
 
-def bytes_per_element(name: str, itemsize: int, *, master: bool, packed: bool, ranks: int) -> float:
+def bytes_per_element(
+    name: str, itemsize: int, *, master: bool, packed: bool, ranks: int, masked: bool = False
+) -> float:
     """Bytes that a pass moves for one element; scales (1/64 bit with blocks of 2048) are left out.
 
-    `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32.
+    `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
+    passes that take it get a mask of live coordinates.
     """
-    momentum = BIT if packed else 4
+    momentum, live = BIT if packed else 4, BIT if masked else 0
     parameter = 4 + 4 + itemsize if master else 2 * itemsize
     match name:
         case "compress":
-            return itemsize + 4 + momentum + 4 + BIT
+            return itemsize + 4 + momentum + 4 + BIT + live
         case "average":
-            return ranks * BIT + 4 + 4 + BIT
+            return ranks * BIT + 4 + 4 + BIT + live
         case "decode":
             return BIT + itemsize
         case "scan":
@@ -58,7 +61,7 @@ def bytes_per_element(name: str, itemsize: int, *, master: bool, packed: bool, r
         case "lamb_warmup":  # read for the norms, and again for the update
             return itemsize + 4 * 4 + (4 if master else itemsize) + 2 * 4 + parameter
         case "lamb_statistics":
-            return BIT + momentum + 3 * 4
+            return BIT + momentum + 3 * 4 + live
     raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
 
 
@@ -71,7 +74,8 @@ PASSES = (
 class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
-    `average` works on one shard, 1/ranks of the blocks; the other passes on all of them.
+    `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: some coordinates
+    are dead. `scaled`: messages hold a gamma of its own times each parameter's momentum.
     """
 
     def __init__(
@@ -85,10 +89,13 @@ class Workload:
         ranks: int = 8,
         packed: bool = True,
         master: bool | None = None,
+        masked: bool = False,
+        scaled: bool = False,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         sizes = [numels] if isinstance(numels, int) else list(numels)
         self.device, self.dtype, self.packed = torch.device(device), dtype, packed
+        self.masked, self.scaled = masked, scaled
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format.of(self.layout, scale, norm)
@@ -100,9 +107,11 @@ class Workload:
         runs: dict[str, Callable[[], None]] = {
             "scan": lambda: backend.scan(w.span, w.grads, w.hyper, w.flags, w.squares),
             "compress": lambda: backend.compress(
-                w.span, w.grads, w.momentum, w.residual, w.hyper, w.flags, w.sent
+                w.span, w.grads, w.momentum, w.residual, w.hyper, w.flags, w.sent, live=w.live, gamma=w.gamma
             ),
-            "average": lambda: backend.average(w.shard, w.received, w.server_residual, w.reply),
+            "average": lambda: backend.average(
+                w.shard, w.received, w.server_residual, w.reply, live=w.live_of_shard
+            ),
             "decode": lambda: backend.decode(w.span, w.replies, w.decoded),
             "adam_warmup": lambda: backend.adam_warmup(
                 w.span, w.params, w.grads, w.exp_avg, w.exp_avg_sq, w.master, w.hyper, w.flags
@@ -115,7 +124,7 @@ class Workload:
             ),
             "lamb_statistics": lambda: backend.lamb_statistics(
                 w.span, w.replies, w.momentum, w.d, w.exp_avg_sq, w.hyper, w.statistics_state,
-                factor_min=0.5, factor_max=4.0, factor_threshold=0.1,
+                factor_min=0.5, factor_max=4.0, factor_threshold=0.1, live=w.live, gamma=w.gamma,
             ),
             "lamb_update": lambda: backend.adam_update(
                 w.span, w.params, w.d, w.replies, w.master, w.hyper, w.statistics_state.coefficient
@@ -151,7 +160,12 @@ class Workload:
 
     def _bytes(self, name: str) -> int:
         each = bytes_per_element(
-            name, self.dtype.itemsize, master=self.with_master, packed=self.packed, ranks=self.layout.ranks
+            name,
+            self.dtype.itemsize,
+            master=self.with_master,
+            packed=self.packed,
+            ranks=self.layout.ranks,
+            masked=self.masked,
         )
         span = self.shard if name == "average" else self.span
         return round(each * int(span.counts().sum()))
@@ -167,6 +181,20 @@ class Workload:
     @cached_property
     def squares(self) -> Tensor:
         return torch.full((self.layout.blocks,), float("nan"), device=self.device)
+
+    @cached_property
+    def live(self) -> Tensor | None:
+        return self._mask("live", self.span) if self.masked else None
+
+    @cached_property
+    def live_of_shard(self) -> Tensor | None:
+        return self._mask("live", self.shard) if self.masked else None
+
+    @cached_property
+    def gamma(self) -> Tensor | None:
+        if not self.scaled:
+            return None
+        return torch.rand(self.layout.parameters, generator=self._generator("gamma"), device=self.device).add_(0.5)
 
     @cached_property
     def params(self) -> Pointers:
@@ -258,6 +286,10 @@ class Workload:
 
     def _flat(self, name: str, span: Span) -> Tensor:
         return torch.randn(span.elements, generator=self._generator(name), device=self.device)
+
+    def _mask(self, name: str, span: Span) -> Tensor:
+        packed = torch.empty(span.elements // 8, dtype=torch.uint8, device=self.device)
+        return packed.random_(0, 256, generator=self._generator(name))
 
     def _residual(self, name: str, span: Span) -> Residual:
         residual = Residual.zeros(span, self.format, self.device)

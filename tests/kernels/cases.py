@@ -88,6 +88,9 @@ GRID = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 # Without the case that takes Triton's interpreter seconds: the oracle sees that one.
 SMALL = {name: case for name, case in CASES.items() if len(case.numels) < 300}
 SMALL_GRID = pytest.mark.parametrize("case", SMALL.values(), ids=SMALL.keys())
+# Both scales, both norms, tails, several messages and chunks.
+FEW = ("three-groups-tensor", "bf16-master-96", "fp16-master-2049", "full-blocks", "chunks", "chunks-tensor")
+FEW_GRID = pytest.mark.parametrize("case", [CASES[name] for name in FEW], ids=FEW)
 ON_BACKENDS = pytest.mark.parametrize("name", BACKENDS)
 ON_FUSED = pytest.mark.parametrize("name", FUSED)
 
@@ -219,6 +222,24 @@ class World:
             made.scale.copy_(torch.from_numpy(scales if scales is not None else np.zeros(len(made.scale))))
             made.partial.fill_(float("nan"))
         return made
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        """bool over the whole space, padding too: over half, and nothing of the second block."""
+        live = np.random.default_rng(11).random(self.elements) < 0.6
+        live[self.case.block_size : 2 * self.case.block_size] = False
+        return live
+
+    @cached_property
+    def gamma(self) -> np.ndarray:
+        return rounded(np.random.default_rng(12).uniform(0.2, 5.0, len(self.x)), F32)
+
+    def packed(self, mask: np.ndarray) -> Tensor:
+        """A mask as the passes take it."""
+        return torch.from_numpy(np.packbits(mask, bitorder="little")).to(self.device)
+
+    def per_parameter(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, F32)
 
     def lamb_state(self) -> LambState:
         state = LambState.initial(self.layout, self.device)

@@ -11,6 +11,7 @@ from tests.kernels.cases import (
     BF16,
     CASES,
     F32,
+    FEW_GRID,
     GRID,
     ON_BACKENDS,
     ON_FUSED,
@@ -49,28 +50,36 @@ def momentum_of(world: World, chunk: int) -> tuple[torch.Tensor | Messages | Non
     raise AssertionError(world.case.momentum)
 
 
-def compressed(world: World, chunk: int, flag: int = 0) -> tuple[Messages, Residual]:
+def compressed(
+    world: World, chunk: int, live: np.ndarray | None = None, gamma: np.ndarray | None = None
+) -> tuple[Messages, Residual]:
     """What `compress` of the backend makes of a chunk."""
-    span, _ = world.spans()[chunk]
+    span, part = world.spans()[chunk]
     scales = residual_scales(world, world.rows)[chunk * world.case.ranks :][: world.case.ranks]
     residual, out = world.residual(span, world.e, scales), world.fresh(world.case.ranks)
     grads, (momentum, _) = world.grads(), momentum_of(world, chunk)
-    world.passes.compress(span, grads, momentum, residual, world.hyper(), world.flags(flag), out)
+    mask = None if live is None else world.packed(live[part])
+    scaling, before = None if gamma is None else world.per_parameter(gamma), frozen_bits(mask)
+    world.passes.compress(span, grads, momentum, residual, world.hyper(), world.flags(), out, live=mask, gamma=scaling)
     assert_guards(grads)
+    assert frozen_bits(mask) == before
     return out, residual
 
 
-def expected_c(world: World) -> tuple[np.ndarray, np.ndarray]:
-    """c of the whole space in float64, and the size of what was added up to it."""
+def expected_c(world: World, gamma: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """c of the whole space in float64, and the size of what was added up to it. gamma scales what is added to m."""
     _, m = momentum_of(world, 0)
     m = [m_p.ravel() for m_p in world.plan.unflatten(m)]
-    y = world.plan.flatten(oracle.local_momentum(world.scaled_g, m, world.hypers))
+    gamma = np.ones(len(m)) if gamma is None else gamma
+    g = [None if g_p is None else gamma_p * g_p for gamma_p, g_p in zip(gamma, world.scaled_g, strict=True)]
+    y = world.plan.flatten(oracle.local_momentum(g, m, world.hypers))
     e = world.plan.flatten(world.e)
     if world.case.scale == "tensor":
         scales = rounded(residual_scales(world, world.rows), F32)
         e = e - oracle.sigma(e) * np.repeat(scales, world.elements // world.rows)
-    g = world.plan.flatten(world.scaled_g)
-    size = np.abs(g) + np.abs(world.plan.flatten(m)) + np.abs(world.plan.flatten(world.e)) + np.abs(e)
+    size = (
+        np.abs(world.plan.flatten(g)) + np.abs(world.plan.flatten(m)) + np.abs(world.plan.flatten(world.e)) + np.abs(e)
+    )
     return np.where(world.plan.valid, y + e, 0.0), size
 
 
@@ -87,36 +96,91 @@ def check_message(
     assert sure.sum() >= 0.99 * valid.sum()
     assert (bits == expected.bits)[sure].all()
     assert not bits[~valid].any()
+    assert not value[~valid].any()
     left = c if case.scale == "tensor" else expected.error
     assert_close(value[sure], left[sure], SUMMED, (size + np.abs(expected.decoded))[sure])
     if scale is not None:
         assert_close(scale, expected.scales[0], SUMMED)
 
 
-@ON_BACKENDS
-@GRID
-def test_compress_agrees_with_the_oracle(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
-    c, size = expected_c(world)
-    valid = world.plan.valid
+def check_compress(world: World, live: np.ndarray | None = None, gamma: np.ndarray | None = None) -> None:
+    """Every message of every chunk. A dead coordinate counts as padding does."""
+    case = world.case
+    c, size = expected_c(world, gamma)
+    counts = world.plan.valid if live is None else world.plan.valid & live
+    c = np.where(counts, c, 0.0)
     for chunk in range(case.chunks):
-        out, residual = compressed(world, chunk)
+        out, residual = compressed(world, chunk, live, gamma)
         value = numpy(residual.value)
         for rank in range(case.ranks):
             part = world.plan.shard(chunk, rank)
             own = slice(rank * (part.stop - part.start), (rank + 1) * (part.stop - part.start))
             scale = None if residual.scale is None else float(residual.scale[rank])
-            check_message(world, out, rank, value[own], scale, c[part], size[part], valid[part])
+            check_message(world, out, rank, value[own], scale, c[part], size[part], counts[part])
+
+
+@ON_BACKENDS
+@GRID
+def test_compress_agrees_with_the_oracle(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    check_compress(World(case, name))
+
+
+@ON_BACKENDS
+@FEW_GRID
+def test_compress_leaves_dead_coordinates_out(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    check_compress(world, world.live)
+
+
+@ON_BACKENDS
+@FEW_GRID
+def test_compress_scales_what_it_adds_to_scaled_momentum(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    check_compress(world, None, world.gamma)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_all_live_is_no_mask_and_gamma_one_is_no_gamma_bit_for_bit(name, scale, norm):
+    case = Case((100, 7, 96, 33), 96, 2, scale=scale, norm=norm, groups=3)
+    world = World(case, name)
+    live, gamma = np.ones(world.elements, bool), np.ones(len(world.x))
+    assert frozen_bits(*compressed(world, 0, live, gamma)) == frozen_bits(*compressed(world, 0))
+    received = world.random_messages(2)
+    assert frozen_bits(*averaged(world, received, 0, 1, live)) == frozen_bits(*averaged(world, received, 0, 1))
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_a_dead_coordinate_holds_nothing_however_many_steps_go_by(name, scale):
+    """NaN included. With a tensor scale the last step's scale would make e = -s of c = 0."""
+    world = World(Case((5,), scale=scale, momentum="none"), name)
+    world.g, world.e = [np.array([1.0, np.nan, 3.0, np.nan, -2.0])], [np.array([0.0, np.nan, 0.0, 0.0, 0.0])]
+    span, residual, out = world.layout.all(), world.residual(world.layout.all(), world.e), world.fresh(1)
+    live = world.packed(np.array([1, 0, 1, 0, 1, 1, 1, 1] * 4, bool))
+    for step in range(3):
+        world.passes.compress(span, world.grads(), None, residual, world.hyper(), world.flags(), out, live=live)
+        assert numpy(residual.value)[[1, 3]].tolist() == [0, 0]
+        assert not any(
+            byte & ~valid for byte, valid in zip(out.bits.flatten().tolist(), [0b10101, 0, 0, 0], strict=True)
+        )
+        assert step > 0 or out.scales.item() == pytest.approx(2.0 * 0.5 * (1 - 0.9))
 
 
 @ON_FUSED
 @SMALL_GRID
-def test_compress_agrees_with_the_reference_bit_for_bit(name, case, monkeypatch):
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "dead and scaled"])
+def test_compress_agrees_with_the_reference_bit_for_bit(name, case, extras, monkeypatch):
     use_grain(monkeypatch, case)
     for chunk in range(case.chunks):
-        ours, ours_left = compressed(World(case, name), chunk)
-        theirs, theirs_left = compressed(World(case), chunk)
+        world = World(case, name)
+        given = (world.live, world.gamma) if extras else ()
+        ours, ours_left = compressed(world, chunk, *given)
+        theirs, theirs_left = compressed(World(case), chunk, *given)
         assert ours.header.tolist() == theirs.header.tolist()
         assert ours.bits.tolist() == theirs.bits.tolist()
         assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
@@ -209,11 +273,14 @@ def test_a_tensor_scale_spans_one_message_and_no_more(name):
     assert_close(numpy(out.scales), [[0.05], [50.0]], ELEMENTWISE)
 
 
-def averaged(world: World, received: Messages, chunk: int, rank: int) -> tuple[Messages, Residual]:
+def averaged(
+    world: World, received: Messages, chunk: int, rank: int, live: np.ndarray | None = None
+) -> tuple[Messages, Residual]:
     shard = world.layout.shard(chunk, rank)
     residual = world.residual(shard, world.e, np.array([0.3]))
     out = world.fresh(1)
-    world.passes.average(shard, received, residual, out)
+    mask = None if live is None else world.packed(live[world.plan.shard(chunk, rank)])
+    world.passes.average(shard, received, residual, out, live=mask)
     return out, residual
 
 
@@ -226,30 +293,47 @@ def expected_average(world: World, received: Messages, part: slice) -> tuple[np.
     return np.where(valid, values.mean(0) + e, 0.0), np.abs(values).sum(0) + np.abs(e) + 0.3
 
 
-@ON_BACKENDS
-@GRID
-def test_average_agrees_with_the_oracle(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
+def check_average(world: World, live: np.ndarray | None = None) -> None:
+    """Every shard of every chunk. A dead coordinate counts as padding does."""
+    case = world.case
+    counts = world.plan.valid if live is None else world.plan.valid & live
     for chunk in range(case.chunks):
         for rank in range(case.ranks):
             part = world.plan.shard(chunk, rank)
             received = world.random_messages(case.ranks, seed=rank)
             c, size = expected_average(world, received, part)
-            out, residual = averaged(world, received, chunk, rank)
+            out, residual = averaged(world, received, chunk, rank, live)
             scale = None if residual.scale is None else float(residual.scale[0])
-            check_message(world, out, 0, numpy(residual.value), scale, c, size, world.plan.valid[part])
+            c = np.where(counts[part], c, 0.0)
+            check_message(world, out, 0, numpy(residual.value), scale, c, size, counts[part])
+
+
+@ON_BACKENDS
+@GRID
+def test_average_agrees_with_the_oracle(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    check_average(World(case, name))
+
+
+@ON_BACKENDS
+@FEW_GRID
+def test_average_leaves_dead_coordinates_out(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    world = World(case, name)
+    check_average(world, world.live)
 
 
 @ON_FUSED
 @SMALL_GRID
-def test_average_agrees_with_the_reference_bit_for_bit(name, case, monkeypatch):
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_average_agrees_with_the_reference_bit_for_bit(name, case, masked, monkeypatch):
     use_grain(monkeypatch, case)
     world, other = World(case, name), World(case)
+    live = world.live if masked else None
     for rank in range(case.ranks):
         received = world.random_messages(case.ranks, seed=rank)
-        ours, ours_left = averaged(world, received, case.chunks - 1, rank)
-        theirs, theirs_left = averaged(other, other.random_messages(case.ranks, seed=rank), case.chunks - 1, rank)
+        ours, ours_left = averaged(world, received, case.chunks - 1, rank, live)
+        theirs, theirs_left = averaged(other, other.random_messages(case.ranks, seed=rank), case.chunks - 1, rank, live)
         assert ours.header.tolist() == theirs.header.tolist()
         assert ours.bits.tolist() == theirs.bits.tolist()
         assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)

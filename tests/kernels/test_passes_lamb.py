@@ -9,6 +9,7 @@ from tests import oracle
 from tests.kernels.cases import (
     BF16,
     F32,
+    FEW_GRID,
     GRID,
     ON_BACKENDS,
     ON_FUSED,
@@ -158,12 +159,20 @@ def test_warmup_carries_its_state_over_three_steps(name):
 
 
 class Statistics:
-    """The tensors of one run of lamb_statistics. v_T lies between half of v and four times v; some d are 0."""
+    """The tensors of one run of lamb_statistics. v_T lies between half of v and four times v; some d are 0.
 
-    def __init__(self, world: World, spread: tuple[float, float] = (0.5, 4.0)) -> None:
-        self.world, rng = world, np.random.default_rng(3)
+    `extras`: coordinates that are not live, and messages of gamma times the momentum.
+    """
+
+    def __init__(self, world: World, spread: tuple[float, float] = (0.5, 4.0), extras: bool = False) -> None:
+        self.world, self.extras, rng = world, extras, np.random.default_rng(3)
+        self.live = world.plan.unflatten(world.live if extras else np.ones(world.elements, bool))
+        self.gamma = world.gamma if extras else np.ones(len(world.x))
         frozen = [v * rng.uniform(*spread, v.size) for v in world.v]
-        self.d64 = [rounded(1 / (np.sqrt(f) + h.eps), F32) for f, h in zip(frozen, world.hypers, strict=True)]
+        self.d64 = [
+            rounded(1 / ((np.sqrt(f) + h.eps) * gamma), F32)
+            for f, h, gamma in zip(frozen, world.hypers, self.gamma, strict=True)
+        ]
         for d in self.d64:
             d[3::7] = 0.0
         self.d, self.exp_avg_sq = world.flat(self.d64), world.flat(world.v)
@@ -181,10 +190,10 @@ class Statistics:
         return world.flat(world.m), world.m
 
     def frozen(self) -> oracle.LambFrozen:
-        """What the pass can know: v_T out of the fp32 d, live where d is not 0."""
+        """What the pass can know: v_T out of the fp32 d, live where d is not 0 and the mask says so."""
         v = [
-            np.where(d > 0, np.maximum(1 / np.where(d > 0, d, 1) - h.eps, 0) ** 2, 0.0)
-            for d, h in zip(self.d64, self.world.hypers, strict=True)
+            np.where(live & (d > 0), np.maximum(1 / (np.where(d > 0, d, 1) * gamma) - h.eps, 0) ** 2, 0.0)
+            for d, h, live, gamma in zip(self.d64, self.world.hypers, self.live, self.gamma, strict=True)
         ]
         return oracle.LambFrozen(self.d64, v, numpy(self.state.average), np.ones(len(v)))
 
@@ -200,22 +209,22 @@ class Statistics:
             self.state,
             **{**FACTORS, **factors},
             ratio=ratio,
+            live=world.packed(world.live) if self.extras else None,
+            gamma=world.per_parameter(self.gamma) if self.extras else None,
         )
 
     def expected(self, ratio: str, v: oracle.Arrays, r: np.ndarray) -> tuple[oracle.Arrays, np.ndarray]:
         world = self.world
-        m = world.plan.unflatten(decoded(self.replies))
-        _, v, r = oracle.onebit_lamb_update(world.x, m, self.previous64, v, r, self.frozen(), world.hypers, ratio)
+        m, previous = (
+            [m_p / gamma for m_p, gamma in zip(scaled, self.gamma, strict=True)]
+            for scaled in (world.plan.unflatten(decoded(self.replies)), self.previous64)
+        )
+        _, v, r = oracle.onebit_lamb_update(world.x, m, previous, v, r, self.frozen(), world.hypers, ratio)
         return v, r
 
 
-@ON_BACKENDS
-@RATIOS
-@GRID
-def test_statistics_agree_with_the_oracle(name, ratio, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
-    run, some = Statistics(world), holding_elements(world)
+def check_statistics(run: Statistics, ratio: str) -> None:
+    world, some = run.world, holding_elements(run.world)
     want_v, want_r = run.expected(ratio, world.v, numpy(run.state.ratio))
     run.run(ratio)
     for got, want in zip(world.plan.unflatten(numpy(run.exp_avg_sq)), want_v, strict=True):
@@ -227,10 +236,27 @@ def test_statistics_agree_with_the_oracle(name, ratio, case, monkeypatch):
 
 @ON_BACKENDS
 @RATIOS
-def test_without_clips_the_ratio_is_the_maximum(name, ratio):
+@GRID
+def test_statistics_agree_with_the_oracle(name, ratio, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    check_statistics(Statistics(World(case, name)), ratio)
+
+
+@ON_BACKENDS
+@RATIOS
+@FEW_GRID
+def test_statistics_with_dead_coordinates_and_scaled_momentum(name, ratio, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    check_statistics(Statistics(World(case, name), extras=True), ratio)
+
+
+@ON_BACKENDS
+@RATIOS
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "dead and scaled"])
+def test_without_clips_the_ratio_is_the_maximum(name, ratio, extras):
     """Thresholds wide open, so that a wrong maximum cannot hide behind a clip."""
     world = World(Case((100, 70, 31), groups=2, momentum="packed"), name)
-    run = Statistics(world, spread=(0.1, 30.0))
+    run = Statistics(world, spread=(0.1, 30.0), extras=extras)
     open_wide = {"factor_min": 0.0, "factor_max": 1e9, "factor_threshold": 1e6}
     world.hypers = [oracle.LambHyper(**{**vars(h), **open_wide}) for h in world.hypers]
     _, want = run.expected(ratio, world.v, numpy(run.state.ratio))
@@ -268,9 +294,10 @@ def test_the_limits_have_the_last_word_over_the_threshold(name):
 @ON_FUSED
 @RATIOS
 @SMALL_GRID
-def test_statistics_agree_with_the_reference(name, ratio, case, monkeypatch):
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "dead and scaled"])
+def test_statistics_agree_with_the_reference(name, ratio, case, extras, monkeypatch):
     use_grain(monkeypatch, case)
-    ours, theirs = Statistics(World(case, name)), Statistics(World(case))
+    ours, theirs = Statistics(World(case, name), extras=extras), Statistics(World(case), extras=extras)
     ours.run(ratio)
     theirs.run(ratio)
     some = holding_elements(ours.world)
@@ -295,6 +322,20 @@ def test_zero_gradients_and_variances_give_ratio_one_and_no_nan(name, ratio):
     assert numpy(run.state.ratio)[1] == 1
     assert not numpy(run.exp_avg_sq)[96:129].any()
     assert np.isfinite(numpy(run.state.ratio)).all()
+
+
+@ON_BACKENDS
+@RATIOS
+@pytest.mark.parametrize("momentum", ["dense", "packed"])
+def test_all_live_is_no_mask_and_gamma_one_is_no_gamma_bit_for_bit(name, ratio, momentum):
+    world = World(Case((100, 7, 96), 96, 2, groups=2, momentum=momentum), name)
+    world.live, world.gamma = np.ones(world.elements, bool), np.ones(3)
+    found = []
+    for extras in (False, True):
+        run = Statistics(world, extras=extras)
+        run.run(ratio)
+        found.append(frozen_bits(run.exp_avg_sq, run.state.ratio, run.state.coefficient))
+    assert found[0] == found[1]
 
 
 @ON_BACKENDS

@@ -35,13 +35,14 @@ CASES = [
     Case(NUMELS, 96, ranks=3, scale="tensor", groups=2),
 ]
 GRID = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.ranks}-ranks-{c.chunks}-chunks-{c.scale}-{c.norm}")
+DEAD = pytest.mark.parametrize("dead", [False, True], ids=["all-live", "dead"])
 
 
 class Cluster:
     """All ranks of a case on one device; the transport is slicing and copying."""
 
-    def __init__(self, world: World) -> None:
-        self.world, case = world, world.case
+    def __init__(self, world: World, live: np.ndarray | None = None, gamma: torch.Tensor | None = None) -> None:
+        self.world, self.live, self.gamma, case = world, live, gamma, world.case
         shards = [[world.layout.shard(j, k) for k in range(case.ranks)] for j in range(case.chunks)]
         self.worker = []
         for _ in range(case.ranks):
@@ -58,13 +59,20 @@ class Cluster:
             m = momentum.slice(j * ranks, ranks) if packed else momentum[part]
             sent = [world.fresh(ranks) for _ in range(ranks)]
             for i in range(ranks):
-                world.passes.compress(span, grads[i], m, self.worker[i][j], world.hyper(), world.flags(), sent[i])
+                world.passes.compress(
+                    span, grads[i], m, self.worker[i][j], world.hyper(), world.flags(), sent[i],
+                    live=self.mask(part), gamma=self.gamma,
+                )  # fmt: skip
             for k in range(ranks):
                 received = world.fresh(ranks)
                 received.buffer.copy_(torch.stack([message.buffer[k] for message in sent]))
                 shard, reply = world.layout.shard(j, k), replies.slice(j * ranks + k, 1)
-                world.passes.average(shard, received, self.server[j][k], reply)
+                mask = self.mask(world.plan.shard(j, k))
+                world.passes.average(shard, received, self.server[j][k], reply, live=mask)
         return replies
+
+    def mask(self, part: slice) -> torch.Tensor | None:
+        return None if self.live is None else self.world.packed(self.live[part])
 
     def worker_residual(self, rank: int) -> np.ndarray:
         return self._derived(self.worker[rank], self.world.case.ranks)
@@ -98,23 +106,30 @@ def local_gradients(world: World, step: int) -> tuple[list[Pointers], list[oracl
 
 def check_signs_were_sure(simulated: oracle.SimulatedAllReduce) -> None:
     """So close to 0 that rounding could turn it, no c of these seeds came: a wrong sign is an error."""
-    messages = [message for rank in simulated.gathered for message in rank] + simulated.scattered
-    assert all(message.sure(1e-6).sum() == message.valid.sum() for message in messages)
+    counted = simulated.layout.valid if simulated.counted is None else simulated.layout.valid & simulated.counted
+    for messages in (*simulated.gathered, simulated.scattered):
+        sure = np.concatenate([message.sure(1e-6) for message in messages])
+        assert sure[counted].all()
 
 
 def check_residuals(cluster: Cluster, simulated: oracle.SimulatedAllReduce) -> None:
+    live = slice(None) if cluster.live is None else cluster.live
     for rank in range(cluster.world.case.ranks):
-        assert_close(cluster.worker_residual(rank), simulated.worker[rank], ROUNDED, 1)
-    assert_close(cluster.server_residual(), simulated.server, ROUNDED, 1)
+        assert_close(cluster.worker_residual(rank)[live], simulated.worker[rank][live], ROUNDED, 1)
+    assert_close(cluster.server_residual()[live], simulated.server[live], ROUNDED, 1)
 
 
 @ON_BACKENDS
 @GRID
-def test_onebit_adam_over_steps_agrees_with_algorithm_1(name, case, monkeypatch):
+@DEAD
+def test_onebit_adam_over_steps_agrees_with_algorithm_1(name, case, dead, monkeypatch):
     use_grain(monkeypatch, case)
     world = World(case, name)
-    cluster, simulated = Cluster(world), oracle.SimulatedAllReduce(world.plan, case.scale, case.norm)
+    live = world.live if dead else None
+    cluster, simulated = Cluster(world, live), oracle.SimulatedAllReduce(world.plan, case.scale, case.norm, live)
     d = [rounded(1 / (np.sqrt(v) + h.eps), F32) for v, h in zip(world.v, world.hypers, strict=True)]
+    if dead:
+        d = [np.where(on, d_p, 0.0) for on, d_p in zip(world.plan.unflatten(live), d, strict=True)]
     params, momentum = world.params(), world.flat(world.m)
     x, m = world.x, world.m
     for step in range(STEPS):
@@ -130,34 +145,46 @@ def test_onebit_adam_over_steps_agrees_with_algorithm_1(name, case, monkeypatch)
 
 @ON_BACKENDS
 @GRID
-def test_onebit_lamb_over_steps_agrees_with_algorithm_1(name, case, monkeypatch):
+@DEAD
+def test_onebit_lamb_over_steps_agrees_with_algorithm_1(name, case, dead, monkeypatch):
+    """With dead coordinates, momentum is scaled as well."""
     ratio = "denominator" if case.ranks == 2 else "variance"
     use_grain(monkeypatch, case)
     world = World(case, name)
-    cluster, simulated = Cluster(world), oracle.SimulatedAllReduce(world.plan, case.scale, case.norm)
-    d = [rounded(1 / (np.sqrt(v) + h.eps), F32) for v, h in zip(world.v, world.hypers, strict=True)]
+    live, gamma = (world.live, world.gamma) if dead else (None, np.ones(len(world.x)))
+    scaling = world.per_parameter(gamma) if dead else None
+    cluster = Cluster(world, live, scaling)
+    simulated = oracle.SimulatedAllReduce(world.plan, case.scale, case.norm, live)
+    alive = world.plan.unflatten(np.ones(world.elements, bool) if live is None else live)
+    frozen_v = [np.where(on, v, 0.0) for on, v in zip(alive, world.v, strict=True)]
+    d = [
+        np.where(on, rounded(1 / ((np.sqrt(v) + h.eps) * g), F32), 0.0)
+        for on, v, h, g in zip(alive, world.v, world.hypers, gamma, strict=True)
+    ]
     c_avg = rounded(np.linspace(0.05, 0.25, len(d)), F32)
-    frozen = oracle.LambFrozen(d, world.v, c_avg, np.ones(len(d)))
+    unscaled = [d_p * g for d_p, g in zip(d, gamma, strict=True)]
+    frozen = oracle.LambFrozen(unscaled, frozen_v, c_avg, gamma)
     state, span, variance = world.lamb_state(), world.layout.all(), world.flat(world.v)
     state.average.copy_(torch.from_numpy(c_avg))
-    params, previous = world.params(), world.flat(world.m)
+    params, previous = world.params(), world.flat([g * m_p for g, m_p in zip(gamma, world.m, strict=True)])
     x, m, v, r = world.x, world.m, world.v, np.ones(len(d))
     for step in range(STEPS):
         tensors, arrays = local_gradients(world, step)
         replies = cluster.reduce(tensors, previous)
         world.passes.lamb_statistics(
-            span, replies, previous, world.flat(d), variance, world.hyper(), state, **FACTORS, ratio=ratio
-        )
+            span, replies, previous, world.flat(d), variance, world.hyper(), state, **FACTORS, ratio=ratio,
+            live=cluster.mask(slice(None)), gamma=scaling,
+        )  # fmt: skip
         world.passes.adam_update(span, params, world.flat(d), replies, None, world.hyper(), state.coefficient)
         previous = replies
         x, m, v, r = oracle.onebit_lamb_step(x, arrays, m, v, r, frozen, world.hypers, simulated, ratio)
         check_signs_were_sure(simulated)
     check_residuals(cluster, simulated)
     assert_close(numpy(state.ratio), r, ROUNDED)
-    for got, want, d_p in zip(gathered(params), x, d, strict=True):
+    for got, want, d_p in zip(gathered(params), x, unscaled, strict=True):
         assert_close(got, want, ROUNDED, 1 + d_p)
-    for got, want in zip(world.plan.unflatten(numpy(variance)), v, strict=True):
-        assert_close(got, want, ROUNDED, 1)
+    for got, want, on in zip(world.plan.unflatten(numpy(variance)), v, alive, strict=True):
+        assert_close(got[on], want[on], ROUNDED, 1)
 
 
 def everything_once(world: World) -> list[bytes]:

@@ -45,6 +45,10 @@ def test_bytes_of_16_bit_parameters_count_the_master_copy():
     assert each("lamb_warmup") == 40
     assert each("lamb_statistics", packed=False) == 1 / 8 + 4 + 12
     assert each("decode") == 2.125
+    assert each("compress", masked=True) == 10.25 + 1 / 8
+    assert each("average", masked=True) == 8 / 8 + 8.125 + 1 / 8
+    assert each("lamb_statistics", masked=True) == 12.25 + 1 / 8
+    assert each("adam_update", masked=True) == each("adam_update")
     with pytest.raises(ValueError, match="no pass"):
         each("adam")
 
@@ -142,7 +146,10 @@ def test_a_pass_makes_only_the_buffers_that_it_needs():
     assert not {"grads", "params", "exp_avg", "d", "master"} & vars(workload).keys()
 
 
-def test_the_cpu_backend_takes_the_same_arguments():
-    ours, theirs = (run_all(Workload([7, 3000], ranks=2), backend) for backend in (cpu, reference))
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "masked and scaled"])
+def test_the_cpu_backend_takes_the_same_arguments(extras):
+    ours, theirs = (
+        run_all(Workload([7, 3000], ranks=2, masked=extras, scaled=extras), backend) for backend in (cpu, reference)
+    )
     assert torch.equal(ours["sent.bits"], theirs["sent.bits"])
     torch.testing.assert_close(ours["parameter.1"], theirs["parameter.1"])

@@ -92,8 +92,8 @@ def test_a_wrong_pass_is_found(name):
 
 
 def test_a_pass_that_does_nothing_is_found():
-    module = broken("average", lambda *args: None)
-    module.average = lambda *args: None
+    module = broken("average", lambda *args, **options: None)
+    module.average = lambda *args, **options: None
     with pytest.raises(kernels.WrongResult, match="average"):
         kernels.check(small(module))
 
