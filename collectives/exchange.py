@@ -63,16 +63,20 @@ class Exchange:
         device: torch.device,
         scale: Scale = "block",
         norm: Norm = "l1",
+        *,
+        value: Tensor | None = None,
     ) -> None:
+        """`value`, fp32 [elements of the layout], becomes this rank's residual and is what it starts from."""
         if layout.ranks != transport.size:
             raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}")
         self.layout, self.transport, self.device = layout, transport, device
         self.format = Format.of(layout, scale, norm)
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
+        self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
         everything = layout.all()
         owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
-        self.residual = Residual.zeros(everything, self.format, device)
+        self.residual = Residual.zeros(everything, self.format, device, value)
         self.server_residual = Residual.zeros(owned, self.format, device)
         rows = layout.chunks * layout.ranks
         self.sent, self.received, self.replies = (self._zeros(rows) for _ in range(3))
@@ -107,13 +111,19 @@ class Exchange:
                     use(self.chunks[j - 2])
         return self.replies
 
+    def live_in(self, span: Span) -> Tensor | None:
+        """A span's part of `live`."""
+        width = self.layout.block_size // 8
+        return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
+
     def _gather(self, chunk: Chunk) -> Work:
         self._count(chunk)
         phase = f"the gather phase (all-to-all of chunk {chunk.index})"
         return self.transport.all_to_all(chunk.received.buffer, chunk.sent.buffer, phase)
 
     def _average_and_scatter(self, chunk: Chunk) -> Work:
-        self.backend.average(chunk.shard, chunk.received, chunk.server_residual, chunk.reply)
+        live = self.live_in(chunk.shard)
+        self.backend.average(chunk.shard, chunk.received, chunk.server_residual, chunk.reply, live=live)
         self._count(chunk)
         phase = f"the scatter phase (all-gather of chunk {chunk.index})"
         return self.transport.all_gather(chunk.replies.buffer, chunk.reply.buffer, phase)
@@ -149,6 +159,11 @@ class Exchange:
         everyone = torch.empty((ranks, own.numel()), dtype=torch.uint8, device=self.device)
         self.transport.all_gather(everyone, own[None], "gathering the server residuals (all-gather)").wait()
         return everyone.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
+
+    def settle(self) -> None:
+        """Keep both residuals as what was left out, with nothing to derive: the next step computes the same."""
+        self.residual.settle()
+        self.server_residual.settle()
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a restart: both residuals, of this rank."""

@@ -46,6 +46,14 @@ class MpiTransport:
         request = self.communicator.Iallreduce(host.numpy(), result.numpy(), op=MPI.MAX)
         MpiWork(request, phase, self.timeout, host, result, values).wait()
 
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        """Reduced on one rank, then sent: MPI does not promise the same bits from Allreduce on every rank."""
+        host = values.to("cpu", torch.float64 if values.dtype == torch.float64 else torch.float32)
+        total = torch.empty_like(host)
+        reduce = self.communicator.Ireduce(host.numpy(), total.numpy() if self.rank == 0 else None, op=MPI.SUM, root=0)
+        MpiWork(reduce, phase, self.timeout, host, values, values).wait()
+        return MpiWork(self.communicator.Ibcast(total.numpy(), root=0), phase, self.timeout, host, total, values)
+
     def _send_buffer(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
             return tensor

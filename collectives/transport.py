@@ -54,6 +54,10 @@ class Transport(Protocol):
         """values = the elementwise maximum over ranks. Waits as `Work.wait` does."""
         ...
 
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        """values = the elementwise sum over ranks, the same bit for bit on each"""
+        ...
+
 
 class Done:
     """Work that is over."""
@@ -77,6 +81,9 @@ class LocalTransport:
 
     def all_max(self, values: Tensor, phase: str) -> None:
         return None
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        return Done()
 
 
 class TorchTransport:
@@ -103,6 +110,12 @@ class TorchTransport:
             dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group)
         if host is not values:
             values.copy_(host)
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        host = _to_pinned(values) if self._staged(values) else values
+        with described(phase, self.name):
+            work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return TorchWork(work, phase, self.name, host, host.view(-1), values)
 
     def _start(self, collective: Callable[..., Any], out: Tensor, sent: Tensor, phase: str) -> Work:
         landing, source = out.view(-1), sent.view(-1)
