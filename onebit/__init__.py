@@ -1,6 +1,19 @@
 """Communication-compressed training: what crosses the network is 1 bit an element."""
 
+from onebit.adam import OneBitAdam
+from onebit.attach import attach
+from onebit.checkpoint import load, save
 from onebit.collectives import CompressedAllReduce
 from onebit.ddp import OneBitState, onebit_hook
+from onebit.state import merge_states
 
-__all__ = ["CompressedAllReduce", "OneBitState", "onebit_hook"]
+__all__ = [
+    "CompressedAllReduce",
+    "OneBitAdam",
+    "OneBitState",
+    "attach",
+    "load",
+    "merge_states",
+    "onebit_hook",
+    "save",
+]

@@ -167,8 +167,13 @@ class OneBitState:
 
 def onebit_hook(state: OneBitState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for each bucket of gradients."""
+    state.reduce(bucket.parameters(), bucket.buffer())
+    return local(bucket)
+
+
+def local(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The bucket as it is, with nothing more to wait for."""
     flat = bucket.buffer()
-    state.reduce(bucket.parameters(), flat)
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
     future.set_result(flat)
     return future

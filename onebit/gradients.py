@@ -1,0 +1,105 @@
+"""The gradients of a step: averaged or not, finite on all ranks or not, and what they are multiplied by when read.
+
+g' = (clip / scale) g        scale: GradScaler's;  clip = min(1, max_norm / norm)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.averaging import average_
+from onebit.collectives.transport import Transport
+from onebit.kernels.hyper import COLUMNS, Hyper, hyper_table
+from onebit.space import Space
+
+_LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
+
+
+class Gradients:
+    """What is known of the gradients as they are now. `forget` when they are used or dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flags = torch.zeros(1, dtype=torch.int32, device=device)  # 1 where a step must not be taken
+        self.forget()
+
+    def forget(self) -> None:
+        self._seen: list[tuple[int, int] | None] | None = None
+        self._clip: Tensor | None = None
+        self._averaged = False
+
+    def factor(self, unscale: Tensor | None) -> Tensor | None:
+        """clip / scale, fp32 [1], unless both are 1."""
+        parts = [part for part in (unscale, self._clip) if part is not None]
+        return torch.stack(parts).prod(0) if parts else None
+
+    def average(self, spaces: Sequence[Space], transport: Transport, unscale: Tensor | None) -> None:
+        """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
+        if not self._averaged and transport.size > 1:
+            for space in spaces:
+                for p in space.params:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                average_([p.grad for p in space.params if p.grad is not None], transport, unscale)
+        self._averaged = True
+
+    def are_seen(self, spaces: Sequence[Space]) -> bool:
+        """Whether `look` has seen these very gradients."""
+        return self._seen == _marks(spaces)
+
+    def look(
+        self,
+        spaces: Sequence[Space],
+        transport: Transport,
+        hyper: Tensor,
+        found_inf: Tensor | None,
+        squares: Tensor | None = None,
+    ) -> None:
+        """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked."""
+        self.flags.zero_()
+        if found_inf is not None:
+            self.flags.add_((found_inf.to(self.flags.device) > 0).view(1))
+        for space in spaces:
+            space.point()
+            by_block = None if squares is None else torch.empty(space.layout.blocks, device=space.device)
+            space.backend.scan(space.layout.all(), space.grads, hyper, self.flags, by_block)
+            if squares is not None and by_block is not None:
+                squares += by_block.sum(dtype=torch.float64)
+        transport.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
+        self._seen = _marks(spaces)
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        self._clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class HyperTable:
+    """Every group's numbers on the device, written when they change."""
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self.values = torch.zeros((groups, COLUMNS), device=device)
+        self._written: list[Hyper] | None = None
+
+    def write(self, rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
+        """`lrs` that are tensors and `factor` stay on the device: the host reads neither."""
+        if rows != self._written:
+            self.values.copy_(hyper_table(rows, self.values.device), non_blocking=True)
+            self._written = rows
+        for i, lr in enumerate(lrs):
+            if isinstance(lr, Tensor):
+                self.values[i, _LR] = lr.view(())
+        if factor is not None:
+            self.values[:, _GRAD_SCALE] = factor
+            self._written = None
+        return self.values
+
+
+def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
+    """fp32 [1]"""
+    return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
+
+
+def _marks(spaces: Sequence[Space]) -> list[tuple[int, int] | None]:
+    """Tells gradients from others, and from themselves changed."""
+    grads = (p.grad for space in spaces for p in space.params)
+    return [None if g is None else (g.data_ptr(), g._version) for g in grads]

@@ -1,0 +1,423 @@
+"""What 1-bit Adam and 1-bit LAMB share: two stages, the step, and when not to take it.
+
+    stage 1    gradients are averaged as they are; the optimizer moves as its uncompressed original
+    freeze     the variance is kept for good as d = 1 / (sqrt(vhat) + eps)
+    stage 2    momentum is averaged with 1 bit an element; gradients stay local
+
+(paper 001, Algorithm 1; paper 003, Algorithm 1.) A step with a gradient that is not finite on any rank changes nothing
+on any rank. No step makes the host wait for the device: what the host has to know of a step (was it taken, how large
+is the variance) it reads one step later.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit import state as states
+from onebit.collectives.transport import LocalTransport, transport_for
+from onebit.first_step import agree_on_start
+from onebit.freeze import FreezeRule, Lagging, freeze_variance_
+from onebit.gradients import Gradients, HyperTable, reciprocal
+from onebit.kernels.hyper import Hyper
+from onebit.kernels.layout import BLOCK_SIZE
+from onebit.kernels.pointers import DTYPES
+from onebit.kernels.wire import Norm, Scale
+from onebit.options import Dead, Options, check_group, warn_if_early
+from onebit.space import Space
+
+logger = logging.getLogger("onebit")
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """Subclasses give the two updates: `_warmup` and `_compressed`."""
+
+    _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int | Literal["auto"] = "auto",
+        freeze_threshold: float = 0.96,
+        freeze_window: int | None = None,
+        bias_correction: bool = True,
+        dead: Dead = "floor",
+        scale: Scale = "block",
+        norm: Norm = "l1",
+        block_size: int = BLOCK_SIZE,
+        chunks: int | Literal["auto"] = "auto",
+        master_weights: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        self._options = Options(
+            freeze_step, freeze_threshold, freeze_window, bias_correction, dead, scale, norm, block_size, chunks,
+            master_weights,
+        )  # fmt: skip
+        self._process_group, self._transport = process_group, transport_for(process_group)
+        self._spaces: list[Space] = []
+        self._names: dict[Tensor, str] = {}
+        self._averaged_by_ddp = False
+        self._compressing = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        warn_if_early(self._options, self._beta2)
+        self._device = self._one_device()
+        self._gradients = Gradients(self._device)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)  # steps taken, steps skipped
+        self._one = torch.ones(1, dtype=torch.int64, device=self._device)
+        self._lagging = Lagging()
+        self._steps = 0  # taken, as far as the host has heard: all but the last one
+        self._rule = self._new_rule()
+        self._build()
+
+    @property
+    def compressing(self) -> bool:
+        """Whether stage 2 has begun."""
+        return self._compressing
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken since a gradient was not finite. Reading it waits for the device."""
+        return int(self._counts[1])
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent in compressed messages."""
+        return self._sent_before + sum(s.exchange.wire_bytes for s in self._spaces if s.exchange is not None)
+
+    @property
+    def freeze_ratio(self) -> float | None:
+        """||vhat||_1 over what it was a window earlier, as freeze_step="auto" sees it; None while there is none."""
+        return self._rule.ratio
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the stage that is due, the same on every rank, or none on any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._begin()
+        if not self._gradients.are_seen(self._spaces):  # else clip_grad_norm_ was here
+            self._look_at_gradients()
+        hyper = self._write_hyper(self._gradients.factor(self._unscale()))
+        for space in self._spaces:
+            if self._compressing:
+                self._compressed(space, hyper, self._gradients.flags)
+            else:
+                self._warmup(space, hyper, self._gradients.flags)
+        self._finish()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of the coming step so that their norm is at most `max_norm`; the norm as it was.
+
+        Stage 1: the norm of the averaged gradient. Stage 2: the root mean square over ranks of the local norms. One
+        coefficient for all ranks, applied as the step reads the gradients; `.grad` itself keeps its values.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
+        self._begin()
+        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+        self._look_at_gradients(squares)
+        if self._compressing:
+            self._transport.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
+            squares /= self._transport.size
+        norm = squares.sqrt().float()
+        self._gradients.clip(norm, max_norm)
+        return norm[0]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever; a clipping coefficient that no step has used goes with the gradients."""
+        self._gradients.forget()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ever, in stage 1: after the freeze there is no variance to be had for new parameters."""
+        if self._compressing:
+            raise ValueError(
+                "add_param_group: stage 2 has begun, and new parameters would have no frozen variance. Add all of them "
+                "before the freeze, or build a new optimizer"
+            )
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+            _check_parameters(self.param_groups[-1]["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: what all ranks share and, in stage 2, this rank's residuals under names of its own.
+
+        Save it on every rank (torch.save a file each, or torch.distributed.checkpoint).
+        """
+        self._settle()
+        shown, self.state = self.state, defaultdict(dict, states.save(self))
+        try:
+            saved = super().state_dict()
+        finally:
+            self.state = shown
+        saved["param_groups"][0][states.PROGRESS] = states.progress(self)
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.
+
+        The same number of ranks continues bit for bit. With another number give the states of all ranks, put together
+        by `onebit.merge_states`: the mean of their residuals is kept.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        states.load(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @abstractmethod
+    def _warmup(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
+        """Stage 1 on the averaged gradient."""
+
+    @abstractmethod
+    def _compressed(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
+        """Stage 2 on the local gradient."""
+
+    def _save_more(self, space: Space) -> dict[str, list[Tensor]]:
+        """A subclass's own state: under each name one tensor a parameter."""
+        return {}
+
+    def _load_more(self, space: Space, saved: Sequence[states.Saved], numbers: Mapping[str, Any]) -> None:
+        """Take up what `_save_more` saved, as far as it is there."""
+
+    def _begin(self) -> None:
+        """Before anything of a step, or DDP's first bucket: all ranks mean the same model and the same stage."""
+        self._join()
+        if self._grouped() != self._built_for:
+            self._rebuild()
+        if not self._agreed:
+            self._start()
+        if not self._compressing:
+            self._settle()
+            if self._rule.due(self._steps):
+                self._freeze()
+
+    def _start(self) -> None:
+        """The first step, or the first after a load."""
+        if self._steps == 0 and not self._compressing:
+            for space in self._spaces:  # parameters may have been loaded or broadcast since
+                space.copy_parameters_to_master()
+        agree_on_start(self)
+        self._agreed = True
+
+    def _join(self) -> None:
+        """The default process group, where it was made only after the optimizer."""
+        if self._process_group is None and isinstance(self._transport, LocalTransport) and dist.is_initialized():
+            transport = transport_for(None)
+            if transport.size > 1 and self._compressing:
+                raise ValueError(
+                    f"a process group of {transport.size} ranks was made after stage 2 had begun on this rank alone: "
+                    f"call init_process_group before the first step"
+                )
+            self._transport = transport
+            self._rule._speaks = transport.rank == 0
+            self._build()
+
+    def _look_at_gradients(self, squares: Tensor | None = None) -> None:
+        """Average them in stage 1, where nobody else does, and find out on all ranks if all are finite."""
+        unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
+        if not self._compressing and not self._averaged_by_ddp:
+            self._gradients.average(self._spaces, self._transport, unscale)
+        self._gradients.look(self._spaces, self._transport, self._write_hyper(unscale), found_inf, squares)
+
+    def _unscale(self) -> Tensor | None:
+        """1 / GradScaler's scale, unless gradients are as they should be."""
+        return reciprocal(getattr(self, "grad_scale", None), self._device)
+
+    def _write_hyper(self, factor: Tensor | None) -> Tensor:
+        """Every group's numbers for the coming step, on the device."""
+        rows = [self._row(group) for group in self.param_groups]
+        return self._hyper.write(rows, [group["lr"] for group in self.param_groups], factor)
+
+    def _row(self, group: dict[str, Any]) -> Hyper:
+        lr = 0.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
+        return Hyper.at_step(
+            1 if self._compressing else self._steps + 1,  # nothing in stage 2 depends on the step
+            lr=lr,
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=self._options.bias_correction,
+        )
+
+    def _finish(self) -> None:
+        """Count the step on the device, and leave what the host will want to know of it."""
+        self._counts.index_add_(0, self._gradients.flags, self._one)
+        if not self._compressing:
+            numbers = [self._counts.double()]
+            if self._rule.watches:
+                numbers += [part.sum(dtype=torch.float64)[None] for s in self._spaces for part in self._by_group(s)]
+            self._lagging.put(torch.cat(numbers))
+        self._gradients.forget()
+        for space in self._spaces:
+            space.release()
+
+    def _by_group(self, space: Space) -> list[Tensor]:
+        """The sums of v over blocks, a piece a param group; groups lie one after the other."""
+        return [space.sums[first:stop] for first, stop in space.group_blocks(len(self.param_groups))]
+
+    def _settle(self) -> None:
+        """Hear of the last step, if that has not been done."""
+        numbers = self._lagging.take()
+        if numbers is None:
+            return
+        before, self._steps = self._steps, int(numbers[0])
+        if self._rule.watches and self._steps > before:
+            sums = torch.tensor(numbers[2:], dtype=torch.float64).view(len(self._spaces), -1).sum(0).tolist()
+            debias = [1 - group["betas"][1] ** self._steps for group in self.param_groups]
+            self._rule.see(self._steps, sum(s / b for s, b in zip(sums, debias, strict=True)))
+
+    def _freeze(self) -> None:
+        """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""
+        rows = [Hyper.at_step(max(1, self._steps), lr=0, betas=g["betas"], eps=g["eps"],
+                              bias_correction=self._options.bias_correction) for g in self.param_groups]  # fmt: skip
+        if not any(float(space.exp_avg_sq.max()) > 0 for space in self._spaces):
+            raise ValueError(
+                f"stage 2 is to begin after {self._steps} steps, and there is no variance to freeze: every second "
+                f"moment is 0. Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give "
+                f"stage 1 some steps: freeze_step=1 or more"
+            )
+        without: list[tuple[Tensor, int]] = []
+        for space in self._spaces:
+            chunks = space.choose_chunks()
+
+            def freeze(v: Tensor, index: int, space: Space = space) -> None:
+                h = rows[space.groups[index]]
+                count = freeze_variance_(v, h.bias2, h.eps, self._options.dead)
+                if count:
+                    without.append((space.params[index], count))
+
+            space.freeze(chunks, [h.beta1 for h in rows], freeze)
+        self._compressing = True
+        self._show_state()
+        self._tell_of_freeze(without)
+
+    def _tell_of_freeze(self, without: list[tuple[Tensor, int]]) -> None:
+        if self._transport.rank != 0:
+            return
+        logger.info("Stage 2 begins after step %d: 1 bit an element from here on", self._steps)
+        if without:
+            listed = ", ".join(f"{self._name(p)} ({count} of {p.numel()})" for p, count in without[:8])
+            more = f" and {len(without) - 8} more" if len(without) > 8 else ""
+            still = [p for p, count in without if count == p.numel() or self._options.dead == "freeze"]
+            what = "they use the mean variance of their parameter's other coordinates"
+            if len(still) == len(without):
+                what = "they will not move any more"
+            elif still:
+                what += f"; where there are none ({', '.join(self._name(p) for p in still[:8])}), they will not move"
+            warnings.warn(f"coordinates without a variance at the freeze: {listed}{more}; {what}", stacklevel=5)
+
+    def _grouped(self) -> list[list[tuple[int, bool]]]:
+        """Which parameters are optimized, by group."""
+        return [[(id(p), p.requires_grad) for p in group["params"]] for group in self.param_groups]
+
+    def _rebuild(self) -> None:
+        if self._compressing:
+            raise ValueError(
+                "the parameters changed after the freeze (one was added or removed, or its requires_grad was "
+                "switched): stage 2 has no variance for others. Put them back, or build a new optimizer"
+            )
+        self._build()
+
+    def _build(self) -> None:
+        """State for the parameters as they are now; that of parameters known before is kept."""
+        before = {p: (space, i) for space in self._spaces for i, p in enumerate(space.params)}
+        self._spaces = self._new_spaces()
+        for space in self._spaces:
+            space.copy_parameters_to_master()
+            for i, p in enumerate(space.params):
+                if p in before:
+                    space.take(i, *before[p])
+        self._built_for = self._grouped()
+        self._hyper = HyperTable(len(self.param_groups), self._device)
+        self._agreed, self._residuals_missing, self._sent_before = False, False, 0
+        self._gradients.forget()
+        self._show_state()
+
+    def _new_spaces(self) -> list[Space]:
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.requires_grad:
+                    by_dtype.setdefault(p.dtype, []).append((p, i))
+        if not by_dtype:
+            raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+        pairs = sorted(by_dtype.items(), key=lambda item: str(item[0]))
+        return [
+            Space([p for p, _ in members], [g for _, g in members], self._options, self._transport)
+            for _, members in pairs
+        ]
+
+    def _new_rule(self) -> FreezeRule:
+        window = self._options.freeze_window or round(1 / (1 - self._beta2))
+        return FreezeRule(
+            self._options.freeze_step, self._options.freeze_threshold, window, speaks=self._transport.rank == 0
+        )
+
+    def _show_state(self) -> None:
+        """`optimizer.state[p]`: views of each parameter's part."""
+        self.state = defaultdict(dict)
+        for space in self._spaces:
+            for i, p in enumerate(space.params):
+                self.state[p] = space.views(i)
+
+    @property
+    def _beta2(self) -> float:
+        return max(group["betas"][1] for group in self.param_groups)
+
+    def _one_device(self) -> torch.device:
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): one optimizer works "
+                f"on one. Build one for each device"
+            )
+        return devices.pop()
+
+    def _name(self, parameter: Tensor) -> str:
+        if parameter in self._names:
+            return self._names[parameter]
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p is parameter:
+                    names = group.get("param_names")
+                    return names[i] if names else f"{i} of group {g} (shape {tuple(p.shape)})"
+        return "unknown"
+
+
+def _check_parameters(params: Sequence[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if p.dtype not in DTYPES:
+            raise TypeError(
+                f"parameter {i} (shape {tuple(p.shape)}) has dtype {p.dtype}: onebit optimizes float32, bfloat16 and "
+                f"float16. Cast the model, for example with .float()"
+            )
+        if not p.is_contiguous():
+            raise ValueError(
+                f"parameter {i} (shape {tuple(p.shape)}, strides {p.stride()}) is not contiguous: kernels update it "
+                f"where it lies. Make it so with p.data = p.data.contiguous()"
+            )

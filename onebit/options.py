@@ -1,0 +1,91 @@
+"""What a user may choose, checked once: a ValueError says what is wrong, why, and what to pass instead."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from onebit.kernels.layout import check_block_size
+from onebit.kernels.wire import Format, Norm, Scale
+
+Dead = Literal["floor", "freeze"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices that hold for a whole optimizer; those of a param group stay in the group."""
+
+    freeze_step: int | Literal["auto"]
+    freeze_threshold: float
+    freeze_window: int | None
+    bias_correction: bool
+    dead: Dead
+    scale: Scale
+    norm: Norm
+    block_size: int
+    chunks: int | Literal["auto"]
+    master_weights: bool
+
+    def __post_init__(self) -> None:
+        if self.freeze_step != "auto" and not _whole(self.freeze_step, least=0):
+            raise ValueError(
+                f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, or "
+                f'"auto". Papers use 15 to 25 % of all steps'
+            )
+        if not 0 < self.freeze_threshold < 1:
+            raise ValueError(
+                f"freeze_threshold={self.freeze_threshold!r}: it bounds the ratio of two variances from below and "
+                f"must lie between 0 and 1; the papers use 0.96"
+            )
+        if self.freeze_window is not None and not _whole(self.freeze_window, least=1):
+            raise ValueError(
+                f"freeze_window={self.freeze_window!r}: it is the number of steps between the two variances that "
+                f"are compared, 1 or more; None takes 1 / (1 - beta2)"
+            )
+        if self.dead not in get_args(Dead):
+            raise ValueError(f"dead={self.dead!r}: it must be one of {get_args(Dead)}")
+        if self.chunks != "auto" and not _whole(self.chunks, least=1):
+            raise ValueError(f'chunks={self.chunks!r}: it must be a positive number or "auto"')
+        check_block_size(self.block_size)
+        Format(self.block_size, 1, self.scale, self.norm)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """The numbers of one param group."""
+    lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of {lr.numel()} elements: a learning rate is one number")
+    elif not _number(lr) or lr < 0:
+        raise ValueError(f"lr={lr!r}: a learning rate is a finite number, 0 or more")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_number(b) and 0 <= b < 1 for b in betas):
+        raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
+    if not _number(eps) or eps < 0:
+        raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
+    if not _number(decay) or decay < 0:
+        raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
+
+
+def warn_if_early(options: Options, beta2: float) -> None:
+    """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
+    steps = round(1 / (1 - beta2))
+    if not options.bias_correction and options.freeze_step != "auto" and 0 < options.freeze_step < steps:
+        warnings.warn(
+            f"freeze_step={options.freeze_step} without bias correction freezes a variance that is still growing from "
+            f"zero: with beta2={beta2:g} it takes about {steps} steps to reach its size, and stage 2 would take too "
+            f"large steps for good. Freeze later, or pass bias_correction=True",
+            stacklevel=4,
+        )
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

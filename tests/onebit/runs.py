@@ -1,0 +1,121 @@
+"""Runs of an optimizer on gradients that follow from (case, rank, step) alone, so that an oracle can make them again.
+
+Tests of what 1-bit Adam and 1-bit LAMB share take `kinds`: every optimizer there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onebit
+
+OPTIMIZERS = ("OneBitAdam",)
+kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str = "OneBitAdam"
+    shapes: tuple[tuple[int, ...], ...] = ((7, 9), (33,), (2,), (130,))
+    dtype: str = "float32"
+    steps: int = 12
+    options: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] = ({},)  # parameter p is in group p % len(groups)
+    bad: tuple[tuple[int, int, float], ...] = ()  # (step, rank, value): one element of the last gradient
+    missing: tuple[tuple[int, int, int], ...] = ()  # (step, rank, parameter): a gradient that is None
+    untouched: tuple[tuple[int, int, int], ...] = ()  # (parameter, rows, step): its first rows get 0 up to that step
+    seed: int = 0
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The same on every rank."""
+        source = np.random.default_rng([self.seed, 1000])
+        values = [source.normal(size=shape) for shape in self.shapes]
+        return [nn.Parameter(torch.from_numpy(v).to(getattr(torch, self.dtype))) for v in values]
+
+    def gradients(self, rank: int, step: int) -> list[Tensor | None]:
+        """A common part, a rank's own part, and another magnitude for each parameter. Steps count from 1."""
+        common, own = (np.random.default_rng([self.seed, step, who]) for who in (0, rank + 1))
+        made: list[Tensor | None] = []
+        for p, shape in enumerate(self.shapes):
+            values = 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=shape) + own.normal(size=shape))
+            made.append(torch.from_numpy(values).to(getattr(torch, self.dtype)))
+        for parameter, rows, last in self.untouched:
+            if step <= last:
+                made[parameter][:rows] = 0
+        for when, who, value in self.bad:
+            if (when, who) == (step, rank):
+                made[-1].view(-1)[-1] = value
+        for when, who, parameter in self.missing:
+            if (when, who) == (step, rank):
+                made[parameter] = None
+        return made
+
+    def group_of(self, parameter: int) -> int:
+        return parameter % len(self.groups)
+
+    def build(self, params: list[nn.Parameter], group: Any = None) -> Any:
+        """The optimizer. Its flat order is that of the groups: see `order`."""
+        groups = [
+            {"params": [p for i, p in enumerate(params) if self.group_of(i) == g], **own}
+            for g, own in enumerate(self.groups)
+        ]
+        options = {"lr": 1e-2, "block_size": 32, "chunks": 1, "process_group": group, **self.options}
+        return getattr(onebit, self.kind)(groups, **options)
+
+    @property
+    def order(self) -> list[int]:
+        """Parameters in the order of the param groups."""
+        return sorted(range(len(self.shapes)), key=self.group_of)
+
+
+def run(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], first: int, last: int) -> None:
+    """Steps `first` to `last`, both included."""
+    for step in range(first, last + 1):
+        take(case, rank, optimizer, params, step)
+
+
+def take(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    for p, g in zip(params, case.gradients(rank, step), strict=True):
+        p.grad = g
+    optimizer.step()
+
+
+def arrays(params: list[nn.Parameter]) -> list[np.ndarray]:
+    """float64 copies."""
+    return [p.detach().double().numpy().copy() for p in params]
+
+
+def bits(tensors: Any) -> bytes:
+    """What two runs must have in common to be equal bit for bit."""
+    return b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors if t.numel())
+
+
+def snapshot(state: Any) -> Any:
+    """A copy of a state_dict that no later step changes."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {k: snapshot(v) for k, v in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(snapshot(v) for v in state)
+    return state
+
+
+def same(one: Any, other: Any) -> bool:
+    """Two snapshots, bit for bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and bits([one]) == bits([other])
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
