@@ -51,8 +51,9 @@ class Pointers:
         addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
         if addresses != self._seen:
             self._seen = addresses
-            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-            self.addresses.copy_(host, non_blocking=True)
+            # kept: a captured graph copies from it at every replay
+            self._host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self.addresses.copy_(self._host, non_blocking=True)
 
     def release(self) -> None:
         """Keep no tensor alive; the addresses stay, and `point` is due before the next use."""

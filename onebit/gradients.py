@@ -79,18 +79,22 @@ class HyperTable:
     def __init__(self, groups: int, device: torch.device) -> None:
         self.values = torch.zeros((groups, COLUMNS), device=device)
         self._written: list[Hyper] | None = None
+        self._scaled = False
 
     def write(self, rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
         """`lrs` that are tensors and `factor` stay on the device: the host reads neither."""
         if rows != self._written:
-            self.values.copy_(hyper_table(rows, self.values.device), non_blocking=True)
+            host = hyper_table(rows)
+            self.values.copy_(host.pin_memory() if self.values.is_cuda else host, non_blocking=True)
             self._written = rows
+        elif self._scaled:
+            self.values[:, _GRAD_SCALE].fill_(1)
         for i, lr in enumerate(lrs):
             if isinstance(lr, Tensor):
                 self.values[i, _LR] = lr.view(())
         if factor is not None:
             self.values[:, _GRAD_SCALE] = factor
-            self._written = None
+        self._scaled = factor is not None
         return self.values
 
 

@@ -18,6 +18,8 @@ from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
+from tests.onebit import runs
+from tests.onebit.runs import run
 
 CASES = {
     "block": Case((300, 63), 64, chunks=3, steps=60),
@@ -26,6 +28,7 @@ CASES = {
     "one": Case((1,), 2048, steps=3),
     "not finite": Case((300, 63), chunks=2, steps=4, bad=((2, 1, float("inf")),)),
 }
+ADAM = runs.Case(steps=6, options={"freeze_step": 3, "chunks": 2})
 PHASE = "the gather phase (all-to-all of chunk 0)"
 
 
@@ -55,6 +58,13 @@ def numbers(comm: Any) -> dict[str, list[str]]:
         steps.check(case, recorded)
     mine.Free()
     return found
+
+
+def optimizer(comm: Any) -> list[Any]:
+    """Both stages of 1-bit Adam: each rank's parameters at the end."""
+    params = ADAM.parameters()
+    run(ADAM, comm.rank, ADAM.build(params, comm), params, 1, ADAM.steps)
+    return comm.gather([p.tolist() for p in params])
 
 
 def disagreement(comm: Any) -> list[str]:
@@ -106,6 +116,7 @@ def main() -> None:
         "transport": comm.gather(f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}"),
         "collectives": comm.gather(work.collectives_over(transport)),
         "numbers": numbers(comm),
+        "optimizer": optimizer(comm),
         "disagreement": disagreement(comm),
         "outsider": outsider(comm),
         "absence": absence(comm),

@@ -45,7 +45,7 @@ def test_something_else_is_refused(foreign):
 
 def check_collectives(rank, size, answer):
     """Byte b of message k of rank i is i * 50 + k * 10 + b."""
-    to_all, to_all_again, gathered, greatest, floats = answer
+    to_all, to_all_again, gathered, greatest, floats, sums = answer
     at = torch.arange(3)
     expected = torch.stack([i * 50 + rank * 10 + at for i in range(size)])
     assert to_all == expected.tolist()
@@ -53,6 +53,8 @@ def check_collectives(rank, size, answer):
     assert gathered == torch.stack([i * 50 + at for i in range(size)]).tolist()
     assert greatest == [size - 1, 0, 7]
     assert floats == [0.25 * (size - 1)]
+    total = size * (size - 1) / 2
+    assert sums == [[total, 2.0 * size, -total]] * 4
 
 
 def test_collectives_of_one_process():

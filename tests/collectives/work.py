@@ -227,6 +227,9 @@ def collectives(rank: int, size: int) -> tuple[list[Any], ...]:
     return collectives_over(transport_for(group()))
 
 
+SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
 def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
     rank, size = transport.rank, transport.size
     messages = (rank * 50 + 10 * torch.arange(size)[:, None] + torch.arange(3)).to(torch.uint8)
@@ -242,7 +245,11 @@ def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
     transport.all_max(greatest, "fourth")
     floats = torch.tensor([0.25 * rank], dtype=torch.float64)
     transport.all_max(floats, "fifth")
-    return first.tolist(), second.tolist(), everyone.tolist(), greatest.tolist(), floats.tolist()
+    sums = [torch.tensor([rank, 2.0, -rank], dtype=dtype) for dtype in SUMMED]
+    for one in [transport.all_sum(values, "sixth") for values in sums]:
+        one.wait()
+    answers = first, second, everyone, greatest, floats
+    return *(answer.tolist() for answer in answers), [values.tolist() for values in sums]
 
 
 @dataclass

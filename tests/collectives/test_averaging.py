@@ -1,0 +1,95 @@
+"""The uncompressed mean, and the comparison of parameters, over real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from onebit.collectives.agreement import agree_on_values, checksums
+from onebit.collectives.averaging import average_
+from onebit.collectives.transport import LocalTransport, transport_for
+from tests.ranks import group, run_ranks
+
+SHAPES = ((3, 5), (400,), (), (0,), (17, 2), (1,))
+
+
+def tensors(rank: int, dtype: str) -> list[Tensor]:
+    source = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=source).to(getattr(torch, dtype)) for shape in SHAPES]
+
+
+def averaged(rank: int, size: int, dtype: str, bucket_bytes: int, scales: list[float] | None) -> list[np.ndarray]:
+    given = tensors(rank, dtype)
+    factor = None
+    if scales is not None:
+        given = [t * scales[rank] for t in given]
+        factor = torch.tensor([1 / scales[rank]])
+    given[4] = given[4].t()  # not contiguous
+    average_(given, transport_for(group()), factor, bucket_bytes)
+    return [(t / (scales[rank] if scales else 1)).double().numpy() for t in given]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
+def test_the_mean_over_ranks(size: int, dtype: str, bucket_bytes: int) -> None:
+    found = run_ranks(size, averaged, dtype, bucket_bytes, None)
+    check(found, size, dtype)
+
+
+def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:
+    found = run_ranks(3, averaged, "float32", 100, [4.0, 1024.0, 0.5])
+    check(found, 3, "float32")
+
+
+def check(found: list[list[np.ndarray]], size: int, dtype: str) -> None:
+    rounding = 1e-6 if dtype == "float32" else 2e-2
+    for p in range(len(SHAPES)):
+        mean = np.mean([tensors(rank, dtype)[p].double().numpy() for rank in range(size)], 0)
+        for one in found:
+            np.testing.assert_allclose(one[p], mean.T if p == 4 else mean, rtol=rounding, atol=rounding)
+            assert one[p].tobytes() == found[0][p].tobytes()
+
+
+def compared(rank: int, size: int, other: list[tuple[int, int, int]]) -> str:
+    """What this rank is told where (rank, tensor, element) differ."""
+    given = tensors(7, "float32")
+    for who, tensor, element in other:
+        if who == rank:
+            given[tensor].view(-1)[element] += 1e-6
+    try:
+        agree_on_values(transport_for(group()), given, lambda i: f"number {i}")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ([], ""),
+        ([(1, 4, 33)], "number 4 has other values on rank 1 than"),
+        ([(0, 1, 0)], "number 1 has other values on rank 0 than"),
+        ([(2, 1, 399), (2, 0, 3)], "number 0 has other values on rank 2 than on the rest, and so have 1 more"),
+    ],
+)
+def test_a_difference_in_one_element_is_told_to_every_rank(other: list[Any], told: str) -> None:
+    for text in run_ranks(3, compared, other):
+        assert told in text
+        assert bool(text) == bool(other)
+
+
+def test_two_ranks_that_differ_blame_the_second() -> None:
+    for text in run_ranks(2, compared, [(0, 1, 0)]):
+        assert "rank 1" in text
+
+
+def test_checksums_tell_places_apart() -> None:
+    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])
+    assert len(set(checksums([a, b, -a, a.bfloat16(), a[:2]]).tolist())) == 5
+    assert checksums([a])[0] == checksums([a.clone()])[0]
+    agree_on_values(LocalTransport(), [a, b], str)

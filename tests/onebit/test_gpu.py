@@ -1,0 +1,93 @@
+"""The optimizers on a GPU: the CPU's results, no wait for the device in a step, and a step in a CUDA graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.onebit.runs import Case, arrays, bits, kinds, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SHAPES = ((64, 300), (33,), (2,), (4096,))
+
+
+def on_gpu(case: Case) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().cuda()) for p in case.parameters()]
+
+
+def give(case: Case, params: list[nn.Parameter], step: int) -> None:
+    for p, g in zip(params, case.gradients(0, step), strict=True):
+        p.grad = None if g is None else g.to(p.device)
+
+
+@kinds
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_results_of_the_cpu(kind: str, scale: str, dtype: str) -> None:
+    options = {"freeze_step": 4, "scale": scale, "block_size": 2048}
+    case = Case(kind, SHAPES, dtype, steps=7, options=options, bad=((6, 0, float("nan")),))
+    params, there = case.parameters(), on_gpu(case)
+    optimizer, other = case.build(params), case.build(there)
+    run(case, 0, optimizer, params, 1, case.steps)
+    for step in range(1, case.steps + 1):
+        give(case, there, step)
+        other.step()
+    assert other.skipped_steps == 1 and other.compressing
+    for a, b in zip(arrays(params), arrays([nn.Parameter(p.detach().cpu()) for p in there]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5 if dtype == "float32" else 1e-2, atol=1e-5)
+
+
+@kinds
+@pytest.mark.parametrize("clip", [False, True])
+def test_no_step_waits_for_the_device(kind: str, clip: bool) -> None:
+    case = Case(kind, SHAPES, options={"freeze_step": 4, "block_size": 2048})
+    params = on_gpu(case)
+    optimizer = case.build(params)
+    for step in range(1, 10):
+        give(case, params, step)
+        optimizer.param_groups[0]["lr"] = 1e-2 / step
+        torch.cuda.set_sync_debug_mode("error" if step not in (1, 2, 5, 6) else "default")  # tuning, the freeze
+        try:
+            if clip:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.compressing
+
+
+@kinds
+def test_a_step_of_stage_2_in_a_cuda_graph(kind: str) -> None:
+    lr = torch.tensor(1e-2, device="cuda")
+    case = Case(kind, SHAPES, options={"freeze_step": 2, "block_size": 2048, "lr": lr})
+    params, plain = on_gpu(case), on_gpu(case)
+    optimizer = case.build(params)
+    other = case.but(options={**case.options, "lr": 1e-2}).build(plain)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(1, 6):
+            for p, g in zip(params, case.gradients(0, step), strict=True):
+                p.grad.copy_(g)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    for p, g in zip(params, case.gradients(0, 6), strict=True):
+        p.grad.copy_(g)
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(6, 12):
+        lr.fill_(1e-2 / step)
+        for p, g in zip(params, case.gradients(0, step), strict=True):
+            p.grad.copy_(g)
+        graph.replay()
+    for step in range(1, 12):
+        other.param_groups[0]["lr"] = 1e-2 / step if step > 5 else 1e-2
+        give(case, plain, step)
+        other.step()
+    assert bits([p.cpu() for p in params]) == bits([p.cpu() for p in plain])
