@@ -11,12 +11,12 @@ from torch import Tensor
 
 from onebit.collectives.transport import Transport
 
-_NBYTES = 1024
+_NBYTES = 2048
 _PIECE = 2**20
 _PRIME = 1000003
 
 
-def agree(transport: Transport, device: torch.device, facts: Mapping[str, int | str]) -> None:
+def agree(transport: Transport, device: torch.device, facts: Mapping[str, float | str]) -> None:
     """Compare `facts` over all ranks; raise a ValueError on each that names who differs and in what."""
     text = json.dumps(facts, sort_keys=True).encode()
     if len(text) > _NBYTES:

@@ -5,11 +5,15 @@ from onebit.attach import attach
 from onebit.checkpoint import load, save
 from onebit.collectives import CompressedAllReduce
 from onebit.ddp import OneBitState, onebit_hook
+from onebit.diagnostics import History
+from onebit.lamb import OneBitLamb
 from onebit.state import merge_states
 
 __all__ = [
     "CompressedAllReduce",
+    "History",
     "OneBitAdam",
+    "OneBitLamb",
     "OneBitState",
     "attach",
     "load",

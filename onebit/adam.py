@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk
+from onebit.freeze import VarianceRule
 from onebit.optimizer import OneBitOptimizer
 from onebit.space import Space
 
@@ -26,6 +27,9 @@ class OneBitAdam(OneBitOptimizer):
     master_weights: 16-bit parameters keep an fp32 copy.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
     """
+
+    def _new_rule(self) -> VarianceRule:
+        return VarianceRule(self._options.freeze_step, self._options.freeze_threshold, self._window)
 
     def _warmup(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
         space.backend.adam_warmup(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from onebit import state as states
 from onebit.collectives.agreement import agree, agree_on_values, checksums, gathered
 from onebit.collectives.exchange import facts
+from onebit.warning import warn
 
 if TYPE_CHECKING:
     from onebit.optimizer import OneBitOptimizer
@@ -31,7 +31,7 @@ def agree_on_start(optimizer: OneBitOptimizer) -> None:
         _look_for_ddp(optimizer)
 
 
-def _facts(optimizer: OneBitOptimizer) -> Mapping[str, int | str]:
+def _facts(optimizer: OneBitOptimizer) -> dict[str, float | str]:
     numels = [n for space in optimizer._spaces for n in space.numels]
     o, groups = optimizer._options, optimizer.param_groups
     names = ("freeze_step", "freeze_threshold", "bias_correction", "dead", "master_weights")
@@ -39,6 +39,7 @@ def _facts(optimizer: OneBitOptimizer) -> Mapping[str, int | str]:
         **facts(numels, o.block_size, o.chunks, o.scale, o.norm),
         **{name: getattr(o, name) for name in names},
         **{name: _short([_number(g[name]) for g in groups]) for name in ("lr", "betas", "eps", "weight_decay")},
+        **optimizer._facts(),
         "optimizer": type(optimizer).__name__,
         "dtypes": " ".join(str(space.dtype) for space in optimizer._spaces),
         "freeze_window": optimizer._rule.window,
@@ -62,10 +63,9 @@ def _look_for_ddp(optimizer: OneBitOptimizer) -> None:
     own = checksums([torch.zeros(1, device=optimizer._device), *grads]).sum()[None]
     everyone = gathered(optimizer._transport, own, "comparing the ranks' gradients (all-gather)").view(-1).tolist()
     if len(set(everyone)) == 1 and everyone[0] and optimizer._transport.rank == 0:
-        warnings.warn(
+        warn(
             "all ranks have the same gradients already: is the model wrapped in DistributedDataParallel? Then call "
-            "onebit.attach(model, optimizer), or DDP goes on averaging uncompressed and nothing is saved",
-            stacklevel=6,
+            "onebit.attach(model, optimizer), or DDP goes on averaging uncompressed and nothing is saved"
         )
 
 

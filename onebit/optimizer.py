@@ -11,12 +11,10 @@ is the variance) it reads one step later.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,8 +22,9 @@ from torch import Tensor
 
 from onebit import state as states
 from onebit.collectives.transport import LocalTransport, transport_for
+from onebit.diagnostics import diagnose
 from onebit.first_step import agree_on_start
-from onebit.freeze import FreezeRule, Lagging, freeze_variance_
+from onebit.freeze import FreezeRule, Lagging, tell_of_freeze
 from onebit.gradients import Gradients, HyperTable, reciprocal
 from onebit.kernels.hyper import Hyper
 from onebit.kernels.layout import BLOCK_SIZE
@@ -33,8 +32,6 @@ from onebit.kernels.pointers import DTYPES
 from onebit.kernels.wire import Norm, Scale
 from onebit.options import Dead, Options, check_group, warn_if_early
 from onebit.space import Space
-
-logger = logging.getLogger("onebit")
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -99,8 +96,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @property
     def freeze_ratio(self) -> float | None:
-        """||vhat||_1 over what it was a window earlier, as freeze_step="auto" sees it; None while there is none."""
+        """What freeze_step="auto" looks at, None while there is none. Adam: ||vhat||_1 over what it was a window
+        earlier. LAMB: the share of elements whose coefficients were stable over a window."""
         return self._rule.ratio
+
+    @property
+    def steps(self) -> int:
+        """Steps taken. Reading it waits for the device."""
+        return int(self._counts[0])
+
+    def diagnostics(self) -> dict[str, dict[str, float]]:
+        """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
+        coefficient and ratio. Cheap to call now and then; waits for the device."""
+        return diagnose(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,6 +117,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_gradients()
         self._begin()
         if not self._gradients.are_seen(self._spaces):  # else clip_grad_norm_ was here
             self._look_at_gradients()
@@ -130,6 +139,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
+        self._check_gradients()
         self._begin()
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._look_at_gradients(squares)
@@ -152,10 +162,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 "add_param_group: stage 2 has begun, and new parameters would have no frozen variance. Add all of them "
                 "before the freeze, or build a new optimizer"
             )
+        if self._spaces:
+            self._settle()
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
             _check_parameters(self.param_groups[-1]["params"])
+            self._one_device()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -189,6 +202,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    _space_type: ClassVar[type[Space]] = Space
+
+    @abstractmethod
+    def _new_rule(self) -> FreezeRule:
+        """When stage 1 ends."""
+
     @abstractmethod
     def _warmup(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
         """Stage 1 on the averaged gradient."""
@@ -201,8 +220,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """A subclass's own state: under each name one tensor a parameter."""
         return {}
 
-    def _load_more(self, space: Space, saved: Sequence[states.Saved], numbers: Mapping[str, Any]) -> None:
-        """Take up what `_save_more` saved, as far as it is there."""
+    def _load_more(self, space: Space, saved: Sequence[states.Saved]) -> None:
+        """Put into a new space what `_save_more` saved, as far as it is there."""
+
+    def _loaded(self, steps: int, saved: Sequence[states.Saved]) -> None:
+        """A state of `steps` steps has been loaded."""
+
+    def _diagnose_more(self, space: Space) -> dict[str, Tensor]:
+        """A subclass's own diagnostics: fp32 [parameters] of each name."""
+        return {}
+
+    def _facts(self) -> Mapping[str, float | str]:
+        """What ranks must have in common, beyond the options of all optimizers."""
+        return {}
 
     def _begin(self) -> None:
         """Before anything of a step, or DDP's first bucket: all ranks mean the same model and the same stage."""
@@ -211,10 +241,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._rebuild()
         if not self._agreed:
             self._start()
-        if not self._compressing:
+        if self._listens:
             self._settle()
-            if self._rule.due(self._steps):
-                self._freeze()
+        if not self._compressing and self._rule.due(self._steps):
+            self._freeze()
 
     def _start(self) -> None:
         """The first step, or the first after a load."""
@@ -234,7 +264,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     f"call init_process_group before the first step"
                 )
             self._transport = transport
-            self._rule._speaks = transport.rank == 0
             self._build()
 
     def _look_at_gradients(self, squares: Tensor | None = None) -> None:
@@ -244,20 +273,29 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._gradients.average(self._spaces, self._transport, unscale)
         self._gradients.look(self._spaces, self._transport, self._write_hyper(unscale), found_inf, squares)
 
+    def _check_gradients(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"the gradient of parameter {self._name(p)} has layout {p.grad.layout}: signs are sent for "
+                        f"every element, so it has to be dense. Use nn.Embedding(..., sparse=False)"
+                    )
+
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be."""
         return reciprocal(getattr(self, "grad_scale", None), self._device)
 
     def _write_hyper(self, factor: Tensor | None) -> Tensor:
         """Every group's numbers for the coming step, on the device."""
-        rows = [self._row(group) for group in self.param_groups]
+        step = 1 if self._compressing else self._steps + 1  # nothing in stage 2 depends on it
+        rows = [self._row(group, step) for group in self.param_groups]
         return self._hyper.write(rows, [group["lr"] for group in self.param_groups], factor)
 
-    def _row(self, group: dict[str, Any]) -> Hyper:
-        lr = 0.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
+    def _row(self, group: dict[str, Any], step: int) -> Hyper:
         return Hyper.at_step(
-            1 if self._compressing else self._steps + 1,  # nothing in stage 2 depends on the step
-            lr=lr,
+            step,
+            lr=0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
@@ -267,18 +305,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _finish(self) -> None:
         """Count the step on the device, and leave what the host will want to know of it."""
         self._counts.index_add_(0, self._gradients.flags, self._one)
-        if not self._compressing:
-            numbers = [self._counts.double()]
-            if self._rule.watches:
-                numbers += [part.sum(dtype=torch.float64)[None] for s in self._spaces for part in self._by_group(s)]
-            self._lagging.put(torch.cat(numbers))
+        if self._listens:
+            watches = self._rule.watches and not self._compressing
+            numbers = self._rule.measure(self._spaces, len(self.param_groups)) if watches else []
+            self._lagging.put(torch.cat([self._counts.double(), *numbers]))
         self._gradients.forget()
         for space in self._spaces:
             space.release()
-
-    def _by_group(self, space: Space) -> list[Tensor]:
-        """The sums of v over blocks, a piece a param group; groups lie one after the other."""
-        return [space.sums[first:stop] for first, stop in space.group_blocks(len(self.param_groups))]
 
     def _settle(self) -> None:
         """Hear of the last step, if that has not been done."""
@@ -286,50 +319,41 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if numbers is None:
             return
         before, self._steps = self._steps, int(numbers[0])
-        if self._rule.watches and self._steps > before:
-            sums = torch.tensor(numbers[2:], dtype=torch.float64).view(len(self._spaces), -1).sum(0).tolist()
-            debias = [1 - group["betas"][1] ** self._steps for group in self.param_groups]
-            self._rule.see(self._steps, sum(s / b for s, b in zip(sums, debias, strict=True)))
+        if self._steps > before:
+            self._taken(numbers[2:])
+
+    @property
+    def _listens(self) -> bool:
+        """Whether the host has to hear of every step."""
+        return not self._compressing
+
+    def _taken(self, numbers: Sequence[float]) -> None:
+        """A step was taken, and left `numbers`."""
+        if self._rule.watches:
+            corrected = self._options.bias_correction
+            beta2s = [group["betas"][1] if corrected else 0.0 for group in self.param_groups]
+            self._rule.hear(self._steps, numbers, beta2s)
+            if self._transport.rank == 0:
+                self._rule.tell(self._steps)
 
     def _freeze(self) -> None:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""
-        rows = [Hyper.at_step(max(1, self._steps), lr=0, betas=g["betas"], eps=g["eps"],
-                              bias_correction=self._options.bias_correction) for g in self.param_groups]  # fmt: skip
         if not any(float(space.exp_avg_sq.max()) > 0 for space in self._spaces):
             raise ValueError(
                 f"stage 2 is to begin after {self._steps} steps, and there is no variance to freeze: every second "
                 f"moment is 0. Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give "
                 f"stage 1 some steps: freeze_step=1 or more"
             )
-        without: list[tuple[Tensor, int]] = []
-        for space in self._spaces:
-            chunks = space.choose_chunks()
-
-            def freeze(v: Tensor, index: int, space: Space = space) -> None:
-                h = rows[space.groups[index]]
-                count = freeze_variance_(v, h.bias2, h.eps, self._options.dead)
-                if count:
-                    without.append((space.params[index], count))
-
-            space.freeze(chunks, [h.beta1 for h in rows], freeze)
+        rows = [self._row(group, max(1, self._steps)) for group in self.param_groups]
+        without = [
+            (self._name(space.params[i]), count, space.numels[i])
+            for space in self._spaces
+            for i, count in space.freeze(rows).items()
+        ]
         self._compressing = True
         self._show_state()
-        self._tell_of_freeze(without)
-
-    def _tell_of_freeze(self, without: list[tuple[Tensor, int]]) -> None:
-        if self._transport.rank != 0:
-            return
-        logger.info("Stage 2 begins after step %d: 1 bit an element from here on", self._steps)
-        if without:
-            listed = ", ".join(f"{self._name(p)} ({count} of {p.numel()})" for p, count in without[:8])
-            more = f" and {len(without) - 8} more" if len(without) > 8 else ""
-            still = [p for p, count in without if count == p.numel() or self._options.dead == "freeze"]
-            what = "they use the mean variance of their parameter's other coordinates"
-            if len(still) == len(without):
-                what = "they will not move any more"
-            elif still:
-                what += f"; where there are none ({', '.join(self._name(p) for p in still[:8])}), they will not move"
-            warnings.warn(f"coordinates without a variance at the freeze: {listed}{more}; {what}", stacklevel=5)
+        if self._transport.rank == 0:
+            tell_of_freeze(self._steps, without, self._options.dead)
 
     def _grouped(self) -> list[list[tuple[int, bool]]]:
         """Which parameters are optimized, by group."""
@@ -368,15 +392,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
         pairs = sorted(by_dtype.items(), key=lambda item: str(item[0]))
         return [
-            Space([p for p, _ in members], [g for _, g in members], self._options, self._transport)
+            self._space_type([p for p, _ in members], [g for _, g in members], self._options, self._transport)
             for _, members in pairs
         ]
 
-    def _new_rule(self) -> FreezeRule:
-        window = self._options.freeze_window or round(1 / (1 - self._beta2))
-        return FreezeRule(
-            self._options.freeze_step, self._options.freeze_threshold, window, speaks=self._transport.rank == 0
-        )
+    @property
+    def _window(self) -> int:
+        return self._options.freeze_window or round(1 / (1 - self._beta2))
 
     def _show_state(self) -> None:
         """`optimizer.state[p]`: views of each parameter's part."""
@@ -391,6 +413,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _one_device(self) -> torch.device:
         devices = {p.device for group in self.param_groups for p in group["params"]}
+        if not devices:
+            raise ValueError("no parameter requires a gradient: the param groups are empty")
         if len(devices) > 1:
             raise ValueError(
                 f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): one optimizer works "

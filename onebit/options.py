@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from onebit.kernels.layout import check_block_size
 from onebit.kernels.wire import Format, Norm, Scale
+from onebit.warning import warn
 
 Dead = Literal["floor", "freeze"]
 
@@ -37,7 +38,7 @@ class Options:
                 f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, or "
                 f'"auto". Papers use 15 to 25 % of all steps'
             )
-        if not 0 < self.freeze_threshold < 1:
+        if not _number(self.freeze_threshold) or not 0 < self.freeze_threshold < 1:
             raise ValueError(
                 f"freeze_threshold={self.freeze_threshold!r}: it bounds the ratio of two variances from below and "
                 f"must lie between 0 and 1; the papers use 0.96"
@@ -61,7 +62,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of {lr.numel()} elements: a learning rate is one number")
-    elif not _number(lr) or lr < 0:
+        lr = float(lr)
+    if not _number(lr) or lr < 0:
         raise ValueError(f"lr={lr!r}: a learning rate is a finite number, 0 or more")
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_number(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
@@ -75,17 +77,16 @@ def warn_if_early(options: Options, beta2: float) -> None:
     """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
     steps = round(1 / (1 - beta2))
     if not options.bias_correction and options.freeze_step != "auto" and 0 < options.freeze_step < steps:
-        warnings.warn(
+        warn(
             f"freeze_step={options.freeze_step} without bias correction freezes a variance that is still growing from "
             f"zero: with beta2={beta2:g} it takes about {steps} steps to reach its size, and stage 2 would take too "
-            f"large steps for good. Freeze later, or pass bias_correction=True",
-            stacklevel=4,
+            f"large steps for good. Freeze later, or pass bias_correction=True"
         )
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, Real) and math.isfinite(value)

@@ -21,10 +21,11 @@ from onebit import kernels
 from onebit.collectives.chunking import candidates, choose_chunks
 from onebit.collectives.exchange import Chunk, Exchange
 from onebit.collectives.transport import Transport
+from onebit.kernels.hyper import Hyper
 from onebit.kernels.layout import Layout
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.wire import Messages
-from onebit.options import Options
+from onebit.options import Dead, Options
 
 
 class Space:
@@ -118,6 +119,10 @@ class Space:
 
         return exchange.run(compress, use)
 
+    def fold_momentum(self, index: int, m: Tensor, beta1: float) -> None:
+        """m of the last step, where no message received holds it."""
+        self.view(self._first, index).add_(m, alpha=beta1)
+
     def copy_parameters_to_master(self) -> None:
         if self._master is not None:
             for i, p in enumerate(self.params):
@@ -134,12 +139,16 @@ class Space:
             self.transport, sum(self.numels), self.device, self.options.scale, self.options.norm, self.layout.block_size
         )
 
-    def freeze(self, chunks: int, betas: Sequence[float], freeze_variance: Callable[[Tensor, int], None]) -> None:
-        """Stage 2 begins: exp_avg becomes the first residual, `freeze_variance(v, index)` makes d of each variance."""
+    def freeze(self, rows: Sequence[Hyper]) -> dict[int, int]:
+        """Stage 2 begins, with the numbers of each group at this step. Of each parameter that has coordinates without
+        a variance: how many."""
+        chunks = self.choose_chunks()
+        without = {}
         for i, group in enumerate(self.groups):
-            self.view(self._first, i).mul_(betas[group])
-            freeze_variance(self.view(self._second, i), i)
+            self.view(self._first, i).mul_(rows[group].beta1)
+            without[i] = freeze_variance_(self.view(self._second, i), rows[group], self.options.dead)
         self.begin_exchange(chunks)
+        return {i: count for i, count in without.items() if count}
 
     def begin_exchange(self, chunks: int) -> None:
         """Cut for `chunks`, with the residual in the place of exp_avg and d in that of exp_avg_sq."""
@@ -150,6 +159,14 @@ class Space:
             self.layout, self.transport, self.device, self.options.scale, self.options.norm, value=self.exp_avg
         )
         self.mark_live()
+
+    def variance(self) -> Tensor | None:
+        """What is kept of it: in stage 2 Adam has only d."""
+        return None if self.exchange else self.exp_avg_sq
+
+    def coefficient_average(self) -> Tensor:
+        """LAMB's, fp32 [parameters]"""
+        raise NotImplementedError
 
     def mark_live(self) -> None:
         """Where d is 0 a coordinate never moves, and stays out of every scale."""
@@ -179,3 +196,21 @@ def packed(mask: Tensor) -> Tensor:
     """uint8 [elements / 8], as numpy.packbits(..., bitorder="little")."""
     bits = np.packbits(mask.cpu().numpy(), bitorder="little")
     return torch.from_numpy(bits).to(mask.device)
+
+
+def freeze_variance_(v: Tensor, h: Hyper, dead: Dead) -> int:
+    """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many coordinates had no variance.
+
+    Those get the value of the mean of the others ("floor"), or 0, with which they never move: always so where a
+    parameter has no live coordinate to take a mean of.
+    """
+    without = v == 0
+    count = int(without.sum())
+    floor = 0.0
+    if dead == "floor" and 0 < count < v.numel():
+        mean = float(v.sum(dtype=torch.float64)) / (v.numel() - count)
+        floor = 1 / (mean**0.5 * h.bias2 + h.eps)
+    v.sqrt_().mul_(h.bias2).add_(h.eps).reciprocal_()
+    if count:
+        v.masked_fill_(without, floor)
+    return count

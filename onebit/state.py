@@ -14,7 +14,6 @@ stores them all. A state that holds those of all ranks (`merge_states`) loads on
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from onebit.kernels.layout import Layout, Span
 from onebit.space import Space
+from onebit.warning import warn
 
 if TYPE_CHECKING:
     from onebit.optimizer import OneBitOptimizer
@@ -59,7 +59,7 @@ def progress(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "block_size": options.block_size,
         "scale": options.scale,
         "wire_bytes": optimizer.wire_bytes,
-        "variance_norms": optimizer._rule.state(),
+        "trace": optimizer._rule.state(),
     }
 
 
@@ -117,15 +117,16 @@ class _Loaded:
         o._steps = int(numbers["steps"])
         o._counts.copy_(torch.tensor([o._steps, numbers["skipped_steps"]]))
         o._lagging.take()
+        o._loaded(o._steps, list(self.saved.values()))
         o._rule = o._new_rule()
-        o._rule.restore(numbers["variance_norms"])
+        o._rule.restore(numbers["trace"])
         o._sent_before, o._residuals_missing = int(numbers["wire_bytes"]), self.residuals_missing
         o._gradients.forget()
         o._show_state()
 
     def _space(self, old: Space, chunks: int) -> Space:
         free = old.options.chunks == "auto"
-        space = Space(old.params, old.groups, old.options, old.transport, chunks if free else 1)
+        space = type(old)(old.params, old.groups, old.options, old.transport, chunks if free else 1)
         saved = [self.saved[p] for p in space.params]
         space.copy_parameters_to_master()
         if self.compressing:
@@ -143,7 +144,7 @@ class _Loaded:
         if self.compressing:
             space.mark_live()
             self._load_exchange(space, saved)
-        self.optimizer._load_more(space, saved, self.numbers)
+        self.optimizer._load_more(space, saved)
         return space
 
     def _load_exchange(self, space: Space, saved: Sequence[Saved]) -> None:
@@ -178,11 +179,10 @@ class _Loaded:
 
     def _warn_of_missing(self, ranks: int) -> None:
         if not self.residuals_missing:
-            warnings.warn(
+            warn(
                 f"the state does not hold the residuals of all {ranks} ranks that saved it, nor those of this rank for "
                 f"as many: they start from zero, and what compression had left out is lost. Save on every rank; for "
-                f"another number of ranks load onebit.merge_states of all of them",
-                stacklevel=7,
+                f"another number of ranks load onebit.merge_states of all of them"
             )
         self.residuals_missing = True
 
@@ -280,13 +280,12 @@ def _put_momentum(space: Space, saved: Sequence[Saved]) -> None:
 
 
 def _fold_momentum(space: Space, saved: Sequence[Saved], betas: Sequence[float]) -> None:
-    """Where messages of another shape held m: e = e + beta1 m, with m = 0 received so far, is the same next step."""
+    """Where messages of another shape held m."""
     for i, own in enumerate(saved):
-        residual, group = space.views(i)["residual"], space.groups[i]
         bits = own["momentum_bits"].to(space.device)
         signs = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).view(len(bits), -1).float() * 2 - 1
-        m = (signs * own["momentum_scales"].to(space.device)[:, None]).view(-1)[: residual.numel()]
-        residual.add_(m.view(residual.shape), alpha=betas[group])
+        m = (signs * own["momentum_scales"].to(space.device)[:, None]).view(-1)[: space.numels[i]]
+        space.fold_momentum(i, m.view(space.params[i].shape), betas[space.groups[i]])
 
 
 def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -302,7 +301,7 @@ def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -
     if any(g.get("maximize") for g in groups):
         raise ValueError("the state was saved with maximize=True, which onebit does not know: negate the loss instead")
     if any(g.get("amsgrad") for g in groups):
-        warnings.warn("the state was saved with amsgrad=True: its maximum of variances is not used", stacklevel=5)
+        warn("the state was saved with amsgrad=True: its maximum of variances is not used")
     return groups
 
 
@@ -339,7 +338,7 @@ def _numbers_of_adamw(saved: Mapping[Tensor, Saved]) -> dict[str, Any]:
         )
     return {
         "ranks": 1, "steps": max(steps, default=0), "skipped_steps": 0, "compressing": False, "chunks": [],
-        "wire_bytes": 0, "variance_norms": [], "optimizer": "AdamW",
+        "wire_bytes": 0, "trace": [], "optimizer": "AdamW",
     }  # fmt: skip
 
 

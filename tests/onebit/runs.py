@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import onebit
 
-OPTIMIZERS = ("OneBitAdam",)
+OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 

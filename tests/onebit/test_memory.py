@@ -16,8 +16,9 @@ from tests.ranks import group, run_ranks
 
 SHAPES = ((2048, 1024), (1000, 1024), (512,), (3,))
 NUMEL = sum(torch.Size(s).numel() for s in SHAPES)
-MOST_STATE = {"OneBitAdam": 8.7}
+MOST_STATE = {"OneBitAdam": 8.7, "OneBitLamb": 12.8}
 MOST_BUFFERS = 0.6
+MOST_AT_FREEZE = {"OneBitAdam": 0.2, "OneBitLamb": 1.01}  # LAMB's d is a buffer of its own, and stays
 
 
 class Made(TorchDispatchMode):
@@ -70,4 +71,4 @@ def test_bytes_an_element_in_stage_2(kind: str) -> None:
         assert 0 < found["buffers"] <= MOST_BUFFERS
         # what the CPU passes work in has 2 MB, whatever the model
         assert found["step"] < 0.2, "a step of stage 2 makes a temporary near the size of the model"
-        assert found["freeze"] < 0.2, "the freeze makes a temporary near the size of the model"
+        assert found["freeze"] < MOST_AT_FREEZE[kind], "the freeze makes a temporary near the size of the model"

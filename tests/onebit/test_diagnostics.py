@@ -1,0 +1,98 @@
+"""What diagnostics say, against the state they speak of; and a picture of a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from tests.onebit.runs import Case, kinds, run, take
+from tests.ranks import group, run_ranks
+
+
+def diagnosed(rank: int, size: int, case: Case) -> dict[str, Any]:
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 3)
+    early, v = optimizer.diagnostics(), [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
+    run(case, rank, optimizer, params, 4, case.steps)
+    late = optimizer.diagnostics()
+    (space,) = optimizer._spaces
+    e, server = space.exchange.residual.left_out(), space.exchange.gathered_server_residual()
+    return {
+        "early": early,
+        "late": late,
+        "variance": [float(x.norm()) for x in v],
+        "residual": [float(space.view(e, i).norm()) for i in range(len(params))],
+        "server": [float(space.view(server, i).square().sum()) for i in range(len(params))],
+    }
+
+
+@kinds
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_norms_and_scales(kind: str, scale: str) -> None:
+    case = Case(kind, steps=8, options={"freeze_step": 4, "scale": scale, "chunks": 2})
+    found = run_ranks(3, diagnosed, case)
+    for one in found:
+        early, late = list(one["early"].values()), list(one["late"].values())
+        np.testing.assert_allclose([p["variance_norm"] for p in early], one["variance"], rtol=1e-5)
+        np.testing.assert_allclose([p["residual_norm"] for p in late], one["residual"], rtol=1e-5)
+        assert all("residual_norm" not in p for p in early)
+        assert all(p["momentum_scale"] > 0 for p in late)
+        assert all(("ratio" in p) == (kind == "OneBitLamb") for p in late)
+    shards = [[p["server_residual_norm"] ** 2 for p in one["late"].values()] for one in found]
+    np.testing.assert_allclose(np.sum(shards, 0), found[0]["server"], rtol=1e-4)
+
+
+def test_coefficients_are_those_of_the_last_step() -> None:
+    case = Case("OneBitLamb", options={"freeze_step": 50})
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 2)
+    before = [p.detach().clone() for p in params]
+    take(case, 0, optimizer, params, 3)
+    for p, old, said in zip(params, before, optimizer.diagnostics().values(), strict=True):
+        s = optimizer.state[p]
+        u = (s["exp_avg"] / (1 - 0.9**3)) / ((s["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
+        assert said["coefficient"] == pytest.approx(min(0.3, max(0.01, float(old.norm() / u.norm()))), rel=1e-4)
+
+
+@kinds
+def test_a_picture_of_a_run(kind: str, tmp_path: Path) -> None:
+    case = Case(kind, options={"freeze_step": 4})
+    params = case.parameters()
+    optimizer, history = case.build(params), onebit.History()
+    for step in range(1, 9):
+        take(case, 0, optimizer, params, step)
+        history.record(optimizer)
+    assert history.steps == list(range(1, 9))
+    assert all(math.isnan(line[0]) and line[-1] > 0 for line in history.series("residual_norm").values())
+    history.plot(tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_names_come_from_the_model_where_they_are_known() -> None:
+    net = nn.Linear(3, 2)
+    assert set(onebit.OneBitAdam(net.named_parameters()).diagnostics()) == {"weight", "bias"}
+    assert len(onebit.OneBitAdam(net.parameters()).diagnostics()) == 2
+
+
+def test_an_empty_history_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        onebit.History().plot(tmp_path / "no.png")
+
+
+def test_a_parameter_without_elements_has_numbers() -> None:
+    params = [nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(5))]
+    optimizer = onebit.OneBitAdam(params, freeze_step=1)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert all(math.isfinite(x) for row in optimizer.diagnostics().values() for x in row.values())

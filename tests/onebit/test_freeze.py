@@ -1,0 +1,350 @@
+"""When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once; and what it says."""
+
+import logging
+import math
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from tests.onebit.runs import Case, bits, kinds, run, take
+from tests.ranks import group, run_ranks
+
+
+@dataclass(frozen=True)
+class Swelling(Case):
+    """Gradients that grow by `growth` a step up to step `until`, and stay as large as they are from there on."""
+
+    growth: float = 0.0
+    until: int = 0
+
+    def gradients(self, rank, step):
+        size = 1 + self.growth * min(step, self.until)
+        return [None if g is None else g * size for g in super().gradients(rank, step)]
+
+
+WINDOW = 20
+SHORT = {"betas": (0.9, 0.95)}  # 1 / (1 - beta2) = 20
+STEADY = Swelling(shapes=((20, 40), (33,), (300,)), steps=200, options=SHORT)
+RISING = STEADY.but(growth=0.2, until=60)
+SINKING = STEADY.but(growth=-0.012, until=70)
+
+
+def the_group(size):
+    return group() if size > 1 else None
+
+
+def on_ranks(size, work, *args):
+    return run_ranks(size, work, *args) if size > 1 else [work(0, 1, *args)]
+
+
+def vhat_norm(case, params, optimizer, step):
+    """||vhat||_1 of the whole model after so many steps."""
+    total = 0.0
+    for group_ in optimizer.param_groups:
+        debias = 1 - group_["betas"][1] ** step if case.options.get("bias_correction", True) else 1.0
+        total += sum(float(optimizer.state[p]["exp_avg_sq"].double().sum()) / debias for p in group_["params"])
+    return total
+
+
+@dataclass(frozen=True)
+class Traced:
+    norms: list[float]  # ||vhat||_1 after step 1, 2, ...
+    ratios: list[float | None]  # optimizer.freeze_ratio after step 1, 2, ...
+    frozen: int | None  # the last step of stage 1
+    said: list[str]
+    end: bytes
+
+
+def traced(rank, size, case):
+    """Run until a few steps into stage 2."""
+    params = case.parameters()
+    optimizer = case.build(params, the_group(size))
+    norms, ratios, frozen = [], [], None
+    with listening() as said:
+        for step in range(1, case.steps + 1):
+            take(case, rank, optimizer, params, step)
+            if optimizer.compressing and frozen is None:
+                frozen = step - 1
+            if frozen is None:
+                norms.append(vhat_norm(case, params, optimizer, step))
+            ratios.append(optimizer.freeze_ratio)
+            if frozen is not None and step > frozen + 3:
+                break
+    return Traced(norms, ratios, frozen, said, bits(params))
+
+
+class listening(logging.Handler):
+    """What the library says at INFO, in a rank as well."""
+
+    def __enter__(self):
+        self.logger, self.said = logging.getLogger("onebit"), []
+        self.before = self.logger.level
+        self.logger.setLevel(logging.INFO)
+        self.logger.addHandler(self)
+        return self.said
+
+    def __exit__(self, *_):
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.before)
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def ratio(norms, step, window):
+    """||vhat_t||_1 / ||vhat_(t-D)||_1, None while there is none."""
+    return norms[step - 1] / norms[step - 1 - window] if step > window else None
+
+
+def rule(norms, window, threshold=0.96):
+    """The first step t >= 2D with min(r, 1/r) >= threshold."""
+    for step in range(2 * window, len(norms) + 1):
+        r = ratio(norms, step, window)
+        if min(r, 1 / r) >= threshold:
+            return step
+    return None
+
+
+def assert_follows(found, window, threshold=0.96):
+    assert found.frozen is not None, "stage 1 did not end: the test shows nothing"
+    assert rule(found.norms, window, threshold) == found.frozen
+    for step in range(1, len(found.norms) + 1):  # freeze_ratio lags by one step: nobody waits for the device
+        shown, expected = found.ratios[step], ratio(found.norms, step, window)
+        if expected is None:
+            assert shown is None
+        else:
+            assert shown == pytest.approx(expected, rel=1e-5)
+    assert found.ratios[0] is None
+
+
+@pytest.mark.parametrize("case", [STEADY, RISING, SINKING], ids=["steady", "rising", "sinking"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_stage_1_ends_where_the_rule_says_on_all_ranks(size, case):
+    found = on_ranks(size, traced, case)
+    for each in found:
+        assert_follows(each, WINDOW)
+        assert each.end == found[0].end
+    if case is not STEADY:
+        assert found[0].frozen > 2 * WINDOW + 10
+
+
+def test_three_ranks_and_groups_with_a_window_each():
+    """The whole model counts, each group's variance corrected by its own beta2; D is that of the longest."""
+    groups = ({"betas": (0.9, 0.95)}, {"betas": (0.8, 0.9)}, {"betas": (0.9, 0.5)})
+    found = run_ranks(3, traced, RISING.but(groups=groups))
+    for each in found:
+        assert_follows(each, WINDOW)
+        assert each.end == found[0].end
+
+
+def test_two_dtypes_count_as_one_model():
+    case = RISING.but(shapes=((400,), (300,)))
+    params = [nn.Parameter(p.to(d)) for p, d in zip(case.parameters(), (torch.bfloat16, torch.float32), strict=True)]
+    optimizer = case.build(params)
+    norms, frozen = [], None
+    for step in range(1, case.steps + 1):
+        for p, g in zip(params, case.gradients(0, step), strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+        if optimizer.compressing:
+            frozen = step - 1
+            break
+        norms.append(vhat_norm(case, params, optimizer, step))
+    assert frozen is not None
+    assert frozen == rule(norms, WINDOW)
+
+
+def test_a_variance_that_grows_is_not_frozen():
+    """r >= threshold alone, as the papers have it, would end stage 1 at 2D."""
+    found = traced(0, 1, RISING)
+    assert ratio(found.norms, 2 * WINDOW, WINDOW) > 1 / 0.96
+    assert found.frozen > 60
+
+
+def test_a_variance_that_grows_from_zero_is_not_frozen():
+    """Without bias correction vhat is v, which has reached 0.87 of its size after 2D steps."""
+    found = traced(0, 1, STEADY.but(shapes=((4000,),), options={**SHORT, "bias_correction": False}))
+    q = next(t for t in range(1000) if (1 - 0.95**t) / (1 - 0.95 ** (t + WINDOW)) >= 0.96) + WINDOW  # of its mean: 75
+    assert abs(found.frozen - q) <= 5
+    assert_follows(found, WINDOW)
+
+
+@pytest.mark.parametrize(("threshold", "window"), [(0.8, None), (0.99, None), (0.96, 7), (0.9, 31)])
+def test_the_threshold_and_the_window_can_be_chosen(threshold, window):
+    options = {**SHORT, "freeze_threshold": threshold, "freeze_window": window}
+    found = traced(0, 1, RISING.but(shapes=((8000,),), options=options))
+    assert_follows(found, window or WINDOW, threshold)
+    assert found.frozen != traced(0, 1, RISING.but(shapes=((8000,),))).frozen
+
+
+def test_steps_not_taken_are_no_part_of_the_trace():
+    """The same ratios and the same decision, as many steps later as were skipped."""
+    at = (5, 33, 34, 60)
+    spoiled = RISING.but(
+        bad=tuple((step, 0, value) for step, value in zip(at, (math.nan, math.inf, -math.inf, math.nan), strict=True))
+    )
+    found = []
+    for extra in ((), at):
+        params = RISING.parameters()
+        optimizer = RISING.build(params)
+        ratios = []
+        for step in range(1, RISING.steps + 1):
+            if step in extra:
+                take(spoiled, 0, optimizer, params, step)
+            take(RISING, 0, optimizer, params, step)
+            ratios.append(optimizer.freeze_ratio)
+            if optimizer.compressing:
+                break
+        assert optimizer.skipped_steps == len(extra)
+        assert max(at) < step < RISING.steps
+        found.append((ratios, bits(params)))
+    assert found[0] == found[1]
+
+
+def freeze_after(rank, size, kind, frozen, bad):
+    """How many calls of step there were before the one that began stage 2."""
+    case = Case(kind, steps=12, options={"freeze_step": frozen}, bad=bad)
+    params = case.parameters()
+    optimizer = case.build(params, the_group(size))
+    for step in range(1, case.steps + 1):
+        take(case, rank, optimizer, params, step)
+        if optimizer.compressing:
+            return step - 1, optimizer.skipped_steps
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@kinds
+def test_a_number_is_the_last_step_of_stage_1(kind, size):
+    for frozen in (1, 5):
+        assert on_ranks(size, freeze_after, kind, frozen, ()) == [(frozen, 0)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@kinds
+def test_a_step_that_was_not_taken_does_not_count(kind, size):
+    bad = ((1, size - 1, math.nan), (4, 0, math.inf), (6, 0, math.nan))
+    assert on_ranks(size, freeze_after, kind, 5, bad) == [(8, 3)] * size
+
+
+def freeze_at_once(rank, size, kind):
+    case = Case(kind, options={"freeze_step": 0})
+    params = case.parameters()
+    optimizer = case.build(params, the_group(size))
+    before = bits(params)
+    with pytest.raises(
+        ValueError, match=r"stage 2 is to begin after 0 steps.*ive stage 1 some steps.*freeze_step=1"
+    ) as caught:
+        take(case, rank, optimizer, params, 1)
+    assert bits(params) == before
+    assert not optimizer.compressing
+    assert kind != "OneBitAdam" or "no variance to freeze" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@kinds
+def test_stage_2_from_the_start_needs_a_variance(kind, size):
+    assert len(set(on_ranks(size, freeze_at_once, kind))) == 1
+
+
+def test_stage_2_from_the_start_with_the_variance_of_adamw():
+    case = Case(options={"freeze_step": 0})
+    params = case.parameters()
+    prior = torch.optim.AdamW(params, lr=1e-2)
+    run(case, 0, prior, params, 1, 5)
+    optimizer = case.build(params)
+    optimizer.load_state_dict(prior.state_dict())
+    take(case, 0, optimizer, params, 6)
+    assert optimizer.compressing
+    for p in params:
+        vhat = prior.state[p]["exp_avg_sq"].double() / (1 - 0.999**5)
+        expected = 1 / (vhat.sqrt() + 1e-8)
+        torch.testing.assert_close(optimizer.state[p]["denominator"].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_the_rank_0_tells_of_the_ratio_and_of_stage_2():
+    """Every D steps, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
+    first, *others = run_ranks(3, traced, RISING)
+    assert all(each.said == [] for each in others)
+    *seen, last = first.said
+    steps = range(WINDOW, first.frozen + 1, WINDOW)
+    assert len(seen) == len(steps) >= 3
+    for text, step in zip(seen, steps, strict=True):
+        r = ratio(first.norms, step, WINDOW)
+        assert f"step {step}," in text
+        assert ("not known" if r is None else f"{r:.4f}") in text
+    assert "tage 2" in last and f"step {first.frozen}:" in last
+
+
+def test_what_is_told_goes_to_the_logger_onebit(caplog):
+    case = Case(options={"freeze_step": 3})
+    params = case.parameters()
+    optimizer = case.build(params)
+    with caplog.at_level(logging.INFO, logger="onebit"):
+        run(case, 0, optimizer, params, 1, 12)
+    [record] = caplog.records
+    assert (record.name, record.levelno) == ("onebit", logging.INFO)
+    assert "step 3:" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"freeze_step": 19, "bias_correction": False, **SHORT}, True),
+        ({"freeze_step": 999, "bias_correction": False}, True),
+        ({"freeze_step": 20, "bias_correction": False, **SHORT}, False),
+        ({"freeze_step": 1000, "bias_correction": False}, False),
+        ({"freeze_step": 19, "bias_correction": True, **SHORT}, False),
+        ({"freeze_step": "auto", "bias_correction": False}, False),
+        ({"freeze_step": 0, "bias_correction": False}, False),
+    ],
+)
+@kinds
+def test_a_freeze_while_the_variance_grows_from_zero_warns(kind, options, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Case(kind, options=options).build([nn.Parameter(torch.ones(3))])
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == warned
+    if warned:
+        assert f"freeze_step={options['freeze_step']} " in texts[0]
+        assert "bias_correction=True" in texts[0]
+
+
+@kinds
+def test_the_warning_points_to_where_the_optimizer_is_made(kind):
+    with pytest.warns(UserWarning, match="freeze_step=5") as caught:
+        getattr(onebit, kind)([nn.Parameter(torch.ones(3))], freeze_step=5, bias_correction=False)
+    assert caught[0].filename == __file__
+
+
+def test_a_small_training_run_shows_its_trace(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = onebit.OneBitAdam(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    losses, ratios, stages = [], [], []
+    with caplog.at_level(logging.INFO, logger="onebit"):
+        for step in range(200):
+            data = torch.Generator().manual_seed(step)
+            x, noise = torch.randn(64, 8, generator=data), torch.randn(64, 1, generator=data)
+            loss = ((model(x) - x.sum(1, keepdim=True) - 0.3 * noise) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            ratios.append(optimizer.freeze_ratio)
+            stages.append(optimizer.compressing)
+    frozen = stages.index(True)
+    assert frozen >= 2 * WINDOW
+    assert stages == [False] * frozen + [True] * (200 - frozen)
+    assert ratios[:WINDOW] == [None] * WINDOW  # known from step 21 on, and heard of one step later
+    assert None not in ratios[WINDOW + 1 :]
+    assert min(ratios[frozen], 1 / ratios[frozen]) >= 0.96
+    assert all(min(r, 1 / r) < 0.96 for r in ratios[2 * WINDOW : frozen])
+    assert len(caplog.records) == frozen // WINDOW + 1
+    assert sum(losses[-20:]) < 0.5 * sum(losses[frozen - 20 : frozen])
