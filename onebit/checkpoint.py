@@ -20,9 +20,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit import state as states
 from onebit.collectives.transport import TorchTransport, Transport
+from onebit.loading import continues
 from onebit.optimizer import OneBitOptimizer
+from onebit.state import PROGRESS
 
 _Path = tuple[str | int, ...]
 
@@ -43,11 +44,11 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     if not paths:
         raise ValueError(f"{folder} holds no optimizer: it was not written by onebit.save")
     found = source.read((k for k, p in paths.items() if p[1] == "param_groups"))
-    numbers = _nested({paths[k]: v for k, v in found.items()})["optimizer"]["param_groups"][0].get(states.PROGRESS, {})
+    numbers = _nested({paths[k]: v for k, v in found.items()})["optimizer"]["param_groups"][0].get(PROGRESS, {})
     ranks, group = int(numbers.get("ranks", 1)), optimizer._transport
     residuals = {r: [k for k, p in paths.items() if p[-1] == f"residual_of_rank_{r}"] for r in range(ranks)}
     others = {k for own in residuals.values() for k in own}
-    if states.continues(optimizer, numbers):
+    if continues(optimizer, numbers):
         servers = {k for k, p in paths.items() if str(p[-1]).startswith("server_residual_of_rank_")}
         own = {k for k in servers if paths[k][-1] == f"server_residual_of_rank_{group.rank}"}
         found |= source.read(k for k in paths if k not in found and k not in others | (servers - own))

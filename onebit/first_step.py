@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onebit import state as states
 from onebit.collectives.agreement import agree, agree_on_values, checksums, gathered
 from onebit.collectives.exchange import facts
+from onebit.loading import forget_residuals
 from onebit.warning import warn
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _agree_on_residuals(optimizer: OneBitOptimizer) -> None:
     missing = torch.tensor([int(optimizer._residuals_missing)], dtype=torch.int32, device=optimizer._device)
     optimizer._transport.all_max(missing, "comparing what the ranks have loaded (all-reduce of one number)")
     if int(missing) and not optimizer._residuals_missing:
-        states.forget_residuals(optimizer)
+        forget_residuals(optimizer)
     optimizer._residuals_missing = False
 
 

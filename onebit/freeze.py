@@ -148,16 +148,22 @@ class CoefficientRule(FreezeRule):
     share = 0.95
 
     def __init__(
-        self, freeze_step: int | Literal["auto"], threshold: float, window: int, coeff_beta: float, first: int
+        self,
+        freeze_step: int | Literal["auto"],
+        threshold: float,
+        window: int,
+        coeff_beta: float,
+        first: int,
+        numels: Sequence[int],
     ) -> None:
         """`first`: the steps that were taken before coefficients began to be averaged."""
         super().__init__(freeze_step, threshold, window, lags=16)
-        self._coeff_beta, self._first, self._numels = coeff_beta, first, [1.0]
+        self._coeff_beta, self._first, self._numels = coeff_beta, first, list(numels)
         self.what = f"the share of elements with stable coefficients (stage 2 begins at {self.share:g})"
 
     def measure(self, spaces: Sequence[Space], groups: int) -> list[Tensor]:
         """The averaged coefficient of every parameter."""
-        self._numels = [float(n) for space in spaces for n in space.numels]
+        self._numels = [n for space in spaces for n in space.numels]
         return [space.coefficient_average().double() for space in spaces]
 
     def hear(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:

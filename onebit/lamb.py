@@ -59,8 +59,9 @@ class OneBitLamb(OneBitOptimizer):
 
     def _new_rule(self) -> CoefficientRule:
         o = self._options
+        numels = [n for space in self._spaces for n in space.numels]
         return CoefficientRule(
-            o.freeze_step, o.freeze_threshold, self._window, self._coeff_beta, self._coefficients_from
+            o.freeze_step, o.freeze_threshold, self._window, self._coeff_beta, self._coefficients_from, numels
         )
 
     def _warmup(self, space: Space, hyper: Tensor, flags: Tensor) -> None:

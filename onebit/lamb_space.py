@@ -28,7 +28,6 @@ class LambSpace(Space):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.lamb = LambState.initial(self.layout, self.device)
-        self.gamma: Tensor | None = None  # fp32 [parameters], with a tensor scale
         self.counted: Tensor | None = None  # uint8 [elements / 8]: where v_T was not 0, if it was anywhere
         self._d: Tensor | None = None
         self._dense: Tensor | None = None
@@ -98,8 +97,6 @@ class LambSpace(Space):
     def begin_exchange(self, chunks: int) -> None:
         if self._d is None:
             self._d = self._zeros()
-        if self.options.scale == "tensor" and self.gamma is None:
-            self.gamma = torch.ones(self.layout.parameters, device=self.device)
         super().begin_exchange(chunks)
         assert self.exchange is not None
         blocks = torch.zeros((2, self.layout.blocks), device=self.device)
@@ -130,7 +127,9 @@ class LambSpace(Space):
                 own[index] = saved[name]
         if self.exchange is None:
             return
-        if "gamma" in saved and self.gamma is not None:
+        if "gamma" in saved:
+            if self.gamma is None:
+                self.gamma = torch.ones(self.layout.parameters, device=self.device)
             self.gamma[index] = saved["gamma"]
         if "first_momentum" in saved:
             self._dense = self._zeros() if self._dense is None else self._dense

@@ -30,6 +30,7 @@ from onebit.kernels.hyper import Hyper
 from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.pointers import DTYPES
 from onebit.kernels.wire import Norm, Scale
+from onebit.loading import load
 from onebit.options import Dead, Options, check_group, warn_if_early
 from onebit.space import Space
 
@@ -76,8 +77,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._one = torch.ones(1, dtype=torch.int64, device=self._device)
         self._lagging = Lagging()
         self._steps = 0  # taken, as far as the host has heard: all but the last one
-        self._rule = self._new_rule()
         self._build()
+        self._rule = self._new_rule()
 
     @property
     def compressing(self) -> bool:
@@ -180,12 +181,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         self._settle()
         shown, self.state = self.state, defaultdict(dict, states.save(self))
+        self.param_groups[0][states.PROGRESS] = states.progress(self)
         try:
-            saved = super().state_dict()
+            return super().state_dict()
         finally:
             self.state = shown
-        saved["param_groups"][0][states.PROGRESS] = states.progress(self)
-        return saved
+            del self.param_groups[0][states.PROGRESS]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,7 +199,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        states.load(self, state_dict)
+        load(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -248,11 +249,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _start(self) -> None:
         """The first step, or the first after a load."""
-        if self._steps == 0 and not self._compressing:
-            for space in self._spaces:  # parameters may have been loaded or broadcast since
+        first = self._steps == 0 and not self._compressing  # parameters may have been loaded or broadcast since
+        for space in self._spaces:
+            if first or not space.master_is_true:
                 space.copy_parameters_to_master()
         agree_on_start(self)
         self._agreed = True
+        for space in self._spaces:
+            space.fold_again = None
 
     def _join(self) -> None:
         """The default process group, where it was made only after the optimizer."""

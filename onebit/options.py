@@ -85,7 +85,7 @@ def warn_if_early(options: Options, beta2: float) -> None:
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _number(value: object) -> bool:

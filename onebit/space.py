@@ -53,7 +53,10 @@ class Space:
         half = self.dtype != torch.float32 and options.master_weights
         self._master = self._zeros() if half else None
         self.sums = torch.zeros(self.layout.blocks, device=self.device)
+        self.master_is_true = False  # whether it, and not the parameters, says where a run has come to
         self.exchange: Exchange | None = None
+        self.gamma: Tensor | None = None  # fp32 [parameters]: what messages of each are multiplied by, if anything
+        self.fold_again: Callable[[], None] | None = None  # after a load: puts m into a residual that was cleared
 
     @property
     def exp_avg(self) -> Tensor:
@@ -114,8 +117,9 @@ class Space:
         def compress(chunk: Chunk) -> None:
             live = exchange.live_in(chunk.span)
             self.backend.compress(
-                chunk.span, self.grads, chunk.replies, chunk.residual, hyper, flags, chunk.sent, live=live
-            )
+                chunk.span, self.grads, chunk.replies, chunk.residual, hyper, flags, chunk.sent, live=live,
+                gamma=self.gamma,
+            )  # fmt: skip
 
         return exchange.run(compress, use)
 
@@ -127,6 +131,7 @@ class Space:
         if self._master is not None:
             for i, p in enumerate(self.params):
                 self.view(self._master, i).copy_(p.detach())
+        self.master_is_true = True
 
     def choose_chunks(self) -> int:
         """A collective call where "auto" has to be measured. Under a tensor scale the number of chunks is in the
