@@ -50,7 +50,8 @@ class _Loaded:
         if self.compressing and len(chunks) != len(optimizer._spaces):
             raise ValueError(
                 f"the state was saved with parameters of {len(chunks)} dtypes, here they have "
-                f"{len(optimizer._spaces)}: messages of stage 2 are made for each. Cast the model as it was when it was saved"
+                f"{len(optimizer._spaces)}: messages of stage 2 are made for each. Cast the model as it "
+                f"was when it was saved"
             )
         self.spaces = [self._space(i, chunks[i] if self.compressing else 1) for i in range(len(optimizer._spaces))]
 
