@@ -227,8 +227,7 @@ def _fold_momentum(space: Space, saved: Sequence[Saved], betas: Sequence[float])
 
 
 def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if optimizer._grouped() != optimizer._built_for:
-        optimizer._rebuild()
+    optimizer._rebuild_if_changed()
     if "state" not in state_dict or "param_groups" not in state_dict:
         raise ValueError(f"not a state of an optimizer: it has {sorted(state_dict)}, not state and param_groups")
     groups = list(state_dict["param_groups"])

@@ -20,15 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onebit import parameters
 from onebit import state as states
 from onebit.collectives.transport import LocalTransport, transport_for
 from onebit.diagnostics import diagnose
 from onebit.first_step import agree_on_start
 from onebit.freeze import FreezeRule, Lagging, tell_of_freeze
 from onebit.gradients import Gradients, HyperTable, reciprocal
-from onebit.kernels.hyper import Hyper
 from onebit.kernels.layout import BLOCK_SIZE
-from onebit.kernels.pointers import DTYPES
 from onebit.kernels.wire import Norm, Scale
 from onebit.loading import load
 from onebit.options import Dead, Options, check_group, warn_if_early
@@ -71,7 +70,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._compressing = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         warn_if_early(self._options, self._beta2)
-        self._device = self._one_device()
+        self._device = parameters.device_of(self.param_groups)
         self._gradients = Gradients(self._device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)  # steps taken, steps skipped
         self._one = torch.ones(1, dtype=torch.int64, device=self._device)
@@ -118,7 +117,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients()
+        parameters.check_gradients(self.param_groups, self._names)
         self._begin()
         if not self._gradients.are_seen(self._spaces):  # else clip_grad_norm_ was here
             self._look_at_gradients()
@@ -140,7 +139,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
-        self._check_gradients()
+        parameters.check_gradients(self.param_groups, self._names)
         self._begin()
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._look_at_gradients(squares)
@@ -168,8 +167,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
-            _check_parameters(self.param_groups[-1]["params"])
-            self._one_device()
+            parameters.check_parameters(self.param_groups[-1]["params"])
+            parameters.device_of(self.param_groups)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -238,8 +237,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _begin(self) -> None:
         """Before anything of a step, or DDP's first bucket: all ranks mean the same model and the same stage."""
         self._join()
-        if self._grouped() != self._built_for:
-            self._rebuild()
+        self._rebuild_if_changed()
         if not self._agreed:
             self._start()
         if self._listens:
@@ -277,15 +275,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._gradients.average(self._spaces, self._transport, unscale)
         self._gradients.look(self._spaces, self._transport, self._write_hyper(unscale), found_inf, squares)
 
-    def _check_gradients(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.layout is not torch.strided:
-                    raise ValueError(
-                        f"the gradient of parameter {self._name(p)} has layout {p.grad.layout}: signs are sent for "
-                        f"every element, so it has to be dense. Use nn.Embedding(..., sparse=False)"
-                    )
-
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be."""
         return reciprocal(getattr(self, "grad_scale", None), self._device)
@@ -293,18 +282,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _write_hyper(self, factor: Tensor | None) -> Tensor:
         """Every group's numbers for the coming step, on the device."""
         step = 1 if self._compressing else self._steps + 1  # nothing in stage 2 depends on it
-        rows = [self._row(group, step) for group in self.param_groups]
+        rows = parameters.rows(self.param_groups, step, self._options.bias_correction)
         return self._hyper.write(rows, [group["lr"] for group in self.param_groups], factor)
-
-    def _row(self, group: dict[str, Any], step: int) -> Hyper:
-        return Hyper.at_step(
-            step,
-            lr=0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=self._options.bias_correction,
-        )
 
     def _finish(self) -> None:
         """Count the step on the device, and leave what the host will want to know of it."""
@@ -348,7 +327,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 f"moment is 0. Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give "
                 f"stage 1 some steps: freeze_step=1 or more"
             )
-        rows = [self._row(group, max(1, self._steps)) for group in self.param_groups]
+        rows = parameters.rows(self.param_groups, max(1, self._steps), self._options.bias_correction)
         without = [
             (self._name(space.params[i]), count, space.numels[i])
             for space in self._spaces
@@ -359,11 +338,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._transport.rank == 0:
             tell_of_freeze(self._steps, without, self._options.dead)
 
-    def _grouped(self) -> list[list[tuple[int, bool]]]:
-        """Which parameters are optimized, by group."""
-        return [[(id(p), p.requires_grad) for p in group["params"]] for group in self.param_groups]
-
-    def _rebuild(self) -> None:
+    def _rebuild_if_changed(self) -> None:
+        if parameters.marks(self.param_groups) == self._built_for:
+            return
         if self._compressing:
             raise ValueError(
                 "the parameters changed after the freeze (one was added or removed, or its requires_grad was "
@@ -374,31 +351,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """State for the parameters as they are now; that of parameters known before is kept."""
         before = {p: (space, i) for space in self._spaces for i, p in enumerate(space.params)}
-        self._spaces = self._new_spaces()
+        self._spaces = [
+            self._space_type(params, groups, self._options, self._transport)
+            for params, groups in parameters.by_dtype(self.param_groups)
+        ]
         for space in self._spaces:
             space.copy_parameters_to_master()
             for i, p in enumerate(space.params):
                 if p in before:
                     space.take(i, *before[p])
-        self._built_for = self._grouped()
+        self._built_for = parameters.marks(self.param_groups)
         self._hyper = HyperTable(len(self.param_groups), self._device)
         self._agreed, self._residuals_missing, self._sent_before = False, False, 0
         self._gradients.forget()
         self._show_state()
-
-    def _new_spaces(self) -> list[Space]:
-        by_dtype: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
-        for i, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.requires_grad:
-                    by_dtype.setdefault(p.dtype, []).append((p, i))
-        if not by_dtype:
-            raise ValueError("no parameter requires a gradient: there is nothing to optimize")
-        pairs = sorted(by_dtype.items(), key=lambda item: str(item[0]))
-        return [
-            self._space_type([p for p, _ in members], [g for _, g in members], self._options, self._transport)
-            for _, members in pairs
-        ]
 
     @property
     def _window(self) -> int:
@@ -415,37 +381,5 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _beta2(self) -> float:
         return max(group["betas"][1] for group in self.param_groups)
 
-    def _one_device(self) -> torch.device:
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        if not devices:
-            raise ValueError("no parameter requires a gradient: the param groups are empty")
-        if len(devices) > 1:
-            raise ValueError(
-                f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): one optimizer works "
-                f"on one. Build one for each device"
-            )
-        return devices.pop()
-
     def _name(self, parameter: Tensor) -> str:
-        if parameter in self._names:
-            return self._names[parameter]
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p is parameter:
-                    names = group.get("param_names")
-                    return names[i] if names else f"{i} of group {g} (shape {tuple(p.shape)})"
-        return "unknown"
-
-
-def _check_parameters(params: Sequence[Tensor]) -> None:
-    for i, p in enumerate(params):
-        if p.dtype not in DTYPES:
-            raise TypeError(
-                f"parameter {i} (shape {tuple(p.shape)}) has dtype {p.dtype}: onebit optimizes float32, bfloat16 and "
-                f"float16. Cast the model, for example with .float()"
-            )
-        if not p.is_contiguous():
-            raise ValueError(
-                f"parameter {i} (shape {tuple(p.shape)}, strides {p.stride()}) is not contiguous: kernels update it "
-                f"where it lies. Make it so with p.data = p.data.contiguous()"
-            )
+        return parameters.name_of(parameter, self.param_groups, self._names)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from onebit import OneBitAdam, OneBitLamb
+from onebit import OneBitAdam, OneBitLamb, parameters
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
@@ -37,7 +37,8 @@ class FrozenAdam(OneBitAdam):
         if int(flags):
             return
         kept = [space.views(i) for i in range(len(space.params))]
-        rows = [self._row(self.param_groups[g], 1) for g in space.groups]
+        by_group = parameters.rows(self.param_groups, 1, self._options.bias_correction)
+        rows = [by_group[g] for g in space.groups]
         factor = float(hyper[0, -1])
         for p, views, h in zip(space.params, kept, rows, strict=True):
             if p.grad is not None:

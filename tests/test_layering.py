@@ -118,3 +118,13 @@ def test_one_module_one_name():
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == ""
+
+
+def test_two_optimizers_share_one_mechanism():
+    """adam.py and lamb.py have no run of six lines in common: what both need is in one place."""
+    adam, lamb = (
+        [line.strip() for line in (ROOT / "onebit" / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+        for name in ("adam.py", "lamb.py")
+    )
+    runs = {tuple(adam[i : i + 6]) for i in range(len(adam) - 5)}
+    assert not [run for i in range(len(lamb) - 5) if (run := tuple(lamb[i : i + 6])) in runs]
