@@ -196,7 +196,7 @@ def _all_gather_single(out: Tensor, sent: Tensor, **options: Any) -> Any:
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:

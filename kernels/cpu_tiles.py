@@ -68,7 +68,7 @@ class Scratch:
     """Room for a few tiles, reused from tile to tile."""
 
     def __init__(self, blocks: int, block_size: int, rooms: int) -> None:
-        self._rooms = [torch.empty(blocks, block_size) for _ in range(rooms)]
+        self._rooms = [torch.empty(blocks, block_size, dtype=torch.float32, device="cpu") for _ in range(rooms)]
 
     def room(self, index: int, tile: Tile) -> Tensor:
         """[count, block_size]"""
@@ -89,7 +89,7 @@ class Parameter:
         if master is not None:
             self.value = cut(tile.of(master).view(-1), segment)
         elif self._home is None:
-            self.value = torch.zeros(segment.stop - segment.start)
+            self.value = torch.zeros(segment.stop - segment.start, dtype=torch.float32, device="cpu")
         else:
             self.value = self._home.float()
 
@@ -159,7 +159,9 @@ def per_block(tile: Tile, groups: list[Hyper], name: str) -> float | Tensor:
     values = [getattr(h, name) for h in groups]
     if len(set(values)) == 1:
         return values[0]
-    return of_owner(tile, torch.tensor(values)[torch.from_numpy(tile.span.layout.group)])
+    return of_owner(
+        tile, torch.tensor(values, dtype=torch.float32, device="cpu")[torch.from_numpy(tile.span.layout.group)]
+    )
 
 
 def of_owner(tile: Tile, values: Tensor) -> Tensor:

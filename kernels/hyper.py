@@ -55,4 +55,4 @@ LARGEST = 2.0**40
 
 def hyper_table(groups: Sequence[Hyper], device: torch.device | str = "cpu") -> Tensor:
     """fp32 [groups, COLUMNS]"""
-    return torch.tensor(groups, dtype=torch.float32).to(device, non_blocking=True)
+    return torch.tensor(groups, dtype=torch.float32, device="cpu").to(device, non_blocking=True)

@@ -52,7 +52,7 @@ class Pointers:
         if addresses != self._seen:
             self._seen = addresses
             # kept: a captured graph copies from it at every replay
-            self._host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self._host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
             self.addresses.copy_(self._host, non_blocking=True)
 
     def release(self) -> None:

@@ -63,7 +63,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     out.flags.copy_(received.flags.max().expand(out.rows))
     if bool(out.flags.any()):
         return
-    total = torch.zeros(span.count, span.layout.block_size, device=received.buffer.device)
+    total = torch.zeros(span.count, span.layout.block_size, dtype=torch.float32, device=received.buffer.device)
     for i in range(received.rows):
         total = total + _decode(received.slice(i, 1))
     _encode(span, total * (1 / received.rows), residual, out, live)
@@ -149,7 +149,7 @@ def lamb_warmup(
     mask = _mask(span, v.device)
     x = _gather(span, params) if master is None else master.view(span.count, -1)
     u = _direction(h, m, v, x)
-    square = torch.zeros(2, span.layout.parameters, device=v.device)
+    square = torch.zeros(2, span.layout.parameters, dtype=torch.float32, device=v.device)
     for row, value in zip(square, (x, u), strict=True):
         row.index_add_(0, owner, torch.where(mask, value * value, 0).sum(1))
     x_norm, u_norm = square.sqrt()
@@ -310,7 +310,7 @@ def _hyper(span: Span, hyper: Tensor) -> Hyper:
 
 def _gather(span: Span, pointers: Pointers) -> Tensor:
     """fp32 [blocks, block_size], zero where there is nothing."""
-    flat = torch.zeros(span.elements, device=pointers.device)
+    flat = torch.zeros(span.elements, dtype=torch.float32, device=pointers.device)
     for s in span.segments():
         tensor = pointers.tensors[s.parameter]
         if tensor is not None:

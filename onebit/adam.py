@@ -23,6 +23,7 @@ class OneBitAdam(OneBitOptimizer):
     freeze_step: the last step of stage 1, or "auto": when the variance is stable (freeze_threshold, freeze_window).
     bias_correction: as torch.optim.AdamW; False for the papers' BertAdam.
     dead: coordinates without a variance at the freeze use the mean of the others ("floor") or never move ("freeze").
+    variance_floor: the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers.
     scale, norm, block_size: how messages are encoded. chunks: pipeline stages, "auto" measures.
     master_weights: 16-bit parameters keep an fp32 copy.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.

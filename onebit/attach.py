@@ -44,6 +44,12 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"gradients. Give the optimizer all parameters that require a gradient, or set requires_grad=False before "
             f"wrapping"
         )
+    foreign = [inner._name(p) for p in known if p.requires_grad and p not in names]
+    if foreign:
+        raise ValueError(
+            f"the model does not hold parameter {foreign[0]} of the optimizer: DDP would not average its gradient. "
+            f"Give the optimizer this model's parameters alone, and others one of their own"
+        )
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
     inner._averaged_by_ddp = True
     inner._names.update(names)

@@ -8,7 +8,9 @@ what was saved: a new optimizer may load a state of stage 2, and of another numb
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -105,13 +107,15 @@ class _Folder:
                 f"{transport.name} alone save optimizer.state_dict() on every rank"
             )
         group = transport.group if isinstance(transport, TorchTransport) else None
-        self.path, self.how = Path(path), {"checkpoint_id": path, "process_group": group, "no_dist": alone}
+        self.path, self.how = Path(path), {"checkpoint_id": path, "process_group": group}
 
     def save(self, state: dict[str, Any]) -> None:
-        dcp.save(state, **self.how)
+        with _quiet():
+            dcp.save(state, **self.how)
 
     def fill(self, state: dict[str, Any]) -> None:
-        dcp.load(state, **self.how)
+        with _quiet():
+            dcp.load(state, **self.how)
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -133,3 +137,11 @@ class _Folder:
         if isinstance(entry, TensorStorageMetadata):
             return torch.empty(entry.size, dtype=entry.properties.dtype)
         return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One process alone is not worth a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield

@@ -50,7 +50,7 @@ def _of_space(space: Space) -> dict[str, Tensor]:
     if exchange is not None:
         e = exchange.residual.left_out()
         found["residual_norm"] = _norms([space.view(e, i) for i in every])
-        squares = torch.zeros(len(space.params), device=space.device)
+        squares = torch.zeros(len(space.params), dtype=torch.float32, device=space.device)
         for chunk in exchange.chunks:
             server = chunk.server_residual.left_out()
             for s in chunk.shard.segments():

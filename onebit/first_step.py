@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
     from onebit.optimizer import OneBitOptimizer
 
 
-def agree_on_start(optimizer: OneBitOptimizer) -> None:
-    """A ValueError on all ranks that names who differs and in what, or nothing."""
+def agree_on_start(optimizer: OneBitOptimizer) -> list[Callable[[], None]]:
+    """A ValueError on all ranks that names who differs and in what, or what there is to tell when the step is over."""
     transport, device = optimizer._transport, optimizer._device
     if transport.size == 1:
-        return
+        return []
     agree(transport, device, _facts(optimizer))
     everything = [p for space in optimizer._spaces for p in space.params]
     agree_on_values(transport, everything, lambda i: f"parameter {optimizer._name(everything[i])}")
     _agree_on_residuals(optimizer)
-    if not optimizer.compressing and not optimizer._averaged_by_ddp:
-        _look_for_ddp(optimizer)
+    if not optimizer._averaged_by_ddp and _all_have_the_same_gradients(optimizer) and transport.rank == 0:
+        return [_tell_of_ddp]
+    return []
 
 
 def _facts(optimizer: OneBitOptimizer) -> dict[str, float | str]:
     numels = [n for space in optimizer._spaces for n in space.numels]
     o, groups = optimizer._options, optimizer.param_groups
-    names = ("freeze_step", "freeze_threshold", "bias_correction", "dead", "master_weights")
+    names = ("freeze_step", "freeze_threshold", "bias_correction", "dead", "variance_floor", "master_weights")
     return {
         **facts(numels, o.block_size, o.chunks, o.scale, o.norm),
         **{name: getattr(o, name) for name in names},
@@ -57,16 +58,19 @@ def _agree_on_residuals(optimizer: OneBitOptimizer) -> None:
     optimizer._residuals_missing = False
 
 
-def _look_for_ddp(optimizer: OneBitOptimizer) -> None:
-    """Equal gradients before any averaging: DDP does it, would do it in stage 2 as well, and nothing would be saved."""
+def _all_have_the_same_gradients(optimizer: OneBitOptimizer) -> bool:
+    """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
     grads = [p.grad for space in optimizer._spaces for p in space.params if p.grad is not None]
-    own = checksums([torch.zeros(1, device=optimizer._device), *grads]).sum()[None]
+    own = checksums([torch.zeros(1, dtype=torch.int32, device=optimizer._device), *grads]).sum()[None]
     everyone = gathered(optimizer._transport, own, "comparing the ranks' gradients (all-gather)").view(-1).tolist()
-    if len(set(everyone)) == 1 and everyone[0] and optimizer._transport.rank == 0:
-        warn(
-            "all ranks have the same gradients already: is the model wrapped in DistributedDataParallel? Then call "
-            "onebit.attach(model, optimizer), or DDP goes on averaging uncompressed and nothing is saved"
-        )
+    return len(set(everyone)) == 1 and everyone[0] != 0
+
+
+def _tell_of_ddp() -> None:
+    warn(
+        "all ranks have the same gradients already: is the model wrapped in DistributedDataParallel? Then call "
+        "onebit.attach(model, optimizer), or DDP goes on averaging uncompressed and nothing is saved"
+    )
 
 
 def _number(value: Any) -> Any:

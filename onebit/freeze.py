@@ -7,7 +7,7 @@
 (paper 001, section 7.1, gives r >= threshold, which a variance that still grows from zero meets at once.) For LAMB:
 when the averaged coefficients of parameters with 95 % of the elements changed by less than 1 - threshold over D steps.
 
-    d = 1 / (sqrt(vhat_T) + eps)
+    d = 1 / (sqrt(vhat_T) + eps)        vhat_T at least variance_floor of its parameter's mean
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Lagging:
 
     def put(self, values: Tensor) -> None:
         if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))
@@ -175,7 +175,7 @@ class CoefficientRule(FreezeRule):
             return None  # parameters were added
         most = 1 - self.threshold
         stable = sum(n for n, a, b in zip(self._numels, now, before, strict=True) if abs(a - b) < most * b)
-        return stable / sum(self._numels)
+        return stable / sum(self._numels) if sum(self._numels) else None
 
     def _settled(self, ratio: float) -> bool:
         return ratio >= self.share

@@ -26,9 +26,9 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
-        self._seen: list[tuple[int, int] | None] | None = None
+        self._seen: list[tuple[Tensor, int] | None] | None = None
         self._clip: Tensor | None = None
-        self._averaged = False
+        self._averaged: list[tuple[Tensor, int] | None] | None = None
 
     def factor(self, unscale: Tensor | None) -> Tensor | None:
         """clip / scale, fp32 [1], unless both are 1."""
@@ -37,47 +37,55 @@ class Gradients:
 
     def average(self, spaces: Sequence[Space], transport: Transport, unscale: Tensor | None) -> None:
         """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
-        if not self._averaged and transport.size > 1:
-            for space in spaces:
-                for p in space.params:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                average_([p.grad for p in space.params if p.grad is not None], transport, unscale)
-        self._averaged = True
+        if transport.size == 1 or _same(self._averaged, spaces):
+            return
+        for space in spaces:
+            for p in space.params:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            average_([p.grad for p in space.params if p.grad is not None], transport, unscale)
+        self._averaged = _marks(spaces)
 
     def are_seen(self, spaces: Sequence[Space]) -> bool:
         """Whether `look` has seen these very gradients."""
-        return self._seen == _marks(spaces)
+        return _same(self._seen, spaces)
 
     def look(
         self,
         spaces: Sequence[Space],
         transport: Transport,
         hyper: Tensor,
-        found_inf: Tensor | None,
+        found_inf: Tensor | int | None,
         squares: Tensor | None = None,
     ) -> None:
         """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked."""
+        if not _same(self._seen, spaces, versions=False):
+            self._clip = None  # it was made for others
         self.flags.zero_()
-        if found_inf is not None:
-            self.flags.add_((found_inf.to(self.flags.device) > 0).view(1))
+        if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
+            self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
         for space in spaces:
             space.point()
-            by_block = None if squares is None else torch.empty(space.layout.blocks, device=space.device)
+            by_block = (
+                None if squares is None else torch.empty(space.layout.blocks, dtype=torch.float32, device=space.device)
+            )
             space.backend.scan(space.layout.all(), space.grads, hyper, self.flags, by_block)
             if squares is not None and by_block is not None:
                 squares += by_block.sum(dtype=torch.float64)
         transport.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
         self._seen = _marks(spaces)
 
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        self._clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    def clip(self, norm: Tensor, max_norm: float) -> Tensor:
+        """`norm` is that of the gradients as they lie. What it is with the clipping there was, before this one."""
+        before = torch.ones_like(norm) if self._clip is None else self._clip
+        self._clip = before * (max_norm / (norm * before + 1e-6)).clamp(max=1.0)
+        return norm * before
 
 
 class HyperTable:
     """Every group's numbers on the device, written when they change."""
 
     def __init__(self, groups: int, device: torch.device) -> None:
-        self.values = torch.zeros((groups, COLUMNS), device=device)
+        self.values = torch.zeros((groups, COLUMNS), dtype=torch.float32, device=device)
         self._written: list[Hyper] | None = None
         self._scaled = False
 
@@ -103,7 +111,18 @@ def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
     return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
 
 
-def _marks(spaces: Sequence[Space]) -> list[tuple[int, int] | None]:
-    """Tells gradients from others, and from themselves changed."""
+def _marks(spaces: Sequence[Space]) -> list[tuple[Tensor, int] | None]:
+    """The gradients, held so that none can be mistaken for another, and how often each was changed in place."""
     grads = (p.grad for space in spaces for p in space.params)
-    return [None if g is None else (g.data_ptr(), g._version) for g in grads]
+    return [None if g is None else (g, g._version) for g in grads]
+
+
+def _same(marks: list[tuple[Tensor, int] | None] | None, spaces: Sequence[Space], versions: bool = True) -> bool:
+    """Whether gradients are those of `marks`; with `versions`, and not changed since."""
+    if marks is None:
+        return False
+    now = _marks(spaces)
+    return len(marks) == len(now) and all(
+        a is b if a is None or b is None else a[0] is b[0] and (a[1] == b[1] or not versions)
+        for a, b in zip(marks, now, strict=True)
+    )

@@ -118,7 +118,7 @@ class OneBitLamb(OneBitOptimizer):
         return {"coefficient": lamb.coefficient} | ({"ratio": lamb.ratio} if self._compressing else {})
 
     def _save_more(self, space: Space) -> dict[str, list[Tensor]]:
-        averaged = torch.tensor(float(int(self._counts[0]) - self._coefficients_from))
+        averaged = torch.tensor(float(self.steps - self._coefficients_from), dtype=torch.float32, device="cpu")
         return {**cast(LambSpace, space).save(), "coefficient_steps": [averaged] * len(space.params)}
 
     def _load_more(self, space: Space, saved: Sequence[Mapping[str, Any]]) -> None:

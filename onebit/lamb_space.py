@@ -19,7 +19,7 @@ from torch import Tensor
 from onebit.kernels.hyper import Hyper
 from onebit.kernels.state import LambState
 from onebit.kernels.wire import Messages
-from onebit.space import Space, freeze_variance_, packed
+from onebit.space import Space, floored_, freeze_variance_, packed
 
 
 class LambSpace(Space):
@@ -80,7 +80,7 @@ class LambSpace(Space):
         without = {}
         for i, group in enumerate(self.groups):
             v, d, h = self.view(self._second, i), self.view(self._d, i), rows[group]
-            v.mul_(h.bias2**2)
+            floored_(v.mul_(h.bias2**2), self.options.variance_floor)
             self.view(counted, i).copy_(v != 0)
             without[i] = freeze_variance_(d.copy_(v), h._replace(bias2=1.0), self.options.dead)
             if self.gamma is not None:
@@ -99,7 +99,7 @@ class LambSpace(Space):
             self._d = self._zeros()
         super().begin_exchange(chunks)
         assert self.exchange is not None
-        blocks = torch.zeros((2, self.layout.blocks), device=self.device)
+        blocks = torch.zeros((2, self.layout.blocks), dtype=torch.float32, device=self.device)
         self.lamb = replace(self.lamb, partial=blocks)
         self._previous = self.exchange.format.empty(self.exchange.replies.rows, self.device)
 
@@ -129,7 +129,7 @@ class LambSpace(Space):
             return
         if "gamma" in saved:
             if self.gamma is None:
-                self.gamma = torch.ones(self.layout.parameters, device=self.device)
+                self.gamma = torch.ones(self.layout.parameters, dtype=torch.float32, device=self.device)
             self.gamma[index] = saved["gamma"]
         if "first_momentum" in saved:
             self._dense = self._zeros() if self._dense is None else self._dense
@@ -148,5 +148,5 @@ class LambSpace(Space):
         """gamma_p = (mean over parameters of rms(m)) / rms(m_p), 1 where rms is 0."""
         parts = [self.view(self._first, i) for i in range(len(self.params))]
         norms = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in parts])
-        rms = norms / torch.tensor(self.numels, device=self.device).clamp(min=1).sqrt()
+        rms = norms / torch.tensor(self.numels, dtype=torch.float64, device=self.device).clamp(min=1).sqrt()
         return torch.where(rms > 0, rms.mean() / rms, 1.0).float()

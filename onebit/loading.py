@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.layout import Layout
+from onebit.options import check_group
 from onebit.space import Space
 from onebit.state import PROGRESS, VERSION, Saved, progress_of
 from onebit.warning import warn
@@ -34,8 +35,10 @@ def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in optimizer.param_groups)
     saved = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
+    merged = _merged(optimizer, groups)
     loaded = _Loaded(optimizer, _numbers(optimizer, progress_of(groups), saved), saved)
-    _update_groups(optimizer, groups)
+    for group, new in zip(optimizer.param_groups, merged, strict=True):
+        group.update(new)
     loaded.install()
 
 
@@ -59,7 +62,7 @@ class _Loaded:
         o, numbers = self.optimizer, self.numbers
         o._spaces, o._compressing, o._agreed = self.spaces, self.compressing, False
         o._steps = int(numbers["steps"])
-        o._counts.copy_(torch.tensor([o._steps, numbers["skipped_steps"]]))
+        o._counts.copy_(torch.tensor([o._steps, numbers["skipped_steps"]], device="cpu"))
         o._lagging.take()
         o._loaded(o._steps, list(self.saved.values()))
         o._rule = o._new_rule()
@@ -179,7 +182,7 @@ def _elements_of(layout: Layout, rank: int) -> list[int]:
 
 def _own_pieces(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> list[Tensor]:
     """E of each parameter, as far as the shards of `ranks` hold it; 0 elsewhere."""
-    whole = [torch.zeros(n) for n in there.numel.tolist()]
+    whole = [torch.zeros(n, dtype=torch.float32, device="cpu") for n in there.numel.tolist()]
     for rank in ranks:
         read = [0] * len(saved)
         for chunk in range(there.chunks):
@@ -205,7 +208,7 @@ def _put_momentum(space: Space, saved: Sequence[Saved]) -> None:
     assert exchange is not None
     rows, width = layout.chunks * layout.ranks, layout.block_size // 8
     bits = torch.zeros((layout.blocks, width), dtype=torch.uint8, device=space.device)
-    scales = torch.zeros(layout.blocks, device=space.device)
+    scales = torch.zeros(layout.blocks, dtype=torch.float32, device=space.device)
     for i, own in enumerate(saved):
         first = int(layout.first[i])
         bits[first : first + len(own["momentum_bits"])] = own["momentum_bits"].to(space.device)
@@ -244,11 +247,15 @@ def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -
     return groups
 
 
-def _update_groups(optimizer: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _merged(optimizer: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Options that this optimizer has, and what others (schedulers) have left in the groups."""
+    merged = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(deepcopy({k: v for k, v in saved.items() if k not in _NOT_OPTIONS}))
-        group["betas"] = tuple(group["betas"])
+        new = deepcopy({k: v for k, v in saved.items() if k not in _NOT_OPTIONS})
+        new["betas"] = tuple(new.get("betas", group["betas"]))
+        check_group({**group, **new})
+        merged.append(new)
+    return merged
 
 
 def _numbers(optimizer: OneBitOptimizer, numbers: dict[str, Any], saved: Mapping[Tensor, Saved]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -52,6 +53,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         freeze_window: int | None = None,
         bias_correction: bool = True,
         dead: Dead = "floor",
+        variance_floor: float = 1e-2,
         scale: Scale = "block",
         norm: Norm = "l1",
         block_size: int = BLOCK_SIZE,
@@ -60,14 +62,15 @@ class OneBitOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
     ) -> None:
         self._options = Options(
-            freeze_step, freeze_threshold, freeze_window, bias_correction, dead, scale, norm, block_size, chunks,
-            master_weights,
+            freeze_step, freeze_threshold, freeze_window, bias_correction, dead, variance_floor, scale, norm,
+            block_size, chunks, master_weights,
         )  # fmt: skip
         self._process_group, self._transport = process_group, transport_for(process_group)
         self._spaces: list[Space] = []
         self._names: dict[Tensor, str] = {}
         self._averaged_by_ddp = False
         self._compressing = False
+        self._to_tell: list[Callable[[], None]] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         warn_if_early(self._options, self._beta2)
         self._device = parameters.device_of(self.param_groups)
@@ -146,9 +149,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._compressing:
             self._transport.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
             squares /= self._transport.size
-        norm = squares.sqrt().float()
-        self._gradients.clip(norm, max_norm)
-        return norm[0]
+        return self._gradients.clip(squares.sqrt().float(), max_norm)[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ever; a clipping coefficient that no step has used goes with the gradients."""
@@ -172,6 +173,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} can't be copied or pickled: it holds a process group and its parameters' "
+            f"addresses. Save state_dict(), build another with the same arguments, and load it"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: what all ranks share and, in stage 2, this rank's residuals under names of its own.
@@ -251,7 +258,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for space in self._spaces:
             if first or not space.master_is_true:
                 space.copy_parameters_to_master()
-        agree_on_start(self)
+        self._to_tell += agree_on_start(self)
         self._agreed = True
         for space in self._spaces:
             space.fold_again = None
@@ -260,10 +267,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """The default process group, where it was made only after the optimizer."""
         if self._process_group is None and isinstance(self._transport, LocalTransport) and dist.is_initialized():
             transport = transport_for(None)
-            if transport.size > 1 and self._compressing:
+            if transport.size == 1:
+                self._process_group = transport
+                return
+            if self._compressing:
                 raise ValueError(
-                    f"a process group of {transport.size} ranks was made after stage 2 had begun on this rank alone: "
-                    f"call init_process_group before the first step"
+                    f"a process group of {transport.size} ranks was made when this optimizer was in stage 2 already, "
+                    f"as one rank alone: call init_process_group before the first step and before load_state_dict"
                 )
             self._transport = transport
             self._build()
@@ -295,6 +305,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._gradients.forget()
         for space in self._spaces:
             space.release()
+        while self._to_tell:  # after the collectives: where warnings are errors, no other rank waits for ever
+            self._to_tell.pop(0)()
 
     def _settle(self) -> None:
         """Hear of the last step, if that has not been done."""
@@ -336,7 +348,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._compressing = True
         self._show_state()
         if self._transport.rank == 0:
-            tell_of_freeze(self._steps, without, self._options.dead)
+            self._to_tell.append(partial(tell_of_freeze, self._steps, without, self._options.dead))
 
     def _rebuild_if_changed(self) -> None:
         if parameters.marks(self.param_groups) == self._built_for:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -26,6 +26,7 @@ class Options:
     freeze_window: int | None
     bias_correction: bool
     dead: Dead
+    variance_floor: float
     scale: Scale
     norm: Norm
     block_size: int
@@ -50,6 +51,11 @@ class Options:
             )
         if self.dead not in get_args(Dead):
             raise ValueError(f"dead={self.dead!r}: it must be one of {get_args(Dead)}")
+        if not _number(self.variance_floor) or not 0 <= self.variance_floor <= 1:
+            raise ValueError(
+                f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "
+                f"part of the mean of its parameter's, and must lie between 0 (as the papers have it) and 1"
+            )
         if self.chunks != "auto" and not _whole(self.chunks, least=1):
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number or "auto"')
         check_block_size(self.block_size)
@@ -85,7 +91,7 @@ def warn_if_early(options: Options, beta2: float) -> None:
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _number(value: object) -> bool:

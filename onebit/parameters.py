@@ -16,6 +16,8 @@ Groups = Sequence[Mapping[str, Any]]
 
 def check_parameters(params: Sequence[Tensor]) -> None:
     for i, p in enumerate(params):
+        if not p.requires_grad:
+            continue
         if p.dtype not in DTYPES:
             raise TypeError(
                 f"parameter {i} (shape {tuple(p.shape)}) has dtype {p.dtype}: onebit optimizes float32, bfloat16 and "
@@ -40,9 +42,9 @@ def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
 
 def device_of(groups: Groups) -> torch.device:
     """The one device that all parameters are on."""
-    devices = {p.device for group in groups for p in group["params"]}
+    devices = {p.device for group in groups for p in group["params"] if p.requires_grad}
     if not devices:
-        raise ValueError("no parameter requires a gradient: the param groups are empty")
+        raise ValueError("no parameter requires a gradient: there is nothing to optimize")
     if len(devices) > 1:
         raise ValueError(
             f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): one optimizer works on "
@@ -72,8 +74,6 @@ def by_dtype(groups: Groups) -> list[tuple[list[Tensor], list[int]]]:
                 params, indices = found.setdefault(p.dtype, ([], []))
                 params.append(p)
                 indices.append(i)
-    if not found:
-        raise ValueError("no parameter requires a gradient: there is nothing to optimize")
     return [found[dtype] for dtype in sorted(found, key=str)]
 
 

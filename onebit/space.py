@@ -48,11 +48,12 @@ class Space:
         self.layout = self._cut(1)
         self.points = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.grads = Pointers(self.layout, self.device, self.dtype, "gradient")
+        self._versions: list[int] = []  # of parameters after a step of this space's
         self._room = max(self._cut(c).elements for c in [*self._possible_chunks(), chunks])
         self._first, self._second = self._zeros(), self._zeros()
         half = self.dtype != torch.float32 and options.master_weights
         self._master = self._zeros() if half else None
-        self.sums = torch.zeros(self.layout.blocks, device=self.device)
+        self.sums = torch.zeros(self.layout.blocks, dtype=torch.float32, device=self.device)
         self.master_is_true = False  # whether it, and not the parameters, says where a run has come to
         self.exchange: Exchange | None = None
         self.gamma: Tensor | None = None  # fp32 [parameters]: what messages of each are multiplied by, if anything
@@ -79,12 +80,17 @@ class Space:
         return None if self._master is None else self._master[: self.layout.elements]
 
     def point(self) -> None:
-        """To the parameters and gradients as they lie now."""
+        """To the parameters and gradients as they lie now. What was written to a 16-bit parameter since the last step
+        (a mask, a clipped weight, other weights) is taken over into the master copy."""
+        for i, (p, version) in enumerate(zip(self.params, self._versions, strict=False)):
+            if self._master is not None and p._version != version:
+                self.view(self._master, i).copy_(p.detach())
         self.points.point(self.params)
         self.grads.point([p.grad for p in self.params])
 
     def release(self) -> None:
         self.grads.release()
+        self._versions = [p._version for p in self.params]
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """One parameter's part of a flat buffer, in the parameter's shape."""
@@ -151,7 +157,8 @@ class Space:
         without = {}
         for i, group in enumerate(self.groups):
             self.view(self._first, i).mul_(rows[group].beta1)
-            without[i] = freeze_variance_(self.view(self._second, i), rows[group], self.options.dead)
+            v = floored_(self.view(self._second, i), self.options.variance_floor)
+            without[i] = freeze_variance_(v, rows[group], self.options.dead)
         self.begin_exchange(chunks)
         return {i: count for i, count in without.items() if count}
 
@@ -201,6 +208,19 @@ def packed(mask: Tensor) -> Tensor:
     """uint8 [elements / 8], as numpy.packbits(..., bitorder="little")."""
     bits = np.packbits(mask.cpu().numpy(), bitorder="little")
     return torch.from_numpy(bits).to(mask.device)
+
+
+def floored_(v: Tensor, floor: float) -> Tensor:
+    """v = max(v, floor mean(v)) in place where v is not 0, the mean over those.
+
+    A coordinate shares its block's scale: with a variance far below the others' its steps would be the others' signs,
+    magnified by its own d. Embeddings of rare words are such; exact zeros are `dead`.
+    """
+    live = int(torch.count_nonzero(v))
+    if floor and live:
+        lowest = floor * float(v.sum(dtype=torch.float64)) / live
+        v.masked_fill_((v > 0) & (v < lowest), lowest)
+    return v
 
 
 def freeze_variance_(v: Tensor, h: Hyper, dead: Dead) -> int:

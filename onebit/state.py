@@ -34,7 +34,7 @@ Saved = Mapping[str, Any]  # one parameter's
 
 
 def save(optimizer: OneBitOptimizer) -> dict[Tensor, dict[str, Any]]:
-    step = torch.tensor(float(optimizer._counts[0]))
+    step = torch.tensor(float(optimizer._counts[0]), dtype=torch.float32, device="cpu")
     saved: dict[Tensor, dict[str, Any]] = {}
     for space in optimizer._spaces:
         extra = optimizer._save_more(space)

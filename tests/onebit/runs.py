@@ -68,7 +68,7 @@ class Case:
             {"params": [p for i, p in enumerate(params) if self.group_of(i) == g], **own}
             for g, own in enumerate(self.groups)
         ]
-        options = {"lr": 1e-2, "block_size": 32, "chunks": 1, "process_group": group, **self.options}
+        options = {"variance_floor": 0.0, "lr": 1e-2, "block_size": 32, "chunks": 1, "process_group": group, **self.options}
         return getattr(onebit, self.kind)(groups, **options)
 
     @property
@@ -96,7 +96,12 @@ def arrays(params: list[nn.Parameter]) -> list[np.ndarray]:
 
 def bits(tensors: Any) -> bytes:
     """What two runs must have in common to be equal bit for bit."""
-    return b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors if t.numel())
+    return b"".join(_flat(t).view(torch.uint8).numpy().tobytes() for t in tensors if t.numel())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A copy with stride 1: what is expanded and has one element counts as contiguous with any."""
+    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
 
 
 def snapshot(state: Any) -> Any:

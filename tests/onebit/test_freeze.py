@@ -5,6 +5,7 @@ import math
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -348,3 +349,47 @@ def test_a_small_training_run_shows_its_trace(caplog):
     assert all(min(r, 1 / r) < 0.96 for r in ratios[2 * WINDOW : frozen])
     assert len(caplog.records) == frozen // WINDOW + 1
     assert sum(losses[-20:]) < 0.5 * sum(losses[frozen - 20 : frozen])
+
+
+@kinds
+@pytest.mark.parametrize("floor", [0.0, 1e-2])
+def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> None:
+    """v is known: a gradient of 1 in most places, of 1e-3 in some, of 0 in one."""
+    grad = torch.tensor([1.0] * 6 + [1e-3] * 2 + [0.0])
+    p = nn.Parameter(torch.zeros(9))
+    optimizer = getattr(onebit, kind)([p], freeze_step=1, variance_floor=floor, dead="freeze", block_size=32)
+    for _ in range(2):
+        p.grad = grad.clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    small = max(1e-6, floor * (6 + 2e-6) / 8)
+    v = np.array([1.0] * 6 + [small] * 2)
+    np.testing.assert_allclose(optimizer.state[p]["denominator"][:8], 1 / (np.sqrt(v) + 1e-8), rtol=1e-5)
+    assert optimizer.state[p]["denominator"][8] == 0
+
+
+@kinds
+def test_rare_words_do_not_blow_up_after_the_freeze(kind: str) -> None:
+    """Words as often as in language: the rarest had a gradient or two before the freeze. Without a floor the loss
+    goes beyond 10."""
+    torch.manual_seed(0)
+    words = 500
+    table, out = nn.Embedding(words, 32), nn.Linear(32, words)
+    lr = 2e-3 if kind == "OneBitAdam" else 5e-3
+    params = [*table.parameters(), *out.parameters()]
+    optimizer = getattr(onebit, kind)(params, lr=lr, betas=(0.9, 0.98), freeze_step=300)
+    source = torch.Generator().manual_seed(1)
+    often, target = 1 / torch.arange(1, words + 1.0) ** 1.5, torch.randperm(words, generator=source)
+    losses = []
+    for _ in range(700):
+        seen = torch.multinomial(often, 64, True, generator=source)
+        loss = nn.functional.cross_entropy(out(table(seen)), target[seen])
+        optimizer.zero_grad()
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        losses.append(loss.item())
+    assert np.mean(losses[-50:]) < np.mean(losses[250:300])
+    assert float(table.weight.detach().abs().max()) < 8
