@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from onebit.collectives.transport import LocalTransport
 from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -289,3 +290,33 @@ def test_a_closure_runs_with_gradients_on(kind: str) -> None:
 
     losses = [optimizer.step(closure).item() for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
+
+
+class Counting(LocalTransport):
+    """Counts what a step sends."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def all_to_all(self, out: torch.Tensor, sent: torch.Tensor, phase: str) -> Any:
+        self.calls.append("all_to_all")
+        return super().all_to_all(out, sent, phase)
+
+    def all_gather(self, out: torch.Tensor, sent: torch.Tensor, phase: str) -> Any:
+        self.calls.append("all_gather")
+        return super().all_gather(out, sent, phase)
+
+    def all_max(self, values: torch.Tensor, phase: str) -> None:
+        self.calls.append(f"all_max of {values.numel()}")
+
+
+@kinds
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_step_of_stage_2_is_two_collectives_a_chunk_and_one_number(kind: str, chunks: int) -> None:
+    case, transport = Case(kind, options={"freeze_step": 2, "chunks": chunks}), Counting()
+    params = case.parameters()
+    optimizer = case.build(params, transport)
+    run(case, 0, optimizer, params, 1, 4)
+    transport.calls.clear()
+    take(case, 0, optimizer, params, 5)
+    assert sorted(transport.calls) == ["all_gather"] * chunks + ["all_max of 1"] + ["all_to_all"] * chunks
