@@ -5,6 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -14,8 +15,8 @@ STAMP := .venv/.installed
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP)  ## show onebit at work
-	@$(BIN)/onebit demo
+demo: $(STAMP)  ## train with 1 bit and without, side by side; DEMO_ARGS="--optimizer lamb"
+	@$(BIN)/onebit demo $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)

@@ -7,10 +7,8 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import astuple
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,11 +16,13 @@ import torch.distributed as dist
 from onebit import demo
 from onebit.collectives.chunking import candidates, measure_chunks, remember_chunks
 from onebit.collectives.transport import transport_for
+from onebit.demo_ranks import DemoError
 from onebit.kernels import backend, tuning
 from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.machine import device_name
 from onebit.kernels.tuning import C, Choice, CpuConfig
 from onebit.kernels.workload import Workload
+from onebit.progress import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,14 +30,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class CommandError(Exception):
     """Something the user can put right."""
 
+    code = 2
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         _COMMANDS[arguments.command](arguments)
-    except CommandError as error:
+    except (CommandError, DemoError) as error:
         print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
+        return error.code
     except KeyboardInterrupt:
         return 130
     return 0
@@ -77,29 +79,18 @@ def pick_device(text: str) -> torch.device:
     return device
 
 
-class Progress:
-    """Says what is going on: one line rewritten in place on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        start, end = ("\r\033[K", "") if self._live else ("", "\n")
-        print(start + text, end=end, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="onebit", description="Communication-compressed training: 1 bit a value on the wire."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo | tune")
-    show = commands.add_parser("demo", help="show the 1-bit codec at work, in a few seconds")
-    show.add_argument(
-        "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
+    demo.add_arguments(
+        commands.add_parser(
+            "demo",
+            help="train a small language model with 1 bit and without, on ranks of this machine: a minute or two",
+            description="Trains a small language model on Python's own documentation, with Adam (or LAMB) and with its "
+            "1-bit twin: losses, bytes sent, a plot. Nothing is downloaded.",
+        )
     )
     tune = commands.add_parser(
         "tune",
@@ -122,25 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    out: Path = arguments.out
-    if not out.parent.is_dir():
-        raise CommandError(
-            f"the folder {str(out.parent)!r} for the plot does not exist: make it, or choose another --out"
-        )
-    start = time.perf_counter()
-    found = demo.measure()
-    print(demo.describe(found))
-    try:
-        demo.plot(found, out)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        print("\nNo plot: matplotlib is not installed. For one: pip install matplotlib")
-    except (OSError, ValueError) as error:
-        raise CommandError(f"the plot could not be written to {str(out)!r} ({error}): choose another --out") from error
-    else:
-        print(f"\nPlot: {out}")
-    print(f"Took {time.perf_counter() - start:.1f} s")
+    demo.run(arguments, Progress())
 
 
 def _tune(arguments: argparse.Namespace) -> None:
