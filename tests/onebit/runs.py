@@ -68,7 +68,14 @@ class Case:
             {"params": [p for i, p in enumerate(params) if self.group_of(i) == g], **own}
             for g, own in enumerate(self.groups)
         ]
-        options = {"variance_floor": 0.0, "lr": 1e-2, "block_size": 32, "chunks": 1, "process_group": group, **self.options}
+        options = {
+            "variance_floor": 0.0,
+            "lr": 1e-2,
+            "block_size": 32,
+            "chunks": 1,
+            "process_group": group,
+            **self.options,
+        }
         return getattr(onebit, self.kind)(groups, **options)
 
     @property
