@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from onebit.options import Dead
 from onebit.space import Space
 from onebit.warning import warn
+
+if TYPE_CHECKING:
+    from onebit.lamb_space import LambSpace
 
 logger = logging.getLogger("onebit")
 
@@ -164,7 +167,7 @@ class CoefficientRule(FreezeRule):
     def measure(self, spaces: Sequence[Space], groups: int) -> list[Tensor]:
         """The averaged coefficient of every parameter."""
         self._numels = [n for space in spaces for n in space.numels]
-        return [space.coefficient_average().double() for space in spaces]
+        return [cast("LambSpace", space).lamb.average.double() for space in spaces]
 
     def hear(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
         debias = 1 - self._coeff_beta ** (step - self._first)

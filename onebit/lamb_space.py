@@ -46,9 +46,6 @@ class LambSpace(Space):
     def variance(self) -> Tensor:
         return self.exp_avg_sq
 
-    def coefficient_average(self) -> Tensor:
-        return self.lamb.average
-
     def previous(self) -> Tensor | Messages:
         """m of the last step, in a place that the coming exchange leaves alone."""
         assert self.exchange is not None and self._previous is not None

@@ -176,10 +176,6 @@ class Space:
         """What is kept of it: in stage 2 Adam has only d."""
         return None if self.exchange else self.exp_avg_sq
 
-    def coefficient_average(self) -> Tensor:
-        """LAMB's, fp32 [parameters]"""
-        raise NotImplementedError
-
     def mark_live(self) -> None:
         """Where d is 0 a coordinate never moves, and stays out of every scale."""
         assert self.exchange is not None
