@@ -76,7 +76,7 @@ class NaiveAdam(torch.optim.AdamW):
         return self._all_reduce.wire_bytes
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._held]
         if self.taken < self.warmup:
             average_(grads, self._transport)

@@ -1,4 +1,7 @@
-"""Bytes an element, counted: what an optimizer keeps, and what a step makes on its way."""
+"""Bytes an element, counted: what an optimizer keeps, and what a step makes on its way.
+
+python -m tests.onebit.test_memory        prints what the tests bound
+"""
 
 from __future__ import annotations
 
@@ -72,3 +75,9 @@ def test_bytes_an_element_in_stage_2(kind: str) -> None:
         # what the CPU passes work in has 2 MB, whatever the model
         assert found["step"] < 0.2, "a step of stage 2 makes a temporary near the size of the model"
         assert found["freeze"] < MOST_AT_FREEZE[kind], "the freeze makes a temporary near the size of the model"
+
+
+if __name__ == "__main__":
+    for kind in OPTIMIZERS:
+        found = run_ranks(8, measure, kind, timeout=120)[0]
+        print(f"{kind}, stage 2, 8 ranks: state {found['state']:.2f}, buffers {found['buffers']:.2f} bytes an element")

@@ -238,15 +238,19 @@ def test_a_coefficient_that_no_step_used_goes_with_the_gradients(kind: str) -> N
     assert bits(clipped) == bits(plain)
 
 
-@kinds
-def test_clipping_does_not_hide_what_is_not_finite(kind: str) -> None:
-    case = Case(kind, steps=3, options={"freeze_step": 1}, bad=((2, 0, math.nan),))
+def before_step_2(case: Case) -> tuple[list[nn.Parameter], Any, bytes]:
+    """Parameters with the gradients of step 2, the optimizer after step 1, and the parameters' bits."""
     params = case.parameters()
     optimizer = case.build(params)
     take(case, 0, optimizer, params, 1)
-    before = bits(params)
     for p, g in zip(params, case.gradients(0, 2), strict=True):
         p.grad = g
+    return params, optimizer, bits(params)
+
+
+@kinds
+def test_clipping_does_not_hide_what_is_not_finite(kind: str) -> None:
+    params, optimizer, before = before_step_2(Case(kind, options={"freeze_step": 1}, bad=((2, 0, math.nan),)))
     assert math.isnan(optimizer.clip_grad_norm_(1.0))
     optimizer.step()
     assert bits(params) == before
@@ -255,13 +259,7 @@ def test_clipping_does_not_hide_what_is_not_finite(kind: str) -> None:
 
 @kinds
 def test_gradients_changed_after_clipping_are_looked_at_again(kind: str) -> None:
-    case = Case(kind, steps=3, options={"freeze_step": 1})
-    params = case.parameters()
-    optimizer = case.build(params)
-    take(case, 0, optimizer, params, 1)
-    before = bits(params)
-    for p, g in zip(params, case.gradients(0, 2), strict=True):
-        p.grad = g
+    params, optimizer, before = before_step_2(Case(kind, options={"freeze_step": 1}))
     optimizer.clip_grad_norm_(1.0)
     params[0].grad.mul_(math.nan)
     optimizer.step()
