@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from onebit import kernels
 from onebit.collectives.agreement import agree
@@ -92,23 +93,37 @@ class Exchange:
             agree(self.transport, self.device, {**common, **(more or {})})
             self._agreed = True
 
-    def run(self, compress: Callable[[Chunk], None], use: Callable[[Chunk], None] | None = None) -> Messages:
-        """Exchange every chunk: `compress` writes a chunk's messages, `use` reads its replies."""
+    def run(
+        self,
+        compress: Callable[[Chunk], None],
+        use: Callable[[Chunk], None] | None = None,
+        *,
+        backwards: bool = False,
+        over: Transport | None = None,
+    ) -> Messages:
+        """Exchange every chunk: `compress` writes a chunk's messages, `use` reads its replies.
+
+        backwards: the last chunk first. over: another transport of the same ranks.
+        """
         self.agree()
-        last = len(self.chunks) - 1
+        over = over or self.transport
+        chunks = self.chunks[::-1] if backwards else self.chunks
+        last = len(chunks) - 1
         gathers: dict[int, Work] = {}
         scatters: dict[int, Work] = {}
         for j in range(last + 3):
             if j <= last:
-                compress(self.chunks[j])
-                gathers[j] = self._gather(self.chunks[j])
+                compress(chunks[j])
+                gathers[j] = self._gather(chunks[j], over)
             if 0 <= j - 1 <= last:
-                gathers.pop(j - 1).wait()
-                scatters[j - 1] = self._average_and_scatter(self.chunks[j - 1])
+                with record_function("onebit.wait for the gather phase"):
+                    gathers.pop(j - 1).wait()
+                scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
             if j >= 2:
-                scatters.pop(j - 2).wait()
+                with record_function("onebit.wait for the scatter phase"):
+                    scatters.pop(j - 2).wait()
                 if use is not None:
-                    use(self.chunks[j - 2])
+                    use(chunks[j - 2])
         return self.replies
 
     def live_in(self, span: Span) -> Tensor | None:
@@ -116,17 +131,17 @@ class Exchange:
         width = self.layout.block_size // 8
         return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
 
-    def _gather(self, chunk: Chunk) -> Work:
+    def _gather(self, chunk: Chunk, over: Transport) -> Work:
         self._count(chunk)
         phase = f"the gather phase (all-to-all of chunk {chunk.index})"
-        return self.transport.all_to_all(chunk.received.buffer, chunk.sent.buffer, phase)
+        return over.all_to_all(chunk.received.buffer, chunk.sent.buffer, phase)
 
-    def _average_and_scatter(self, chunk: Chunk) -> Work:
+    def _average_and_scatter(self, chunk: Chunk, over: Transport) -> Work:
         live = self.live_in(chunk.shard)
         self.backend.average(chunk.shard, chunk.received, chunk.server_residual, chunk.reply, live=live)
         self._count(chunk)
         phase = f"the scatter phase (all-gather of chunk {chunk.index})"
-        return self.transport.all_gather(chunk.replies.buffer, chunk.reply.buffer, phase)
+        return over.all_gather(chunk.replies.buffer, chunk.reply.buffer, phase)
 
     def _count(self, chunk: Chunk) -> None:
         """One message to every other rank."""

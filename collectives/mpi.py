@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from onebit.collectives.transport import CollectiveError, Work
+from onebit.collectives.transport import CollectiveError, Transport, Work
 
 TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
@@ -53,6 +53,14 @@ class MpiTransport:
         reduce = self.communicator.Ireduce(host.numpy(), total.numpy() if self.rank == 0 else None, op=MPI.SUM, root=0)
         MpiWork(reduce, phase, self.timeout, host, values, values).wait()
         return MpiWork(self.communicator.Ibcast(total.numpy(), root=0), phase, self.timeout, host, total, values)
+
+    def duplicate(self) -> Transport:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError(
+                "this MPI does not let several threads communicate (it lacks MPI_THREAD_MULTIPLE): start it with that "
+                "level of threads, or without overlap=True"
+            )
+        return MpiTransport(self.communicator.Dup(), self.timeout)
 
     def _send_buffer(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:

@@ -8,6 +8,7 @@ start the same collectives in the same order, from one thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,10 @@ class Transport(Protocol):
         """values = the elementwise sum over ranks, the same bit for bit on each"""
         ...
 
+    def duplicate(self) -> Transport:
+        """The same ranks with an order of collectives of its own, for another thread: a collective call."""
+        ...
+
 
 class Done:
     """Work that is over."""
@@ -84,6 +89,9 @@ class LocalTransport:
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
         return Done()
+
+    def duplicate(self) -> Transport:
+        return self
 
 
 class TorchTransport:
@@ -116,6 +124,30 @@ class TorchTransport:
         with described(phase, self.name):
             work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, host, host.view(-1), values)
+
+    def duplicate(self) -> Transport:
+        if self.group is dist.group.WORLD:
+            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self.name))
+        self._know_as_many_groups()
+        ranks = dist.get_process_group_ranks(self.group)
+        return TorchTransport(dist.new_group(ranks, self._timeout, self.name, use_local_synchronization=True))
+
+    def _know_as_many_groups(self) -> None:
+        """Where only its members make a group, torch names it by how many groups a process knows: the name on all
+        ranks has to be the same, so those that know fewer make some of themselves alone."""
+        known = dist.distributed_c10d._world.pg_names
+        device = torch.device("cuda" if self.name == "nccl" else "cpu")
+        most = torch.tensor([len(known)], dtype=torch.int64, device=device)
+        self.all_max(most, "counting process groups (all-reduce of one number)")
+        while len(known) < int(most):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """The group's own; None is torch's default."""
+        kind = torch.device("cuda" if self.name == "nccl" else "cpu")
+        group: Any = self.group
+        return getattr(getattr(group._get_backend(kind), "options", None), "_timeout", None)
 
     def _start(self, collective: Callable[..., Any], out: Tensor, sent: Tensor, phase: str) -> Work:
         landing, source = out.view(-1), sent.view(-1)

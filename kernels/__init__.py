@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 
-def backend(device: torch.device) -> ModuleType:
+class Passes:
+    """A module's passes, each a range in profiles under its name: torch.profiler's, and NVTX by emit_nvtx."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        run = getattr(self.module, name)
+
+        @functools.wraps(run)
+        def ranged(*args: Any, **options: Any) -> Any:
+            with record_function(f"onebit.{name}"):
+                return run(*args, **options)
+
+        setattr(self, name, ranged)  # asked for once
+        return ranged
+
+
+@functools.cache
+def backend(device: torch.device) -> Passes:
     """The passes for a device: Triton's for CUDA and ROCm tensors, the tiled ones for CPU tensors."""
     names = {"cuda": "onebit.kernels.gpu", "cpu": "onebit.kernels.cpu"}
     if device.type not in names:
@@ -17,7 +40,7 @@ def backend(device: torch.device) -> ModuleType:
             f".to('cuda') or .to('cpu')"
         )
     try:
-        return import_module(names[device.type])
+        return Passes(import_module(names[device.type]))
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onebit.kernels import Passes
 from onebit.kernels.hyper import Hyper, hyper_table
 from onebit.kernels.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.pointers import Pointers
@@ -101,7 +102,7 @@ class Workload:
         self.format = Format.of(self.layout, scale, norm)
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
 
-    def passes(self, backend: ModuleType) -> dict[str, Pass]:
+    def passes(self, backend: ModuleType | Passes) -> dict[str, Pass]:
         """Every pass of a backend (`cpu`, `gpu` or `reference`), in the order of a step."""
         w = self
         runs: dict[str, Callable[[], None]] = {

@@ -26,6 +26,7 @@ class OneBitAdam(OneBitOptimizer):
     variance_floor: the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers.
     scale, norm, block_size: how messages are encoded. chunks: pipeline stages, "auto" measures.
     master_weights: 16-bit parameters keep an fp32 copy.
+    overlap: in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
     """
 
@@ -44,4 +45,4 @@ class OneBitAdam(OneBitOptimizer):
             x = None if master is None else chunk.span.of(master)
             space.backend.adam_update(chunk.span, space.points, d, chunk.replies, x, hyper)
 
-        space.all_reduce_momentum(hyper, flags, update)
+        self._overlap.all_reduce_momentum(space, hyper, flags, update)

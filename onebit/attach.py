@@ -65,8 +65,7 @@ class _Attached:
 
 def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for each bucket of gradients. The first one of a backward pass finds out which stage it is."""
-    with torch.no_grad():
-        state.optimizer._begin()
+    state.optimizer._overlap.arrived(bucket.parameters(), bucket.gradients())
     if not state.optimizer.compressing:
         return allreduce_hook(state.process_group, bucket)
     return local(bucket)

@@ -15,6 +15,7 @@ from onebit.collectives.transport import Transport
 from onebit.kernels.hyper import COLUMNS, Hyper, hyper_table
 from onebit.space import Space
 
+Mark = tuple[Tensor, int] | None  # a gradient, held so that no other is mistaken for it, and how often it was changed
 _LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
 
 
@@ -26,9 +27,9 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
-        self._seen: list[tuple[Tensor, int] | None] | None = None
+        self._seen: list[Mark] | None = None
         self._clip: Tensor | None = None
-        self._averaged: list[tuple[Tensor, int] | None] | None = None
+        self._averaged: list[Mark] | None = None
 
     def factor(self, unscale: Tensor | None) -> Tensor | None:
         """clip / scale, fp32 [1], unless both are 1."""
@@ -37,17 +38,17 @@ class Gradients:
 
     def average(self, spaces: Sequence[Space], transport: Transport, unscale: Tensor | None) -> None:
         """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
-        if transport.size == 1 or _same(self._averaged, spaces):
+        if transport.size == 1 or same(self._averaged, spaces):
             return
         for space in spaces:
             for p in space.params:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             average_([p.grad for p in space.params if p.grad is not None], transport, unscale)
-        self._averaged = _marks(spaces)
+        self._averaged = marks(spaces)
 
     def are_seen(self, spaces: Sequence[Space]) -> bool:
         """Whether `look` has seen these very gradients."""
-        return _same(self._seen, spaces)
+        return same(self._seen, spaces)
 
     def look(
         self,
@@ -58,7 +59,7 @@ class Gradients:
         squares: Tensor | None = None,
     ) -> None:
         """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked."""
-        if not _same(self._seen, spaces, versions=False):
+        if not same(self._seen, spaces, versions=False):
             self._clip = None  # it was made for others
         self.flags.zero_()
         if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
@@ -72,7 +73,7 @@ class Gradients:
             if squares is not None and by_block is not None:
                 squares += by_block.sum(dtype=torch.float64)
         transport.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
-        self._seen = _marks(spaces)
+        self._seen = marks(spaces)
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:
         """`norm` is that of the gradients as they lie. What it is with the clipping there was, before this one."""
@@ -111,18 +112,18 @@ def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
     return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
 
 
-def _marks(spaces: Sequence[Space]) -> list[tuple[Tensor, int] | None]:
-    """The gradients, held so that none can be mistaken for another, and how often each was changed in place."""
+def marks(spaces: Sequence[Space]) -> list[Mark]:
+    """Of every gradient."""
     grads = (p.grad for space in spaces for p in space.params)
     return [None if g is None else (g, g._version) for g in grads]
 
 
-def _same(marks: list[tuple[Tensor, int] | None] | None, spaces: Sequence[Space], versions: bool = True) -> bool:
-    """Whether gradients are those of `marks`; with `versions`, and not changed since."""
-    if marks is None:
+def same(before: list[Mark] | None, spaces: Sequence[Space], versions: bool = True) -> bool:
+    """Whether gradients are those that were marked `before`; with `versions`, and not changed since."""
+    if before is None:
         return False
-    now = _marks(spaces)
-    return len(marks) == len(now) and all(
+    now = marks(spaces)
+    return len(before) == len(now) and all(
         a is b if a is None or b is None else a[0] is b[0] and (a[1] == b[1] or not versions)
-        for a, b in zip(marks, now, strict=True)
+        for a, b in zip(before, now, strict=True)
     )

@@ -73,10 +73,10 @@ class OneBitLamb(OneBitOptimizer):
 
     def _compressed(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
         space = cast(LambSpace, space)
-        whole, previous = space.layout.all(), space.previous()
-        replies = space.all_reduce_momentum(hyper, flags)
+        whole = space.layout.all()
+        replies = self._overlap.all_reduce_momentum(space, hyper, flags)
         space.backend.lamb_statistics(
-            whole, replies, previous, space.d, space.exp_avg_sq, hyper, space.lamb, **self._stage_2,
+            whole, replies, space.previous(), space.d, space.exp_avg_sq, hyper, space.lamb, **self._stage_2,
             ratio=self._ratio, live=space.counted, gamma=space.gamma,
         )  # fmt: skip
         coefficient = space.lamb.coefficient

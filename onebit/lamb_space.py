@@ -47,12 +47,14 @@ class LambSpace(Space):
         return self.exp_avg_sq
 
     def previous(self) -> Tensor | Messages:
-        """m of the last step, in a place that the coming exchange leaves alone."""
+        """m of the last step, where the exchange has left it alone."""
+        assert self._previous is not None
+        return self._previous if self._dense is None else self._dense[: self.layout.elements]
+
+    def remember(self) -> None:
         assert self.exchange is not None and self._previous is not None
-        if (dense := self.dense_momentum) is not None:
-            return dense
-        self._previous.buffer.copy_(self.exchange.replies.buffer)
-        return self._previous
+        if self._dense is None:
+            self._previous.buffer.copy_(self.exchange.replies.buffer)
 
     def forget_dense_momentum(self) -> None:
         self._dense = None

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +33,7 @@ from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.wire import Norm, Scale
 from onebit.loading import load
 from onebit.options import Dead, Options, check_group, warn_if_early
+from onebit.overlap import Overlap
 from onebit.space import Space
 
 
@@ -59,17 +61,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
         block_size: int = BLOCK_SIZE,
         chunks: int | Literal["auto"] = "auto",
         master_weights: bool = True,
+        overlap: bool = False,
         process_group: Any = None,
     ) -> None:
         self._options = Options(
             freeze_step, freeze_threshold, freeze_window, bias_correction, dead, variance_floor, scale, norm,
-            block_size, chunks, master_weights,
+            block_size, chunks, master_weights, overlap,
         )  # fmt: skip
         self._process_group, self._transport = process_group, transport_for(process_group)
         self._spaces: list[Space] = []
         self._names: dict[Tensor, str] = {}
         self._averaged_by_ddp = False
         self._compressing = False
+        self._overlap = Overlap(self, overlap)
         self._to_tell: list[Callable[[], None]] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         warn_if_early(self._options, self._beta2)
@@ -111,6 +115,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def diagnostics(self) -> dict[str, dict[str, float]]:
         """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
         coefficient and ratio. Cheap to call now and then; waits for the device."""
+        self._overlap.check_at_rest("diagnostics")
         return diagnose(self)
 
     @torch.no_grad()
@@ -122,7 +127,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         parameters.check_gradients(self.param_groups, self._names)
         self._begin()
-        if not self._gradients.are_seen(self._spaces):  # else clip_grad_norm_ was here
+        self._overlap.stop_if_unfit()
+        if self._overlap.on:
+            self._overlap.finish(self._gradients.flags)
+            for space in self._spaces:
+                space.point()
+        elif not self._gradients.are_seen(self._spaces):  # else clip_grad_norm_ was here
             self._look_at_gradients()
         hyper = self._write_hyper(self._gradients.factor(self._unscale()))
         for space in self._spaces:
@@ -130,6 +140,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 self._compressed(space, hyper, self._gradients.flags)
             else:
                 self._warmup(space, hyper, self._gradients.flags)
+        self._overlap.put_back(self._gradients.flags)
         self._finish()
         return loss
 
@@ -144,6 +155,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
         parameters.check_gradients(self.param_groups, self._names)
         self._begin()
+        self._overlap.stop(
+            "gradients are clipped by their norm, for which all of them have to be there before the first message "
+            "leaves. Pass overlap=False, or don't clip"
+        )
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._look_at_gradients(squares)
         if self._compressing:
@@ -151,8 +166,18 @@ class OneBitOptimizer(torch.optim.Optimizer):
             squares /= self._transport.size
         return self._gradients.clip(squares.sqrt().float(), max_norm)[0]
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With overlap=True: around every backward pass but a step's last. DDP has its own."""
+        before, self._overlap.holding = self._overlap.holding, True
+        try:
+            yield
+        finally:
+            self._overlap.holding = before
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever; a clipping coefficient that no step has used goes with the gradients."""
+        """As ever; a clipping coefficient that no step has used goes with the gradients, and so do early messages."""
+        self._overlap.take_back()
         self._gradients.forget()
         super().zero_grad(set_to_none)
 
@@ -185,6 +210,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         Save it on every rank (torch.save a file each, or torch.distributed.checkpoint).
         """
+        self._overlap.check_at_rest("state_dict")
         self._settle()
         shown, self.state = self.state, defaultdict(dict, states.save(self))
         self.param_groups[0][states.PROGRESS] = states.progress(self)
@@ -201,6 +227,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         The same number of ranks continues bit for bit. With another number give the states of all ranks, put together
         by `onebit.merge_states`: the mean of their residuals is kept.
         """
+        self._overlap.check_at_rest("load_state_dict")
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
@@ -251,6 +278,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._settle()
         if not self._compressing and self._rule.due(self._steps):
             self._freeze()
+        if self._compressing:
+            self._overlap.begin()
 
     def _start(self) -> None:
         """The first step, or the first after a load."""

@@ -32,6 +32,7 @@ class Options:
     block_size: int
     chunks: int | Literal["auto"]
     master_weights: bool
+    overlap: bool
 
     def __post_init__(self) -> None:
         if self.freeze_step != "auto" and not _whole(self.freeze_step, least=0):
@@ -58,6 +59,8 @@ class Options:
             )
         if self.chunks != "auto" and not _whole(self.chunks, least=1):
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number or "auto"')
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
         check_block_size(self.block_size)
         Format(self.block_size, 1, self.scale, self.norm)
 

@@ -117,17 +117,21 @@ class Space:
 
     def all_reduce_momentum(self, hyper: Tensor, flags: Tensor, use: Callable[[Chunk], None] | None = None) -> Messages:
         """m = compressed_all_reduce(b1 m + (1-b1) g): m is what the last call received."""
-        exchange = self.exchange
-        assert exchange is not None
+        assert self.exchange is not None
+        self.remember()
+        return self.exchange.run(lambda chunk: self.compress(chunk, hyper, flags), use)
 
-        def compress(chunk: Chunk) -> None:
-            live = exchange.live_in(chunk.span)
-            self.backend.compress(
-                chunk.span, self.grads, chunk.replies, chunk.residual, hyper, flags, chunk.sent, live=live,
-                gamma=self.gamma,
-            )  # fmt: skip
+    def remember(self) -> None:
+        """What the coming exchange overwrites and a step still needs: nothing, for Adam."""
 
-        return exchange.run(compress, use)
+    def compress(self, chunk: Chunk, hyper: Tensor, flags: Tensor) -> None:
+        """One chunk's messages of b1 m + (1-b1) g."""
+        assert self.exchange is not None
+        live = self.exchange.live_in(chunk.span)
+        self.backend.compress(
+            chunk.span, self.grads, chunk.replies, chunk.residual, hyper, flags, chunk.sent, live=live,
+            gamma=self.gamma,
+        )  # fmt: skip
 
     def fold_momentum(self, index: int, m: Tensor, beta1: float) -> None:
         """m of the last step, where no message received holds it."""
@@ -146,6 +150,8 @@ class Space:
             return self.options.chunks
         if self.options.scale == "tensor":
             return 1
+        if self.options.overlap:  # what leaves early matters more than what a chunk costs
+            return max(self._possible_chunks())
         return choose_chunks(
             self.transport, sum(self.numels), self.device, self.options.scale, self.options.norm, self.layout.block_size
         )

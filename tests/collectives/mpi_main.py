@@ -60,10 +60,11 @@ def numbers(comm: Any) -> dict[str, list[str]]:
     return found
 
 
-def optimizer(comm: Any) -> list[Any]:
+def optimizer(comm: Any, overlap: bool = False) -> list[Any]:
     """Both stages of 1-bit Adam: each rank's parameters at the end."""
-    params = ADAM.parameters()
-    run(ADAM, comm.rank, ADAM.build(params, comm), params, 1, ADAM.steps)
+    case = ADAM.but(options={**ADAM.options, "overlap": overlap})
+    params = case.parameters()
+    run(case, comm.rank, case.build(params, comm), params, 1, case.steps)
     return comm.gather([p.tolist() for p in params])
 
 
@@ -117,6 +118,7 @@ def main() -> None:
         "collectives": comm.gather(work.collectives_over(transport)),
         "numbers": numbers(comm),
         "optimizer": optimizer(comm),
+        "overlap": optimizer(comm, overlap=True),
         "disagreement": disagreement(comm),
         "outsider": outsider(comm),
         "absence": absence(comm),

@@ -102,6 +102,10 @@ def test_the_optimizer_of_both_stages(found):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_overlap_communicates_from_a_thread(found):
+    assert found["overlap"] == found["optimizer"]
+
+
 def test_a_rank_that_means_something_else(found):
     for (error,) in found["disagreement"]:
         assert error.startswith("ValueError: the ranks do not agree: rank 1 has block_size 64 where rank 0 has 32")

@@ -1,0 +1,43 @@
+"""Taking an exchange back: where gradients are found not to be finite only after the first messages have left.
+
+`Exchange.run` leaves state as it was when every message of a step says so. Messages that leave one by one can't know
+of gradients that are still to come. So what an exchange changes is copied first, and put back where a step is skipped.
+
+A second residual buffer: 4 + 4/N + 1/8 B an element. Bytes moved an element: reads 4, writes 4; on a GPU putting back
+is decided on the device, which reads 8 and writes 4 more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.exchange import Chunk, Exchange
+
+
+class Undo:
+    """Room for what a step changes in an exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._pairs = [[(t, torch.empty_like(t)) for t in _changed(chunk)] for chunk in exchange.chunks]
+
+    def keep(self, chunk: Chunk) -> None:
+        """Before this chunk is compressed."""
+        for now, kept in self._pairs[chunk.index]:
+            kept.copy_(now)
+
+    def put_back(self, flags: Tensor | None = None) -> None:
+        """Every chunk as it was kept: where `flags`, int32 [1], is set, or always. On a GPU the host does not wait."""
+        if flags is not None and flags.device.type == "cpu" and not int(flags):
+            return
+        for now, kept in (pair for pairs in self._pairs for pair in pairs):
+            if flags is None or flags.device.type == "cpu":
+                now.copy_(kept)
+            else:
+                torch.where(flags != 0, kept, now, out=now)
+
+
+def _changed(chunk: Chunk) -> list[Tensor]:
+    """`reply` too: a flagged message leaves in it what the last step had."""
+    states = (chunk.residual.value, chunk.residual.scale, chunk.server_residual.value, chunk.server_residual.scale)
+    return [*(t for t in states if t is not None), chunk.reply.buffer, chunk.replies.buffer]
