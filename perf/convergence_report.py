@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from perf import volume
 from perf.convergence_plan import MAIN, SWEEPS, TASKS, VARIANTS, family_of, has_stages
 from perf.convergence_records import Record, Records, every_record, main_runs, sweep_runs
 
@@ -199,6 +201,21 @@ def sections(out: Path, docs: Path, ranks: int, figures: Any) -> Iterator[str]:
             yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
 
 
+def counted_volume(out: Path) -> str:
+    """What perf.volume has found, if its record is there."""
+    path = out.parent / volume.RECORD.name
+    if not path.exists():
+        return ""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    share = record["freeze_step"] / record["steps"]
+    return (
+        f"## Bytes of a whole run, by the interfaces' counters\n\n{record['hosts']} hosts of a network lab, "
+        f"{record['elements']:,} elements, {record['steps']} steps of which {share:.0%} are stage 1's; what an "
+        f"uncompressed run sends over what 1-bit Adam sends (`python -m perf.volume`, as root on Linux).\n\n"
+        f"{volume.table(record)}"
+    )
+
+
 def report(out: Path, docs: Path, ranks: int) -> str:
     """Write the page and its figures; where they are."""
     records = every_record(out)
@@ -219,9 +236,10 @@ def report(out: Path, docs: Path, ranks: int) -> str:
         HEAD.format(out=os.path.relpath(out), hardware=hardware(records)),
         summary(out, ranks),
         *sections(out, docs, ranks, figures),
+        counted_volume(out),
     ]
     docs.parent.mkdir(parents=True, exist_ok=True)
-    docs.write_text("\n\n".join(part.strip("\n") for part in parts) + "\n", encoding="utf-8")
+    docs.write_text("\n\n".join(part.strip("\n") for part in parts if part) + "\n", encoding="utf-8")
     return f"{docs}" + (
         "" if figures else "\nNo figures: matplotlib is not installed. For them: pip install matplotlib"
     )
