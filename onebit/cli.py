@@ -1,4 +1,4 @@
-"""The command line: `onebit demo` and `onebit tune`."""
+"""The command line: `onebit demo`, `onebit tune` and `onebit plan`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import astuple
 import torch
 import torch.distributed as dist
 
-from onebit import demo
+from onebit import demo, plan
 from onebit.collectives.chunking import candidates, measure_chunks, remember_chunks
 from onebit.collectives.transport import transport_for
 from onebit.demo_ranks import DemoError
@@ -22,6 +22,7 @@ from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.machine import device_name
 from onebit.kernels.tuning import C, Choice, CpuConfig
 from onebit.kernels.workload import Workload
+from onebit.plan import PlanError
 from onebit.progress import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         _COMMANDS[arguments.command](arguments)
-    except (CommandError, DemoError) as error:
+    except (CommandError, DemoError, PlanError) as error:
         print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="onebit", description="Communication-compressed training: 1 bit a value on the wire."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | tune")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | tune | plan")
     demo.add_arguments(
         commands.add_parser(
             "demo",
@@ -108,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
         type=whole_number,
         default=tuning.ELEMENTS,
         help="elements to measure on (default: %(default)s)",
+    )
+    plan.add_arguments(
+        commands.add_parser(
+            "plan",
+            help="predict steps on a cluster that is not at hand, uncompressed and with 1 bit",
+            description="A model of latency and bandwidth: step times, bytes, speed-ups, and the network rate below "
+            "which compression pays. Every constant can be replaced.",
+        )
     )
     return parser
 
@@ -203,4 +212,4 @@ def _table(choice: Choice[C], nbytes: int) -> str:
     return "\n".join(lines)
 
 
-_COMMANDS = {"demo": _demo, "tune": _tune}
+_COMMANDS = {"demo": _demo, "tune": _tune, "plan": plan.run}

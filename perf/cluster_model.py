@@ -1,0 +1,190 @@
+"""The cluster model of `onebit plan` against what was measured: the papers' tables, and the network lab.
+
+    python -m perf.cluster_model            the papers; writes docs/cluster_model.md and its plot, a second or two
+    python -m perf.cluster_model --lab      also measures in the lab (root on Linux), 4 or 5 minutes, and keeps a record
+
+In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared: the network's rate is that
+of the links times 0.956, the share of it that is payload (perf.network_lab); the latency is taken from all-reduces of
+1024 elements, and the rates of the passes from one process alone, both in the same run. A rank has the machine's cores
+divided by the ranks, at most one. The ranks choose their number of chunks (chunks="auto"), the model its own. A
+measured time is the median of the calls. The machine must have nothing else to do: ranks share its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onebit import cli
+from onebit.cluster_model import Cluster, compressed_all_reduce
+from onebit.kernels import cpu
+from onebit.kernels.machine import device_name, provenance
+from onebit.kernels.timing import median_seconds
+from onebit.kernels.workload import Workload, bytes_per_element
+from perf import all_reduce, cluster_papers
+from perf.all_reduce_ranks import KINDS, ONE_BIT, Row, WrongResult
+from perf.cluster_papers import Compared, median_error
+from perf.cluster_report import BAND, page, plot_lab, plot_papers
+from perf.network_lab import LabUnavailable, RankFailed, parse_rate
+
+PAYLOAD = 0.956  # perf.network_lab
+SMALL = 1024  # elements of an all-reduce that is nothing but latency
+PASSES = ("scan", "compress", "average", "decode")
+STANDARD = {"hosts": [2, 3, 4], "rates": ["100mbit", "300mbit", "1gbit"], "elements": 2**23, "repeats": 3}
+RESULTS, PAGE = Path("perf/results"), Path("docs/cluster_model.md")
+
+
+def pass_rates(ranks: int, elements: int) -> dict[str, float]:
+    """B/s of one process alone on one thread."""
+    threads, device, found = torch.get_num_threads(), torch.device("cpu"), {}
+    torch.set_num_threads(1)
+    try:
+        passes = Workload(elements, device, ranks=ranks).passes(cpu)
+        for name in PASSES:
+            each = bytes_per_element(name, 4, master=False, packed=True, ranks=ranks)
+            share = elements / ranks if name == "average" else elements
+            found[name] = share * each / median_seconds(passes[name].run, device, repeats=10)
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def measure(arguments: argparse.Namespace, progress: cli.Progress) -> dict[str, Any]:
+    """A record: rows of perf.all_reduce, the passes' rates and the latency, all of this run."""
+    load = round(os.getloadavg()[0], 2)
+    rates = {}
+    for hosts in arguments.hosts:
+        progress.show(f"passes of one of {hosts} ranks")
+        rates[str(hosts)] = pass_rates(hosts, arguments.elements)
+    settings = {"elements": [SMALL, arguments.elements], "chunks": "auto", "phases": False, "timeout": 600}
+    wanted = argparse.Namespace(**{**vars(arguments), **settings})
+    rows, group = all_reduce.run_lab(wanted, progress)
+    return {
+        **group,
+        "cpu_count": os.cpu_count(),
+        "load_before": load,
+        "repeats": arguments.repeats,
+        **provenance(),
+        "pass_bytes_per_s": rates,
+        "latency_s": latency(rows),
+        "rows": [asdict(row) for row in rows if row.kind in ("fp32", "fp16", ONE_BIT)],
+    }
+
+
+def latency(rows: Sequence[Row]) -> float:
+    """Seconds of a message: an all-reduce sends 2 (N - 1) of them one after the other."""
+    small = [row for row in rows if row.elements == SMALL and row.kind in ("fp32", "fp16")]
+    return statistics.median(min(row.calls) / (2 * (row.hosts - 1)) for row in small)
+
+
+def compare(record: dict[str, Any]) -> list[Compared]:
+    """Milliseconds of every row of a record but the small ones."""
+    found = []
+    for row in (Row(**each) for each in record["rows"]):
+        if row.elements == SMALL or row.seconds is None:
+            continue
+        cluster = Cluster(
+            gpus=row.hosts,
+            gpus_per_node=1,
+            network=PAYLOAD * float(parse_rate(row.rate) or 0),
+            latency=record["latency_s"],
+            rates=record["pass_bytes_per_s"][str(row.hosts)],
+            cores=min(1.0, record["cpu_count"] / row.hosts),
+        )
+        if row.kind == ONE_BIT:
+            seconds = compressed_all_reduce(row.elements, cluster)
+        else:
+            seconds = cluster.all_reduce(row.elements * KINDS[row.kind].itemsize)
+        what = f"{row.kind}: {row.hosts} hosts, {row.rate}, {row.elements:,} elements"
+        found.append(Compared(what, 1e3 * seconds, 1e3 * row.seconds))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1: no figures, or with --check a median error above the target. 2: this can't be measured here."""
+    arguments = _parser().parse_args(argv)
+    progress = cli.Progress()
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        if arguments.lab:
+            path = arguments.out / f"cluster_model-lab-{_slug(device_name(torch.device('cpu')))}.json"
+            path.write_text(json.dumps(measure(arguments, progress), indent=1) + "\n", encoding="utf-8")
+            print(path)
+        return _report(arguments)
+    except (LabUnavailable, OSError, ValueError) as error:
+        print(f"perf.cluster_model: error: {error}", file=sys.stderr)
+        return 2
+    except (WrongResult, RankFailed, TimeoutError) as error:
+        print(f"perf.cluster_model: no figures: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def lab_records(out: Path) -> dict[Path, dict[str, Any]]:
+    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("cluster_model-lab-*.json"))}
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    """The page, the plots, and a line for each comparison."""
+    reduces, speed_ups = cluster_papers.all_reduces(), cluster_papers.speed_ups()
+    labs = {path: (record, compare(record)) for path, record in lab_records(arguments.out).items()}
+    medians = {
+        "the papers' all-reduces": (median_error(reduces), BAND["papers"]),
+        "the papers' speed-ups": (median_error(speed_ups), BAND["papers"]),
+        **{str(path): (median_error(rows), BAND["lab"]) for path, (_, rows) in labs.items()},
+    }
+    arguments.page.parent.mkdir(parents=True, exist_ok=True)
+    arguments.page.write_text(page(reduces, speed_ups, labs, arguments.page, arguments.out), encoding="utf-8")
+    print(arguments.page)
+    try:
+        plot_papers(reduces, speed_ups, arguments.out / "cluster_model-papers.png")
+        for path, (record, rows) in labs.items():
+            plot_lab(rows, record["device"], path.with_suffix(".png"))
+    except ModuleNotFoundError:
+        print("No plots: matplotlib is not installed. For them: pip install matplotlib")
+    for what, (error, most) in medians.items():
+        verdict = "met" if error <= most else "missed"
+        print(f"{what}: median error {100 * error:.1f} %, to reach {100 * most:.0f} %: {verdict}")
+    return int(arguments.check and any(error > most for error, most in medians.values()))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.cluster_model", description="The cluster model against the papers' tables and the lab."
+    )
+    parser.add_argument("--lab", action="store_true", help="measure in the network lab first: root on Linux")
+    parser.add_argument("--hosts", nargs="+", type=cli.whole_number, default=STANDARD["hosts"], help="such as 2 4")
+    parser.add_argument("--rates", nargs="+", type=_rate, default=STANDARD["rates"], help="such as 100mbit 1gbit")
+    parser.add_argument("--elements", type=cli.whole_number, default=STANDARD["elements"])
+    parser.add_argument("--repeats", type=cli.whole_number, default=STANDARD["repeats"], help="calls of each kind")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of records and plots")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a median error is above its target")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
