@@ -112,7 +112,7 @@ MODEL_OPTIONS = {
 CLUSTER_OPTIONS = {
     "gpus": Option(count, "in all"),
     "gpus_per_node": Option(count, "that share a node's network (default: 8)"),
-    "network": Option(rate, "what arrives of what a node sends, by iperf say: 100gbit, 4.1gbit", "Gbit/s", None),
+    "network": Option(rate, "what arrives of what a node sends, by iperf say: 100gbit, 4.1gbit"),
     "latency": Option(number, "of a message between nodes", "us", 1e-6),
     "intra": Option(number, "sent by a GPU within its node", "GB/s", 1e9),
     "intra_latency": Option(number, "of a message within a node", "us", 1e-6),

@@ -168,6 +168,8 @@ def _times(axes: Any, model: Model, counts: list[int], clusters: list[Cluster]) 
     axes.axhline(compute, color="black", linestyle=":", linewidth=1, label="forward and backward alone")
     axes.set(title="Time of a step", ylabel="milliseconds")
     _finish(axes, "GPUs", base=2)
+    axes.set_ylim(0, 1.3 * 1e3 * max(each["fp32"].total for each in every))
+    axes.legend(loc="upper left", ncols=2, fontsize=9)
 
 
 def _ratios(

@@ -6,8 +6,8 @@
 In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared: the network's rate is that
 of the links times 0.956, the share of it that is payload (perf.network_lab); the latency is taken from all-reduces of
 1024 elements, and the rates of the passes from one process alone, both in the same run. A rank has the machine's cores
-divided by the ranks, at most one. The ranks choose their number of chunks (chunks="auto"), the model its own. A
-measured time is the median of the calls. The machine must have nothing else to do: ranks share its cores.
+divided by the ranks, at most one. The model is told how many chunks the ranks chose. Times, those of passes too, are
+the least of several: what else the machine does is not what the model is of.
 """
 
 from __future__ import annotations
@@ -18,45 +18,52 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onebit import cli
+from onebit import cli, plan, plan_report
 from onebit.cluster_model import Cluster, compressed_all_reduce
 from onebit.kernels import cpu
 from onebit.kernels.machine import device_name, provenance
-from onebit.kernels.timing import median_seconds
 from onebit.kernels.workload import Workload, bytes_per_element
 from perf import all_reduce, cluster_papers
 from perf.all_reduce_ranks import KINDS, ONE_BIT, Row, WrongResult
-from perf.cluster_papers import Compared, median_error
-from perf.cluster_report import BAND, page, plot_lab, plot_papers
+from perf.cluster_papers import BAND, Compared, by_kind, median_error
+from perf.cluster_plots import plot_lab, plot_papers
+from perf.cluster_report import PLANNED, page
 from perf.network_lab import LabUnavailable, RankFailed, parse_rate
 
 PAYLOAD = 0.956  # perf.network_lab
 SMALL = 1024  # elements of an all-reduce that is nothing but latency
-PASSES = ("scan", "compress", "average", "decode")
-STANDARD = {"hosts": [2, 3, 4], "rates": ["100mbit", "300mbit", "1gbit"], "elements": 2**23, "repeats": 3}
+PASSES, PASS_RUNS = ("scan", "compress", "average", "decode"), 30
+STANDARD = {"hosts": [2, 3, 4], "rates": ["100mbit", "300mbit", "1gbit"], "elements": 2**23, "repeats": 5}
 RESULTS, PAGE = Path("perf/results"), Path("docs/cluster_model.md")
 
 
 def pass_rates(ranks: int, elements: int) -> dict[str, float]:
-    """B/s of one process alone on one thread."""
-    threads, device, found = torch.get_num_threads(), torch.device("cpu"), {}
+    """B/s of one process alone on one thread, the fastest of its runs."""
+    threads, found = torch.get_num_threads(), {}
     torch.set_num_threads(1)
     try:
-        passes = Workload(elements, device, ranks=ranks).passes(cpu)
+        passes = Workload(elements, ranks=ranks).passes(cpu)
         for name in PASSES:
             each = bytes_per_element(name, 4, master=False, packed=True, ranks=ranks)
             share = elements / ranks if name == "average" else elements
-            found[name] = share * each / median_seconds(passes[name].run, device, repeats=10)
+            found[name] = share * each / min(_seconds(passes[name].run) for _ in range(PASS_RUNS))
     finally:
         torch.set_num_threads(threads)
     return found
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def measure(arguments: argparse.Namespace, progress: cli.Progress) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def compare(record: dict[str, Any]) -> list[Compared]:
     """Milliseconds of every row of a record but the small ones."""
     found = []
     for row in (Row(**each) for each in record["rows"]):
-        if row.elements == SMALL or row.seconds is None:
+        if row.elements == SMALL or not row.calls:
             continue
         cluster = Cluster(
             gpus=row.hosts,
@@ -102,11 +109,11 @@ def compare(record: dict[str, Any]) -> list[Compared]:
             cores=min(1.0, record["cpu_count"] / row.hosts),
         )
         if row.kind == ONE_BIT:
-            seconds = compressed_all_reduce(row.elements, cluster)
+            seconds = compressed_all_reduce(row.elements, cluster, chunks=row.chunks)
         else:
             seconds = cluster.all_reduce(row.elements * KINDS[row.kind].itemsize)
         what = f"{row.kind}: {row.hosts} hosts, {row.rate}, {row.elements:,} elements"
-        found.append(Compared(what, 1e3 * seconds, 1e3 * row.seconds))
+        found.append(Compared(what, 1e3 * seconds, 1e3 * min(row.calls)))
     return found
 
 
@@ -142,13 +149,21 @@ def _report(arguments: argparse.Namespace) -> int:
     medians = {
         "the papers' all-reduces": (median_error(reduces), BAND["papers"]),
         "the papers' speed-ups": (median_error(speed_ups), BAND["papers"]),
-        **{str(path): (median_error(rows), BAND["lab"]) for path, (_, rows) in labs.items()},
+        **{
+            f"{path}, {kind}": (median_error(each), BAND["lab"])
+            for path, (_, rows) in labs.items()
+            for kind, each in by_kind(rows).items()
+        },
     }
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     arguments.page.write_text(page(reduces, speed_ups, labs, arguments.page, arguments.out), encoding="utf-8")
     print(arguments.page)
     try:
         plot_papers(reduces, speed_ups, arguments.out / "cluster_model-papers.png")
+        parser = argparse.ArgumentParser()
+        plan.add_arguments(parser)
+        planned = plan.planned(parser.parse_args(PLANNED.split()[2:]))
+        plan_report.plot(*planned, arguments.out / "cluster_model-plan.png")
         for path, (record, rows) in labs.items():
             plot_lab(rows, record["device"], path.with_suffix(".png"))
     except ModuleNotFoundError:

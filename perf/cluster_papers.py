@@ -122,6 +122,7 @@ OUTLIERS = {
     ("003, Table 5", "InfiniBand"): "one node of 8, where Table 1 has 28 ms: no constant fits both",
 }
 LARGE_ERROR = 0.25
+BAND = {"papers": 0.25, "lab": 0.20}  # a median error at most
 
 
 def all_reduces(seconds: Callable[[Cluster, float], float] = Cluster.all_reduce) -> list[Compared]:
@@ -208,6 +209,14 @@ def speed_ups() -> list[Compared]:
 def median_error(rows: Sequence[Compared], fitted: bool = False) -> float:
     """Of the sizes of errors, of rows that nothing was fitted to unless asked."""
     return median(abs(row.error) for row in rows if fitted or not row.fitted)
+
+
+def by_kind(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
+    """Of the lab: fp32, fp16 and 1 bit apart."""
+    kinds: dict[str, list[Compared]] = {}
+    for row in rows:
+        kinds.setdefault(row.what.partition(":")[0], []).append(row)
+    return kinds
 
 
 def counted_once(rows: Sequence[Compared]) -> list[Compared]:
