@@ -3,11 +3,11 @@
     python -m perf.cluster_model            the papers; writes docs/cluster_model.md and its plot, a second or two
     python -m perf.cluster_model --lab      also measures in the lab (root on Linux), 4 or 5 minutes, and keeps a record
 
-In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared: the network's rate is that
-of the links times 0.956, the share of it that is payload (perf.network_lab); the latency is taken from all-reduces of
-1024 elements, and the rates of the passes from one process alone, both in the same run. A rank has the machine's cores
-divided by the ranks, at most one. The model is told how many chunks the ranks chose. Times, those of passes too, are
-the least of several: what else the machine does is not what the model is of.
+In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared. The network's rate is that
+of the links times 0.956, the share of it that is payload (perf.network_lab). The latency is that of all-reduces of 1024
+elements, the rates of the passes are those of one process alone, before and after the ranks run. A rank has the
+machine's cores divided by the ranks, at most one. The model is told how many chunks the ranks chose. Times, those of
+passes too, are the least of several: what else the machine does is not what the model is of.
 """
 
 from __future__ import annotations
@@ -69,13 +69,18 @@ def _seconds(run: Callable[[], object]) -> float:
 def measure(arguments: argparse.Namespace, progress: cli.Progress) -> dict[str, Any]:
     """A record: rows of perf.all_reduce, the passes' rates and the latency, all of this run."""
     load = round(os.getloadavg()[0], 2)
-    rates = {}
+    settings = {"elements": [SMALL, arguments.elements], "chunks": "auto", "phases": False, "timeout": 600}
+    rates: dict[str, dict[str, float]] = {}
+    rows: list[Row] = []
+    group: dict[str, Any] = {}
     for hosts in arguments.hosts:
         progress.show(f"passes of one of {hosts} ranks")
-        rates[str(hosts)] = pass_rates(hosts, arguments.elements)
-    settings = {"elements": [SMALL, arguments.elements], "chunks": "auto", "phases": False, "timeout": 600}
-    wanted = argparse.Namespace(**{**vars(arguments), **settings})
-    rows, group = all_reduce.run_lab(wanted, progress)
+        before = pass_rates(hosts, arguments.elements)
+        wanted = argparse.Namespace(**{**vars(arguments), **settings, "hosts": [hosts]})
+        found, group = all_reduce.run_lab(wanted, progress)
+        rows += found
+        after = pass_rates(hosts, arguments.elements)
+        rates[str(hosts)] = {name: max(before[name], after[name]) for name in PASSES}
     return {
         **group,
         "cpu_count": os.cpu_count(),
