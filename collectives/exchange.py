@@ -116,12 +116,10 @@ class Exchange:
                 compress(chunks[j])
                 gathers[j] = self._gather(chunks[j], over)
             if 0 <= j - 1 <= last:
-                with record_function("onebit.wait for the gather phase"):
-                    gathers.pop(j - 1).wait()
+                _arrived(gathers.pop(j - 1), chunks[j - 1].received, "the gather phase")
                 scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
             if j >= 2:
-                with record_function("onebit.wait for the scatter phase"):
-                    scatters.pop(j - 2).wait()
+                _arrived(scatters.pop(j - 2), chunks[j - 2].replies, "the scatter phase")
                 if use is not None:
                     use(chunks[j - 2])
         return self.replies
@@ -210,3 +208,10 @@ class Exchange:
         self.check_state_dict(state)
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
+
+
+def _arrived(work: Work, messages: Messages, phase: str) -> None:
+    """Wait for messages, and read what their headers say."""
+    with record_function(f"onebit.wait for {phase}"):
+        work.wait()
+    messages.check(phase)
