@@ -7,7 +7,7 @@ from onebit.collectives import CompressedAllReduce
 from onebit.ddp import OneBitState, onebit_hook
 from onebit.diagnostics import History
 from onebit.lamb import OneBitLamb
-from onebit.state import merge_states
+from onebit.merge import merge_states
 
 __all__ = [
     "CompressedAllReduce",

@@ -5,7 +5,7 @@ Everything is built and checked beside the old state, then put in its place: a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.layout import Layout
+from onebit.loading_checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
 from onebit.options import check_group
 from onebit.space import Space
-from onebit.state import PROGRESS, VERSION, Saved, progress_of
+from onebit.state import PROGRESS, Saved, progress_of, rank_of
 from onebit.warning import warn
 
 if TYPE_CHECKING:
@@ -29,17 +30,21 @@ _NOT_OPTIONS = {
 }  # fmt: skip
 
 
-def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
-    """Build what the state says, then put it in the optimizer's place: nothing changes if anything does not fit."""
+def prepared(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+    """Build what the state says; the result puts it in the optimizer's place. Nothing changes if it does not fit."""
     groups = _checked_groups(optimizer, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in optimizer.param_groups)
     saved = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
     merged = _merged(optimizer, groups)
     loaded = _Loaded(optimizer, _numbers(optimizer, progress_of(groups), saved), saved)
-    for group, new in zip(optimizer.param_groups, merged, strict=True):
-        group.update(new)
-    loaded.install()
+
+    def install() -> None:
+        for group, new in zip(optimizer.param_groups, merged, strict=True):
+            group.update(new)
+        loaded.install()
+
+    return install
 
 
 class _Loaded:
@@ -91,11 +96,15 @@ class _Loaded:
 
     def _load_views(self, space: Space, index: int, own: Saved) -> None:
         name = self.optimizer._name(space.params[index])
+        check_own(own, tuple(space.params[index].shape), name)
         for what, value in space.views(index).items():
             if what in own:
-                value.copy_(_shaped(own, what, tuple(value.shape), name))
+                value.copy_(shaped(own, what, tuple(value.shape), name))
             elif what not in ("residual", "master"):
-                raise ValueError(f"{_LACKS.format(what, name)} a state of {type(self.optimizer).__name__} or AdamW")
+                raise ValueError(
+                    f"the state has no {what} for parameter {name}: it is damaged, or not a state of "
+                    f"{type(self.optimizer).__name__} or AdamW"
+                )
 
     def _layout_there(self, space: Space, index: int) -> Layout:
         n = self.numbers
@@ -121,16 +130,17 @@ class _Loaded:
             space.fold_again()
 
     def _check_messages(self, space: Space, saved: Sequence[Saved], there: Layout) -> None:
-        held = {r: _elements_of(there, r) for r in range(there.ranks)}
+        present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < there.ranks}
+        held = {r: _elements_of(there, r) for r in present}
         for i, own in enumerate(saved):
             name, blocks = self.optimizer._name(space.params[i]), -(-space.numels[i] // there.block_size)
-            _shaped(own, "momentum_bits", (blocks, there.block_size // 8), name)
-            _shaped(own, "momentum_scales", (blocks,), name)
+            shaped(own, "momentum_bits", (blocks, there.block_size // 8), name)
+            shaped(own, "momentum_scales", (blocks,), name)
             for r, elements in held.items():
                 if f"residual_of_rank_{r}" in own:
-                    _shaped(own, f"residual_of_rank_{r}", tuple(space.params[i].shape), name)
+                    shaped(own, f"residual_of_rank_{r}", tuple(space.params[i].shape), name)
                     if elements[i]:
-                        _shaped(own, f"server_residual_of_rank_{r}", (elements[i],), name)
+                        shaped(own, f"server_residual_of_rank_{r}", (elements[i],), name)
 
     def _warn_of_missing(self, ranks: int) -> None:
         if not self.residuals_missing:
@@ -230,9 +240,8 @@ def _fold_momentum(space: Space, saved: Sequence[Saved], betas: Sequence[float])
 
 
 def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    check_structure(state_dict)
     optimizer._rebuild_if_changed()
-    if "state" not in state_dict or "param_groups" not in state_dict:
-        raise ValueError(f"not a state of an optimizer: it has {sorted(state_dict)}, not state and param_groups")
     groups = list(state_dict["param_groups"])
     here, there = ([len(g["params"]) for g in g_] for g_ in (optimizer.param_groups, groups))
     if here != there:
@@ -240,6 +249,7 @@ def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -
             f"the state has param groups of {there} parameters, this optimizer of {here}: give it the parameters in "
             f"the groups it was saved with"
         )
+    check_options(groups)
     if any(g.get("maximize") for g in groups):
         raise ValueError("the state was saved with maximize=True, which onebit does not know: negate the loss instead")
     if any(g.get("amsgrad") for g in groups):
@@ -261,11 +271,7 @@ def _merged(optimizer: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> 
 def _numbers(optimizer: OneBitOptimizer, numbers: dict[str, Any], saved: Mapping[Tensor, Saved]) -> Mapping[str, Any]:
     """How far the run had come that saved the state: as it says, or as torch.optim.AdamW's does."""
     name = type(optimizer).__name__
-    if numbers and numbers.get("version") != VERSION:
-        raise ValueError(
-            f"the state has version {numbers.get('version')!r}, this onebit reads {VERSION}: load it with the onebit "
-            f"that saved it"
-        )
+    check_numbers(numbers)
     if numbers and numbers["compressing"]:
         if numbers["optimizer"] != name:
             raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {name} can't continue it")
@@ -280,26 +286,10 @@ def _numbers(optimizer: OneBitOptimizer, numbers: dict[str, Any], saved: Mapping
 
 
 def _steps_of(saved: Mapping[Tensor, Saved]) -> int:
-    steps = {int(own["step"]) for own in saved.values() if "step" in own}
+    steps = {steps_of(own) for own in saved.values() if "step" in own}
     if len(steps) > 1:
         raise ValueError(
             f"the parameters have taken different numbers of steps ({sorted(steps)}): onebit counts the same for all. "
             f"Some had no gradient at times; set every state's step to {max(steps)} to continue with that"
         )
     return max(steps, default=0)
-
-
-_LACKS = "the state has no {} for parameter {}: it is damaged, or not"
-
-
-def _shaped(own: Saved, what: str, shape: tuple[int, ...], name: str) -> Tensor:
-    """own[what], which must have `shape`."""
-    if what not in own:
-        raise ValueError(f"{_LACKS.format(what, name)} a state of stage 2")
-    value = own[what]
-    if tuple(value.shape) != shape:
-        raise ValueError(
-            f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
-            f"state is another model's, or damaged"
-        )
-    return value

@@ -31,7 +31,7 @@ from onebit.freeze import FreezeRule, Lagging, tell_of_freeze
 from onebit.gradients import Gradients, HyperTable, reciprocal
 from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.wire import Norm, Scale
-from onebit.loading import load
+from onebit.loading import prepared
 from onebit.options import Dead, Options, check_group, warn_if_early
 from onebit.overlap import Overlap
 from onebit.space import Space
@@ -220,7 +220,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.state = shown
             del self.param_groups[0][states.PROGRESS]
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.
 
@@ -228,13 +227,24 @@ class OneBitOptimizer(torch.optim.Optimizer):
         by `onebit.merge_states`: the mean of their residuals is kept.
         """
         self._overlap.check_at_rest("load_state_dict")
+        self._prepared(state_dict)()
+
+    @torch.no_grad()
+    def _prepared(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Build and check a saved state; nothing changes until the result is called."""
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        load(self, state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        install = prepared(self, state_dict)
+
+        @torch.no_grad()
+        def finish() -> None:
+            install()
+            for after in self._optimizer_load_state_dict_post_hooks.values():
+                after(self)
+
+        return finish
 
     _space_type: ClassVar[type[Space]] = Space
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from onebit.kernels.layout import check_block_size
@@ -15,6 +15,9 @@ from onebit.kernels.wire import Format, Norm, Scale
 from onebit.warning import warn
 
 Dead = Literal["floor", "freeze"]
+
+_LARGEST = torch.finfo(torch.float32).max
+MOST_CHUNKS = 4096  # each has messages of its own
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Options:
                 f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "
                 f"part of the mean of its parameter's, and must lie between 0 (as the papers have it) and 1"
             )
-        if self.chunks != "auto" and not _whole(self.chunks, least=1):
-            raise ValueError(f'chunks={self.chunks!r}: it must be a positive number or "auto"')
+        if self.chunks != "auto" and not (_whole(self.chunks, least=1) and self.chunks <= MOST_CHUNKS):
+            raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
         check_block_size(self.block_size)
@@ -98,4 +101,5 @@ def _whole(value: object, least: int) -> bool:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    """As kernels hold it: a finite fp32."""
+    return isinstance(value, Real) and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]

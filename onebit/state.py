@@ -14,8 +14,8 @@ stores them all. A state that holds those of all ranks (`merge_states`) loads on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,27 +62,19 @@ def progress(optimizer: OneBitOptimizer) -> dict[str, Any]:
     }
 
 
-def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states that all ranks saved, one each, as one that any number of ranks can load."""
-    if not state_dicts:
-        raise ValueError("merge_states got no states: give what every rank saved")
-    numbers = [progress_of(s["param_groups"]) for s in state_dicts]
-    for rank, own in enumerate(numbers):
-        for name in ("optimizer", "ranks", "steps", "compressing"):
-            if own.get(name) != numbers[0].get(name):
-                raise ValueError(
-                    f"the states do not belong together: number {rank} has {name} {own.get(name)!r} where the first "
-                    f"has {numbers[0].get(name)!r}. Give what the ranks of one run saved at one step"
-                )
-    merged = dict(state_dicts[0])
-    merged["state"] = {
-        key: dict(chain.from_iterable(s["state"][key].items() for s in state_dicts)) for key in merged["state"]
-    }
-    return merged
-
-
 def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return dict(groups[0].get(PROGRESS) or {}) if groups else {}
+    numbers = groups[0].get(PROGRESS) or {} if groups else {}
+    if not isinstance(numbers, Mapping):
+        raise TypeError(
+            f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: it is damaged"
+        )
+    return dict(numbers)
+
+
+def rank_of(name: object) -> int | None:
+    """Whose residual a name says it is."""
+    found = re.fullmatch(r"residual_of_rank_([0-9]{1,9})", str(name))
+    return int(found[1]) if found else None
 
 
 def _save_exchange(space: Space, rank: int) -> list[dict[str, Tensor]]:
