@@ -2,7 +2,8 @@
 
 A save is whole or not there, and until it is whole the checkpoint before it stays (`onebit.checkpoint_files`). A load
 checks version, layout and every file before it reads, and reads and builds everything beside what is there: a
-checkpoint that is damaged or does not fit is the same ValueError on every rank and changes nothing.
+checkpoint that is damaged or does not fit is a ValueError on every rank (a TypeError where a value is of another kind)
+and changes nothing.
 
 `dcp.save` and `dcp.load` take an optimizer as it is, but `dcp.load` fills what is there already. `load` looks first
 what was saved: a new optimizer may load a state of stage 2, and of another number of ranks.
@@ -64,7 +65,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     """Continue from what `save` wrote, on any number of ranks: a collective call.
 
     The same number of ranks continues bit for bit; another number with the mean of the residuals. A checkpoint that is
-    damaged, another program's or another model's is a ValueError on every rank, and changes nothing on any.
+    damaged, another program's or another model's is a ValueError or TypeError on every rank and changes nothing.
     """
     ranks, inner = Together(optimizer._transport, optimizer._device), _inner(model)
     here = inner.state_dict()

@@ -227,7 +227,7 @@ def _rank(rank: int, run: Run, data: Path, meet: Path, pipe: Connection) -> None
         if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=run.ranks)
-        prepared = Prepared(**torch.load(data, mmap=True))
+        prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
         record = train(run, prepared, lambda *said: rank or pipe.send(("progress", said)))
         dist.barrier()
         dist.destroy_process_group()
