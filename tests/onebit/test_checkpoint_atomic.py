@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tests.onebit.runs import Case, kinds, same
 from tests.ranks import group, run_ranks, run_ranks_once
 
 CASE = Case(steps=6, options={"freeze_step": 3})
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def dies_before(module: Any, name: str) -> Callable[..., Any]:
@@ -44,11 +43,9 @@ def dies_after(module: Any, name: str) -> None:
 
 
 DEATHS: dict[str, tuple[int, Callable[[], Any]]] = {  # which rank dies, and where
-    "before anything": (1, lambda: dies_before(checkpoint, "_make_room")),
     "before the data folder is made": (0, lambda: dies_before(checkpoint, "_make_room")),
     "before it writes": (1, lambda: dies_before(torch.distributed.checkpoint.FileSystemWriter, "write_data")),
     "after it has written": (1, lambda: dies_after(torch.distributed.checkpoint.FileSystemWriter, "write_data")),
-    "before torch's index": (0, lambda: dies_before(torch.distributed.checkpoint.FileSystemWriter, "finish")),
     "before the index": (0, lambda: dies_before(checkpoint, "written")),
     "at the checksums": (1, lambda: dies_before(checkpoint_files, "sha256")),
     "before the commit": (0, lambda: dies_before(checkpoint, "_commit")),
@@ -111,41 +108,63 @@ def after(rank: int, size: int, steps: int) -> Any:
     return Run(CASE, steps, rank, group()).all()
 
 
-SAVER = """
-import sys
-sys.path.insert(0, {root!r})
-import torch
-torch.set_num_threads(1)
-from tests.checkpoints import Run
-from tests.onebit.test_checkpoint_atomic import CASE
-run, step = Run(CASE, 0), 0
-while True:
-    step += 1
-    run.on(step, step)
-    run.save({folder!r})
-    print(step, flush=True)
-"""
+def save_for_ever(folder: Path, told: Any) -> None:
+    run, step = Run(CASE, 0), 0
+    while True:
+        step += 1
+        run.on(step, step)
+        run.save(folder)
+        os.write(told, b".")
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_it_leaves_the_last_checkpoint_or_the_next(tmp_path: Path) -> None:
-    """SIGKILL at moments drawn over the length of a save."""
-    source, seen = np.random.default_rng(0), set()
-    for attempt in range(6):
-        folder = tmp_path / str(attempt)
-        command = [sys.executable, "-c", SAVER.format(root=str(ROOT), folder=str(folder))]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as saver:
-            assert saver.stdout is not None
-            saver.stdout.readline()
-            time.sleep(source.uniform(0, 0.1))
-            saver.send_signal(signal.SIGKILL)
-            last = 1 + sum(1 for _ in saver.stdout)
+def killed_after(folder: Path, seconds: float) -> int:
+    """How many saves a process told of that was killed some time after the first."""
+    heard, told = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            save_for_ever(folder, told)
+        finally:
+            os._exit(1)
+    os.close(told)
+    last = len(os.read(heard, 1))
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(heard, 4096):
+        last += len(more)
+    os.close(heard)
+    return last
+
+
+def kill_often(folder: str, attempts: int, answer: Connection) -> None:
+    """In a process with one thread, which may fork."""
+    torch.set_num_threads(1)
+    source, found = np.random.default_rng(0), []
+    for attempt in range(attempts):
+        own = Path(folder) / str(attempt)
+        last = killed_after(own, source.uniform(0, 0.1))
         run = Run(CASE, 0)
-        run.load(folder)
-        assert run.optimizer.steps in (last, last + 1)
-        assert same(run.all(), Run(CASE, run.optimizer.steps).all())
-        seen.add(len(list(folder.glob("data-*"))))
-    assert 2 in seen, "no kill came in the middle of a save: the moments need another length"
+        run.load(own)
+        steps = run.optimizer.steps
+        found.append((last, steps, same(run.all(), Run(CASE, steps).all()), len(list(own.glob("data-*")))))
+    answer.send(found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_it_leaves_the_last_checkpoint_or_the_next(tmp_path: Path) -> None:
+    """SIGKILL at moments drawn over the length of a few saves."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=kill_often, args=(str(tmp_path), 20, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    found = ours.recv()
+    process.join()
+    assert len(found) == 20
+    for last, steps, whole, _ in found:
+        assert steps in (last, last + 1)
+        assert whole
+    assert any(folders > 1 for *_, folders in found), "no kill came in the middle of a save: draw other moments"
 
 
 @kinds
