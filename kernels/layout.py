@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ from torch import Tensor
 
 BLOCK_SIZE = 2048
 MOST_BLOCK_SIZE = 16384
+MOST_ELEMENTS = 2**50
+MOST_RANKS = 2**20
+MOST_CHUNKS = 4096  # each is padded to a block a rank, and has messages of its own
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,16 @@ class Layout:
         check_block_size(block_size)
         if len(numels) == 0:
             raise ValueError("the layout got no parameters: pass at least one tensor to compress or optimize")
+        if not all(_is_whole(n) for n in (ranks, chunks, *numels)):
+            raise TypeError(f"ranks={ranks!r:.80}, chunks={chunks!r:.80} and every numel must be whole numbers")
+        if sum(numels) > MOST_ELEMENTS or ranks > MOST_RANKS:
+            raise ValueError(f"{sum(numels)} elements on {ranks} ranks: no machine has memory for so many")
         if any(n < 0 for n in numels):
             raise ValueError(f"a parameter cannot hold {min(numels)} elements: numel must be 0 or more")
         if ranks < 1 or chunks < 1:
             raise ValueError(f"ranks and chunks must be at least 1, got ranks={ranks} and chunks={chunks}")
+        if chunks > MOST_CHUNKS:
+            raise ValueError(f"chunks={chunks}: a pipeline has at most {MOST_CHUNKS} stages, and a few are best")
         if groups is not None and len(groups) != len(numels):
             raise ValueError(f"got {len(groups)} group indices for {len(numels)} parameters: pass one for each")
         self.block_size, self.ranks, self.chunks = block_size, ranks, chunks
@@ -160,6 +170,10 @@ class Span:
             begin, end = max(0, (self.first - first) * size), min(numel, (stop - first) * size)
             if begin < end:
                 yield Segment(p, layout._groups[p], begin, end, (first - self.first) * size + begin)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_block_size(block_size: int) -> None:

@@ -41,6 +41,11 @@ class MessageError(RuntimeError):
     """What has arrived is no message of this exchange."""
 
 
+def is_one_of(value: object, names: tuple[str, ...]) -> bool:
+    """Whatever `value` is: a tensor, say, can't be compared with a name."""
+    return isinstance(value, str) and value in names
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
@@ -56,10 +61,10 @@ class Format:
     layout_fingerprint: int = 0
 
     def __post_init__(self) -> None:
-        if self.scale not in get_args(Scale):
-            raise ValueError(f"scale must be one of {get_args(Scale)}, got {self.scale!r}")
-        if self.norm not in get_args(Norm):
-            raise ValueError(f"norm must be one of {get_args(Norm)}, got {self.norm!r}")
+        if not is_one_of(self.scale, get_args(Scale)):
+            raise ValueError(f"scale must be one of {get_args(Scale)}, got {self.scale!r:.80}")
+        if not is_one_of(self.norm, get_args(Norm)):
+            raise ValueError(f"norm must be one of {get_args(Norm)}, got {self.norm!r:.80}")
 
     @classmethod
     def of(cls, layout: Layout, scale: Scale = "block", norm: Norm = "l1") -> Format:

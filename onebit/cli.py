@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def whole_number(text: str) -> int:
-    """16777216, 16_777_216 or 2**24"""
+    """16777216, 16_777_216 or 2**24; up to 2**40, a memory no machine has"""
     power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
     try:
         value = int(power[1]) ** int(power[2]) if power else int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number: write 16777216 or 2**24")
+    if not 1 <= value <= 2**40:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to 2**40: write 16777216 or 2**24")
     return value
 
 

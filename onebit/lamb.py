@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from onebit.freeze import CoefficientRule
+from onebit.kernels.wire import is_one_of
 from onebit.lamb_space import LambSpace
 from onebit.optimizer import OneBitOptimizer
+from onebit.options import is_number
 from onebit.space import Space
 
 Ratio = Literal["variance", "denominator"]
@@ -136,17 +138,17 @@ def _check(
     threshold: float,
     ratio: str,
 ) -> None:
-    if not 0 <= coeff_beta < 1:
+    if not is_number(coeff_beta) or not 0 <= coeff_beta < 1:
         raise ValueError(f"coeff_beta={coeff_beta!r}: it averages coefficients and must be at least 0 and below 1")
     for name, (least, most) in (("coeff", coefficients), ("factor", factors)):
-        if not 0 < least <= most < float("inf"):
+        if not is_number(least) or not is_number(most) or not 0 < least <= most:
             raise ValueError(
                 f"min and max of {name} are {least!r} and {most!r}: they bound it, and must be above 0, finite, and in "
                 f"this order"
             )
-    if not 0 < threshold < 1:
+    if not is_number(threshold) or not 0 < threshold < 1:
         raise ValueError(
             f"factor_threshold={threshold!r}: it bounds the change of the ratio in a step and must lie between 0 and 1"
         )
-    if ratio not in get_args(Ratio):
+    if not is_one_of(ratio, get_args(Ratio)):
         raise ValueError(f"ratio={ratio!r}: it must be one of {get_args(Ratio)}")

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from onebit.kernels.layout import check_block_size
-from onebit.options import MOST_CHUNKS
+from onebit.kernels.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
+from onebit.kernels.wire import Scale, is_one_of
 from onebit.state import VERSION, Saved
 
-MOST_RANKS = 2**20
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
 _ANY, _FINITE, _POSITIVE, _BITS = "any", "finite", "positive", "bits"
@@ -57,10 +56,10 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     """How far the run had come: what `onebit.state.progress` makes, or nothing."""
     if not numbers:
         return
-    if numbers.get("version") != VERSION:
+    version = numbers.get("version")
+    if not isinstance(version, int) or version != VERSION:
         raise ValueError(
-            f"the state has version {numbers.get('version')!r}, this onebit reads {VERSION}: load it with the onebit "
-            f"that saved it"
+            f"the state has version {version!r:.60}, this onebit reads {VERSION}: load it with the onebit that saved it"
         )
     if lacks := _NUMBERS - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
@@ -76,7 +75,7 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
     if numbers["compressing"]:
         check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
-        if numbers.get("scale") not in ("block", "tensor"):
+        if not is_one_of(numbers.get("scale"), get_args(Scale)):
             raise ValueError(f"scale is {numbers.get('scale')!r:.60} in the state: {_DAMAGED}")
     _check_trace(numbers["trace"])
 
@@ -93,6 +92,9 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
     for i, group in enumerate(groups):
         if lacks := {"lr", "betas", "eps", "weight_decay"} - group.keys():
             raise ValueError(f"param group {i} of the state has no {', '.join(sorted(lacks))}: {_DAMAGED}")
+        for name in ("maximize", "amsgrad"):
+            if not isinstance(group.get(name, False), (bool, type(None))):
+                raise TypeError(f"{name} of param group {i} is neither true nor false: {_DAMAGED}")
 
 
 def check_own(own: Saved, shape: tuple[int, ...], name: str) -> None:

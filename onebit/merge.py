@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from onebit.loading_checks import check_structure
+from onebit.loading_checks import check_numbers, check_structure
 from onebit.state import progress_of
 
 
@@ -18,6 +18,7 @@ def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         check_structure(each)
     numbers = [progress_of(s["param_groups"]) for s in state_dicts]
     for rank, own in enumerate(numbers):
+        check_numbers(own)
         for name in ("optimizer", "ranks", "steps", "compressing"):
             if own.get(name) != numbers[0].get(name):
                 raise ValueError(

@@ -190,6 +190,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         if self._spaces:
             self._settle()
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError('add_param_group takes a dict with its parameters under "params"')
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -226,12 +228,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         The same number of ranks continues bit for bit. With another number give the states of all ranks, put together
         by `onebit.merge_states`: the mean of their residuals is kept.
         """
-        self._overlap.check_at_rest("load_state_dict")
         self._prepared(state_dict)()
 
     @torch.no_grad()
     def _prepared(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Build and check a saved state; nothing changes until the result is called."""
+        self._overlap.check_at_rest("load_state_dict")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)

@@ -10,14 +10,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from onebit.kernels.layout import check_block_size
-from onebit.kernels.wire import Format, Norm, Scale
+from onebit.kernels.layout import MOST_CHUNKS, check_block_size
+from onebit.kernels.wire import Format, Norm, Scale, is_one_of
 from onebit.warning import warn
 
 Dead = Literal["floor", "freeze"]
 
 _LARGEST = torch.finfo(torch.float32).max
-MOST_CHUNKS = 4096  # each has messages of its own
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Options:
     overlap: bool
 
     def __post_init__(self) -> None:
-        if self.freeze_step != "auto" and not _whole(self.freeze_step, least=0):
+        if not is_one_of(self.freeze_step, ("auto",)) and not _whole(self.freeze_step, least=0):
             raise ValueError(
                 f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, or "
                 f'"auto". Papers use 15 to 25 % of all steps'
             )
-        if not _number(self.freeze_threshold) or not 0 < self.freeze_threshold < 1:
+        if not is_number(self.freeze_threshold) or not 0 < self.freeze_threshold < 1:
             raise ValueError(
                 f"freeze_threshold={self.freeze_threshold!r}: it bounds the ratio of two variances from below and "
                 f"must lie between 0 and 1; the papers use 0.96"
@@ -53,14 +52,14 @@ class Options:
                 f"freeze_window={self.freeze_window!r}: it is the number of steps between the two variances that "
                 f"are compared, 1 or more; None takes 1 / (1 - beta2)"
             )
-        if self.dead not in get_args(Dead):
+        if not is_one_of(self.dead, get_args(Dead)):
             raise ValueError(f"dead={self.dead!r}: it must be one of {get_args(Dead)}")
-        if not _number(self.variance_floor) or not 0 <= self.variance_floor <= 1:
+        if not is_number(self.variance_floor) or not 0 <= self.variance_floor <= 1:
             raise ValueError(
                 f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "
                 f"part of the mean of its parameter's, and must lie between 0 (as the papers have it) and 1"
             )
-        if self.chunks != "auto" and not (_whole(self.chunks, least=1) and self.chunks <= MOST_CHUNKS):
+        if not is_one_of(self.chunks, ("auto",)) and not _whole(self.chunks, least=1, most=MOST_CHUNKS):
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
@@ -74,14 +73,16 @@ def check_group(group: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of {lr.numel()} elements: a learning rate is one number")
+        if lr.is_meta or lr.is_complex() or lr.is_quantized or lr.layout is not torch.strided:
+            raise ValueError(f"lr is a tensor of {lr.dtype} without a value: a learning rate is one number")
         lr = float(lr)
-    if not _number(lr) or lr < 0:
+    if not is_number(lr) or lr < 0:
         raise ValueError(f"lr={lr!r}: a learning rate is a finite number, 0 or more")
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_number(b) and 0 <= b < 1 for b in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
-    if not _number(eps) or eps < 0:
+    if not is_number(eps) or eps < 0:
         raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
-    if not _number(decay) or decay < 0:
+    if not is_number(decay) or decay < 0:
         raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
 
 
@@ -96,10 +97,10 @@ def warn_if_early(options: Options, beta2: float) -> None:
         )
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(value: object, least: int, most: int = 2**31) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """As kernels hold it: a finite fp32."""
     return isinstance(value, Real) and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]

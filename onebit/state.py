@@ -63,7 +63,7 @@ def progress(optimizer: OneBitOptimizer) -> dict[str, Any]:
 
 
 def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    numbers = groups[0].get(PROGRESS) or {} if groups else {}
+    numbers = groups[0].get(PROGRESS, {}) if groups else {}
     if not isinstance(numbers, Mapping):
         raise TypeError(
             f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: it is damaged"

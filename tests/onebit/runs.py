@@ -140,3 +140,11 @@ def unchanged(one: dict[str, Any], other: dict[str, Any]) -> bool:
     for saved in groups:
         saved[0]["onebit"] = {k: v for k, v in saved[0]["onebit"].items() if k not in counting}
     return same(one["state"], other["state"]) and same(*groups)
+
+
+def adamw_state(case: Case, steps: int) -> dict[str, Any]:
+    """What torch.optim.AdamW saves after some steps of the case."""
+    params = case.parameters()
+    optimizer = torch.optim.AdamW([params[p] for p in case.order], lr=5e-3)
+    run(case, 0, optimizer, params, 1, steps)
+    return snapshot(optimizer.state_dict())

@@ -1,0 +1,98 @@
+"""Random command lines: exit status 0 or 2 and a message, and no demo is started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from onebit import cli, demo
+from onebit.demo_ranks import DemoError
+from tests.fuzz.mutate import Source, pick
+
+_WORDS = (
+    "demo", "tune", "plan", "--help", "-h", "--optimizer", "adam", "lamb", "--ranks", "2", "64", "65", "1", "0", "-1",
+    "--steps", "10", "10001", "400", "--seed", "2147483648", "--bandwidth", "1gbit", "100mbit", "--codec", "--out",
+    "a.png", "a.exe", ".", "", "a", "--device", "cpu", "cuda", "cuda:99", "cuda:-1", "meta", "mps", "auto", "--dtype",
+    "float32", "float64", "--elements", "2**24", "2**99", "99**99", "1_000", "1e6", "--", "--elements=", "--out=x.png",
+    "--ran", "@file", "%s", "{}", "\u0663", "\udc80", "é", "\n", "-",
+)  # fmt: skip
+
+
+class CommandLine:
+    def __init__(self) -> None:
+        self.room = tempfile.TemporaryDirectory()
+
+    def case(self, source: Source) -> str:
+        words = [self._word(source) for _ in range(int(source.integers(0, 7)))]
+        if source.random() < 0.8:
+            words.insert(0, pick(source, ("demo", "tune")))
+        kind = source.random()
+        if kind < 0.1:
+            return _device(self._word(source))
+        return self._plot(self._word(source)) if kind < 0.12 else _main(words)
+
+    def _word(self, source: Source) -> str:
+        if source.random() < 0.85:
+            return str(pick(source, _WORDS))
+        codes = source.integers(1, 0x3000, size=int(source.integers(0, 12)))
+        return "".join(map(chr, codes))
+
+    def _plot(self, name: str) -> str:
+        """Where a plot would go: a file that was not there is not left behind."""
+        room = Path(self.room.name)
+        before = os.listdir(room)
+        try:
+            demo._check_plot(room / name.replace("/", "_"))
+        except DemoError as error:
+            if error.code != 2:
+                raise
+            return "plot, refused"
+        finally:
+            if os.listdir(room) != before:
+                raise AssertionError(f"{name!r} was left behind")
+        return "plot, accepted"
+
+
+_parser = functools.cache(cli._parser)  # most of a case's time
+
+
+def _main(words: list[str]) -> str:
+    """`onebit WORDS`, with commands that do nothing but look at the device."""
+    started = []
+
+    def run(arguments: argparse.Namespace) -> None:
+        started.append(arguments)
+        if arguments.command == "tune":
+            cli.pick_device(arguments.device)
+
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    told = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    with (
+        mock.patch.object(cli, "_COMMANDS", {"demo": run, "tune": run}),
+        mock.patch.object(cli, "_parser", _parser),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(told),
+    ):
+        try:
+            code = cli.main(words)
+        except SystemExit as end:
+            code = end.code  # type: ignore[assignment]
+    told.flush()
+    said = told.buffer.getvalue()  # type: ignore[attr-defined]
+    if code not in (0, 2) or (code == 2) != (b"error" in said) or b"Traceback" in said:
+        raise AssertionError(f"onebit {words} ended with {code} and said {said!r}")
+    return f"exit {code}"
+
+
+def _device(text: str) -> str:
+    try:
+        cli.pick_device(text)
+    except cli.CommandError:
+        return "device, refused"
+    return "device, accepted"

@@ -1,0 +1,94 @@
+"""State dicts changed in a few places: refused, with the optimizer as it was bit for bit, or loaded and going on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import onebit
+from tests.checkpoints import Run
+from tests.fuzz.mutate import Source, junk, mutate, pick
+from tests.onebit.runs import Case, adamw_state, bits, snapshot
+
+ERRORS = (ValueError, TypeError)
+
+SMALL = ((3, 5), (33,), (2,))
+CASES = [
+    Case(kind, shapes=SMALL, dtype=dtype, options={"freeze_step": 2, "betas": (0.9, 0.95), **options}, groups=groups)
+    for kind in ("OneBitAdam", "OneBitLamb")
+    for dtype, options, groups in (
+        ("float32", {}, ({},)),
+        ("float32", {"scale": "tensor", "chunks": 2}, ({}, {"lr": 2e-3})),
+        ("bfloat16", {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5, "dead": "freeze"}, ({},)),
+        ("float32", {"chunks": "auto"}, ({},)),
+    )
+]
+
+
+class States:
+    def __init__(self) -> None:
+        self.states = [snapshot(Run(case, steps).optimizer.state_dict()) for case in CASES for steps in (0, 1, 4)] + [
+            adamw_state(CASES[0], 3)
+        ]
+        self.runs: dict[int, Run] = {}
+
+    def case(self, source: Source) -> str:
+        index = int(source.integers(len(CASES)))
+        run = self.runs.pop(index, None) or Run(CASES[index], int(source.integers(0, 5)))
+        near = source.random() < 0.8
+        state = snapshot(self.states[3 * index + int(source.integers(3))] if near else pick(source, self.states))
+        if source.random() < 0.02:
+            state = junk(source)
+        else:
+            mutate(source, state)
+        if source.random() < 0.1:
+            return self._merged(source, run, state)
+        before = mark(run)
+        try:
+            run.optimizer.load_state_dict(state)
+        except ERRORS as error:
+            if mark(run) != before:
+                raise AssertionError(f"refused ({error}), and something has changed") from error
+            self.runs[index] = run
+            return f"load, {type(error).__name__}"
+        run.optimizer.state_dict()
+        goes_on(run)
+        return "load, accepted"
+
+    def _merged(self, source: Source, run: Run, state: Any) -> str:
+        states = [state, snapshot(run.optimizer.state_dict())]
+        try:
+            onebit.merge_states(states if source.random() < 0.5 else states[::-1])
+        except ERRORS as error:
+            return f"merge, {type(error).__name__}"
+        return "merge, accepted"
+
+
+def goes_on(run: Run) -> None:
+    """A step from what was loaded. That it can't be taken may be said, but only so."""
+    try:
+        run.on(5, 5)
+    except ValueError as error:
+        if "Give stage 1 some steps" not in str(error) and "give stage 1 some steps" not in str(error):
+            raise
+
+
+def mark(run: Run) -> Any:
+    """All that a load could change."""
+    o = run.optimizer
+    flat = [
+        value
+        for space in o._spaces
+        for value in (*vars(space).values(), *(vars(space.lamb).values() if hasattr(space, "lamb") else ()))
+        if isinstance(value, Tensor)
+    ]
+    exchanges = [space.exchange for space in o._spaces if space.exchange is not None]
+    flat += [buffer for e in exchanges for buffer in (e.replies.buffer, e.residual.value, e.server_residual.value)]
+    options = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in o.param_groups]
+    numbers = (o._steps, o._compressing, o._agreed, o.skipped_steps, o.wire_bytes, o._rule.state(), o.freeze_ratio)
+    return bits(run.params), bits(flat), [id(space) for space in o._spaces], options, numbers
+
+
+def _plain(value: Any) -> Any:
+    return (id(value), value.tolist()) if isinstance(value, Tensor) and value.device.type == "cpu" else repr(value)

@@ -1,0 +1,146 @@
+"""Messages of random bytes: what reads them writes nowhere else, agrees with its oracle, and knows foreign headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onebit.kernels import cpu, reference
+from onebit.kernels.hyper import Hyper, hyper_table
+from onebit.kernels.layout import Layout
+from onebit.kernels.pointers import Pointers
+from onebit.kernels.state import Residual
+from onebit.kernels.wire import Format, MessageError, Messages
+from tests.fuzz.mutate import Source, pick
+
+_GUARD = 64
+_MARK = 0x7FC0BEEF  # a NaN that no pass makes
+
+
+class Guarded:
+    """fp32 tensors with marked elements on both sides."""
+
+    def __init__(self, source: Source, numels: list[int]) -> None:
+        self.whole = [torch.full((n + 2 * _GUARD,), _MARK, dtype=torch.int32) for n in numels]
+        self.tensors = [w.view(torch.float32)[_GUARD : len(w) - _GUARD] for w in self.whole]
+        for tensor in self.tensors:
+            tensor.copy_(torch.from_numpy(source.standard_normal(tensor.numel(), dtype=np.float32)))
+
+    def check(self) -> None:
+        for w in self.whole:
+            if not bool((w[:_GUARD] == _MARK).all() & (w[len(w) - _GUARD :] == _MARK).all()):
+                raise AssertionError("written beyond a tensor's ends")
+
+    def copy(self) -> Guarded:
+        other = object.__new__(Guarded)
+        other.whole = [w.clone() for w in self.whole]
+        other.tensors = [w.view(torch.float32)[_GUARD : len(w) - _GUARD] for w in other.whole]
+        return other
+
+
+class Wire:
+    def case(self, source: Source) -> str:
+        numels = [int(n) for n in source.integers(0, 150, size=int(source.integers(1, 4)))]
+        ranks, chunks = int(source.integers(1, 4)), int(source.integers(1, 3))
+        layout = Layout(numels, block_size=pick(source, (32, 64, 96)), ranks=ranks, chunks=chunks)
+        form = Format.of(layout, pick(source, ("block", "tensor")), pick(source, ("l1", "l2")))
+        chunk = int(source.integers(chunks))
+        span, shard = layout.chunk(chunk), layout.shard(chunk, int(source.integers(ranks)))
+        messages, header = _messages(source, form, ranks)
+        outcome = _check_header(messages, header)
+        work = pick(source, (_decode, _update, _average))
+        work(source, layout, shard if work is _average else span, messages)
+        return f"{work.__name__[1:]}, {outcome}"
+
+
+def _messages(source: Source, form: Format, ranks: int) -> tuple[Messages, bool]:
+    """Of random bytes, with guards; and whether their headers are as they should be."""
+    whole = torch.from_numpy(np.frombuffer(source.bytes(ranks * form.nbytes + 2 * _GUARD), np.uint8).copy())
+    messages = Messages(whole[_GUARD : _GUARD + ranks * form.nbytes].view(ranks, form.nbytes), form)
+    kind = source.random()
+    if kind < 0.8:
+        messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
+        messages.flags.copy_(torch.from_numpy(source.integers(0, 2, size=ranks) * (source.random() < 0.2)))
+    if kind < 0.6:
+        messages.scales.copy_(torch.from_numpy(source.random(tuple(messages.scales.shape), dtype=np.float32)))
+    if 0.6 <= kind < 0.75:
+        bit = int(source.integers(128))
+        if bit != 32:  # the flag itself
+            messages.buffer[int(source.integers(ranks)), bit // 8] ^= 1 << bit % 8
+    words = messages.header.tolist()
+    good = all((m, 0, f, b) == form.header and flag in (0, 1) for m, flag, f, b in words)
+    return messages, good
+
+
+def _check_header(messages: Messages, good: bool) -> str:
+    try:
+        messages.check("a phase")
+    except MessageError:
+        if good:
+            raise
+        return "refused"
+    if not good:
+        raise AssertionError(f"a header that is none was let through: {messages.header.tolist()}")
+    return "accepted"
+
+
+def _decode(source: Source, layout: Layout, span: Any, messages: Messages) -> None:
+    out = Guarded(source, [int(n) for n in layout.numel])
+    other, before = out.copy(), messages.buffer.clone()
+    cpu.decode(span, messages, Pointers.to(layout, out.tensors))
+    reference.decode(span, messages, Pointers.to(layout, other.tensors))
+    _compare(out.tensors, other.tensors)
+    _unharmed(messages, before, out, other)
+
+
+def _update(source: Source, layout: Layout, span: Any, messages: Messages) -> None:
+    params = Guarded(source, [int(n) for n in layout.numel])
+    d = Guarded(source, [span.elements])
+    other, before = params.copy(), messages.buffer.clone()
+    hyper = hyper_table([Hyper(lr=0.1, weight_decay=pick(source, (0.0, 0.5)))])
+    cpu.adam_update(span, Pointers.to(layout, params.tensors), d.tensors[0], messages, None, hyper)
+    reference.adam_update(span, Pointers.to(layout, other.tensors), d.tensors[0], messages, None, hyper)
+    if _moderate(messages):
+        _compare(params.tensors, other.tensors, exact=False)
+    _unharmed(messages, before, params, other, d)
+
+
+def _average(source: Source, layout: Layout, shard: Any, messages: Messages) -> None:
+    kept = Guarded(source, [shard.elements])
+    for first in range(0, shard.elements, layout.block_size):  # past a valid count it is 0
+        count = int(shard.counts()[first // layout.block_size])
+        kept.tensors[0][first + count : first + layout.block_size] = 0
+    other, before = kept.copy(), messages.buffer.clone()
+    outs = []
+    for backend, own in ((cpu, kept), (reference, other)):
+        residual = Residual.zeros(shard, messages.format, value=own.tensors[0])
+        outs.append(messages.format.empty(1))
+        outs[-1].buffer.zero_()
+        backend.average(shard, messages, residual, outs[-1])
+    if _moderate(messages):
+        _compare([outs[0].scales], [outs[1].scales], exact=False)
+    _unharmed(messages, before, kept, other)
+
+
+def _moderate(messages: Messages) -> bool:
+    """Whether the order of operations can't decide what overflows."""
+    return bool((messages.scales.abs() < 1e30).all())
+
+
+def _compare(ours: list[Tensor], theirs: list[Tensor], exact: bool = True) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        a, b = one.numpy(), other.numpy()
+        if exact or np.array_equal(a, b, equal_nan=True):
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _unharmed(messages: Messages, before: Tensor, *guarded: Guarded) -> None:
+    if not torch.equal(messages.buffer, before):
+        raise AssertionError("a reader changed the messages")
+    for each in guarded:
+        each.check()
