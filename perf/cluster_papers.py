@@ -191,7 +191,7 @@ def speed_ups() -> list[Compared]:
     return [
         Compared("001: BERT-Large, stage 2", bert, 5.48, note="64 GPUs, Table 1's largest; the text names none"),
         Compared(
-            "001: SQuAD, stage 2", tuned, 6.17, note="32 GPUs; no profile of SQuAD: batch 3 x 384 tokens by Table 1"
+            "001: SQuAD, stage 2", tuned, 6.17, note="32 GPUs; no profile of SQuAD: 3 x 384 tokens (assumed) by Table 1"
         ),
         Compared("003: sequence 128, stage 2", lamb, 4.5, note=as_8k),
         Compared("003: sequence 512, stage 2", lamb_long, 3.0, note=scaled),
