@@ -60,7 +60,7 @@ class Choice(Generic[C]):
 
 
 DEFAULT = Config(rows=1, warps=8)
-CPU_DEFAULT = CpuConfig(tile=2**19)
+CPU_DEFAULT = CpuConfig(tile=2**18)
 ELEMENTS = 2**24
 # Which pass runs a kernel. LAMB's warmup launches two.
 PASS_OF = {
@@ -92,7 +92,7 @@ def candidates(kernel: str) -> list[Config]:
 
 
 def cpu_candidates() -> list[CpuConfig]:
-    return [CPU_DEFAULT, *(CpuConfig(2**k) for k in (16, 17, 18, 20))]
+    return [CPU_DEFAULT, *(CpuConfig(2**k) for k in (16, 17, 19, 20))]
 
 
 def kernel_dtype(kernel: str, dtype: torch.dtype) -> torch.dtype:
