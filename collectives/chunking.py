@@ -46,19 +46,20 @@ def choose_chunks(
     if int(agreed) > 0:
         return int(agreed)
     seconds = measure_chunks(transport, numel, device, scale, norm, block_size, options)
-    best = remember_chunks(transport, numel, device, seconds)
+    best, _ = remember_chunks(transport, numel, device, seconds)
     if transport.rank == 0:
         table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
         logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
     return best
 
 
-def remember_chunks(transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]) -> int:
-    """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all."""
+def remember_chunks(
+    transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]
+) -> tuple[int, bool]:
+    """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
     best = min(seconds, key=lambda c: (seconds[c], c))
-    if transport.rank == 0:
-        shared_cache().put(_key(transport, numel, device), {"chunks": best})
-    return best
+    saved = transport.rank > 0 or shared_cache().put(_key(transport, numel, device), {"chunks": best})
+    return best, saved
 
 
 def _key(transport: Transport, numel: int, device: torch.device) -> str:

@@ -99,13 +99,15 @@ def gradient(grads: Pointers, s: Segment, groups: list[Hyper], room: Tensor) -> 
 def adam_step(x: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Hyper, lr: float, weight_decay: float = 0.0) -> None:
     """m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x).
 
-    One sweep, by the kernel of torch.optim.AdamW(fused=True). It would work the bias corrections out of the number of
-    a step; an infinite one leaves them to lr, eps and weight decay:
-    mhat / (sqrt(vhat) + eps) = (bias1 / bias2) m / (sqrt(v) + eps / bias2).
+    By the kernel of torch.optim.AdamW(fused=True), in one sweep. It would work the bias corrections out of the number
+    of a step; an infinite one leaves them to lr and eps:
+    mhat / (sqrt(vhat) + eps) = (bias1 / bias2) m / (sqrt(v) + eps / bias2). It would multiply x by 1 - lr wd, whose
+    rounding is the same at every step and adds up; here the decay is rounded with x.
     """
-    rate = lr * h.bias1 / h.bias2
+    if weight_decay:
+        x.add_(x, alpha=-lr * weight_decay)
     torch._fused_adamw_(
         [x], [g], [m], [v], [], [_NEVER],
-        lr=rate, beta1=1 - h.one_minus_beta1, beta2=1 - h.one_minus_beta2, eps=h.eps / h.bias2,
-        weight_decay=weight_decay * h.bias2 / h.bias1, amsgrad=False, maximize=False,
+        lr=lr * h.bias1 / h.bias2, beta1=1 - h.one_minus_beta1, beta2=1 - h.one_minus_beta2, eps=h.eps / h.bias2,
+        weight_decay=0.0, amsgrad=False, maximize=False,
     )  # fmt: skip

@@ -75,7 +75,7 @@ def lamb_warmup(
             lr = h.lr * factors[s.parameter]
             root = torch.sqrt(tile.cut(exp_avg_sq, s), out=cut(scratch.room(0, tile), s)).add_(h.eps / h.bias2)
             if h.weight_decay:
-                x.value.mul_(1 - lr * h.weight_decay)
+                x.value.add_(x.value, alpha=-lr * h.weight_decay)
             x.value.addcdiv_(tile.cut(exp_avg, s), root, value=-lr * h.bias1 / h.bias2)
             x.store()
 

@@ -114,10 +114,14 @@ def cpu_tile() -> int:
     return _cpu[threads].tile
 
 
-def choose(options: Sequence[C], measure: Callable[[C], float]) -> Choice[C]:
-    """The fastest of `options`; of equally fast ones the earliest. One that cannot run is passed over."""
+def choose(options: Sequence[C], measure: Callable[[C], float], trying: Callable[[C], None] | None = None) -> Choice[C]:
+    """The fastest of `options`; of equally fast ones the earliest. One that cannot run is passed over. `trying` hears
+    of each before it is measured.
+    """
     seconds = {}
     for option in options:
+        if trying is not None:
+            trying(option)
         try:
             time = measure(option)
         except Exception as error:  # out of shared memory, a compiler's limit: each version raises its own
@@ -134,13 +138,14 @@ def tune(
     dtype: torch.dtype,
     elements: int = ELEMENTS,
     measure: Callable[[Config], float] | None = None,
+    trying: Callable[[Config], None] | None = None,
 ) -> Choice[Config]:
     """Measure a kernel's candidates on a GPU, use the best from now on, and write it to the cache."""
     dtype = kernel_dtype(kernel, dtype)
     key = (kernel, device, dtype)
     with _lock, suspended():
         try:
-            choice = choose(candidates(kernel), measure or _device_measure(kernel, device, dtype, elements))
+            choice = choose(candidates(kernel), measure or _device_measure(kernel, device, dtype, elements), trying)
         finally:
             _known.pop(key, None)
             if device.type == "cuda" and measure is None:
@@ -153,12 +158,13 @@ def tune_cpu(
     dtype: torch.dtype = torch.float32,
     elements: int = ELEMENTS,
     measure: Callable[[CpuConfig], float] | None = None,
+    trying: Callable[[CpuConfig], None] | None = None,
 ) -> Choice[CpuConfig]:
     """Measure the CPU's tile sizes on a step's two large passes, use the best, and write it to the cache."""
     threads = torch.get_num_threads()
     with _lock:
         try:
-            choice = choose(cpu_candidates(), measure or _cpu_measure(dtype, elements, threads))
+            choice = choose(cpu_candidates(), measure or _cpu_measure(dtype, elements, threads), trying)
         finally:
             _cpu.pop(threads, None)
         _cpu[threads] = choice.config

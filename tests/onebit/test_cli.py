@@ -10,11 +10,12 @@ import sys
 import pytest
 import torch
 
-from onebit import cli
+from onebit import cli, tune
 from onebit.collectives.chunking import candidates
 from onebit.kernels import tuning
 from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.tuning import Config, CpuConfig
+from onebit.progress import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -50,28 +51,33 @@ def test_tune_says_when_the_cache_cannot_be_written(tmp_path, monkeypatch, capsy
 def test_tune_goes_through_every_kernel_of_a_gpu(monkeypatch, capsys):
     tuned = []
 
-    def tune(kernel, device, dtype, elements):
+    def tune_kernel(kernel, device, dtype, elements, trying):
         tuned.append((kernel, device, dtype, elements))
+        trying(Config(4, 4))
+        trying(Config(2, 8))
         return tuning.Choice(Config(2, 8), {Config(4, 4): torch.inf, Config(2, 8): 1e-3}, saved=True)
 
-    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(tuning, "tune", tune_kernel)
+    monkeypatch.setattr(cli, "Progress", lambda: Progress(plain_seconds=0))
     monkeypatch.setattr(
         tuning, "kernel_pass", lambda *_: argparse.Namespace(bytes=5_000_000)
     )  # the real one launches Triton
-    monkeypatch.setattr(cli, "pick_device", lambda text: torch.device("cuda", 0))
-    monkeypatch.setattr(cli, "device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(tune, "pick_device", lambda text: torch.device("cuda", 0))
+    monkeypatch.setattr(tune, "device_name", lambda device: "Test GPU")
     assert cli.main(["tune", "--dtype", "bfloat16", "--elements", "4096"]) == 0
     assert tuned == [(k, torch.device("cuda", 0), torch.bfloat16, 4096) for k in tuning.PASS_OF]
     captured = capsys.readouterr()
     assert captured.out.count("blocks 2, warps 8") == captured.out.count("5.0 GB/s   <- chosen") == len(tuned)
     assert captured.out.count("does not run here") == len(tuned)
-    assert len(captured.err.splitlines()) == len(tuned)  # not a terminal: a plain line each
+    said = captured.err.splitlines()  # not a terminal: a plain line each
+    assert [re.search(r"candidate (\d)", line)[1] for line in said] == ["1", "2"] * len(tuned)
+    assert said[0].startswith(f"[1/{len(tuned)}] compress_kernel: blocks 4, warps 4")
     assert "\033" not in captured.err + captured.out
 
 
 def test_tune_fails_where_nothing_runs(monkeypatch, capsys):
     choice = tuning.Choice(CpuConfig(1), {CpuConfig(1): torch.inf})
-    monkeypatch.setattr(tuning, "tune_cpu", lambda *_: choice)
+    monkeypatch.setattr(tuning, "tune_cpu", lambda *_, **__: choice)
     assert cli.main(["tune", "--device", "cpu", "--elements", "4096"]) == 2
     assert "smaller --elements" in capsys.readouterr().err
 
@@ -130,16 +136,44 @@ def test_the_installed_command():
     assert "demo" in result.stdout and "tune" in result.stdout
 
 
-def test_under_torchrun_tune_measures_the_chunks_on_the_ranks(tmp_path):
-    """The table of candidates, one line each, and the fastest of them in the cache."""
+def tune_under_torchrun(folder, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**18"]
-    environment = {**os.environ, "ONEBIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**18", *arguments]
+    environment = {**os.environ, "ONEBIT_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    rows = re.findall(r"chunks (\d+) +([\d.]+) ms", result.stdout)
-    assert [int(chunks) for chunks, _ in rows] == candidates(2**18, 2, BLOCK_SIZE)
-    (best,) = re.findall(r"Chosen: (\d+)\.", result.stdout)
-    assert float(dict(rows)[best]) == min(float(time) for _, time in rows)
-    (entry,) = json.loads((tmp_path / "kernels.json").read_text())["choices"].items()
-    assert entry == ("gloo, 2 ranks, cpu, 2^19 elements, chunks", {"chunks": int(best)})
+    return result.stdout
+
+
+def test_under_torchrun_tune_measures_the_kernels_and_the_chunks(tmp_path):
+    """Both tables of candidates, one line each, and the fastest of each in the cache."""
+    text = tune_under_torchrun(tmp_path)
+    choices = json.loads((tmp_path / "kernels.json").read_text())["choices"]
+    assert len(choices) == 2
+    key = "gloo, 2 ranks, cpu, 2^19 elements, chunks"
+    rows = re.findall(r"chunks (\d+) +([\d.]+) ms( +<- chosen)?", text)
+    assert [int(row[0]) for row in rows] == candidates(2**18, 2, BLOCK_SIZE)
+    (best,) = (row for row in rows if row[2])
+    assert float(best[1]) == min(float(time) for _, time, _ in rows)
+    assert choices.pop(key) == {"chunks": int(best[0])}
+    (tile,) = re.findall(r"tile (\d+) .*<- chosen", text)  # one rank of the machine measures, one table
+    assert list(choices.values()) == [{"tile": int(tile)}]
+    assert f"Written to {tmp_path / 'kernels.json'}" in text
+
+
+def test_chunks_alone_are_measured_on_a_group_alone(tmp_path, capsys):
+    text = tune_under_torchrun(tmp_path, "--only", "chunks")
+    assert "tile" not in text and "chunks 1 " in text
+    assert cli.main(["tune", "--device", "cpu", "--only", "chunks"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_tune_shows_each_candidate_of_the_cpu_before_it_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "Progress", lambda: Progress(plain_seconds=0))
+    assert cli.main(["tune", "--device", "cpu", "--elements", "4096"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    count = len(tuning.cpu_candidates())
+    assert [re.search(r"tile (\d+), candidate", line)[1] for line in said] == [
+        str(c.tile) for c in tuning.cpu_candidates()
+    ]
+    assert said[-1].endswith(f"candidate {count} of {count}")

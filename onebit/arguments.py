@@ -1,0 +1,52 @@
+"""Arguments that several commands take, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import torch
+
+from onebit.kernels import backend
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CommandError(Exception):
+    """Something the user can put right."""
+
+    code = 2
+
+
+def whole_number(text: str) -> int:
+    """16777216, 16_777_216 or 2**24; up to 2**40, a memory no machine has"""
+    power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
+    try:
+        value = int(power[1]) ** int(power[2]) if power else int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 2**40:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to 2**40: write 16777216 or 2**24")
+    return value
+
+
+def pick_device(text: str) -> torch.device:
+    """cpu, cuda, cuda:1, or auto: a GPU where there is one."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+        backend(device)
+    except (RuntimeError, ValueError, ModuleNotFoundError) as error:
+        raise CommandError(f"device {text!r} cannot be used: {error}") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise CommandError(
+                f"PyTorch {torch.__version__} sees no GPU: install a build with CUDA or ROCm and check the driver, "
+                f"or use --device cpu"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise CommandError(f"there is no GPU {index}: choose one below {torch.cuda.device_count()}")
+        return torch.device("cuda", index)
+    return device
