@@ -51,6 +51,16 @@ class Compiled:
     kernel: str
     target: str
     asm: dict[str, Any]
+    shared: int  # bytes of shared memory a program takes
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What ptxas makes of a kernel: registers a thread, bytes spilled (stored and loaded), machine instructions."""
+
+    registers: int
+    spilled: int
+    instructions: int
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
@@ -75,37 +85,43 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.config.warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    return Compiled(launch.kernel.__name__, target, dict(compiled.asm))
+    return Compiled(launch.kernel.__name__, target, dict(compiled.asm), compiled.metadata.shared)
 
 
-def spilled_bytes(compiled: Compiled) -> int:
-    """Bytes of register spills (stores and loads) that ptxas reports for a CUDA kernel."""
+def assembled(compiled: Compiled) -> Assembled:
+    """Assemble a CUDA kernel's PTX and read ptxas' report and the listing of what it made."""
+    arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
+    assert arch is not None
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(compiled.asm["ptx"])
-        arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
-        assert arch is not None
-        command = [
-            _ptxas(arch[1]),
-            "-v",
-            f"--gpu-name={arch[1]}",
-            str(source),
-            "-o",
-            str(Path(folder, "kernel.cubin")),
-        ]
-        report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
-    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    assert found, report
-    return sum(map(int, found))
+        report = _output(_ptxas(arch[1]), "-v", f"--gpu-name={arch[1]}", source, "-o", binary)
+        listing = _output(_tool("cuobjdump"), "-sass", binary)
+    registers, spilled = re.search(r"Used (\d+) registers", report), re.findall(r"(\d+) bytes spill", report)
+    instructions = [name for name in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.+?);", listing, re.M) if name != "NOP"]
+    assert registers and spilled and instructions, report
+    return Assembled(int(registers[1]), sum(map(int, spilled)), len(instructions))
+
+
+def _output(*command: str | Path) -> str:
+    """What a tool says: ptxas reports on standard error."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout + done.stderr
 
 
 def _ptxas(arch: str) -> str:
     """Triton's own assembler; Blackwell and later have one to themselves."""
+    return _tool(*(["ptxas-blackwell", "ptxas"] if int(arch[3:].rstrip("af")) >= 100 else ["ptxas"]))
+
+
+def _tool(*names: str) -> str:
+    """The first of these that Triton brings, or the one on the PATH."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    names = ["ptxas-blackwell", "ptxas"] if int(arch[3:].rstrip("af")) >= 100 else ["ptxas"]
-    found = next((str(folder / name) for name in names if (folder / name).exists()), shutil.which("ptxas"))
+    found = next((str(folder / name) for name in names if (folder / name).exists()), shutil.which(names[-1]))
     if found is None:
-        raise FileNotFoundError("ptxas was neither in Triton's package nor on the PATH: install triton from PyPI")
+        raise FileNotFoundError(
+            f"{names[-1]} was neither in Triton's package nor on the PATH: install triton from PyPI"
+        )
     return found
 
 
@@ -138,7 +154,7 @@ def report(targets: Sequence[str] = tuple(TARGETS)) -> list[dict[str, Any]]:
                 if "ptx" in compiled.asm:
                     row["loads"] = len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"]))
                     row["stores"] = len(re.findall(r"st\.global\.v4\.b32", compiled.asm["ptx"]))
-                    row["spilled"] = spilled_bytes(compiled)
+                    row["spilled"] = assembled(compiled).spilled
                 rows.append(row)
     return rows
 

@@ -1,0 +1,105 @@
+"""The static account of the Triton kernels: how it is counted, and that no kernel gets worse than the record."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from onebit.kernels import tuning
+from perf import static_account
+from perf.static_account import Row, accesses, occupancy, worse
+
+ROOT = Path(__file__).parents[2]
+ROW = Row("scan", "scan_kernel", "fp32", 8, 29, 0, {"16": 2, "4": 3}, {"16": 1, "8": 1, "4": 1}, 30.0, 1.0)
+PTX = """
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.L1::evict_last.v2.b64 { %rd8, %rd9 }, [ %rd1 + 0 ];
+    ld.global.b64 { %rd3 }, [ %rd2 + 0 ];
+    ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r9 ];
+    st.global.v2.b32 [ %rd1 + 0 ], { %r1, %r2 };
+    st.global.b8 [ %rd1 + 0 ], { %rs1 };
+    st.global.b8 [ %rd1 + 1 ], { %rs1 };
+"""
+
+
+@pytest.mark.slow
+def test_no_kernel_is_worse_than_the_record():
+    """In a process of its own: compiling needs kernels that are not interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "perf.static_account", "--check"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert "No kernel is worse" in result.stdout
+
+
+def test_accesses_are_counted_by_width():
+    assert accesses(PTX, "ld") == {"16": 2, "8": 1}
+    assert accesses(PTX, "st") == {"8": 1, "1": 2}
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps", "shared", "expected"),
+    [
+        (32, 8, 0, 1.0),
+        (33, 8, 0, 0.75),  # 33 * 32 is rounded up to 1280: 6 programs
+        (80, 8, 0, 0.375),
+        (255, 8, 0, 0.125),
+        (16, 1, 0, 0.5),  # 32 programs at most
+        (16, 8, 75 * 1024 - 512, 0.25),  # 76 KiB each: 2 programs
+    ],
+)
+def test_occupancy(registers, warps, shared, expected):
+    assert occupancy(registers, warps, shared) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"registers": 30}, "registers 30, 29 before"),
+        ({"spilled": 8}, "spilled 8, 0 before"),
+        ({"instructions_per_element": 31.5}, "instructions_per_element 31.5, 30 before"),
+        ({"loads": {"16": 1, "4": 3}}, "1 loads of 16 bytes, 2 before"),
+        ({"stores": {"16": 1, "8": 2, "4": 1}}, "3 narrower stores, 2 before"),
+    ],
+)
+def test_each_figure_that_gets_worse_is_said(change, said):
+    assert worse(replace(ROW, **change), ROW, same_compiler=True) == [said]
+    assert worse(ROW, replace(ROW, **change), same_compiler=True) == []
+
+
+def test_with_another_compiler_only_spills_and_wide_accesses_count():
+    other = replace(ROW, registers=99, instructions_per_element=99.0, loads={"16": 2, "4": 9})
+    assert worse(other, ROW, same_compiler=False) == []
+    assert worse(replace(other, spilled=4), ROW, same_compiler=False) == ["4 bytes spilled"]
+    assert worse(replace(other, stores={"4": 4}), ROW, same_compiler=False) == ["0 stores of 16 bytes, 1 before"]
+
+
+def test_the_command_writes_a_record_and_compares_with_it(monkeypatch, tmp_path, capsys):
+    rows = [ROW, replace(ROW, name="decode", kernel="decode_kernel")]
+    monkeypatch.setattr(static_account, "account", lambda progress: rows)
+    out = ["--out", str(tmp_path)]
+    assert static_account.main(out) == 0
+    record = json.loads((tmp_path / "static-sm_90.json").read_text())
+    assert record["rows"] == [asdict(row) for row in rows]
+    assert record["versions"]["triton"] == static_account.triton_version()
+    assert static_account.main([*out, "--check"]) == 0
+    rows[1] = replace(rows[1], registers=64)
+    assert static_account.main([*out, "--check"]) == 1
+    assert "decode_kernel (decode; fp32): registers 64, 29 before" in capsys.readouterr().out
+    rows[1] = replace(rows[1], variant="fp8", registers=29)
+    assert static_account.main([*out, "--check"]) == 1
+    assert "decode_kernel (decode; fp8): not in the record" in capsys.readouterr().out
+    monkeypatch.setattr(static_account, "triton_version", lambda: "another")
+    rows[1] = replace(rows[0], registers=64)
+    assert static_account.main([*out, "--check"]) == 0
+
+
+def test_the_record_holds_every_kernel_and_no_spill():
+    record = json.loads((ROOT / "perf/results/static-sm_90.json").read_text())
+    rows = [Row(**each) for each in record["rows"]]
+    assert {row.kernel for row in rows} == set(tuning.PASS_OF)
+    assert not any(row.spilled for row in rows)
