@@ -6,6 +6,7 @@ PIP_ARGS ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -35,8 +36,8 @@ format: $(STAMP)  ## format and sort imports
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP)  ## measure every kernel on this device
-	@$(BIN)/python -m perf.kernels
+bench: $(STAMP)  ## measure kernels and network against the targets; BENCH_ARGS="--only kernels". The network needs root
+	@$(BIN)/python -m perf.bench $(BENCH_ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

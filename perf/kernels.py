@@ -28,6 +28,7 @@ from onebit.kernels.machine import device_name, provenance
 from onebit.kernels.timing import median_seconds
 from onebit.kernels.wire import Norm, Scale
 from onebit.kernels.workload import PASSES, Workload
+from onebit.progress import Progress
 from perf import local_step
 
 RANKS = 8
@@ -90,10 +91,12 @@ def check(setting: Setting) -> None:
                 raise WrongResult(f"{name} leaves another {what} than the reference:\n{error}") from error
 
 
-def measure(setting: Setting) -> tuple[float, list[Row]]:
+def measure(setting: Setting, progress: Progress | None = None) -> tuple[float, list[Row]]:
     """The copy's GB/s, and a row for every pass."""
     copies, taken = [], {}
-    for name in PASSES:
+    for i, name in enumerate(PASSES, start=1):
+        if progress is not None:
+            progress.tick(f"[{i}/{len(PASSES)}] {name}")
         copies.append(_copy_rate(setting))
         # average works on one shard: a model that makes this shard as large as what the others work on.
         numel = setting.elements * (RANKS if name == "average" else 1)
@@ -180,7 +183,9 @@ def _run(setting: Setting, arguments: argparse.Namespace) -> int:
     where = device_name(setting.device) + ("" if gpu else f", threads: {arguments.threads}")
     kind = setting.module.__name__.rpartition(".")[2]
     print(f"{where}; backend {kind}, {arguments.dtype}, {arguments.scale} scales, {setting.elements:,} elements\n")
-    copy, rows = measure(setting)
+    progress = Progress()
+    copy, rows = measure(setting, progress)
+    progress.clear()
     print(table(copy, rows))
     record: dict[str, Any] = _about(setting, arguments, kind)
     record |= {"copy_gb_per_s": copy, "passes": [asdict(r) for r in rows]}
