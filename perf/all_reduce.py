@@ -95,7 +95,7 @@ def _on_lab(
     return [Row(**{**row, "rate": rate, "calls": tuple(row["calls"])}) for row in found["rows"]], found["group"]
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
     """Before minutes of measuring, not after."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.worker:
             return run_worker(arguments)
-        _make_folder(arguments.out)
+        make_folder(arguments.out)
         if arguments.lab:
             return report(arguments, *run_lab(arguments, progress), load)
         if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def parsed(text: str) -> list[Any]:
         try:
             return [parse(part) for part in text.split(",")]
@@ -144,14 +144,14 @@ def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parsed
 
 
-def _hosts(text: str) -> int:
+def host_count(text: str) -> int:
     hosts = int(text) if text.strip().isdecimal() else 0
     if not 2 <= hosts <= 64:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts: give 2 to 64, as in 2,4,8")
     return hosts
 
 
-def _rate(text: str) -> str:
+def link_rate(text: str) -> str:
     rate = text.strip().lower()
     try:
         rate_bits(rate)
@@ -182,10 +182,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
     )
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
-    parser.add_argument("--hosts", type=_list_of(_hosts), help="of the lab, such as 2,4,8")
-    parser.add_argument("--rates", type=_list_of(_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
+    parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
+    parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
     parser.add_argument(
-        "--elements", type=_list_of(cli.whole_number), default=STANDARD["elements"], help="such as 2**20,25_000_000"
+        "--elements", type=list_of(cli.whole_number), default=STANDARD["elements"], help="such as 2**20,25_000_000"
     )
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
     parser.add_argument("--repeats", type=cli.whole_number, default=5, help="calls that a median is taken of")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -156,13 +157,13 @@ def measure(ranks: Ranks, elements: int, chunks: Any, repeats: int, phases: bool
 
 def _uncompressed(ranks: Ranks, kind: str, source: Tensor, repeats: int, what: str) -> Row:
     row, inputs = Row(ranks.size, None, source.numel(), kind), source.to(KINDS[kind])
-    if error := _refusal(inputs):
+    if error := refusal(inputs):
         return replace(row, error=error)
     x = torch.empty_like(inputs)
     return _timed(ranks, row, inputs, x, lambda: dist.all_reduce(x), repeats, what)
 
 
-def _refusal(like: Tensor) -> str | None:
+def refusal(like: Tensor) -> str | None:
     """What the backend says if it can't add this dtype; it says so on every rank, before anything is sent."""
     try:
         dist.all_reduce(torch.zeros_like(like[:1]))
@@ -219,8 +220,9 @@ def _phases(ranks: Ranks, average: CompressedAllReduce, x: Tensor, repeats: int)
     return {n: sum(s for s, (name, _) in zip(medians, parts, strict=True) if name == n) for n in names}
 
 
-def run_rank(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any], int]:
-    """Measure on this process's group: the rows, which are the same on all ranks, what group it is, and our rank."""
+@contextlib.contextmanager
+def joined(arguments: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Ranks]:
+    """This process's group: made here, and ended, where there is none yet."""
     own = not dist.is_initialized()
     device = cli.pick_device(arguments.device)
     if device.type == "cuda":
@@ -233,17 +235,28 @@ def run_rank(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple
         ranks = Ranks(device, say)
         if ranks.size == 1:
             raise cli.CommandError("a group of one rank has nothing to send: start two or more")
-        group = {
-            "device": device_name(device),
-            "backend": str(dist.get_backend()),
-            "ranks": ranks.size,
-            "threads": torch.get_num_threads(),
-            "cpu_tile": tuning.cpu_tile(),
-        }
+        yield ranks
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def group_of(ranks: Ranks) -> dict[str, Any]:
+    """What a record says of the group."""
+    return {
+        "device": device_name(ranks.device),
+        "backend": str(dist.get_backend()),
+        "ranks": ranks.size,
+        "threads": torch.get_num_threads(),
+        "cpu_tile": tuning.cpu_tile(),
+    }
+
+
+def run_rank(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any], int]:
+    """Measure on this process's group: the rows, which are the same on all ranks, what group it is, and our rank."""
+    with joined(arguments, say) as ranks:
+        group = group_of(ranks)
         rows = []
         for elements in arguments.elements:
             rows += measure(ranks, elements, arguments.chunks, arguments.repeats, arguments.phases)
         return rows, group, ranks.rank
-    finally:
-        if own:
-            dist.destroy_process_group()

@@ -75,10 +75,10 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for group in by_kind(rows):
         own = group[ONE_BIT]
-        times = " ".join(_cell(group[kind].seconds, "10.2f", 1e3) for kind in kinds)
-        speed = " ".join(_cell(faster(group, kind), "6.1f") for kind in KINDS)
-        sent = f"{_cell(group['fp32'].bytes, '9.3f', 1e-6)} {_cell(own.bytes, '8.3f', 1e-6)}"
-        fewer = " ".join(_cell(smaller(group, kind), "7.2f") for kind in BYTES_TARGETS)
+        times = " ".join(cell(group[kind].seconds, "10.2f", 1e3) for kind in kinds)
+        speed = " ".join(cell(faster(group, kind), "6.1f") for kind in KINDS)
+        sent = f"{cell(group['fp32'].bytes, '9.3f', 1e-6)} {cell(own.bytes, '8.3f', 1e-6)}"
+        fewer = " ".join(cell(smaller(group, kind), "7.2f") for kind in BYTES_TARGETS)
         where = f"{own.hosts:5} {own.rate or '-':>8} {own.elements:>11,}"
         lines.append(f"{where} | {times} | {speed} | {sent} | {fewer}")
     lines += [f"{row.kind} was not measured: {row.error}" for row in {r.error: r for r in rows if r.error}.values()]
@@ -96,9 +96,9 @@ def phase_table(rows: Sequence[Row]) -> str:
         f"{'hosts':5} {'rate':>8} {'elements':>11} {'chunks':>6} | {' '.join(f'{n:>10}' for n in names)} |       call",
     ]
     for row in measured:
-        parts = " ".join(_cell(seconds, "10.2f", 1e3) for seconds in (row.phases or {}).values())
+        parts = " ".join(cell(seconds, "10.2f", 1e3) for seconds in (row.phases or {}).values())
         where = f"{row.hosts:5} {row.rate or '-':>8} {row.elements:>11,} {row.chunks:>6}"
-        lines.append(f"{where} | {parts} | {_cell(row.seconds, '10.2f', 1e3)}")
+        lines.append(f"{where} | {parts} | {cell(row.seconds, '10.2f', 1e3)}")
     return "\n".join(lines)
 
 
@@ -188,7 +188,7 @@ def rate_bits(rate: str | None) -> int | None:
     return parse_rate(shaped(rate))
 
 
-def _cell(value: float | None, form: str, unit: float = 1) -> str:
+def cell(value: float | None, form: str, unit: float = 1) -> str:
     return f"{'-':>{form.partition('.')[0]}}" if value is None else f"{value * unit:{form}}"
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 COLORS = {"fp32": "#7f7f7f", "fp16": "#ff7f0e", "bf16": "#9467bd", "1 bit": "#1f77b4"}
+COLORS |= {"PowerSGD": "#2ca02c", "1-bit Adam": "#1f77b4", "1-bit LAMB": "#17becf"}
+PARTS = {"forward": "#aec7e8", "backward": "#1f77b4", "step": "#2ca02c", "all-reduce": "#d62728"}
 TARGET = "#d62728"
 Draw = Callable[[Any], None]  # draws on a matplotlib Axes
 
@@ -76,3 +78,22 @@ def marked(draw: Draw, points: Sequence[tuple[float, float]], label: str) -> Dra
         draw(axes)
 
     return drawn
+
+
+def stacked(title: str, xlabel: str, parts: Mapping[str, Mapping[str, float]], notes: Mapping[str, str]) -> Draw:
+    """A panel of horizontal bars, each made of its named parts, with a note at its end."""
+
+    def draw(axes: Any) -> None:
+        ends = dict.fromkeys(parts, 0.0)
+        for part in dict.fromkeys(part for own in parts.values() for part in own):
+            widths = [own.get(part, 0.0) for own in parts.values()]
+            axes.barh(list(parts), widths, left=list(ends.values()), label=part, color=PARTS.get(part))
+            ends = {name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)}
+        for row, (name, end) in enumerate(ends.items()):
+            axes.annotate(notes[name], (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.4 * max(ends.values()))  # room for the notes
+        axes.set(title=title, xlabel=xlabel)
+        axes.legend(fontsize=9, ncol=4, loc="upper center", bbox_to_anchor=(0.4, -0.13), frameon=False)
+
+    return draw
