@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=2e-3, help="of training (default: %(default)s)")
     parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
-    parser.add_argument("--timeout", type=number, default=1200, help="seconds for one network of the lab")
+    parser.add_argument("--timeout", type=number, default=3600, help="seconds for one network of the lab")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the record and the plots")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank of --lab

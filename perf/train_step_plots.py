@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from perf import plots
 from perf.all_reduce_report import rate_bits
 from perf.train_step_ranks import Row
 from perf.train_step_report import Group, Record, by_rate, faster, mean_curves, seconds_after, timed
-from perf.train_step_variants import BASELINE, VARIANTS
+from perf.train_step_variants import BASELINE, UNCOMPRESSED, VARIANTS
 
 LIKE_OTHERS = ("bf16", "adam-1", "lamb-1")  # send as much as fp16 and fp32: left out of the curves over rates
 SHOWN_FROM = 0.1  # of the steps: before, losses fall too far to be told apart
 
 
 def draw(record: Record, title: str) -> list[Path]:
-    """Two files at most: of steps, and of training."""
+    """Of steps, and of training; of the networks the slowest and the fastest."""
     networks = by_rate(record.rows)
-    of_steps, of_training = record.path.with_suffix(".png"), record.path.with_name(f"{record.path.stem}-loss.png")
-    made = []
-    if networks:
-        shown = [networks[0], *networks[-1:]] if len(networks) > 1 else networks
-        throughput = [throughput_panel(record)] if any(rate_bits(rate) for rate, _ in networks) else []
-        plots.save(of_steps, [*throughput, *(parts_panel(rate, group) for rate, group in shown)], title)
-        made.append(of_steps)
-    if record.runs and any(timed(group, "fp32") for _, group in networks):
-        plots.save(of_training, [loss_panel(record, rate, group) for rate, group in networks], title)
-        made.append(of_training)
-    return made
+    shown = [networks[0], *networks[1:][-1:]] if networks else []
+    panels = {
+        record.path.with_suffix(".png"): [
+            *([throughput_panel(record)] if any(rate_bits(rate) for rate, _ in networks) else []),
+            *(parts_panel(rate, group) for rate, group in shown),
+        ],
+        record.path.with_name(f"{record.path.stem}-loss.png"): [
+            loss_panel(record, rate, group) for rate, group in shown if record.runs and timed(group, UNCOMPRESSED)
+        ],
+    }
+    made = {path: own for path, own in panels.items() if own}
+    for path, own in made.items():
+        plots.save(path, own, title)
+    return list(made)
 
 
 def throughput_panel(record: Record) -> plots.Draw:
@@ -36,8 +40,8 @@ def throughput_panel(record: Record) -> plots.Draw:
         bits = rate_bits(rate)
         for row in group.values():
             if bits and row.seconds and row.variant not in LIKE_OTHERS:
-                curves.setdefault(VARIANTS[row.variant].title, []).append((bits / 1e6, 1 / row.seconds))
-    return plots.lines("Throughput", "link, Mbit/s", "steps a second", curves)
+                curves.setdefault(VARIANTS[row.variant].title, []).append((bits / 1e9, 1 / row.seconds))
+    return plots.lines("Throughput", "link, Gbit/s", "steps a second", curves)
 
 
 def parts_panel(rate: str | None, group: Group) -> plots.Draw:
@@ -45,11 +49,33 @@ def parts_panel(rate: str | None, group: Group) -> plots.Draw:
     parts = {title: parts_of(row) for title, row in rows.items()}
     baseline = group.get(BASELINE)
     notes = {title: _note(row, baseline) for title, row in rows.items()}
-    return plots.stacked(f"A step{_at(rate)}: seconds, times as fast as {BASELINE}", "seconds", parts, notes)
+    return plots.stacked(f"A step{_at(rate)}", f"seconds; x: times as fast as {BASELINE}", parts, notes)
 
 
 def parts_of(row: Row) -> dict[str, float]:
     return {"forward": row.forward, "backward": row.backward, "step": row.step, "all-reduce": row.all_reduce}
+
+
+def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
+    """The mean over seeds; the first steps, up to the freeze, are uncompressed in all of them."""
+
+    def panel(axes: Any) -> None:
+        freeze, styles = record.runs[0].freeze, {}
+        for name, curve in mean_curves(record.runs).items():
+            if timed(group, name):
+                own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
+                times = [seconds_after(group, name, freeze, step) for step, _ in own]
+                title = VARIANTS[name].title
+                color = plots.COLORS.get(title.partition(",")[0])
+                style = styles[color] = "--" if color in styles else "-"
+                label = f"{title.removesuffix(', stage 2')}: {own[-1][1]:.3f}"
+                axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
+        axes.axvline(seconds_after(group, UNCOMPRESSED, freeze, freeze), color="black", lw=0.8, ls=":", label="freeze")
+        axes.set(title=f"Validation loss over time{_at(rate)}", xlabel="seconds", ylabel="loss")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+
+    return panel
 
 
 def _note(row: Row, baseline: Row | None) -> str:
@@ -58,18 +84,7 @@ def _note(row: Row, baseline: Row | None) -> str:
 
 
 def _at(rate: str | None) -> str:
-    return f", links of {rate}" if rate else ""
-
-
-def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
-    freeze = record.runs[0].freeze
-    curves = {
-        VARIANTS[name].title: [
-            (seconds_after(group, name, freeze, step), loss)
-            for step, loss in curve
-            if step >= SHOWN_FROM * curve[-1][0]
-        ]
-        for name, curve in mean_curves(record.runs).items()
-        if timed(group, name)
-    }
-    return plots.lines(f"Validation loss over time{_at(rate)}", "seconds", "loss", curves)
+    bits = rate_bits(rate)
+    if bits is None:
+        return f", {rate}" if rate else ""
+    return f", {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f", {bits / 1e6:g} Mbit/s"

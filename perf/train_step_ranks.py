@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onebit.collectives.transport import transport_for
 from onebit.demo_model import Text, loss_of
 from onebit.optimizer import OneBitOptimizer
 from perf.all_reduce_ranks import Ranks, WrongResult, group_of, joined, refusal, same_everywhere
@@ -96,6 +97,7 @@ class Bench:
         return self.text.batch(self.shape.batch, self.source).to(self.ranks.device)
 
     def model(self, variant: Variant, seed: int = 0) -> Model:
+        gc.collect()  # the one before
         return self.shape.model(self.text, self.ranks.device, seed, variant.one_bucket)
 
     def mean(self, values: Sequence[Sequence[float]]) -> Tensor:
@@ -180,7 +182,7 @@ class Bench:
         variant, ranks = VARIANTS[name], self.ranks
         self.source.manual_seed(1000 * seed + ranks.rank)
         model = self.model(variant, seed)
-        trainee = variant.build(model, lr, freeze, Watched(self.clock.mark))
+        trainee = variant.build(model, lr, freeze, transport_for())
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             trainee.optimizer, lr, steps, pct_start=LR_WARMUP, cycle_momentum=False
         )
@@ -191,7 +193,7 @@ class Bench:
             loss_of(model, self.windows()).backward()
             trainee.optimizer.step()
             schedule.step()
-            if step % max(1, steps // VALIDATIONS) == 0:
+            if step % max(1, steps // VALIDATIONS) == 0 or step == steps:
                 curve.append((step, self.held_out_loss(model.module, FEW)))
         self.check(variant, trainee)
         return Run(name, seed, steps, freeze, lr, tuple(curve), self.held_out_loss(model.module, HELD_OUT))

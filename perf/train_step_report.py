@@ -18,7 +18,7 @@ import torch
 from onebit.kernels.machine import device_name, provenance
 from perf.all_reduce_report import Target, cell, rate_bits
 from perf.train_step_ranks import Row, Run
-from perf.train_step_variants import BASELINE, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.train_step_variants import BASELINE, OURS, POWERSGD, TRAINED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -149,12 +149,12 @@ def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
 
 def timed(group: Group, variant: str) -> bool:
     """Whether both stages of this variant were."""
-    return all((row := group.get(name)) is not None and row.seconds for name in (UNCOMPRESSED, variant))
+    return all((row := group.get(name)) is not None and row.seconds for name in (VARIANTS[variant].before, variant))
 
 
 def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
-    """Of so many steps of training: as measured of uncompressed ones up to the freeze, and of this variant's after."""
-    before, after = (group[name].seconds or math.nan for name in (UNCOMPRESSED, variant))
+    """Of so many steps of training, by those measured of what it is before the freeze and of itself."""
+    before, after = (group[name].seconds or math.nan for name in (VARIANTS[variant].before, variant))
     return min(step, freeze) * before + max(0, step - freeze) * after
 
 

@@ -63,6 +63,7 @@ class Variant:
     sends: torch.dtype = torch.float32  # what its all-reduce has to add
     rank: int = 0  # of PowerSGD's matrices
     stage: int = 1
+    before: str = "fp32"  # the variant that it is like until it compresses
     options: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer of onebit
 
     @property
@@ -106,9 +107,9 @@ VARIANTS = {
     "powersgd-1": Variant("PowerSGD, rank 1", ADAMW, rank=1),
     "powersgd-4": Variant("PowerSGD, rank 4", ADAMW, rank=4),
     "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam),
-    "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2),
+    "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1"),
     "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb),
-    "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2),
+    "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1"),
 }
 UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
 POWERSGD = ("powersgd-1", "powersgd-4")

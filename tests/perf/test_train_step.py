@@ -40,6 +40,7 @@ def run(variant, losses, seed=0, steps=100, freeze=20):
 
 
 ROWS = [row("fp32", 8.0, nbytes=38e6), row("fp16", 4.0), row("powersgd-1", 0.6, share=0.5), row(OURS, 0.7, share=0.5)]
+ROWS += [row("adam-1", 9.0)]
 RUNS = [run("fp32", [4.5, 3.0, 2.0]), run("powersgd-1", [4.5, 3.2, 2.5]), run(OURS, [4.5, 3.0, 2.5, 2.2, 2.0])]
 
 
@@ -157,19 +158,20 @@ def test_the_share_and_the_speed_that_it_asks_for():
 
 def test_time_is_that_of_both_stages():
     group = {r.variant: r for r in ROWS}
-    assert train_step_report.seconds_after(group, OURS, 20, 10) == 10 * 8.0
-    assert train_step_report.seconds_after(group, OURS, 20, 100) == pytest.approx(20 * 8.0 + 80 * 0.7)
+    assert train_step_report.seconds_after(group, OURS, 20, 10) == 10 * 9.0
+    assert train_step_report.seconds_after(group, OURS, 20, 100) == pytest.approx(20 * 9.0 + 80 * 0.7)
+    assert train_step_report.seconds_after(group, "powersgd-1", 20, 100) == pytest.approx(20 * 8.0 + 80 * 0.6)
     assert train_step_report.seconds_after(group, "fp32", 20, 100) == 100 * 8.0
 
 
 def test_sooner_at_the_loss_that_powersgd_ends_with():
     (target,) = train_step_report.loss_targets(ROWS, RUNS)
-    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 8 + 30 * 0.7)) and target.met  # at step 50
+    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.7)) and target.met  # at step 50
     never = [*RUNS[:2], run(OURS, [4.5, 3.0, 2.8, 2.7, 2.6])]
     assert [t.reached for t in train_step_report.loss_targets(ROWS, never)] == [0]
-    slow = [*ROWS[:3], row(OURS, 3.0)]
+    slow = [*ROWS[:3], row(OURS, 3.0), ROWS[4]]
     assert [t.met for t in train_step_report.loss_targets(slow, RUNS)] == [False]
-    for rows, runs in ((ROWS[1:], RUNS), (ROWS, RUNS[:2]), ([], RUNS), (ROWS, [])):
+    for rows, runs in ((ROWS[1:], RUNS), (ROWS[:4], RUNS), (ROWS, RUNS[:2]), ([], RUNS), (ROWS, [])):
         assert train_step_report.loss_targets(rows, runs) == []
 
 
@@ -189,7 +191,7 @@ def test_a_record_keeps_every_addition_and_the_runs_of_before(tmp_path):
         assert len(there.rows) + len(there.runs) == i
     assert (there.rows, there.runs) == (ROWS[:2], RUNS)
     there.add(ROWS[3])  # of a new command: rows are measured together
-    assert (Record(path, {}).rows, Record(path, {}).runs) == (ROWS[3:], RUNS)
+    assert (Record(path, {}).rows, Record(path, {}).runs) == ([ROWS[3]], RUNS)
     assert Record(path, {}).about["device"] == "Some CPU"
 
 
@@ -216,7 +218,7 @@ def test_what_was_found_before_the_end_is_kept_and_shown(tmp_path, monkeypatch, 
     assert train_step.main(["--lab", f"--out={tmp_path}"]) == status
     captured = capsys.readouterr()
     assert "5.7 times as fast a step as fp16's" in captured.out and str(error) in captured.err
-    assert len(json.loads((tmp_path / "train_step-amd-epyc.json").read_text())["rows"]) == 4
+    assert len(json.loads((tmp_path / "train_step-amd-epyc.json").read_text())["rows"]) == 5
 
 
 def test_a_missed_target_is_an_error_only_with_check(tmp_path, monkeypatch, capsys):
@@ -266,8 +268,8 @@ def test_in_the_lab_bytes_are_the_interfaces_and_a_link_gives_the_share(tmp_path
     assert len(rows) == 6 and next(iter(rows))[0] == record["share_rate"]
     for rate in (record["share_rate"], "unshaped"):
         fp32, fp16, ours = (rows[rate, name]["bytes"] for name in ("fp32", "fp16", "adam-2"))
-        assert fp32 == pytest.approx(4 * record["elements"], rel=0.05)  # 2 (N - 1) / N of the model
-        assert fp16 == pytest.approx(fp32 / 2, rel=0.05) and ours < fp32 / 20
+        assert fp32 == pytest.approx(4 * record["elements"], rel=0.15)  # 2 (N - 1) / N of the model, and headers
+        assert fp16 == pytest.approx(fp32 / 2, rel=0.15) and ours < fp32 / 20
     slow, fast = (Row(**rows[rate, "fp16"]).share for rate in (record["share_rate"], "unshaped"))
     assert slow > 0.8 and slow > fast
 
