@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onebit.collectives.transport import TorchWork
 from onebit.ddp import local
 from perf import train_step, train_step_ranks, train_step_report
 from perf.all_reduce_ranks import Ranks, WrongResult
@@ -117,6 +118,23 @@ def test_a_wrong_result_is_found_on_every_rank(how, says):
     found = run_ranks_once(2, measured, (how,))
     assert found[0] == found[1]
     assert says in found[0] and bool(says) == bool(found[0])
+
+
+def slowed(rank, size, name):
+    """Where a variant's time goes when messages take half a second more."""
+    bench, wait, hook = Bench(Ranks(CPU, silent), Shape(32, 1, 1)), TorchWork.wait, VARIANTS["fp16"].hook
+    TorchWork.wait = lambda work: (time.sleep(0.5), wait(work))[1]
+    slow = replace(VARIANTS["fp16"], hook=lambda state, bucket: (time.sleep(0.5), hook(state, bucket))[1])
+    train_step_ranks.VARIANTS = {**VARIANTS, "fp16": slow}
+    row = bench.measure(name, 1)
+    del bench
+    return row.all_reduce, row.forward + row.backward + row.step
+
+
+@pytest.mark.parametrize("name", ["fp16", OURS])
+def test_messages_are_told_apart_from_work(name):
+    for all_reduce, rest in run_ranks_once(2, slowed, (name,)):
+        assert all_reduce > 0.5 > rest
 
 
 def watched(rank, size):
