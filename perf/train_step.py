@@ -1,16 +1,16 @@
 """A training step taken apart: DDP in fp32, fp16, bf16 and with PowerSGD's hook, 1-bit Adam and LAMB in both stages.
 
     python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit] [--share 0.93]
-    python -m perf.train_step --lab --train [--steps 200] [--seeds 3]
+    python -m perf.train_step --lab --train [--steps 300] [--seeds 3]
     torchrun ... -m perf.train_step
 
 The first needs root on Linux: it builds a network of hosts on this machine (perf.network_lab), starts a rank in each
 and times a causal transformer's step at every rate. One more rate is chosen by itself: that at which the fp16
 all-reduce takes `--share` of the step, from a step and its bytes measured on links of any rate. The second trains the
-variants whose losses are compared, and adds loss against time to the same record: steps times the seconds of a step
-that the first has measured, since links only decide how long a step takes. Both keep what they have when they are
-interrupted; the second does not repeat runs that the record has. The third measures on the group that it is started
-in: Gloo on CPUs, NCCL on GPUs, there with events on the stream.
+variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give both the
+same options): steps times the seconds of a step that the first has measured, since links only decide how long a step
+takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has. The
+third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs, there with events on the stream.
 
 A step is the slowest rank's, the median of several, a barrier before each. As in Table 1 of paper 001 it is
 
@@ -248,10 +248,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=number, default=STANDARD[name], help=f"{what} (default: %(default)s)")
     parser.add_argument("--repeats", type=number, default=3, help="steps that a median is taken of")
     parser.add_argument("--train", action="store_true", help="train and compare losses, with the times of the record")
-    parser.add_argument("--steps", type=number, default=200, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=number, default=300, help="of training (default: %(default)s)")
     parser.add_argument("--freeze", type=number, help="last uncompressed step (default: a quarter of --steps)")
     parser.add_argument("--seeds", type=number, default=1, help="training runs of each variant (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="of training (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of training (default: %(default)s)")
     parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds for one network of the lab")
