@@ -70,11 +70,7 @@ def run_worker(arguments: argparse.Namespace) -> int:
 def heard(line: str) -> Row | Run | dict[str, Any]:
     """What a rank has told."""
     ((kind, fields),) = json.loads(line.removeprefix(FOUND)).items()
-    if kind == "Row":
-        return Row(**{**fields, "calls": tuple(fields["calls"])})
-    if kind == "Run":
-        return Run(**{**fields, "curve": tuple(map(tuple, fields["curve"]))})
-    return fields
+    return {"Row": Row.of, "Run": Run.of, "dict": dict}[kind](fields)
 
 
 def run_lab(arguments: argparse.Namespace, record: Record, progress: cli.Progress) -> None:

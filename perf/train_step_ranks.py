@@ -7,7 +7,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,11 @@ class Row:
     bytes: float | None = None  # sent a step, by the rank that sends most
     error: str | None = None
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Row:
+        """From JSON."""
+        return cls(**{**fields, "calls": tuple(fields["calls"])})
+
     @property
     def share(self) -> float:
         """Of the all-reduce in the step."""
@@ -60,6 +65,11 @@ class Run:
     lr: float
     curve: tuple[tuple[int, float], ...]
     loss: float
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Run:
+        """From JSON."""
+        return cls(**{**fields, "curve": tuple((step, loss) for step, loss in fields["curve"])})
 
 
 Found = Callable[[Row | Run | dict[str, Any]], None]  # also what group it was found on

@@ -38,22 +38,24 @@ class Record:
     """What was found so far, in a file after each addition. Training runs of an earlier command stay in it."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self.path, self.about = path, dict(about)
+        self.path, self.about, self._of_rows = path, dict(about), about
         self.rows: list[Row] = []
         self.runs: list[Run] = []
         self.heard = False
         self._kept = True  # rows are still those of an earlier command
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            self.about = {**before, **self.about}
-            self.rows = [Row(**{**row, "calls": tuple(row["calls"])}) for row in before["rows"]]
-            self.runs = [Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in before["runs"]]
+            self.about |= before
+            self.rows = [Row.of(row) for row in before["rows"]]
+            self.runs = [Run.of(run) for run in before["runs"]]
 
     def add(self, found: Row | Run | Mapping[str, Any]) -> None:
         self.heard = True
         if isinstance(found, Row):
-            self.rows = [found] if self._kept else [*self.rows, found]
-            self._kept = False
+            if self._kept:
+                self.rows, self._kept = [], False
+                self.about |= self._of_rows
+            self.rows.append(found)
         elif isinstance(found, Run):
             self.runs.append(found)
         else:

@@ -208,7 +208,12 @@ def test_a_record_keeps_every_addition_and_the_runs_of_before(tmp_path):
         there = Record(path, ABOUT)
         assert len(there.rows) + len(there.runs) == i
     assert (there.rows, there.runs) == (ROWS[:2], RUNS)
+    there = Record(path, {**ABOUT, "load_before": 9})
+    there.add(RUNS[0])
+    assert Record(path, {}).about["load_before"] == 0.5  # of the rows
+    there.runs.pop()
     there.add(ROWS[3])  # of a new command: rows are measured together
+    assert Record(path, {}).about["load_before"] == 9
     assert (Record(path, {}).rows, Record(path, {}).runs) == ([ROWS[3]], RUNS)
     assert Record(path, {}).about["device"] == "Some CPU"
 
