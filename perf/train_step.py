@@ -6,11 +6,11 @@
 
 The first needs root on Linux: it builds a network of hosts on this machine (perf.network_lab), starts a rank in each
 and times a causal transformer's step at every rate. One more rate is chosen by itself: that at which the fp16
-all-reduce takes `--share` of the step, from a step and its bytes measured on links of any rate. The second trains the
-variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give both the
-same options): steps times the seconds of a step that the first has measured, since links only decide how long a step
-takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has. The
-third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs, there with events on the stream.
+all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial. The second trains
+the variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give both
+the same options): steps times the seconds of a step that the first has measured, since links only decide how long a
+step takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has.
+The third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs, there with events on the stream.
 
 A step is the slowest rank's, the median of several, a barrier before each. As in Table 1 of paper 001 it is
 
@@ -84,12 +84,21 @@ def run_lab(arguments: argparse.Namespace, record: Record, progress: cli.Progres
             return
         rates = list(arguments.rates)
         if arguments.share:
-            first = _on_lab(lab, UNSHAPED, [f"--variants={BASELINE}"], arguments, progress)
-            rates.insert(0, link_for(arguments.share, first[-1]))
+            rates.insert(0, _link(lab, arguments, progress))
             record.about["share_rate"] = rates[0]
         for rate in rates:
             lab.set_rate(shaped(rate))
             _on_lab(lab, rate, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record)
+
+
+def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: cli.Progress) -> str:
+    """That gives the share: tried once, and corrected by what it gave."""
+    rate = UNSHAPED
+    for _ in range(2):
+        lab.set_rate(shaped(rate))
+        row = _on_lab(lab, rate, [f"--variants={BASELINE}"], arguments, progress)[-1]
+        rate = link_for(arguments.share, row)
+    return rate
 
 
 def _on_lab(

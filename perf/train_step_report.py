@@ -18,7 +18,7 @@ import torch
 from onebit.kernels.machine import device_name, provenance
 from perf.all_reduce_report import Target, cell, rate_bits
 from perf.train_step_ranks import Row, Run
-from perf.train_step_variants import BASELINE, OURS, POWERSGD, TRAINED, VARIANTS
+from perf.train_step_variants import BASELINE, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -82,15 +82,15 @@ def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
 
 
 def link_for(share: float, row: Row) -> str:
-    """The rate at which the all-reduce takes this share of the step, measured where the link is no limit.
-
-    Of a link's bits 95.6 % are what the interface counts (perf.network_lab); in practice a little less has to be
-    waited for, as the first buckets leave during backward.
+    """The rate at which the all-reduce takes this share of the step: from bytes where the link was no limit (of its
+    bits 95.6 % are what the interface counts, see perf.network_lab), else from the time that it took.
     """
-    if not row.bytes or not row.seconds:
+    if not row.bytes:
         raise ValueError("--share needs bytes by an interface's counter: measure in the lab")
-    local = row.forward + row.backward + row.step
-    return f"{8 * row.bytes / (local * share / (1 - share)) / 0.956 / 1e6:.3g}mbit"
+    wanted = (row.forward + row.backward + row.step) * share / (1 - share)
+    bits = rate_bits(row.rate)
+    needed = 8 * row.bytes / 0.956 / wanted if bits is None else bits * row.all_reduce / wanted
+    return f"{needed / 1e6:.3g}mbit"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -151,12 +151,18 @@ def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
 
 def timed(group: Group, variant: str) -> bool:
     """Whether both stages of this variant were."""
-    return all((row := group.get(name)) is not None and row.seconds for name in (VARIANTS[variant].before, variant))
+    names = (UNCOMPRESSED, VARIANTS[variant].before, variant)
+    return all((row := group.get(name)) is not None and row.seconds for name in names)
 
 
 def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
-    """Of so many steps of training, by those measured of what it is before the freeze and of itself."""
-    before, after = (group[name].seconds or math.nan for name in (VARIANTS[variant].before, variant))
+    """Of so many steps of training, by those measured of what it is before the freeze and of itself.
+
+    Stage 1 sends what fp32 sends: where it was measured as faster, that was chance.
+    """
+    names = (UNCOMPRESSED, VARIANTS[variant].before, variant)
+    fp32, before, after = (group[name].seconds or math.nan for name in names)
+    before = max(before, fp32)
     return min(step, freeze) * before + max(0, step - freeze) * after
 
 

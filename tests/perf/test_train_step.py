@@ -158,6 +158,9 @@ def test_a_link_is_chosen_by_the_share_that_it_makes():
     rate = train_step_report.link_for(0.93, unshaped)
     took = 8 * 19e6 / (0.956 * float(rate.removesuffix("mbit")) * 1e6)
     assert took / (0.6 + took) == pytest.approx(0.93, abs=1e-3)
+    tried = replace(row("fp16", 1.0, "10mbit", share=0.95), bytes=1.0)  # 0.95 s of all-reduce, 0.05 s of work
+    corrected = float(train_step_report.link_for(0.90, tried).removesuffix("mbit"))
+    assert corrected == pytest.approx(10 * 0.95 / 0.45, rel=1e-2)
     with pytest.raises(ValueError, match="measure in the lab"):
         train_step_report.link_for(0.93, replace(unshaped, bytes=None))
 
@@ -180,6 +183,8 @@ def test_time_is_that_of_both_stages():
     assert train_step_report.seconds_after(group, OURS, 20, 100) == pytest.approx(20 * 9.0 + 80 * 0.7)
     assert train_step_report.seconds_after(group, "powersgd-1", 20, 100) == pytest.approx(20 * 8.0 + 80 * 0.6)
     assert train_step_report.seconds_after(group, "fp32", 20, 100) == 100 * 8.0
+    lucky = {**group, "adam-1": row("adam-1", 7.0)}
+    assert train_step_report.seconds_after(lucky, OURS, 20, 10) == 10 * 8.0
 
 
 def test_sooner_at_the_loss_that_powersgd_ends_with():
