@@ -1,6 +1,6 @@
 """A training step taken apart: DDP in fp32, fp16, bf16 and with PowerSGD's hook, 1-bit Adam and LAMB in both stages.
 
-    python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit] [--share 0.93]
+    python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit] [--share 0.925]
     python -m perf.train_step --lab --train [--steps 300] [--seeds 3]
     torchrun ... -m perf.train_step
 
@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
     parser.add_argument("--hosts", type=host_count, help="of the lab (default: 4)")
     parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
-    parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.93)")
+    parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
     parser.add_argument("--variants", type=list_of(_variant), default=STANDARD["variants"], help=", ".join(VARIANTS))
     for name, what in (("width", "of the model"), ("layers", "of the model"), ("batch", "windows a rank")):
         parser.add_argument(f"--{name}", type=number, default=STANDARD[name], help=f"{what} (default: %(default)s)")

@@ -23,7 +23,7 @@ from perf.train_step_variants import BASELINE, OURS, POWERSGD, TRAINED, UNCOMPRE
 STANDARD: dict[str, Any] = {
     "hosts": 4,
     "rates": ["100mbit", "300mbit", "1gbit"],
-    "share": 0.93,
+    "share": 0.925,
     "variants": list(VARIANTS),
     "width": 256,
     "layers": 8,
