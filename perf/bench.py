@@ -79,6 +79,7 @@ SECTIONS = (
         480,
         of_targets,
     ),
+    Section("step", "A training step in the network lab", ("perf.train_step", "--lab"), 600, of_targets),
 )
 
 

@@ -147,7 +147,8 @@ class Bench:
         end = mark()
         self.ranks.synchronize()
         took = time.perf_counter() - began
-        waited = sum(clock.seconds(*wait) for wait in watched.waits)
+        within = [(clock.seconds(backward, since), clock.seconds(backward, until)) for since, until in watched.waits]
+        waited = sum(max(0.0, until) - max(0.0, since) for since, until in within)  # a thread's may begin in backward
         return took, [clock.seconds(start, forward), clock.seconds(backward, end) - waited]
 
     def measure(self, name: str, repeats: int) -> Row:

@@ -108,6 +108,9 @@ VARIANTS = {
     "powersgd-4": Variant("PowerSGD, rank 4", ADAMW, rank=4),
     "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam),
     "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1"),
+    "adam-2-overlap": Variant(
+        "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True}
+    ),
     "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb),
     "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1"),
 }
@@ -119,8 +122,8 @@ TRAINED = (UNCOMPRESSED, *POWERSGD, OURS)  # whose losses are compared
 class Watched:
     """A transport that marks when something is waited for, and when it has come."""
 
-    def __init__(self, mark: Mark) -> None:
-        self.inner, self._mark = transport_for(), mark
+    def __init__(self, mark: Mark, inner: Transport | None = None) -> None:
+        self.inner, self._mark = transport_for(inner), mark
         self.rank, self.size, self.name = self.inner.rank, self.inner.size, self.inner.name
         self.waits: list[tuple[Any, Any]] = []
 
@@ -135,6 +138,12 @@ class Watched:
 
     def all_max(self, values: Tensor, phase: str) -> None:
         self.watch(lambda: self.inner.all_max(values, phase))
+
+    def duplicate(self) -> Transport:
+        """Its waits count as this one's: `step` waits for the thread that waits."""
+        other = Watched(self._mark, self.inner.duplicate())
+        other.waits = self.waits
+        return other
 
     def watch(self, wait: Callable[[], None]) -> None:
         before = self._mark()

@@ -87,6 +87,6 @@ def test_each_section_reads_the_records_that_are_kept():
 def test_make_bench_runs_it():
     recipe = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\n\n")[0]
     assert "-m perf.bench $(BENCH_ARGS)" in recipe
-    assert sum(section.seconds for section in bench.SECTIONS) <= 660
+    assert sum(section.seconds for section in bench.SECTIONS) <= 1260  # a quiet machine needs about half
     for section in bench.SECTIONS:
         assert (ROOT / f"{section.command[0].replace('.', '/')}.py").exists()
