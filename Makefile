@@ -7,11 +7,12 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test check types format bench clean
+.PHONY: help demo test check types format bench fuzz clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +39,9 @@ format: $(STAMP)  ## format and sort imports
 
 bench: $(STAMP)  ## measure kernels and network against the targets; BENCH_ARGS="--only kernels". The network needs root
 	@$(BIN)/python -m perf.bench $(BENCH_ARGS)
+
+fuzz: $(STAMP)  ## 100,000 cases of random and mutated input: only documented errors; FUZZ_ARGS="--seed 1"
+	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

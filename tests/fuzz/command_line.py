@@ -24,12 +24,25 @@ _WORDS = (
 )  # fmt: skip
 
 
+_PAIRS = (
+    ("--device", ("cpu", "cuda", "cuda:99", "meta", "", "é")),
+    ("--elements", ("2**24", "2**99", "0", "1e6", "99**99", "2**40", "2**41")),
+    ("--dtype", ("float32", "float64")),
+    ("--ranks", ("2", "65", "-1")),
+    ("--steps", ("10", "9", "x")),
+    ("--out", ("a.png", "", "a/b")),
+)
+
+
 class CommandLine:
     def __init__(self) -> None:
         self.room = tempfile.TemporaryDirectory()
 
     def case(self, source: Source) -> str:
-        words = [self._word(source) for _ in range(int(source.integers(0, 7)))]
+        words = [self._word(source) for _ in range(int(source.integers(0, 7)) if source.random() < 0.5 else 0)]
+        for _ in range(int(source.integers(0, 3))):
+            option, values = pick(source, _PAIRS)
+            words += [option, str(pick(source, values))]
         if source.random() < 0.8:
             words.insert(0, pick(source, ("demo", "tune")))
         kind = source.random()

@@ -58,6 +58,7 @@ class Fuzzer:
         if name not in self.targets:
             self.targets[name] = TARGETS[name]()
         source = np.random.default_rng([self.seed, number])
+        torch.manual_seed(number)
         try:
             with limited(LONGEST), warnings.catch_warnings():
                 warnings.simplefilter("ignore")

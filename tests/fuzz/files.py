@@ -28,11 +28,12 @@ class Files:
             folder = Path(self.room.name) / str(i)
             Run(CASES[i], steps).save(folder)
             self.saved.append((CASES[i], folder))
-        self.runs: dict[Path, Run] = {}
+        self.runs: dict[tuple[Path, int], Run] = {}
 
     def case(self, source: Source) -> str:
         case, folder = pick(source, self.saved)
-        run = self.runs.pop(folder, None) or Run(case.but(seed=1), int(source.integers(0, 5)))
+        which = folder, int(source.integers(5))
+        run = self.runs.pop(which, None) or Run(case.but(seed=1), which[1])
         kept = folder.with_suffix(".kept")
         shutil.copytree(folder, kept)
         try:
@@ -43,7 +44,7 @@ class Files:
             except ERRORS as error:
                 if mark(run) != before:
                     raise AssertionError(f"refused ({error}), and something has changed") from error
-                self.runs[folder] = run
+                self.runs[which] = run
                 return f"{how}, {type(error).__name__}"
         finally:
             shutil.rmtree(folder)

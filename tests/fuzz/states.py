@@ -31,11 +31,12 @@ class States:
         self.states = [snapshot(Run(case, steps).optimizer.state_dict()) for case in CASES for steps in (0, 1, 4)] + [
             adamw_state(CASES[0], 3)
         ]
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[tuple[int, int], Run] = {}
 
     def case(self, source: Source) -> str:
         index = int(source.integers(len(CASES)))
-        run = self.runs.pop(index, None) or Run(CASES[index], int(source.integers(0, 5)))
+        which = index, int(source.integers(5))  # a run that has refused a state is as it was, and is used again
+        run = self.runs.pop(which, None) or Run(CASES[index], which[1])
         near = source.random() < 0.8
         state = snapshot(self.states[3 * index + int(source.integers(3))] if near else pick(source, self.states))
         if source.random() < 0.02:
@@ -50,7 +51,7 @@ class States:
         except ERRORS as error:
             if mark(run) != before:
                 raise AssertionError(f"refused ({error}), and something has changed") from error
-            self.runs[index] = run
+            self.runs[which] = run
             return f"load, {type(error).__name__}"
         run.optimizer.state_dict()
         goes_on(run)

@@ -14,7 +14,7 @@ from onebit.kernels.hyper import Hyper, hyper_table
 from onebit.kernels.layout import Layout
 from onebit.kernels.pointers import Pointers
 from onebit.kernels.state import Residual
-from onebit.kernels.wire import MAGIC, NONFINITE, Format, Messages
+from onebit.kernels.wire import MAGIC, NONFINITE, Format, MessageError, Messages
 from tests import oracle
 
 FORMS = st.builds(
@@ -173,3 +173,18 @@ def test_a_wrong_format_says_what_and_what_to_do(change, words):
     with pytest.raises(ValueError) as raised:
         Format(2048, 1, **change)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize("bit", range(128))
+def test_a_header_with_a_bit_flipped_is_no_message_of_this_exchange(bit):
+    """But for the flag that says that a sender met inf or NaN."""
+    messages = Format(64, 3, "block", "l1", 7).empty(2)
+    messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
+    messages.check("a phase")
+    messages.buffer[1, bit // 8] ^= 1 << bit % 8
+    if bit == 32:
+        messages.check("a phase")
+        assert messages.flags.tolist() == [0, NONFINITE]
+    else:
+        with pytest.raises(MessageError, match="a phase: what came from rank 1 is no message of this exchange"):
+            messages.check("a phase")

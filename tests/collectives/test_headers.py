@@ -1,0 +1,40 @@
+"""What arrives and is no message of the exchange is an error at the rank that reads it."""
+
+import pytest
+import torch
+
+from onebit import CompressedAllReduce
+from onebit.collectives.transport import Done, LocalTransport
+from onebit.kernels.wire import MessageError
+
+
+class Flipping(LocalTransport):
+    """Flips a bit of the header of what it carries."""
+
+    def __init__(self, collective: str, bit: int) -> None:
+        self.collective, self.bit = collective, bit
+
+    def all_to_all(self, out, sent, phase):
+        return self._carry("all_to_all", out, sent)
+
+    def all_gather(self, out, sent, phase):
+        return self._carry("all_gather", out, sent)
+
+    def _carry(self, collective, out, sent):
+        out.copy_(sent)
+        if collective == self.collective:
+            out[0, self.bit // 8] ^= 1 << self.bit % 8
+        return Done()
+
+
+@pytest.mark.parametrize("bit", [0, 31, 33, 64, 100])
+@pytest.mark.parametrize(("collective", "phase"), [("all_to_all", "gather"), ("all_gather", "scatter")])
+def test_a_bit_flipped_in_a_header_on_the_way_is_found(collective, phase, bit):
+    average = CompressedAllReduce(100, block_size=32, chunks=2, process_group=Flipping(collective, bit))
+    with pytest.raises(MessageError, match=f"the {phase} phase: what came from rank 0"):
+        average(torch.randn(100))
+
+
+def test_without_it_nothing_is_found():
+    average = CompressedAllReduce(100, block_size=32, chunks=2, process_group=Flipping("none", 0))
+    average(torch.randn(100))
