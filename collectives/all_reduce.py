@@ -54,7 +54,10 @@ class CompressedAllReduce:
     ) -> None:
         if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
             raise ValueError(f'chunks must be a positive number or "auto", got {chunks!r}')
-        self.numels = [int(numel)] if isinstance(numel, Integral) else [int(n) for n in numel]  # type: ignore[union-attr]
+        numels = [numel] if isinstance(numel, Integral) else numel
+        if not isinstance(numels, Sequence) or not all(isinstance(n, Integral) for n in numels):
+            raise TypeError(f"numel={numel!r:.80}: it must be a number of elements, or a list of them")
+        self.numels = [int(n) for n in numels]
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())

@@ -262,7 +262,8 @@ def _merged(optimizer: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> 
     merged = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         new = deepcopy({k: v for k, v in saved.items() if k not in _NOT_OPTIONS})
-        new["betas"] = tuple(new.get("betas", group["betas"]))
+        if isinstance(new["betas"], list):  # as JSON and torch.distributed.checkpoint have it
+            new["betas"] = tuple(new["betas"])
         check_group({**group, **new})
         merged.append(new)
     return merged

@@ -105,9 +105,9 @@ def check_own(own: Saved, shape: tuple[int, ...], name: str) -> None:
     numel = math.prod(shape)
     for what, value in own.items():
         if what in _SINGLE:
-            shaped(own, what, None, name)
-            if value.numel() != 1:
+            if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{what} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
+            shaped(own, what, None, name)
         elif what == "counted_bits":
             shaped(own, what, (-(-numel // 8),), name)
         elif what == "first_momentum":

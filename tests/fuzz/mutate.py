@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,9 @@ def pick(source: Source, values: Any) -> Any:
 def junk(source: Source, json: bool = False) -> Any:
     draw = source.random()
     if json or draw < 0.5:
-        return pick(source, PLAIN)
+        return deepcopy(pick(source, PLAIN))
     if draw < 0.65:
-        return pick(source, NOT_JSON)
+        return deepcopy(pick(source, NOT_JSON))
     if draw < 0.75:
         return pick(source, STRANGE)()
     shape = tuple(int(n) for n in source.integers(0, 5, size=int(source.integers(0, 4))))
@@ -73,9 +74,9 @@ def mutate(source: Source, value: Any, json: bool = False) -> None:
             del container[key]
         elif kind < 0.3:
             other, place = pick(source, there)
-            container[key], other[place] = other[place], container[key]
+            container[key], other[place] = deepcopy(other[place]), deepcopy(container[key])
         elif kind < 0.4 and isinstance(container, dict):
-            container[junk_key(source, json)] = container[key]
+            container[junk_key(source, json)] = deepcopy(container[key])
         elif isinstance(container[key], Tensor) and kind < 0.8:
             container[key] = mutated_tensor(source, container[key])
         elif isinstance(container[key], (int, float)) and not isinstance(container[key], bool) and kind < 0.7:

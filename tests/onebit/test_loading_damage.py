@@ -43,6 +43,7 @@ BOTH: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "lr beyond fp32": ((*GROUP, "lr"), 1e39, "lr=1e"),
     "lr beyond any float": ((*GROUP, "lr"), 10**400, "lr="),
     "lr without a value": ((*GROUP, "lr"), torch.empty(1, device="meta"), "without a value"),
+    "betas without end": ((*GROUP, "betas"), torch.zeros(1).expand(2**40), "betas="),
     "amsgrad is a tensor": ((*GROUP, "amsgrad"), torch.zeros(3), "neither true nor false"),
     "numbers are a list": (NUMBERS, [1], "is a list"),
     "version is a tensor": ((*NUMBERS, "version"), torch.zeros(3), "version"),
@@ -144,6 +145,7 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
     [
         ("coefficient_average", torch.tensor(nan), "coefficient_average"),
         ("coefficient_average", torch.zeros(2), "2 elements"),
+        ("coefficient_average", torch.zeros(1).expand(2**40), "elements, not one"),
         ("ratio", torch.tensor(-1.0), "ratio"),
         ("ratio", "x", "is a str"),
         ("coefficient_steps", torch.tensor(-1.0), "coefficient_steps is -1"),
@@ -192,3 +194,9 @@ def test_a_group_without_parameters_is_refused(group: Any) -> None:
     with pytest.raises(TypeError, match="params"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("numel", [None, 1.5, "7", [1.5], torch.empty(3, device="meta"), torch.zeros(1).expand(2**40)])
+def test_a_number_of_elements_is_a_number(numel: Any) -> None:
+    with pytest.raises(TypeError, match="numel="):
+        onebit.CompressedAllReduce(numel)
