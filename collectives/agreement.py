@@ -1,10 +1,11 @@
-"""Before the first exchange: do all ranks mean the same thing? A difference is an error on every rank, not a hang."""
+"""Do all ranks mean the same thing, and hold the same bits? A difference is an error on every rank, not a hang."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 from onebit.collectives.transport import Transport
 
 _NBYTES = 2048
-_PIECE = 2**20
+_PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy
 _PRIME = 1000003
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def agree(transport: Transport, device: torch.device, facts: Mapping[str, float | str]) -> None:
@@ -47,39 +49,60 @@ def gathered(transport: Transport, values: Tensor, phase: str) -> Tensor:
     return everyone.view(values.dtype)
 
 
-def agree_on_values(transport: Transport, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
-    """Compare tensors bit for bit by a checksum of each; raise a ValueError on every rank that names the first."""
-    everyone = gathered(transport, checksums(tensors), "comparing the ranks' parameters (all-gather)").cpu()
+@dataclass(frozen=True)
+class Odd:
+    """A tensor on whose bits the ranks do not agree."""
+
+    ranks: list[int]  # those that hold other values than `usual`
+    usual: int  # a rank with the values that most ranks hold; rank 0 where opinions are even
+    majority: bool  # whether more than half of all ranks hold them
+
+
+def odd_values(transport: Transport, tensors: Sequence[Tensor], phase: str) -> dict[int, Odd]:
+    """Compare tensors bit for bit by a checksum of each: what is odd, by its number, the same on every rank."""
+    everyone = gathered(transport, checksums(tensors), phase).cpu()
     common = everyone.mode(dim=0).values
-    zeros = (everyone == everyone[0]).sum(0) >= (everyone == common).sum(0)  # rank 0 is right where opinions are even
-    usual = torch.where(zeros, everyone[0], common)
-    differs = (everyone != usual).nonzero()
-    if len(differs) == 0:
+    zeros = (everyone == everyone[0]).sum(0) >= (everyone == common).sum(0)
+    same = everyone == torch.where(zeros, everyone[0], common)
+    found = {}
+    for i in (~same.all(0)).nonzero().view(-1).tolist():
+        agrees = same[:, i].tolist()
+        odd = [rank for rank, good in enumerate(agrees) if not good]
+        found[i] = Odd(odd, agrees.index(True), 2 * len(odd) < len(agrees))
+    return found
+
+
+def agree_on_values(transport: Transport, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
+    """Raise a ValueError on every rank that names the first tensor on which they differ."""
+    odd = odd_values(transport, tensors, "comparing the ranks' parameters (all-gather)")
+    if not odd:
         return
-    first = int(differs[:, 1].min())
-    ranks = sorted({int(rank) for rank, tensor in differs.tolist() if tensor == first})
-    others = len({tensor for _, tensor in differs.tolist()}) - 1
+    first, others = min(odd), len(odd) - 1
     raise ValueError(
-        f"the ranks do not agree: {name(first)} has other values on {_listed(ranks)} than on the rest"
+        f"the ranks do not agree: {name(first)} has other values on {listed(odd[first].ranks)} than on the rest"
         f"{f', and so have {others} more parameters' if others else ''}. Start every rank from the same "
         f"parameters: the same seed or checkpoint, or a broadcast from one rank"
     )
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [tensors]: a sum over the bits of each, weighted by their places."""
+    """int64 [tensors]: a sum over the bits of each, weighted by their places, modulo 2^64.
+
+    Weights are odd, and those of a piece differ by less than 2^23: no flipped bit goes unseen, and no two words (of 32
+    bits or less) of a piece that changed places.
+    """
     return torch.stack([_checksum(t.detach()) for t in tensors])
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    words = tensor.contiguous().view(-1).view({4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()])
+    words = tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    size = _CUDA_PIECE if tensor.is_cuda else _PIECE
+    weights = torch.arange(1, 1 + 2 * min(size, len(words)), 2, device=tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(words), _PIECE):
-        piece = words[start : start + _PIECE].long()
-        places = torch.arange(start, start + len(piece), device=tensor.device)
-        total = total * _PRIME + (piece * (2 * places + 1)).sum()
+    for piece in words.split(size):
+        total = total * _PRIME + (piece * weights[: len(piece)]).sum()
     return total
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -8,9 +8,11 @@ from onebit.ddp import OneBitState, onebit_hook
 from onebit.diagnostics import History
 from onebit.lamb import OneBitLamb
 from onebit.merge import merge_states
+from onebit.watch import DivergenceError
 
 __all__ = [
     "CompressedAllReduce",
+    "DivergenceError",
     "History",
     "OneBitAdam",
     "OneBitLamb",

@@ -27,6 +27,8 @@ class OneBitAdam(OneBitOptimizer):
     scale, norm, block_size: how messages are encoded. chunks: pipeline stages, "auto" measures.
     master_weights: 16-bit parameters keep an fp32 copy.
     overlap: in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled.
+    check_every: steps between two checks that all ranks hold the same bits, 0 for none. on_divergence: where they do
+        not, "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
     """
 

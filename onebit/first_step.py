@@ -36,14 +36,9 @@ def _facts(optimizer: OneBitOptimizer) -> dict[str, float | str]:
     numels = [n for space in optimizer._spaces for n in space.numels]
     o, groups = optimizer._options, optimizer.param_groups
     names = (
-        "freeze_step",
-        "freeze_threshold",
-        "bias_correction",
-        "dead",
-        "variance_floor",
-        "master_weights",
-        "overlap",
-    )
+        "freeze_step", "freeze_threshold", "bias_correction", "dead", "variance_floor", "master_weights", "overlap",
+        "check_every", "on_divergence",
+    )  # fmt: skip
     return {
         **facts(numels, o.block_size, o.chunks, o.scale, o.norm),
         **{name: getattr(o, name) for name in names},

@@ -65,6 +65,11 @@ class LambSpace(Space):
         found = super().views(index)
         return found | {"exp_avg_sq": found["denominator"], "denominator": self.view(self.d, index)}
 
+    def together(self) -> dict[str, Tensor]:
+        lamb, more = self.lamb, {"the counted coordinates": self.counted, "gamma": self.gamma}
+        numbers = {"coefficients": lamb.coefficient, "averaged coefficients": lamb.average, "ratios": lamb.ratio}
+        return {**super().together(), **numbers, **{k: v for k, v in more.items() if v is not None}}
+
     def take(self, index: int, other: Space, index_there: int) -> None:
         super().take(index, other, index_there)
         assert isinstance(other, LambSpace)

@@ -32,9 +32,10 @@ from onebit.gradients import Gradients, HyperTable, reciprocal
 from onebit.kernels.layout import BLOCK_SIZE
 from onebit.kernels.wire import Norm, Scale
 from onebit.loading import prepared
-from onebit.options import Dead, Options, check_group, warn_if_early
+from onebit.options import Dead, OnDivergence, Options, check_group, warn_if_early
 from onebit.overlap import Overlap
 from onebit.space import Space
+from onebit.watch import Watch
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -62,11 +63,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
         chunks: int | Literal["auto"] = "auto",
         master_weights: bool = True,
         overlap: bool = False,
+        check_every: int = 1000,
+        on_divergence: OnDivergence = "raise",
         process_group: Any = None,
     ) -> None:
         self._options = Options(
             freeze_step, freeze_threshold, freeze_window, bias_correction, dead, variance_floor, scale, norm,
-            block_size, chunks, master_weights, overlap,
+            block_size, chunks, master_weights, overlap, check_every, on_divergence,
         )  # fmt: skip
         self._process_group, self._transport = process_group, transport_for(process_group)
         self._spaces: list[Space] = []
@@ -81,7 +84,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._gradients = Gradients(self._device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)  # steps taken, steps skipped
         self._one = torch.ones(1, dtype=torch.int64, device=self._device)
-        self._lagging = Lagging()
+        self._lagging, self._watch = Lagging(), Watch()
         self._steps = 0  # taken, as far as the host has heard: all but the last one
         self._build()
         self._rule = self._new_rule()
@@ -142,6 +145,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 self._warmup(space, hyper, self._gradients.flags)
         self._overlap.put_back(self._gradients.flags)
         self._finish()
+        self._watch.look(self)
         return loss
 
     @torch.no_grad()

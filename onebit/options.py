@@ -15,6 +15,7 @@ from onebit.kernels.wire import Format, Norm, Scale, is_one_of
 from onebit.warning import warn
 
 Dead = Literal["floor", "freeze"]
+OnDivergence = Literal["raise", "broadcast"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -35,6 +36,8 @@ class Options:
     chunks: int | Literal["auto"]
     master_weights: bool
     overlap: bool
+    check_every: int
+    on_divergence: OnDivergence
 
     def __post_init__(self) -> None:
         if not is_one_of(self.freeze_step, ("auto",)) and not _whole(self.freeze_step, least=0):
@@ -63,6 +66,13 @@ class Options:
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
+        if not _whole(self.check_every, least=0):
+            raise ValueError(
+                f"check_every={self.check_every!r}: it is the number of steps between two checks that all ranks hold "
+                f"the same bits, and must be a whole number; 0 never checks"
+            )
+        if not is_one_of(self.on_divergence, get_args(OnDivergence)):
+            raise ValueError(f"on_divergence={self.on_divergence!r}: it must be one of {get_args(OnDivergence)}")
         check_block_size(self.block_size)
         Format(self.block_size, 1, self.scale, self.norm)
 

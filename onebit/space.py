@@ -103,6 +103,13 @@ class Space:
         found = {names[0]: self.view(self._first, index), names[1]: self.view(self._second, index)}
         return found if self._master is None else {**found, "master": self.view(self._master, index)}
 
+    def together(self) -> dict[str, Tensor]:
+        """What parameters have together and every rank has the same."""
+        if self.exchange is None:
+            return {}
+        found = {"the last message": self.exchange.replies.buffer}
+        return found if self.exchange.live is None else {**found, "the live coordinates": self.exchange.live}
+
     def take(self, index: int, other: Space, index_there: int) -> None:
         """Go on with a parameter's state from another space, both in stage 1."""
         there = other.views(index_there)
