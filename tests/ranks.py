@@ -36,6 +36,13 @@ SIZES = (1, 2, 3, 4, 8)
 MOST = max(SIZES)
 GROUP_TIMEOUT = 30.0  # seconds that a collective waits
 START_TIMEOUT = 60.0
+PRELOADED = (
+    "torch._dynamo",
+    "onebit",
+    "onebit.kernels.cpu",
+    "tests.ranks",
+    "tests.onebit.runs",
+)  # what takes a rank seconds
 GRACE = 3.0  # what the others get to answer once a rank has failed
 
 _pool: Ranks | None = None
@@ -93,7 +100,7 @@ class Ranks:
         forking = "forkserver" in multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if forking else "spawn")
         if forking:
-            context.set_forkserver_preload(["torch", "onebit.collectives", "onebit.kernels.cpu", "tests.ranks"])
+            context.set_forkserver_preload(PRELOADED)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

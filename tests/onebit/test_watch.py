@@ -1,7 +1,11 @@
-"""Ranks that no longer hold the same bits: found at the next check, named, and put right where that was asked for."""
+"""Ranks that no longer hold the same bits: found at the next check, named, and put right where that was asked for.
+
+python -m tests.onebit.test_watch        what a check costs, against the thousand steps that it comes after
+"""
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -10,10 +14,10 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.collectives.agreement import checksums
+from onebit.collectives.agreement import checksums, odd_values
 from onebit.collectives.transport import TorchTransport, Work
 from onebit.watch import shared
-from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 STAGES = pytest.mark.parametrize("freeze_step", [50, 3], ids=["stage 1", "stage 2"])
@@ -266,3 +270,33 @@ def test_a_wrong_option_says_what_it_takes(kind: str, name: str, value: Any, par
     with pytest.raises(ValueError) as caught:
         case.build(case.parameters())
     assert all(part in str(caught.value) for part in parts)
+
+
+def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
+    """Elements, and the least seconds of a step of stage 2 with 64 items, and of a check."""
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1024))
+    for i, p in enumerate(model.parameters()):
+        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 32
+    optimizer = getattr(onebit, kind)(
+        model.parameters(), freeze_step=2, chunks=1, process_group=group(), check_every=10**9
+    )
+    x = torch.randn((64, 1024), generator=torch.Generator().manual_seed(rank))
+    seconds: list[tuple[float, float]] = []
+    for _ in range(20):
+        began = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended = time.perf_counter()
+        tensors = list(dict(shared(optimizer)).values())
+        assert not odd_values(optimizer._transport, tensors, CHECK)
+        seconds.append((ended - began, time.perf_counter() - ended))
+    steps, checks = zip(*seconds[4:], strict=True)
+    return sum(p.numel() for p in model.parameters()), min(steps), min(checks)
+
+
+if __name__ == "__main__":
+    for kind in OPTIMIZERS:
+        numel, step, check = run_ranks(2, costs, kind, timeout=300)[0]
+        share = f"{100 * check / (1000 * step):.3f} % of 1000 steps"
+        print(f"{kind}, {numel:,} elements, 2 ranks: step {1e3 * step:.0f} ms, check {1e3 * check:.0f} ms, {share}")

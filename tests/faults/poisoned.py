@@ -1,0 +1,198 @@
+"""A long run in which gradients with NaN and inf turn up on random ranks, saved and resumed as it goes.
+
+python -m tests.faults.poisoned        2,000 steps of four ranks, 5 % of them poisoned; a plot in perf/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import onebit
+from perf import plots
+from tests.faults.training import digest
+from tests.onebit.runs import OPTIMIZERS, Case, bits
+from tests.ranks import group, run_ranks_once
+
+RESULTS = Path(__file__).parents[2] / "perf" / "results"
+VALUES = (math.nan, math.inf, -math.inf)
+LRS = (1e-2, 3e-3)  # of the two param groups, at their highest
+
+
+@dataclass(frozen=True)
+class Plan:
+    kind: str
+    steps: int = 2000
+    freeze: int = 300  # steps taken, not steps seen
+    resume_every: int = 200
+    share: float = 0.05  # of the steps
+    ranks: int = 4
+    look_every: int = 10
+
+    @property
+    def case(self) -> Case:
+        options = {"freeze_step": self.freeze, "check_every": 100, "weight_decay": 0.01}
+        return Case(self.kind, steps=self.steps, options=options, groups=({}, {}), seed=OPTIMIZERS.index(self.kind))
+
+    def poison(self, step: int) -> dict[int, tuple[int, int, float]]:
+        """The ranks that are poisoned in a step, and each one's parameter, element and value."""
+        source = np.random.default_rng([7, step])
+        if source.random() >= self.share:
+            return {}
+        ranks = source.choice(self.ranks, size=int(source.integers(1, self.ranks + 1)), replace=False)
+        shapes = self.case.shapes
+        picked = {int(rank): int(source.integers(len(shapes))) for rank in ranks}
+        return {
+            rank: (p, int(source.integers(math.prod(shapes[p]))), VALUES[source.integers(len(VALUES))])
+            for rank, p in picked.items()
+        }
+
+
+@dataclass
+class Record:
+    """Of one rank: a checksum of its parameters after every step, norms of its residuals, and all it ends with."""
+
+    params: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
+    server_residuals: list[float] = field(default_factory=list)
+    skipped: int = 0
+    resumed: int = 0
+    end: bytes = b""
+    state: str = ""
+
+
+def train(rank: int, size: int, plan: Plan, folder: str, poisoned: bool) -> Record:
+    """All steps, or those that are not poisoned, in one go."""
+    case, record = plan.case, Record()
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    for step in range(1, plan.steps + 1):
+        poison = plan.poison(step)
+        if poison and not poisoned:
+            continue
+        for g, values in enumerate(optimizer.param_groups):
+            values["lr"] = LRS[g] * (0.55 + 0.45 * math.cos(step / (60 + 25 * g)))
+        for p, gradient in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = gradient
+        if rank in poison:
+            p, element, value = poison[rank]
+            params[p].grad.view(-1)[element] = value
+        optimizer.step()
+        record.params.append(zlib.crc32(bits(params)))
+        if optimizer.compressing and step % plan.look_every == 0:
+            look(optimizer, step, record)
+        if poisoned and step % plan.resume_every == 0:
+            params, optimizer = resumed(case, params, optimizer, f"{folder}/step-{step}")
+            record.resumed += 1
+    record.skipped, record.end = optimizer.skipped_steps, bits(params)
+    record.state = digest(without_counts(optimizer.state_dict()))
+    return record
+
+
+def look(optimizer: Any, step: int, record: Record) -> None:
+    found = optimizer.diagnostics().values()
+    record.steps.append(step)
+    record.residuals.append(math.hypot(*(row["residual_norm"] for row in found)))
+    record.server_residuals.append(math.hypot(*(row["server_residual_norm"] for row in found)))
+
+
+def resumed(case: Case, params: list[nn.Parameter], optimizer: Any, folder: str) -> tuple[list[nn.Parameter], Any]:
+    """Saved, and loaded into others, which know nothing of what was before."""
+    onebit.save(folder, nn.ParameterList(params), optimizer)
+    fresh = [nn.Parameter(torch.full_like(p, math.nan)) for p in params]
+    other = case.build(fresh, group())
+    onebit.load(folder, nn.ParameterList(fresh), other)
+    return fresh, other
+
+
+def without_counts(state: dict[str, Any]) -> dict[str, Any]:
+    """But for steps that were skipped, and bytes that were sent for them."""
+    first, *others = state["param_groups"]
+    numbers = {k: v for k, v in first["onebit"].items() if k not in ("skipped_steps", "wire_bytes")}
+    return {"state": state["state"], "param_groups": [{**first, "onebit": numbers}, *others]}
+
+
+def problems(plan: Plan, ranks: list[Record], clean: list[Record]) -> list[str]:
+    """What is not as it should be."""
+    found, first = [], ranks[0]
+    bad = [step for step in range(1, plan.steps + 1) if plan.poison(step)]
+    if any(one.params != first.params or len(one.params) != plan.steps for one in ranks):
+        found.append("the ranks' parameters were not the same after every step")
+    if any(first.params[step - 1] != first.params[step - 2] for step in bad if step > 1):
+        found.append("a poisoned step changed parameters")
+    if not bad or any(one.skipped != len(bad) for one in ranks):
+        found.append(f"{[one.skipped for one in ranks]} steps were skipped, {len(bad)} were poisoned")
+    if any((one.end, one.state) != (other.end, other.state) for one, other in zip(ranks, clean, strict=True)):
+        found.append("the end is not that of a run without the poisoned steps")
+    for name in ("residuals", "server_residuals"):
+        early, late = np.array_split(np.array([getattr(one, name) for one in ranks]), 2, axis=1)
+        if not np.isfinite(late).all() or late.mean() > 1.5 * early.mean() or late.max() > 2 * early.max():
+            found.append(f"{name} grow: from {early.mean():.3g} to {late.mean():.3g}")
+    return found
+
+
+def run(plan: Plan) -> tuple[list[Record], list[str]]:
+    with tempfile.TemporaryDirectory(prefix="onebit-poisoned-") as folder:
+        ranks, clean = (
+            run_ranks_once(plan.ranks, train, (plan, folder, poisoned), timeout=1200) for poisoned in (True, False)
+        )
+    return ranks, problems(plan, ranks, clean)
+
+
+def panel(plan: Plan, ranks: list[Record]) -> plots.Draw:
+    def draw(axes: Any) -> None:
+        for rank, one in enumerate(ranks):
+            axes.plot(one.steps, one.residuals, color=f"C{rank}", linewidth=0.7, label=f"e of rank {rank}")
+            axes.plot(one.steps, one.server_residuals, ":", color=f"C{rank}", linewidth=0.7, label=f"E of rank {rank}")
+        axes.set(title=plan.kind, xlabel="step", ylabel="norm of the residuals")
+        axes.set_ylim(0)
+        axes.legend(ncols=4, fontsize="x-small")
+
+    return draw
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.faults.poisoned")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the plot and the record")
+    options = parser.parse_args()
+    panels, record, failed = [], {}, False
+    for kind in OPTIMIZERS:
+        plan = Plan(kind, options.steps)
+        ranks, wrong = run(plan)
+        one, most = ranks[0], max(max(r.residuals) for r in ranks)
+        print(
+            f"{kind}: {plan.steps} steps of {plan.ranks} ranks, {one.skipped} poisoned and skipped, "
+            f"{one.resumed} times resumed, largest residual norm {most:.3g}: "
+            f"{'; '.join(wrong) or 'as if they had not been'}",
+            flush=True,
+        )
+        panels.append(panel(plan, ranks))
+        record[kind] = {
+            "steps": plan.steps,
+            "skipped": one.skipped,
+            "resumed": one.resumed,
+            "residuals": {"step": one.steps, "ranks": [[round(x, 5) for x in r.residuals] for r in ranks]},
+            "problems": wrong,
+        }
+        failed |= bool(wrong)
+    plots.save(
+        options.out / "reliability-poisoned.png", panels, "4 ranks, 5 % of the steps poisoned, resumed every 200"
+    )
+    (options.out / "reliability-poisoned.json").write_text(json.dumps(record) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""A run that goes on and on: memory, handles and threads stay what they were after the first hundred steps.
+
+python -m tests.faults.soak        20,000 steps of two ranks for each optimizer; a plot and a record in perf/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from perf import plots
+from tests.faults.poisoned import RESULTS
+from tests.onebit.runs import OPTIMIZERS
+from tests.ranks import group, run_ranks_once
+
+RANKS = 2
+FIRST, MARKS = 100, 40  # the step from which nothing may grow; how often is looked after it
+FREEZE = 50
+SLACK = {"memory": 4096, "blocks": 2000, "objects": 100, "handles": 0, "threads": 0}  # less than 20,000 leaks
+FLAT = 512  # kB, over the second half of a long run: in the first thousand steps the allocator's pools fill
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a rank holds after a step: kB of its own, blocks allocated by Python, objects that its collector knows."""
+
+    step: int
+    memory: int
+    blocks: int
+    objects: int
+    handles: int
+    threads: int
+    residual: float
+
+
+def soak(rank: int, size: int, kind: str, steps: int, aloud: bool = False) -> list[Mark]:
+    """Adam with DDP, LAMB alone; gradients are clipped, the learning rate is scheduled, the watch looks."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 8))
+    if kind == "OneBitAdam":
+        model = DistributedDataParallel(model, process_group=group())
+    options = {"freeze_step": FREEZE, "check_every": 100, "block_size": 256, "chunks": 1}
+    optimizer = getattr(onebit, kind)(model.parameters(), lr=1e-3, process_group=group(), **options)
+    if kind == "OneBitAdam":
+        onebit.attach(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 500)
+    source = torch.Generator().manual_seed(rank)
+    at = {FIRST, *(FIRST + round(i * (steps - FIRST) / MARKS) for i in range(1, MARKS + 1))}
+    marks = []
+    gc.freeze()  # what there is by now is not looked through at every mark
+    for step in range(1, steps + 1):
+        x = torch.randn(16, 32, generator=source)
+        loss = (model(x) - x[:, :8].sin()).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step in at:
+            marks.append(mark(step, optimizer))
+            if aloud and rank == 0:
+                print(kind, marks[-1], flush=True)
+        elif FREEZE < step < FIRST:
+            mark(step, optimizer)  # looking takes some memory too
+    return marks
+
+
+def mark(step: int, optimizer: Any) -> Mark:
+    residual = math.hypot(*(row["residual_norm"] for row in optimizer.diagnostics().values()))
+    gc.collect()
+    (memory,) = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    handles, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+    return Mark(step, int(memory), sys.getallocatedblocks(), len(gc.get_objects()), handles, threads, residual)
+
+
+def problems(marks: list[Mark]) -> list[str]:
+    """What grew after the first mark."""
+    found = []
+    for name, slack in SLACK.items():
+        first, *others = (getattr(m, name) for m in marks)
+        if max(others) > first + slack:
+            found.append(f"{name} grew from {first} to {max(others)}")
+    half = len(marks) // 2
+    if marks[half].step > 1000 and max(m.memory for m in marks[half:]) > marks[half].memory + FLAT:
+        found.append(
+            f"memory goes on growing: {marks[half].memory} kB at step {marks[half].step}, now {marks[-1].memory}"
+        )
+    norms = [m.residual for m in marks]
+    if not all(map(math.isfinite, norms)) or max(norms[half:]) > 1.5 * max(norms[:half]):
+        found.append(f"residuals grew from {max(norms[:half]):.3g} to {max(norms[half:]):.3g}")
+    return found
+
+
+def run(kind: str, steps: int, aloud: bool = False) -> list[list[Mark]]:
+    return run_ranks_once(RANKS, soak, (kind, steps, aloud), timeout=60 + steps)
+
+
+def panels(found: dict[str, list[Mark]]) -> list[plots.Draw]:
+    def panel(what: str, title: str, unit: float) -> plots.Draw:
+        def draw(axes: Any) -> None:
+            for kind, marks in found.items():
+                axes.plot([m.step for m in marks], [getattr(m, what) / unit for m in marks], label=kind)
+            axes.set(title=title, xlabel="step")
+            axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+            axes.grid(alpha=0.3)
+            axes.legend()
+
+        return draw
+
+    return [
+        panel("memory", "resident memory (RssAnon), MB", 1e3),
+        panel("blocks", "blocks allocated by Python, thousands", 1e3),
+        panel("objects", "objects since the start (one a mark)", 1),
+        panel("residual", "norm of the residuals", 1),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.faults.soak")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the plot and the record")
+    options = parser.parse_args()
+    with ThreadPoolExecutor() as pool:  # a group of ranks each
+        ranks = dict(zip(OPTIMIZERS, pool.map(lambda kind: run(kind, options.steps, True), OPTIMIZERS), strict=True))
+    found, failed = {kind: of_kind[0] for kind, of_kind in ranks.items()}, False
+    for kind, of_kind in ranks.items():
+        wrong = [f"rank {rank}: {text}" for rank, marks in enumerate(of_kind) for text in problems(marks)]
+        failed |= bool(wrong)
+        print(f"{kind}, {options.steps} steps: {'; '.join(wrong) or 'nothing grew on any rank'}")
+    title = f"{options.steps:,} steps: memory, objects and residuals of rank 0"
+    plots.save(options.out / "reliability-soak.png", panels(found), title)
+    record = {kind: [asdict(m) for m in marks] for kind, marks in found.items()}
+    (options.out / "reliability-soak.json").write_text(json.dumps(record) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

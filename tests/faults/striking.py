@@ -1,0 +1,121 @@
+"""Where a fault strikes: one moment of one collective of one step, on the rank itself, from within its transport."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from onebit.collectives.transport import TorchTransport, Work
+
+How = Literal["kill", "stop", "cut"]
+FINITE, AVERAGE = "agreeing on finite gradients", "averaging gradients (all-reduce)"
+GATHER, SCATTER = "the gather phase (all-to-all of chunk", "the scatter phase (all-gather of chunk"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment, and the phases in which the survivors may learn that the rank is gone."""
+
+    stage: int
+    name: str
+    phase: str
+    when: Literal["before", "under way", "after"]
+    survivors: tuple[str, ...]
+
+
+POINTS = (
+    Point(1, "before the all-reduce", AVERAGE, "before", (AVERAGE,)),
+    Point(1, "in the all-reduce", AVERAGE, "under way", (AVERAGE, FINITE)),
+    Point(1, "after the all-reduce", AVERAGE, "after", (AVERAGE, FINITE)),
+    Point(2, "before the all-to-all", f"{GATHER} 0", "before", (GATHER,)),
+    Point(2, "in the all-to-all", f"{GATHER} 0", "under way", (GATHER,)),
+    Point(2, "between the phases", f"{GATHER} 1", "after", (GATHER, SCATTER)),
+    Point(2, "before the all-gather", f"{SCATTER} 1", "before", (SCATTER,)),
+    Point(2, "in the all-gather", f"{SCATTER} 1", "under way", (SCATTER, FINITE)),
+    Point(2, "after the all-gather", f"{SCATTER} 1", "after", (SCATTER, FINITE)),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    how: How
+    point: int  # of POINTS
+    victim: int
+
+    @property
+    def at(self) -> Point:
+        return POINTS[self.point]
+
+    def __str__(self) -> str:
+        return f"{self.how} rank {self.victim} in stage {self.at.stage}, {self.at.name}"
+
+
+class Striking(TorchTransport):
+    """A TorchTransport that calls `strike` at one moment."""
+
+    def __init__(self, group: Any, at: Point | None = None, step: int = 0, strike: Callable[[], None] = bool) -> None:
+        super().__init__(group)
+        self._step, self._at, self._due, self._strike = 0, at, step, strike
+        self.began = 0.0
+
+    @property
+    def step(self) -> int:
+        """The one under way, set by whoever trains."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self.began = step, time.monotonic()
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        return self._around(lambda: super(Striking, self).all_to_all(out, sent, phase), phase)
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        return self._around(lambda: super(Striking, self).all_gather(out, sent, phase), phase)
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        return self._around(lambda: super(Striking, self).all_sum(values, phase), phase)
+
+    def _around(self, start: Callable[[], Work], phase: str) -> Work:
+        at = self._at
+        if at is None or self._step != self._due or not phase.startswith(at.phase):
+            return start()
+        if at.when == "before":
+            self._strike()
+        work = start()
+        if at.when == "under way":
+            self._strike()
+        return _Struck(work, self._strike) if at.when == "after" else work
+
+
+@dataclass
+class _Struck:
+    work: Work
+    strike: Callable[[], None]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.strike()
+
+
+def strike_of(how: How, folder: Path) -> Callable[[], None]:
+    """What a rank does to itself; one that is cut off says so, and goes on when its link is down."""
+
+    def be_cut() -> None:
+        (folder / "struck").touch()
+        stop = time.monotonic() + 60
+        while not (folder / "cut").exists():
+            if time.monotonic() > stop:
+                raise TimeoutError("nobody took the link down")
+            time.sleep(0.01)
+
+    if how == "cut":
+        return be_cut
+    return lambda: os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)

@@ -1,0 +1,146 @@
+"""A short training run of three ranks that saves as it goes and, started again, goes on from what was saved last.
+
+python -m torch.distributed.run --nproc-per-node 3 -m tests.faults.training FOLDER OneBitAdam --fault kill,4,1
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import onebit
+from onebit.collectives import CollectiveError
+from tests.faults.striking import POINTS, Fault, Striking, strike_of
+from tests.onebit.runs import Case, bits, take
+from tests.ranks import group
+
+RANKS = 3
+TIMEOUT = 4.0  # seconds that a collective waits in a run with a fault
+SAVE_EVERY = 4
+STRUCK = {1: 6, 2: 11}  # the step in which a fault of each stage strikes
+
+
+def case_of(kind: str) -> Case:
+    """Seven steps of stage 1, seven of stage 2."""
+    return Case(kind, steps=14, options={"freeze_step": 7, "chunks": 2, "check_every": 5}, groups=({}, {"lr": 2e-3}))
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a survivor was told, and how long it waited in that step."""
+
+    error: str
+    seconds: float
+
+
+def train(case: Case, transport: Striking, folder: Path) -> str:
+    """From the last checkpoint to the end: a digest of all that this rank then holds."""
+    params, done = case.parameters(), last_saved(folder)
+    if done:
+        params = [nn.Parameter(torch.randn_like(p)) for p in params]
+    optimizer, model = case.build(params, transport), nn.ParameterList(params)
+    if done:
+        onebit.load(folder / f"step-{done}", model, optimizer)
+    for step in range(done + 1, case.steps + 1):
+        transport.step = step
+        take(case, transport.rank, optimizer, params, step)
+        if step % SAVE_EVERY == 0:
+            onebit.save(folder / f"step-{step}", model, optimizer)
+            if transport.rank == 0:
+                tell_saved(folder, step)
+    return digest({"params": params, "state": optimizer.state_dict()})
+
+
+def train_until_raised(case: Case, transport: Striking, folder: Path) -> Raised:
+    try:
+        train(case, transport, folder)
+    except CollectiveError as error:
+        return Raised(str(error), time.monotonic() - transport.began)
+    return Raised("", 0.0)
+
+
+def last_saved(folder: Path) -> int:
+    """The step of the last checkpoint that was completed; 0 if there is none."""
+    latest = folder / "latest"
+    return int(latest.read_text()) if latest.exists() else 0
+
+
+def tell_saved(folder: Path, step: int) -> None:
+    new = folder / "latest.new"
+    new.write_text(str(step))
+    os.replace(new, folder / "latest")
+
+
+def digest(state: Any) -> str:
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{value.dtype} {tuple(value.shape)} ".encode() + bits([value]))
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                found.update(f"{key}: ".encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            found.update(f"{value!r} ".encode())
+
+    add(state)
+    return found.hexdigest()
+
+
+def undisturbed(rank: int, size: int, kind: str, folder: str) -> str:
+    """Also what goes on from a checkpoint: the work of ranks of `tests.ranks`."""
+    return train(case_of(kind), Striking(group()), Path(folder))
+
+
+def struck(rank: int, size: int, kind: str, folder: str, fault: Fault) -> Raised:
+    return train_until_raised(case_of(kind), striking(group(), rank, fault, Path(folder)), Path(folder))
+
+
+def striking(ranks: Any, rank: int, fault: Fault | None, folder: Path) -> Striking:
+    if fault is None or rank != fault.victim:
+        return Striking(ranks)
+    return Striking(ranks, fault.at, STRUCK[fault.at.stage], strike_of(fault.how, folder))
+
+
+def main() -> None:
+    """One rank, started by torchrun or on a host of the network lab. The fault strikes at the first start alone."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("kind")
+    parser.add_argument("--fault", help=f"how, number of the point (0 to {len(POINTS) - 1}), rank")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    fault = None
+    if options.fault and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        how, point, victim = options.fault.split(",")
+        fault = Fault(how, int(point), int(victim))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    ranks = dist.new_group(timeout=timedelta(seconds=TIMEOUT if fault else 60))
+    rank, case = dist.get_rank(), case_of(options.kind)
+    transport = striking(ranks, rank, fault, options.folder)
+    if fault is None:
+        (options.folder / f"end-{rank}").write_text(train(case, transport, options.folder))
+        dist.destroy_process_group()
+        return
+    raised = train_until_raised(case, transport, options.folder)
+    (options.folder / f"raised-{rank}").write_text(json.dumps(asdict(raised)))
+    os._exit(1)  # as a trainer that lets the error end it, without a wait for those who are gone
+
+
+if __name__ == "__main__":
+    main()
