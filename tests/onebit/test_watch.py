@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import onebit
+from onebit import watch
 from onebit.collectives.agreement import checksums, odd_values
 from onebit.collectives.transport import TorchTransport, Work
 from onebit.watch import shared
@@ -203,6 +204,35 @@ def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
     for text in run_ranks(4, several, case):
         assert "parameter 1 of group 0 (shape (33,)) has other values on rank 1 than on rank 0" in text
         assert "and 1 more tensors differ on rank 3 (the first is parameter 3 of group 0" in text
+
+
+def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
+    """In pieces that no parameter is a multiple of; then with another count of steps on one rank."""
+    watch._PIECE = 100
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 3)
+    before = bits(params)
+    if rank == 2:
+        for p in params:
+            flip(p, 7, p.numel() - 1)
+            flip(p, 7, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = look(optimizer)
+    right = bits(params) == before
+    if rank == 2:
+        optimizer._counts[0] += 1
+    return {"error": error, "right": right, "count": look(optimizer)}
+
+
+@kinds
+def test_a_broadcast_goes_in_pieces_and_not_where_ranks_took_other_steps(kind: str) -> None:
+    case = Case(kind, options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS})
+    for one in run_ranks(3, repaired, case):
+        assert one["error"] == "" and one["right"]
+        assert "the count of steps has other values on rank 2" in one["count"]
+        assert "have not even taken the same steps" in one["count"]
 
 
 def counted(rank: int, size: int, case: Case) -> list[int]:
