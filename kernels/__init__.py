@@ -16,7 +16,7 @@ class Passes:
     """A module's passes, each a range in profiles under its name: torch.profiler's, and NVTX by emit_nvtx."""
 
     def __init__(self, module: ModuleType) -> None:
-        self.module = module
+        self.module, self.__name__ = module, module.__name__
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         run = getattr(self.module, name)
