@@ -59,7 +59,8 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     version = numbers.get("version")
     if not isinstance(version, int) or version != VERSION:
         raise ValueError(
-            f"the state has version {version!r:.60}, this onebit reads {VERSION}: load it with the onebit that saved it"
+            f"the state has version {_shown(version)}, this onebit reads {VERSION}: load it with the onebit that "
+            f"saved it"
         )
     if lacks := _NUMBERS - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
@@ -70,13 +71,13 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     if not isinstance(numbers["compressing"], bool) or not isinstance(numbers["optimizer"], str):
         raise TypeError(f"the state does not say in which stage of which optimizer it was saved: {_DAMAGED}")
     if not isinstance(numbers["chunks"], (list, tuple)):
-        raise TypeError(f"chunks is a list of numbers, not {numbers['chunks']!r:.60}: {_DAMAGED}")
+        raise TypeError(f"chunks is a list of numbers, not {_shown(numbers['chunks'])}: {_DAMAGED}")
     for chunks in numbers["chunks"]:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
     if numbers["compressing"]:
         check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
         if not is_one_of(numbers.get("scale"), get_args(Scale)):
-            raise ValueError(f"scale is {numbers.get('scale')!r:.60} in the state: {_DAMAGED}")
+            raise ValueError(f"scale is {_shown(numbers.get('scale'))} in the state: {_DAMAGED}")
     _check_trace(numbers["trace"])
 
 
@@ -126,7 +127,7 @@ def steps_of(own: Saved, what: str = "step") -> int:
 def whole_number(value: object, what: str, least: int, most: int) -> int:
     number = float(value) if not isinstance(value, bool) and _is_finite(value) else math.nan  # type: ignore[arg-type]
     if not number.is_integer() or not least <= number <= most:
-        raise ValueError(f"{what} is {value!r:.60} in the state, not a whole number of {least} or more: {_DAMAGED}")
+        raise ValueError(f"{what} is {_shown(value)} in the state, not a whole number of {least} or more: {_DAMAGED}")
     return int(value)  # type: ignore[call-overload]
 
 
@@ -153,6 +154,11 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str) -> T
                 f"{what} of parameter {name} reaches from {least:g} to {most:g}, as no run leaves it: {_DAMAGED}"
             )
     return value
+
+
+def _shown(value: object) -> str:
+    """Not every tensor can show what is in it."""
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else f"{value!r:.60}"
 
 
 def _is_finite(value: object) -> bool:

@@ -57,6 +57,7 @@ BOTH: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "trace of words": ((*NUMBERS, "trace"), [["x"]], "trace"),
     "trace of nothing": ((*NUMBERS, "trace"), [[]], "trace"),
     "trace with rows of other lengths": ((*NUMBERS, "trace"), [[1.0], [1.0, 2.0]], "different lengths"),
+    "chunks are a tensor": ((*NUMBERS, "chunks"), torch.ones(2), "not a Tensor"),
     "chunks is a number": ((*NUMBERS, "chunks"), 1, "chunks is a list"),
     "compressing is a word": ((*NUMBERS, "compressing"), "yes", "in which stage"),
     "a negative step": ((*ONE, "step"), torch.tensor(-1.0), "step is -1"),
