@@ -52,6 +52,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
     inner._averaged_by_ddp = True
+    inner._overlap.follow(model)
     inner._names.update(names)
 
 
@@ -65,7 +66,8 @@ class _Attached:
 
 def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for each bucket of gradients. The first one of a backward pass finds out which stage it is."""
-    state.optimizer._overlap.arrived(bucket.parameters(), bucket.gradients())
+    with torch.no_grad():
+        state.optimizer._begin()
     if not state.optimizer.compressing:
         return allreduce_hook(state.process_group, bucket)
     return local(bucket)

@@ -16,12 +16,13 @@ Where gradients change after they have left, the exchange is taken back and done
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport import Transport
@@ -41,11 +42,12 @@ class Overlap:
 
     def __init__(self, optimizer: OneBitOptimizer, wanted: bool) -> None:
         self._optimizer: OneBitOptimizer = weakref.proxy(optimizer)
-        self._wanted, self.holding = wanted, False
+        self._wanted, self.holding = wanted, False  # holding: backward passes accumulate
         self._spaces: list[Space] = []  # those it goes on for
         self._transport: Transport | None = None
         self._flight: Flight | None = None
         self._hooks: list[Any] = []
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
     @property
     def on(self) -> bool:
@@ -56,6 +58,10 @@ class Overlap:
     def under_way(self) -> bool:
         """Whether messages have left for a step that is still to come."""
         return self._flight is not None
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Where its gradients come from: within its no_sync they accumulate."""
+        self._model = weakref.ref(model)
 
     def begin(self) -> None:
         """Stage 2 has begun, or another state was loaded: a collective call."""
@@ -70,13 +76,15 @@ class Overlap:
         self._undo = [Undo(exchange_of(space)) for space in self._spaces]
         self._place = {p: (s, i) for s, space in enumerate(self._spaces) for i, p in enumerate(space.params)}
         self._side = torch.cuda.Stream(optimizer._device) if optimizer._device.type == "cuda" else None
-        if not optimizer._averaged_by_ddp:
-            arrived = partial(_arrived, weakref.ref(self))
-            self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in self._place]
+        arrived = partial(_arrived, weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in self._place]
 
     @torch.no_grad()
-    def arrived(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Within a backward pass: these gradients are what they will be, or the user accumulates without saying so."""
+    def arrived(self, parameter: Tensor) -> None:
+        """Within a backward pass: its gradient is what it will be, or the user accumulates without saying so."""
+        model = self._model()
+        if self.holding or (model is not None and not model.require_backward_grad_sync):
+            return
         if not self.under_way:
             self._optimizer._begin()
         if not self.on:
@@ -85,7 +93,7 @@ class Overlap:
         if flight is None:
             flight = self._start()
             _when_backward_ends(partial(_backward_ended, weakref.ref(self), flight))
-        if not flight.put([self._place[p] for p in parameters], grads):
+        if not flight.put([self._place[parameter]], [parameter.grad]):
             self.stop(
                 "a backward pass accumulated into gradients that were being sent. Wrap all but the last one before a "
                 "step in optimizer.no_sync() (or DDP's), or pass overlap=False"
@@ -173,8 +181,8 @@ class Overlap:
 def _arrived(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
     """What torch calls when a gradient has been accumulated."""
     own = overlap()
-    if own is not None and not own.holding:
-        own.arrived([parameter], [parameter.grad])
+    if own is not None:
+        own.arrived(parameter)
 
 
 def _backward_ended(overlap: weakref.ref[Overlap], flight: Flight) -> None:
