@@ -12,6 +12,7 @@ from typing import Any
 
 from onebit.cluster_model import Cluster
 
+LARGEST = 1e15  # beyond any cluster; what is computed of such numbers is finite
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
@@ -36,8 +37,8 @@ def number(text: str) -> float:
     """0.5, 340e6, 340M, 1.3b"""
     match = re.fullmatch(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)([kmgbt]?)", text.strip().lower())
     value = float(match[1]) * PREFIXES[match[2]] if match else math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a number, 0 or more: write 0.5, 340e6 or 1.3b")
+    if value != 0 and not 1 / LARGEST <= value <= LARGEST:  # so for nan
+        raise ValueError(f"{text!r} is not a number, 0 or from {1 / LARGEST:g} to {LARGEST:g}: write 0.5, 340e6, 1.3b")
     return value
 
 

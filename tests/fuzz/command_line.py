@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from onebit import cli, demo
+from onebit import cli, demo, plan
 from onebit.demo_ranks import DemoError
+from onebit.plan_options import OPTIONS
 from tests.fuzz.mutate import Source, pick
 
 _WORDS = (
@@ -32,6 +33,26 @@ _PAIRS = (
     ("--steps", ("10", "9", "x")),
     ("--out", ("a.png", "", "a/b")),
 )
+_NUMBERS = (
+    "0",
+    "1",
+    "0.5",
+    "64",
+    "1000",
+    "340e6",
+    "1.3b",
+    "1e30",
+    "1e308",
+    "-1",
+    "nan",
+    "inf",
+    "1gbit",
+    "1e-300",
+    "none",
+    "",
+)
+_PLAN = tuple((f"--{name.replace('_', '-')}", _NUMBERS) for name in OPTIONS)
+_PRESETS = (("--model", ("bert-large", "bert-large-lamb")), ("--cluster", ("ethernet-v100", "infiniband-v100")))
 
 
 class CommandLine:
@@ -40,11 +61,12 @@ class CommandLine:
 
     def case(self, source: Source) -> str:
         words = [self._word(source) for _ in range(int(source.integers(0, 7)) if source.random() < 0.5 else 0)]
-        for _ in range(int(source.integers(0, 3))):
-            option, values = pick(source, _PAIRS)
+        command = pick(source, ("demo", "tune", "plan"))
+        pairs = [pick(source, _PLAN if command == "plan" else _PAIRS) for _ in range(int(source.integers(0, 3)))]
+        for option, values in (*(_PRESETS if command == "plan" else ()), *pairs):
             words += [option, str(pick(source, values))]
         if source.random() < 0.8:
-            words.insert(0, pick(source, ("demo", "tune")))
+            words.insert(0, command)
         kind = source.random()
         if kind < 0.1:
             return _device(self._word(source))
@@ -76,18 +98,21 @@ _parser = functools.cache(cli._parser)  # most of a case's time
 
 
 def _main(words: list[str]) -> str:
-    """`onebit WORDS`, with commands that do nothing but look at the device."""
+    """`onebit WORDS`: the plan without its plot, other commands that do nothing but look at the device."""
     started = []
 
     def run(arguments: argparse.Namespace) -> None:
         started.append(arguments)
         if arguments.command == "tune":
             cli.pick_device(arguments.device)
+        if arguments.command == "plan":
+            arguments.plot = None
+            plan.run(arguments)
 
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
     told = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
     with (
-        mock.patch.object(cli, "_COMMANDS", {"demo": run, "tune": run}),
+        mock.patch.object(cli, "_COMMANDS", dict.fromkeys(cli._COMMANDS, run)),
         mock.patch.object(cli, "_parser", _parser),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(told),

@@ -30,7 +30,7 @@ from onebit.collectives.chunking import candidates
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.layout import BLOCK_SIZE, Layout
 from onebit.kernels.wire import Format
-from onebit.plan_options import CLUSTERS, MODELS, OPTIONS
+from onebit.plan_options import CLUSTERS, MODELS, OPTIONS, number
 
 CPU = torch.device("cpu")
 RECORD = Path(__file__).resolve().parents[2] / "perf/results/amd-epyc.json"
@@ -320,7 +320,7 @@ def test_a_plan_that_cannot_be_made(arguments, says, capsys):
         (["--network=0gbit"], "is no rate"),
         (["--gpus=2.5"], "not a whole number above 0"),
         (["--gpus=0"], "not a whole number above 0"),
-        (["--forward=-3"], "'-3' is not a number, 0 or more"),
+        (["--forward=-3"], "'-3' is not a number, 0 or from"),
         (["--latency=nan"], "'nan' is not a number"),
         (["--dtype=int8"], "none of float32"),
         (["--overlap=yes"], "none of none, uncompressed, both"),
@@ -367,3 +367,11 @@ def test_a_plot_without_matplotlib(tmp_path, monkeypatch, capsys):
     assert cli.main([*PRESETS, f"--plot={tmp_path / 'plan.png'}"]) == 2
     captured = capsys.readouterr()
     assert "pip install matplotlib" in captured.err and not captured.out
+
+
+@pytest.mark.parametrize("text", ["1e308", "2e15", "1e-16", "1e400"])
+def test_numbers_of_no_cluster_are_refused(text):
+    """Found by tests.fuzz: the plan's sums went beyond a float."""
+    with pytest.raises(ValueError, match="from 1e-15 to 1e"):
+        number(text)
+    assert number("1e15") == 1e15 and number("0") == 0
