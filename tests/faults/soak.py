@@ -31,7 +31,7 @@ RANKS = 2
 FIRST, MARKS = 100, 40  # the step from which nothing may grow; how often is looked after it
 FREEZE = 50
 SLACK = {"memory": 4096, "blocks": 2000, "objects": 100, "handles": 0, "threads": 0}  # less than 20,000 leaks
-FLAT = 512  # kB, over the second half of a long run: in the first 1,500 steps torch's flight recorder fills, 2,000 collectives
+FLAT = 512  # kB, over the second half of a long run: before that torch's flight recorder fills, 2,000 collectives
 
 
 @dataclass(frozen=True)
