@@ -37,4 +37,7 @@ def test_a_bit_flipped_in_a_header_on_the_way_is_found(collective, phase, bit):
 
 def test_without_it_nothing_is_found():
     average = CompressedAllReduce(100, block_size=32, chunks=2, process_group=Flipping("none", 0))
-    average(torch.randn(100))
+    x = torch.randn(100)
+    before = x.clone()
+    average(x)
+    assert bool(x.isfinite().all()) and not torch.equal(x, before)  # it went all the way

@@ -266,7 +266,9 @@ def test_a_check_comes_last_in_every_so_many_steps(every: int | None, steps: int
 def test_one_rank_alone_has_nobody_to_compare_with() -> None:
     case = Case(options=ALWAYS, steps=3)
     params = case.parameters()
-    run(case, 0, case.build(params), params, 1, 3)
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 3)
+    assert optimizer.steps == 3
 
 
 def disagreeing(rank: int, size: int, name: str, values: list[Any]) -> str:
