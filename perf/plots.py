@@ -21,7 +21,8 @@ def save(path: Path, panels: Sequence[Draw], title: str = "") -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), layout="constrained", squeeze=False)
+    size = (5.5 * len(panels), 4.2)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for draw, on in zip(panels, axes[0], strict=True):
         draw(on)
     figure.suptitle(title)
@@ -42,17 +43,26 @@ def lines(
             axes.plot(*zip(*sorted(points), strict=True), style, marker="o", label=name, color=color)
         axes.set_xscale("log")
         if max(x for points in curves.values() for x, _ in points) < 1000:
-            axes.xaxis.set_major_formatter("{x:g}")
+            plain_ticks(axes.xaxis)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         if logy:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
+            plain_ticks(axes.yaxis)
         else:
             axes.set_ylim(0)
         axes.grid(alpha=0.3)
         axes.legend()
 
     return draw
+
+
+def plain_ticks(axis: Any) -> None:
+    """Of a logarithmic axis: 1, 2 and 5 of each decade, written as they are."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def bars(title: str, ylabel: str, values: Mapping[str, float], notes: Mapping[str, str]) -> Draw:
@@ -63,7 +73,7 @@ def bars(title: str, ylabel: str, values: Mapping[str, float], notes: Mapping[st
         axes.bar_label(drawn, [notes[name] for name in values])
         axes.set_yscale("log")
         axes.margins(y=0.2)
-        axes.yaxis.set_major_formatter("{x:g}")
+        plain_ticks(axes.yaxis)
         axes.set(title=title, ylabel=ylabel)
 
     return draw
@@ -92,7 +102,7 @@ def stacked(title: str, xlabel: str, parts: Mapping[str, Mapping[str, float]], n
         for row, (name, end) in enumerate(ends.items()):
             axes.annotate(notes[name], (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.4 * max(ends.values()))  # room for the notes
+        axes.set_xlim(0, 1.6 * max(ends.values()))  # room for the notes
         axes.set(title=title, xlabel=xlabel)
         axes.legend(fontsize=9, ncol=4, loc="upper center", bbox_to_anchor=(0.4, -0.13), frameon=False)
 
