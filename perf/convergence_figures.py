@@ -1,4 +1,4 @@
-"""Figures of the convergence study: loss curves with the range over seeds, final losses, sweeps."""
+"""Figures of the convergence study: curves with the range over seeds, distances to the baseline, sweeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(
     panels = [curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
               for f in families]  # fmt: skip
     made = [out / f"{task}.png"]
-    plots.save(made[0], [*panels, finals(runs)], TASKS[task].title)
+    plots.save(made[0], [*panels, differences(runs)], TASKS[task].title)
     if swept:
         made.append(out / f"{task}-sweeps.png")
         plots.save(made[1], [sweep(SWEEPS[name], at) for name, at in swept.items()], f"{TASKS[task].title}: final loss")
@@ -59,20 +59,35 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
     return panel
 
 
-def finals(runs: Mapping[str, Records]) -> plots.Draw:
-    """Bars of the mean, a dot a seed; the axis begins below the least."""
+def differences(runs: Mapping[str, Records]) -> plots.Draw:
+    """A dot a seed: how far a run ends from the baseline of that seed; behind, the baseline's spread over seeds."""
 
     def panel(axes: Any) -> None:
-        values = {variant: losses(records) for variant, records in runs.items()}
-        every = [x for xs in values.values() for x in xs]
-        low = min(every) - 0.3 * (max(every) - min(every)) - 1e-3
-        for i, (variant, xs) in enumerate(values.items()):
-            axes.barh(i, mean(xs) - low, left=low, color=COLORS[variant], alpha=0.6)
-            axes.scatter(xs, [i] * len(xs), color="black", s=10, zorder=3)
-        axes.set_xlim(low)
-        axes.set_yticks(range(len(values)), [VARIANTS[v].replace("1 bit ", "1 bit\n") for v in values], fontsize=8)
-        axes.invert_yaxis()
-        axes.set(title="Final validation loss, a dot a seed", xlabel="loss")
+        names = [variant for variant in runs if variant != family_of(variant) and family_of(variant) in runs]
+        spreads = [stdev(losses(runs[family_of(v)])) for v in names if len(runs[family_of(v)]) > 1]
+        for i, variant in enumerate(names):
+            baseline = runs[family_of(variant)]
+            pairs = [
+                record["loss"] - baseline[seed]["loss"] for seed, record in runs[variant].items() if seed in baseline
+            ]
+            axes.scatter(pairs, [i] * len(pairs), color=COLORS[variant], s=25, alpha=0.8, zorder=3)
+            if len(baseline) > 1:
+                spread = stdev(losses(baseline))
+                label = None if i else "baseline's deviation over seeds"
+                axes.fill_betweenx((i - 0.4, i + 0.4), -spread, spread, color="#bbbbbb", alpha=0.5, lw=0, label=label)
+                axes.legend(fontsize=8, loc="lower right")
+        axes.axvline(0, color="black", lw=0.8)
+        near = 2 * max([*spreads, 1e-3])  # linear up to there: the naive are far off, else all others were one
+        axes.set_xscale("symlog", linthresh=near)
+        left, right = axes.get_xlim()
+        decades = [sign * 10.0**k for k in range(-4, 3) if 10.0**k > near / 2 for sign in (-1, 1)]
+        axes.set_xticks([0, *(x for x in decades if left <= x <= right)], minor=False)
+        axes.xaxis.set_major_formatter("{x:+g}")
+        axes.set_xlim(left, 1.3 * right)
+        axes.set_yticks(range(len(names)), [VARIANTS[v].replace("1 bit ", "1 bit\n") for v in names], fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(alpha=0.3, axis="x")
+        axes.set(title="Final loss less the baseline's, a dot a seed", xlabel="difference, worse to the right")
 
     return panel
 
