@@ -52,6 +52,9 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
             axes.fill_between(
                 x, [min(columns[i]) for i in shown], [max(columns[i]) for i in shown], color=color, alpha=0.2, lw=0
             )
+        late = [y for line in axes.get_lines() for x, y in zip(*line.get_data(), strict=True) if 2 * x >= steps[-1]]
+        room = 0.15 * (max(late) - min(late))
+        axes.set_ylim(min(late) - room, max(late) + room)  # a spike in the first half does not set the scale
         axes.set(title=title, xlabel="step", ylabel="loss")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
@@ -75,7 +78,7 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
                 spread = stdev(losses(baseline))
                 label = None if i else "baseline's deviation over seeds"
                 axes.fill_betweenx((i - 0.4, i + 0.4), -spread, spread, color="#bbbbbb", alpha=0.5, lw=0, label=label)
-                axes.legend(fontsize=8, loc="lower right")
+                axes.legend(fontsize=8, loc="upper right")
         axes.axvline(0, color="black", lw=0.8)
         near = 2 * max([*spreads, 1e-3])  # linear up to there: the naive are far off, else all others were one
         axes.set_xscale("symlog", linthresh=near)
