@@ -8,7 +8,7 @@ from typing import Any
 from perf import plots
 from perf.all_reduce_report import rate_bits
 from perf.train_step_ranks import Row
-from perf.train_step_report import Group, Record, by_rate, faster, mean_curves, seconds_after, timed
+from perf.train_step_report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
 from perf.train_step_variants import BASELINE, UNCOMPRESSED, VARIANTS
 
 LIKE_OTHERS = ("bf16", "adam-1", "lamb-1")  # send as much as fp16 and fp32: left out of the curves over rates
@@ -61,15 +61,14 @@ def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
 
     def panel(axes: Any) -> None:
         freeze, styles = record.runs[0].freeze, {}
-        for name, curve in mean_curves(record.runs).items():
-            if timed(group, name):
-                own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
-                times = [seconds_after(group, name, freeze, step) for step, _ in own]
-                title = VARIANTS[name].title
-                color = plots.COLORS.get(title.partition(",")[0])
-                style = styles[color] = "--" if color in styles else "-"
-                label = f"{title.removesuffix(', stage 2')}: {own[-1][1]:.3f}"
-                axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
+        for name, curve in timed_curves(group, record.runs).items():
+            own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
+            times = [seconds_after(group, name, freeze, step) for step, _ in own]
+            title = VARIANTS[name].title
+            color = plots.COLORS.get(title.partition(",")[0])
+            style = styles[color] = "--" if color in styles else "-"
+            label = f"{title.replace(', stage 2', '')}: {own[-1][1]:.3f}"
+            axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
         axes.axvline(seconds_after(group, UNCOMPRESSED, freeze, freeze), color="black", lw=0.8, ls=":", label="freeze")
         axes.set(title=f"Validation loss over time{_at(rate)}", xlabel="seconds", ylabel="loss")
         axes.grid(alpha=0.3)

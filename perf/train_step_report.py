@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 from onebit.kernels.machine import device_name, provenance
 from perf.all_reduce_report import Target, cell, rate_bits
 from perf.train_step_ranks import Row, Run
-from perf.train_step_variants import BASELINE, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.train_step_variants import BASELINE, LEARN_AS, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -32,6 +33,7 @@ STANDARD: dict[str, Any] = {
 SHARES = (0.91, 0.94)  # of the all-reduce in the step: the papers' Ethernet rows
 SPEED_TARGET = 5.5  # times the baseline's speed, where its share is one of these
 Group = Mapping[str, Row]  # of one rate, by variant
+Curves = dict[str, list[tuple[int, float]]]  # (step, loss) by variant
 
 
 class Record:
@@ -96,14 +98,14 @@ def link_for(share: float, row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     """The columns of Table 1 (paper 001)."""
     lines = [
-        f"{'':30} | {'milliseconds':^52} | all-reduce |    MB a step | times as",
-        f"{'rate':>9} {'':20} | {'forward':>9} {'all-reduce':>11} {'backward':>9} {'step':>9} {'total':>10} | "
+        f"{'':37} | {'milliseconds':^52} | all-reduce |    MB a step | times as",
+        f"{'rate':>9} {'':27} | {'forward':>9} {'all-reduce':>11} {'backward':>9} {'step':>9} {'total':>10} | "
         f"% of total |     and rank | fast as {BASELINE}",
     ]
     for rate, group in by_rate(rows):
         baseline = group.get(BASELINE)
         for row in group.values():
-            where = f"{rate or '-':>9} {VARIANTS[row.variant].title:20}"
+            where = f"{rate or '-':>9} {VARIANTS[row.variant].title:27}"
             if row.seconds is None:
                 lines.append(f"{where} | was not measured: {row.error}")
                 continue
@@ -134,17 +136,17 @@ def speed_targets(rows: Sequence[Row]) -> list[Target]:
 def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
     """How much sooner 1-bit Adam has the loss that PowerSGD ends with; 0 where it never has it."""
     found = []
-    curves = mean_curves(runs)
     for rate, group in by_rate(rows):
-        for other in POWERSGD:
-            if not {other, OURS} <= curves.keys() or not timed(group, other) or not timed(group, OURS):
+        curves = timed_curves(group, runs)
+        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS)):
+            if other not in curves or ours not in curves:
                 continue
-            run = next(run for run in runs if run.variant == OURS)
             last, loss = curves[other][-1]
-            reached = next((step for step, own in curves[OURS] if own <= loss), None)
-            theirs = seconds_after(group, other, run.freeze, last)
-            ratio = theirs / seconds_after(group, OURS, run.freeze, reached) if reached else 0.0
-            what = f"as soon as {VARIANTS[other].title} at the loss that it ends with ({VARIANTS[OURS].title}, {rate})"
+            reached = next((step for step, own in curves[ours] if own <= loss), None)
+            freeze = runs[0].freeze
+            theirs = seconds_after(group, other, freeze, last)
+            ratio = theirs / seconds_after(group, ours, freeze, reached) if reached else 0.0
+            what = f"as soon as {VARIANTS[other].title} at the loss that it ends with ({VARIANTS[ours].title}, {rate})"
             found.append(Target(what, ratio, 1.0))
     return found
 
@@ -166,7 +168,7 @@ def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
     return min(step, freeze) * before + max(0, step - freeze) * after
 
 
-def mean_curves(runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
+def mean_curves(runs: Sequence[Run]) -> Curves:
     """Of each variant, the mean over seeds."""
     of: dict[str, list[Run]] = {}
     for run in runs:
@@ -177,6 +179,13 @@ def mean_curves(runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def timed_curves(group: Group, runs: Sequence[Run]) -> Curves:
+    """Of what was timed on this network; of what learns the same bit for bit, the same curve."""
+    curves = mean_curves(runs)
+    curves |= {name: curves[like] for name, like in LEARN_AS.items() if like in curves}
+    return {name: curve for name, curve in curves.items() if timed(group, name)}
+
+
 def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     """Final losses, and how long the run takes on each network."""
     if not runs:
@@ -185,17 +194,19 @@ def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     networks = [(rate, group) for rate, group in by_rate(rows) if rate]
     lines = [
         f"\n{steps} steps of training, uncompressed up to step {freeze}; seconds: steps times those of a step above",
-        f"{'':20} | seeds | {'final loss':>10} {'least':>8} {'most':>8} | "
+        f"{'':27} | seeds | {'final loss':>10} {'least':>8} {'most':>8} | "
         + " ".join(f"{f's at {rate}':>15}" for rate, _ in networks),
     ]
-    for name in mean_curves(runs):
-        losses = [run.loss for run in runs if run.variant == name]
+    trained = [*mean_curves(runs)]
+    trained += [n for n, like in LEARN_AS.items() if like in trained and any(timed(group, n) for _, group in networks)]
+    for name in trained:
+        losses = [run.loss for run in runs if run.variant == LEARN_AS.get(name, name)]
         took = " ".join(
             cell(seconds_after(group, name, freeze, steps) if timed(group, name) else None, "15.0f")
             for _, group in networks
         )
         spread = f"{mean(losses):10.4f} {min(losses):8.4f} {max(losses):8.4f}"
-        lines.append(f"{VARIANTS[name].title:20} | {len(losses):5} | {spread} | {took}".rstrip())
+        lines.append(f"{VARIANTS[name].title:27} | {len(losses):5} | {spread} | {took}".rstrip())
     return "\n".join(lines)
 
 

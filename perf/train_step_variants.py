@@ -117,6 +117,7 @@ VARIANTS = {
 UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
 POWERSGD = ("powersgd-1", "powersgd-4")
 TRAINED = (UNCOMPRESSED, *POWERSGD, OURS)  # whose losses are compared
+LEARN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
 
 
 class Watched:

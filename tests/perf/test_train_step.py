@@ -190,6 +190,11 @@ def test_time_is_that_of_both_stages():
 def test_sooner_at_the_loss_that_powersgd_ends_with():
     (target,) = train_step_report.loss_targets(ROWS, RUNS)
     assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.7)) and target.met  # at step 50
+    sooner = row("adam-2-overlap", 0.6)  # trains as OURS does, bit for bit, and has no run of its own
+    _, target = train_step_report.loss_targets([*ROWS, sooner], RUNS)
+    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.6)) and "overlap" in target.what
+    assert "overlap" in train_step_report.loss_table([*ROWS, sooner], RUNS)
+    assert "overlap" not in train_step_report.loss_table(ROWS, RUNS)
     never = [*RUNS[:2], run(OURS, [4.5, 3.0, 2.8, 2.7, 2.6])]
     assert [t.reached for t in train_step_report.loss_targets(ROWS, never)] == [0]
     slow = [*ROWS[:3], row(OURS, 3.0), ROWS[4]]
@@ -266,7 +271,7 @@ def test_every_panel_is_drawn(tmp_path):
     record = Record(tmp_path / "record.json", ABOUT)
     refused = Row("25mbit", "bf16", error="no bf16")
     record.rows = [*ROWS, refused, *(replace(r, rate="1gbit") for r in ROWS)]
-    assert "bf16                 | was not measured: no bf16" in train_step_report.table(record.rows)
+    assert f"{'bf16':27} | was not measured: no bf16" in train_step_report.table(record.rows)
     assert [path.name for path in draw(record, "title")] == ["record.png"]
     record.runs = RUNS
     made = draw(record, "title")
