@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit import OneBitAdam, OneBitLamb, attach
 from onebit.collectives.transport import Transport, Work, transport_for
 from onebit.demo_model import Text, Transformer
-from onebit.demo_train import BETAS
 from onebit.optimizer import OneBitOptimizer
 
+BETAS = (0.9, 0.999)  # torch's and the papers'
 NEVER = 10**9  # a freeze step that no run reaches
 WEIGHT_DECAY = 0.01
 ONE_BUCKET_MB = 2**20
