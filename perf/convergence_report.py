@@ -193,12 +193,19 @@ def sections(out: Path, docs: Path, ranks: int, figures: Any) -> Iterator[str]:
         seeds = max(len(records) for records in runs.values())
         yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], list(swept), seeds, ranks)}"
         yield main_table(task, runs)
+        yield remark(out, task)
         for path in figures(task, runs, swept) if figures else ():
             yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
         for sweep, table_of in swept.items():
             yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, table_of)}"
         if volumes := volume_table(runs):
             yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
+
+
+def remark(out: Path, task: str) -> str:
+    """What someone who looked at these runs has written of them, beside them."""
+    path = out / f"{task}.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def counted_volume(out: Path) -> str:

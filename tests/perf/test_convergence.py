@@ -167,6 +167,7 @@ def test_the_page_has_tables_figures_and_commands(tmp_path: Path, capsys: pytest
     docs = tmp_path / "docs" / "page.md"
     for run in plan(["lm"], [MAIN, "freeze"], 2, 2):
         write(tmp_path / "out", run, 2.0 + 0.01 * run.seed)
+    (tmp_path / "out" / "lm.md").write_text("A remark on these runs.\n")
     arguments = ["--report", f"--out={tmp_path / 'out'}", f"--docs={docs}"]
     assert convergence.main(arguments) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
@@ -174,6 +175,7 @@ def test_the_page_has_tables_figures_and_commands(tmp_path: Path, capsys: pytest
     for name in ("lm", "lm-sweeps"):
         assert f"(../out/{name}.png)" in page and (tmp_path / "out" / f"{name}.png").exists()
     assert "a cpu, 2 cores" in page and "| auto |" in page and "workers" not in page
+    assert page.count("A remark on these runs.") == 1
     assert convergence.main(["--report", f"--out={tmp_path / 'none'}"]) == 2
 
 
