@@ -262,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=number, default=3600, help="seconds for one network of the lab")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the record and the plots")
+    parser.add_argument("--name", help="of the record, after the machine's (default: made of the options that differ)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank of --lab
     parser.add_argument("--runs", type=list_of(_run), default=[], help=argparse.SUPPRESS)  # variant:seed, of a rank
     return parser

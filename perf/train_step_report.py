@@ -222,14 +222,16 @@ def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
 
 
 def slug(arguments: argparse.Namespace) -> str:
-    """The record's file name: the machine, and in what it differs from the standard run."""
+    """The record's file name: the machine, and its own name or in what it differs from the standard run."""
     parts = ["train_step", device_name(torch.device("cpu" if arguments.lab else arguments.device))]
-    if not arguments.lab:
-        parts += [str(arguments.backend or "group")]
-    for name in STANDARD if arguments.lab else ("variants", "width", "layers", "batch"):
-        value = getattr(arguments, name)
-        if value != STANDARD[name]:
-            parts += [name, *(map(str, value) if isinstance(value, list) else [str(value)])]
+    if arguments.name:
+        parts += [arguments.name]
+    else:
+        parts += [] if arguments.lab else [str(arguments.backend or "group")]
+        for name in STANDARD if arguments.lab else ("variants", "width", "layers", "batch"):
+            value = getattr(arguments, name)
+            if value != STANDARD[name]:
+                parts += [name, *(map(str, value) if isinstance(value, list) else [str(value)])]
     return "-".join(re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") for part in parts)
 
 
