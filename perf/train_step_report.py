@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from onebit import cli
 from onebit.kernels.machine import device_name, provenance
 from perf.all_reduce_report import Target, cell, rate_bits
 from perf.train_step_ranks import Row, Run
@@ -223,7 +224,8 @@ def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
 
 def slug(arguments: argparse.Namespace) -> str:
     """The record's file name: the machine, and its own name or in what it differs from the standard run."""
-    parts = ["train_step", device_name(torch.device("cpu" if arguments.lab else arguments.device))]
+    device = torch.device("cpu") if arguments.lab else cli.pick_device(arguments.device)
+    parts = ["train_step", device_name(device)]
     if arguments.name:
         parts += [arguments.name]
     else:
