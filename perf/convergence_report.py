@@ -153,7 +153,7 @@ def hardware(records: Sequence[Record]) -> str:
 
 def settings(task: str, runs: Mapping[str, Records], ranks: int) -> str:
     of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
-    rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items())
+    rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
     return (
         f"Stands in for {of.papers}. What differs: {of.differs}.\n\nData: {record['data']}. {of.steps} steps of "
         f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}). {record['elements']:,} parameters."
