@@ -3,7 +3,7 @@
 from onebit.adam import OneBitAdam
 from onebit.attach import attach
 from onebit.checkpoint import load, save
-from onebit.collectives import CompressedAllReduce
+from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.ddp import OneBitState, onebit_hook
 from onebit.diagnostics import History
 from onebit.lamb import OneBitLamb
@@ -11,6 +11,7 @@ from onebit.merge import merge_states
 from onebit.watch import DivergenceError
 
 __all__ = [
+    "CollectiveError",
     "CompressedAllReduce",
     "DivergenceError",
     "History",

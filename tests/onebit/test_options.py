@@ -1,6 +1,10 @@
 """What a user can get wrong: messages say what is wrong, why, and what to do; nothing hangs, nothing half happens."""
 
+import ast
+import inspect
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from onebit import OneBitLamb
+from onebit.optimizer import OneBitOptimizer
 from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -554,3 +560,15 @@ def bystander(rank, size, kind):
 @kinds
 def test_without_ddp_nobody_warns(kind):
     assert run_ranks(2, bystander, kind) == [[], []]
+
+
+@pytest.mark.parametrize("kind", [OneBitOptimizer, OneBitLamb])
+def test_the_page_of_options_has_every_argument_with_its_default(kind):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    told = {}
+    for row in (line.split("|") for line in page.splitlines() if line.startswith("| `")):
+        names, defaults = (re.findall("`([^`]+)`", cell) for cell in row[1:3])
+        told |= dict(zip(names, map(ast.literal_eval, defaults), strict=True))
+    arguments = inspect.signature(kind.__init__).parameters.values()
+    real = {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD and a.name not in ("self", "params")}
+    assert real.items() <= told.items(), real.items() - told.items()
