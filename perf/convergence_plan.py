@@ -67,6 +67,7 @@ TASKS: dict[str, Task] = {
             steps=300, batch=16, lr={"adam": 5e-4, "lamb": 5e-3},
             chosen="Adam's set before any run; LAMB's the best of four, factors of 2 apart, in 100 steps of 32 on one "
             "rank and another seed",
+            sweeps=("freeze",),
         ),
         Sentiment(
             "sentiment", "Fine-tuning a BERT on the sentiment of movie snippets",
