@@ -83,8 +83,9 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
         near = 2 * max([*spreads, 1e-3])  # linear up to there: the naive are far off, else all others were one
         axes.set_xscale("symlog", linthresh=near)
         left, right = axes.get_xlim()
-        decades = [sign * 10.0**k for k in range(-4, 3) if 10.0**k > near / 2 for sign in (-1, 1)]
-        axes.set_xticks([0, *(x for x in decades if left <= x <= right)], minor=False)
+        places = [times * 10.0**k for k in range(-4, 3) for times in (1, 3)]
+        marked = [sign * place for place in places if place > near / 2 for sign in (-1, 1)]
+        axes.set_xticks([0, *(x for x in marked if left <= x <= 1.3 * right)], minor=False)
         axes.xaxis.set_major_formatter("{x:+g}")
         axes.set_xlim(left, 1.3 * right)
         axes.set_yticks(range(len(names)), [VARIANTS[v].replace("1 bit ", "1 bit\n") for v in names], fontsize=8)
