@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def save(path: Path, panels: Sequence[Draw], title: str = "") -> None:
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for draw, on in zip(panels, axes[0], strict=True):
         draw(on)
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 55 * len(panels)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
