@@ -70,7 +70,7 @@ def of_targets(record: Record) -> list[tuple[str, float, float]]:
     return [(f"times {each['what']}", each["needed"], each["reached"]) for each in record["targets"]]
 
 
-STEP = ("--rates=1gbit", "--variants=fp32,fp16,adam-2,adam-2-overlap")  # what the targets need
+STEP = ("--name=bench", "--rates=1gbit", "--variants=fp32,fp16,adam-2,adam-2-overlap")  # what the targets need
 # A benchmark that joins `make bench` is one more line here.
 SECTIONS = (
     Section("kernels", "Every pass against a plain copy", ("perf.kernels",), 180, of_kernels),
