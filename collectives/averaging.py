@@ -1,6 +1,7 @@
 """The uncompressed mean over ranks, in place: what stage 1 does with gradients where DDP does not.
 
-Tensors travel in buckets of some 25 MB, two under way at a time; a tensor that fills a bucket is sent as it lies.
+Tensors travel in buckets of some 25 MB, two under way at a time; a tensor that fills a bucket is sent as it lies. On
+the way they may be of a narrower dtype than their own.
 """
 
 from __future__ import annotations
@@ -29,22 +30,30 @@ def average_(
     transport: Transport,
     factor: Tensor | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Replace every tensor by its mean over ranks, the same bit for bit on all of them.
 
     factor: a scalar that may differ from rank to rank; each rank's tensors are multiplied by its own before the mean,
     in fp32, and the mean is divided by it: ranks whose loss is scaled differently get the mean in their own scale.
+    wire_dtype: what they are rounded to on the way, where that is narrower.
     """
     if transport.size == 1:
         return
     under_way: list[_Sent] = []
     for bucket in _buckets(tensors, bucket_bytes):
         flat = _packed(bucket, factor).mul_(1 / transport.size)
+        flat = flat.to(narrower(flat.dtype, wire_dtype))
         under_way.append(_Sent(transport.all_sum(flat, "averaging gradients (all-reduce)"), flat, bucket))
         if len(under_way) == _UNDER_WAY:
             _finish(under_way.pop(0), factor)
     for sent in under_way:
         _finish(sent, factor)
+
+
+def narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    """What numbers of dtype `own` travel as."""
+    return wire if wire is not None and wire.itemsize < own.itemsize else own
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
@@ -72,6 +81,6 @@ def _finish(sent: _Sent, factor: Tensor | None) -> None:
     sent.work.wait()
     if len(sent.bucket) == 1 and sent.flat.data_ptr() == sent.bucket[0].data_ptr():
         return
-    flat = sent.flat if factor is None else sent.flat.div_(factor)
+    flat = sent.flat if factor is None else sent.flat.float().div_(factor)
     for tensor, part in zip(sent.bucket, flat.split([t.numel() for t in sent.bucket]), strict=True):
         tensor.copy_(part.view(tensor.shape))

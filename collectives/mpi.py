@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from onebit.collectives.transport import CollectiveError, Transport, Work
+from onebit.collectives.transport import CollectiveError, Done, Transport, Work
 
 TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
@@ -47,12 +47,18 @@ class MpiTransport:
         MpiWork(request, phase, self.timeout, host, result, values).wait()
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
-        """Reduced on one rank, then sent: MPI does not promise the same bits from Allreduce on every rank."""
-        host = values.to("cpu", torch.float64 if values.dtype == torch.float64 else torch.float32)
-        total = torch.empty_like(host)
-        reduce = self.communicator.Ireduce(host.numpy(), total.numpy() if self.rank == 0 else None, op=MPI.SUM, root=0)
-        MpiWork(reduce, phase, self.timeout, host, values, values).wait()
-        return MpiWork(self.communicator.Ibcast(total.numpy(), root=0), phase, self.timeout, host, total, values)
+        """Rank k adds shard k and sends it to all: the same bits on each, which MPI's Allreduce does not promise, and
+        16-bit values, which it can't add, travel as such."""
+        host = values.to("cpu").view(-1)
+        shards = host.new_zeros(self.size, -(-host.numel() // self.size))
+        shards.view(-1)[: host.numel()] = host
+        came = torch.empty_like(shards)
+        self.all_to_all(came.view(torch.uint8), shards.view(torch.uint8), phase).wait()
+        added_as = torch.float32 if values.dtype.itemsize == 2 else values.dtype
+        own = came.sum(0, keepdim=True, dtype=added_as).to(values.dtype)
+        self.all_gather(shards.view(torch.uint8), own.view(torch.uint8), phase).wait()
+        values.copy_(shards.view(-1)[: host.numel()].view(values.shape))
+        return Done()
 
     def duplicate(self) -> Transport:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -6,9 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
+from onebit.collectives.averaging import narrower
 from onebit.collectives.transport import transport_for
 from onebit.ddp import local
 from onebit.optimizer import OneBitOptimizer
@@ -56,6 +61,9 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     inner._names.update(names)
 
 
+_NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
+
+
 @dataclass(frozen=True)
 class _Attached:
     """What DDP hands to the hook."""
@@ -68,6 +76,9 @@ def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for each bucket of gradients. The first one of a backward pass finds out which stage it is."""
     with torch.no_grad():
         state.optimizer._begin()
-    if not state.optimizer.compressing:
-        return allreduce_hook(state.process_group, bucket)
-    return local(bucket)
+    if state.optimizer.compressing:
+        return local(bucket)
+    own = bucket.buffer().dtype
+    wire = narrower(own, state.optimizer._options.gradient_dtype)
+    average = allreduce_hook if wire == own else _NARROW[wire]
+    return average(state.process_group, bucket)

@@ -45,6 +45,7 @@ def _facts(optimizer: OneBitOptimizer) -> dict[str, float | str]:
         **{name: _short([_number(g[name]) for g in groups]) for name in ("lr", "betas", "eps", "weight_decay")},
         **optimizer._facts(),
         "optimizer": type(optimizer).__name__,
+        "gradient_dtype": str(o.gradient_dtype),
         "dtypes": " ".join(str(space.dtype) for space in optimizer._spaces),
         "freeze_window": optimizer._rule.window,
         "steps": optimizer._steps,

@@ -36,14 +36,21 @@ class Gradients:
         parts = [part for part in (unscale, self._clip) if part is not None]
         return torch.stack(parts).prod(0) if parts else None
 
-    def average(self, spaces: Sequence[Space], transport: Transport, unscale: Tensor | None) -> None:
+    def average(
+        self,
+        spaces: Sequence[Space],
+        transport: Transport,
+        unscale: Tensor | None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
         if transport.size == 1 or same(self._averaged, spaces):
             return
         for space in spaces:
             for p in space.params:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            average_([p.grad for p in space.params if p.grad is not None], transport, unscale)
+            grads = [p.grad for p in space.params if p.grad is not None]
+            average_(grads, transport, unscale, wire_dtype=wire_dtype)
         self._averaged = marks(spaces)
 
     def are_seen(self, spaces: Sequence[Space]) -> bool:

@@ -65,11 +65,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         overlap: bool = False,
         check_every: int = 1000,
         on_divergence: OnDivergence = "raise",
+        gradient_dtype: torch.dtype | None = None,
         process_group: Any = None,
     ) -> None:
         self._options = Options(
             freeze_step, freeze_threshold, freeze_window, bias_correction, dead, variance_floor, scale, norm,
-            block_size, chunks, master_weights, overlap, check_every, on_divergence,
+            block_size, chunks, master_weights, overlap, check_every, on_divergence, gradient_dtype,
         )  # fmt: skip
         self._process_group, self._transport = process_group, transport_for(process_group)
         self._spaces: list[Space] = []
@@ -329,7 +330,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Average them in stage 1, where nobody else does, and find out on all ranks if all are finite."""
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
         if not self._compressing and not self._averaged_by_ddp:
-            self._gradients.average(self._spaces, self._transport, unscale)
+            self._gradients.average(self._spaces, self._transport, unscale, self._options.gradient_dtype)
         self._gradients.look(self._spaces, self._transport, self._write_hyper(unscale), found_inf, squares)
 
     def _unscale(self) -> Tensor | None:

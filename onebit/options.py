@@ -38,6 +38,7 @@ class Options:
     overlap: bool
     check_every: int
     on_divergence: OnDivergence
+    gradient_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
         if not is_one_of(self.freeze_step, ("auto",)) and not _whole(self.freeze_step, least=0):
@@ -73,6 +74,11 @@ class Options:
             )
         if not is_one_of(self.on_divergence, get_args(OnDivergence)):
             raise ValueError(f"on_divergence={self.on_divergence!r}: it must be one of {get_args(OnDivergence)}")
+        if self.gradient_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in stage 1, "
+                f"and must be torch.bfloat16, torch.float16, or None, which sends them as they are"
+            )
         check_block_size(self.block_size)
         Format(self.block_size, 1, self.scale, self.norm)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from perf.train_step_ranks import Row
 from perf.train_step_report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
 from perf.train_step_variants import BASELINE, UNCOMPRESSED, VARIANTS
 
-LIKE_OTHERS = ("bf16", "adam-1", "lamb-1")  # send as much as fp16 and fp32: left out of the curves over rates
+LIKE_OTHERS = ("bf16", "adam-1", "adam-1-bf16", "adam-2-bf16", "lamb-1")  # in bytes: left out of curves over rates
 SHOWN_FROM = 0.1  # of the steps: before, losses fall too far to be told apart
 
 
@@ -60,13 +62,14 @@ def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
     """The mean over seeds; the first steps, up to the freeze, are uncompressed in all of them."""
 
     def panel(axes: Any) -> None:
-        freeze, styles = record.runs[0].freeze, {}
+        freeze = record.runs[0].freeze
+        styles: dict[str | None, Iterator[str]] = {}
         for name, curve in timed_curves(group, record.runs).items():
             own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
             times = [seconds_after(group, name, freeze, step) for step, _ in own]
             title = VARIANTS[name].title
             color = plots.COLORS.get(title.partition(",")[0])
-            style = styles[color] = "--" if color in styles else "-"
+            style = next(styles.setdefault(color, itertools.cycle(("-", "--", ":"))))
             label = f"{title.replace(', stage 2', '')}: {own[-1][1]:.3f}"
             axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
         axes.axvline(seconds_after(group, UNCOMPRESSED, freeze, freeze), color="black", lw=0.8, ls=":", label="freeze")

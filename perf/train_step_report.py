@@ -20,7 +20,7 @@ from onebit import cli
 from onebit.kernels.machine import device_name, provenance
 from perf.all_reduce_report import Target, cell, rate_bits
 from perf.train_step_ranks import Row, Run
-from perf.train_step_variants import BASELINE, LEARN_AS, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.train_step_variants import BASELINE, LEARN_AS, OURS, OURS_BF16, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -139,7 +139,7 @@ def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
     found = []
     for rate, group in by_rate(rows):
         curves = timed_curves(group, runs)
-        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS)):
+        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS, OURS_BF16)):
             if other not in curves or ours not in curves:
                 continue
             last, loss = curves[other][-1]
@@ -161,11 +161,12 @@ def timed(group: Group, variant: str) -> bool:
 def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
     """Of so many steps of training, by those measured of what it is before the freeze and of itself.
 
-    Stage 1 sends what fp32 sends: where it was measured as faster, that was chance.
+    Where stage 1 sends what fp32 sends and was measured as faster, that was chance.
     """
-    names = (UNCOMPRESSED, VARIANTS[variant].before, variant)
-    fp32, before, after = (group[name].seconds or math.nan for name in names)
-    before = max(before, fp32)
+    first = VARIANTS[variant].before
+    fp32, before, after = (group[name].seconds or math.nan for name in (UNCOMPRESSED, first, variant))
+    if VARIANTS[first].sends == VARIANTS[UNCOMPRESSED].sends:
+        before = max(before, fp32)
     return min(step, freeze) * before + max(0, step - freeze) * after
 
 

@@ -100,6 +100,7 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
 
 
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
+IN_BF16 = {"gradient_dtype": BRAIN}
 VARIANTS = {
     "fp32": Variant("fp32", ADAMW),
     "fp16": Variant("fp16", ADAMW, default_hooks.fp16_compress_hook, HALF),
@@ -111,12 +112,16 @@ VARIANTS = {
     "adam-2-overlap": Variant(
         "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True}
     ),
+    "adam-1-bf16": Variant("1-bit Adam, stage 1, bf16", OneBitAdam, sends=BRAIN, options=IN_BF16),
+    "adam-2-bf16": Variant(
+        "1-bit Adam, stage 2, bf16 before", OneBitAdam, sends=BRAIN, stage=2, before="adam-1-bf16", options=IN_BF16
+    ),
     "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb),
     "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1"),
 }
-UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
+UNCOMPRESSED, BASELINE, OURS, OURS_BF16 = "fp32", "fp16", "adam-2", "adam-2-bf16"
 POWERSGD = ("powersgd-1", "powersgd-4")
-TRAINED = (UNCOMPRESSED, *POWERSGD, OURS)  # whose losses are compared
+TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, OURS_BF16)  # whose losses are compared
 LEARN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
 
 

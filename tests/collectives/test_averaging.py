@@ -22,15 +22,23 @@ def tensors(rank: int, dtype: str) -> list[Tensor]:
     return [torch.randn(shape, generator=source).to(getattr(torch, dtype)) for shape in SHAPES]
 
 
-def averaged(rank: int, size: int, dtype: str, bucket_bytes: int, scales: list[float] | None) -> list[np.ndarray]:
+def averaged(
+    rank: int, size: int, dtype: str, bucket_bytes: int, scales: list[float] | None, wire: str | None = None
+) -> tuple[list[np.ndarray], int]:
+    """The means, in the ranks' common scale, and the bytes that were to be added up."""
     given = tensors(rank, dtype)
     factor = None
     if scales is not None:
         given = [t * scales[rank] for t in given]
         factor = torch.tensor([1 / scales[rank]])
     given[4] = given[4].t()  # not contiguous
-    average_(given, transport_for(group()), factor, bucket_bytes)
-    return [(t / (scales[rank] if scales else 1)).double().numpy() for t in given]
+    transport = transport_for(group())
+    sums = []
+    with pytest.MonkeyPatch.context() as patch:
+        add = transport.all_sum
+        patch.setattr(transport, "all_sum", lambda flat, phase: sums.append(flat.nbytes) or add(flat, phase))
+        average_(given, transport, factor, bucket_bytes, wire and getattr(torch, wire))
+    return [(t / (scales[rank] if scales else 1)).double().numpy() for t in given], sum(sums)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -46,8 +54,20 @@ def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:
     check(found, 3, "float32")
 
 
-def check(found: list[list[np.ndarray]], size: int, dtype: str) -> None:
-    rounding = 1e-6 if dtype == "float32" else 2e-2
+@pytest.mark.parametrize(("dtype", "wire"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")])
+@pytest.mark.parametrize("scales", [None, [4.0, 1024.0, 0.5]])
+def test_a_narrower_dtype_travels_instead(dtype: str, wire: str, scales: list[float] | None) -> None:
+    """Half the bytes, and the mean within its rounding; what is as narrow already travels as it is."""
+    found = run_ranks(3, averaged, dtype, 2**20, scales, wire)
+    check(found, 3, dtype, wire)
+    for (means, sent), (_, as_it_is) in zip(found, run_ranks(3, averaged, dtype, 2**20, scales), strict=True):
+        assert sent == 2 * sum(m.size for m in means)
+        assert as_it_is == (4 if dtype == "float32" or scales else 2) * sum(m.size for m in means)
+
+
+def check(answers: list[tuple[list[np.ndarray], int]], size: int, dtype: str, wire: str | None = None) -> None:
+    rounding = 1e-6 if dtype == "float32" and wire is None else 2e-2
+    found = [means for means, _ in answers]
     for p in range(len(SHAPES)):
         mean = np.mean([tensors(rank, dtype)[p].double().numpy() for rank in range(size)], 0)
         for one in found:

@@ -245,7 +245,7 @@ def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
     transport.all_max(greatest, "fourth")
     floats = torch.tensor([0.25 * rank], dtype=torch.float64)
     transport.all_max(floats, "fifth")
-    sums = [torch.tensor([rank, 2.0, -rank], dtype=dtype) for dtype in SUMMED]
+    sums = [torch.tensor([rank, 2.0, -rank, 0.5], dtype=dtype) for dtype in SUMMED]
     for one in [transport.all_sum(values, "sixth") for values in sums]:
         one.wait()
     answers = first, second, everyone, greatest, floats

@@ -76,8 +76,8 @@ def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
         assert [step for step, _ in r["curve"]] == list(range(9))
         assert r["curve"][-1][1] < r["curve"][0][1] - 0.1  # it learns
     first = [r["curve"][4][1] for r in trained["runs"]]
-    assert first == pytest.approx(first[:1] * 4, rel=1e-3)  # one model, one schedule, the same batches up to the freeze
-    assert len({r["curve"][8][1] for r in trained["runs"]}) == 4  # and then each its own way
+    assert first == pytest.approx(first[:1] * len(TRAINED), rel=1e-3)  # one model, schedule and data up to the freeze
+    assert len({r["curve"][8][1] for r in trained["runs"]}) == len(TRAINED)  # and then each its own way
 
 
 def measured(rank, size, how):
@@ -183,6 +183,8 @@ def test_time_is_that_of_both_stages():
     assert train_step_report.seconds_after(group, OURS, 20, 100) == pytest.approx(20 * 9.0 + 80 * 0.7)
     assert train_step_report.seconds_after(group, "powersgd-1", 20, 100) == pytest.approx(20 * 8.0 + 80 * 0.6)
     assert train_step_report.seconds_after(group, "fp32", 20, 100) == 100 * 8.0
+    halves = {**group, "adam-1-bf16": row("adam-1-bf16", 4.5), "adam-2-bf16": row("adam-2-bf16", 0.7)}
+    assert train_step_report.seconds_after(halves, "adam-2-bf16", 20, 100) == pytest.approx(20 * 4.5 + 80 * 0.7)
     lucky = {**group, "adam-1": row("adam-1", 7.0)}
     assert train_step_report.seconds_after(lucky, OURS, 20, 10) == 10 * 8.0
 
@@ -232,7 +234,8 @@ def test_runs_that_are_there_are_not_repeated(tmp_path):
     arguments = train_step._arguments(["--lab", "--train", "--steps=100", "--freeze=20", "--lr=1e-3", "--seeds=2"])
     record = Record(tmp_path / "record.json", ABOUT)
     record.runs = list(RUNS)
-    assert train_step_report.missing(arguments, record) == [("powersgd-4", 0), *((name, 1) for name in TRAINED)]
+    lacking = [("powersgd-4", 0), ("adam-2-bf16", 0)]
+    assert train_step_report.missing(arguments, record) == [*lacking, *((name, 1) for name in TRAINED)]
     assert record.runs == RUNS
     arguments.steps = 50
     assert len(train_step_report.missing(arguments, record)) == 2 * len(TRAINED) and record.runs == []
