@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,7 @@ def train(run: Run, prepared: Prepared, say: Say) -> dict[str, Any]:
     model = task.model(prepared).train()
     optimizer = build(run, model)
     some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
-    train_curve, valid_curve = [], []
+    train_curve, valid_curve, ratio_curve = [], [], []
     start, since, uncompressed = time.perf_counter(), [], 0
     for step in range(1, run.steps + 1):
         items, generator = batch_of(prepared.train, run, step - 1)
@@ -140,6 +140,7 @@ def train(run: Run, prepared: Prepared, say: Say) -> dict[str, Any]:
             say(*train_curve[-1])
         if step % max(1, run.steps // VALIDATIONS) == 0:
             valid_curve.append((step, validate(task, model, some, rank, size)[0]))
+            ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
     loss, accuracy = validate(task, model, prepared.valid, rank, size)
     return {
         "data": prepared.about,
@@ -147,9 +148,20 @@ def train(run: Run, prepared: Prepared, say: Say) -> dict[str, Any]:
         "accuracy": accuracy if task.accuracy else None,
         "train": train_curve,
         "valid": valid_curve,
+        "ratio": ratio_curve,
         "seconds": time.perf_counter() - start,
         **volume(run, model, optimizer, uncompressed),
     }
+
+
+def _has_ratios(optimizer: torch.optim.Optimizer) -> TypeGuard[OneBitLamb]:
+    return isinstance(optimizer, OneBitLamb) and optimizer.compressing
+
+
+def ratios(optimizer: OneBitLamb) -> list[float]:
+    """What 1-bit LAMB scales its coefficients by: over parameters, the 10th, 50th and 90th percentile."""
+    found = torch.tensor([of["ratio"] for of in optimizer.diagnostics().values()])
+    return found.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
 
 
 def volume(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, uncompressed: int) -> dict[str, Any]:

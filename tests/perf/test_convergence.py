@@ -218,6 +218,16 @@ class TestQuick:
         formula, measured = convergence_report.reduction(self.of(quick, variant), 32)
         assert abs(measured / formula - 1) < 0.05
 
+    def test_the_ratios_of_lamb_are_in_its_record_and_on_the_page(self, quick: Path) -> None:
+        assert not self.of(quick, "lamb")["ratio"] and not self.of(quick, "onebit_adam")["ratio"]
+        found = self.of(quick, "onebit_lamb")
+        assert found["ratio"][0][0] > found["config"]["freeze"] and found["ratio"][-1][0] == found["config"]["steps"]
+        for _, low, middle, high in found["ratio"]:
+            assert 0.5 <= low <= middle <= high <= 4.0
+        assert found["ratio"][-1][3] > 1.0
+        page = (quick / "convergence.md").read_text()
+        assert f"{found['ratio'][-1][2]:.2f} at its end" in page and "(one seed)" in page
+
     def test_nothing_is_run_twice(self, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(convergence, "launch")
         assert convergence.main(["--quick", "--variants=adam,onebit_lamb", "--seeds=1", f"--out={quick}"]) == 0
