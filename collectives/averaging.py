@@ -36,14 +36,15 @@ def average_(
 
     factor: a scalar that may differ from rank to rank; each rank's tensors are multiplied by its own before the mean,
     in fp32, and the mean is divided by it: ranks whose loss is scaled differently get the mean in their own scale.
-    wire_dtype: what they are rounded to on the way, where that is narrower.
+    wire_dtype: what they are rounded to on the way, where that is narrower: 2 instead of 4 bytes an element.
     """
     if transport.size == 1:
         return
     under_way: list[_Sent] = []
     for bucket in _buckets(tensors, bucket_bytes):
         flat = _packed(bucket, factor).mul_(1 / transport.size)
-        flat = flat.to(narrower(flat.dtype, wire_dtype))
+        if (wire := narrower(bucket[0].dtype, wire_dtype)) != bucket[0].dtype:
+            flat = flat.to(wire)
         under_way.append(_Sent(transport.all_sum(flat, "averaging gradients (all-reduce)"), flat, bucket))
         if len(under_way) == _UNDER_WAY:
             _finish(under_way.pop(0), factor)

@@ -29,6 +29,7 @@ class OneBitAdam(OneBitOptimizer):
     overlap: in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled.
     check_every: steps between two checks that all ranks hold the same bits, 0 for none. on_divergence: where they do
         not, "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.
+    gradient_dtype: what fp32 gradients are rounded to on the wire in stage 1: torch.bfloat16, torch.float16, or None.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
     """
 

@@ -1,4 +1,4 @@
-"""DDP hands gradient communication to the optimizer: averaged as ever in stage 1, left local in stage 2."""
+"""DDP hands gradient communication to the optimizer: averaged in stage 1, left local in stage 2."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,8 @@ from onebit.optimizer import OneBitOptimizer
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Register the optimizer with a model wrapped in DistributedDataParallel, once, before the first backward pass.
 
-    Stage 1 averages gradients as DDP does without it; in stage 2 they stay local, and the optimizer averages momentum.
+    Stage 1 averages gradients as DDP does without it, in `gradient_dtype` where that is given; in stage 2 they stay
+    local, and the optimizer averages momentum.
     """
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps
     if not isinstance(inner, OneBitOptimizer):
@@ -78,7 +79,7 @@ def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         state.optimizer._begin()
     if state.optimizer.compressing:
         return local(bucket)
-    own = bucket.buffer().dtype
-    wire = narrower(own, state.optimizer._options.gradient_dtype)
+    own, travels = bucket.buffer().dtype, state.process_group.size() > 1
+    wire = narrower(own, state.optimizer._options.gradient_dtype if travels else None)
     average = allreduce_hook if wire == own else _NARROW[wire]
     return average(state.process_group, bucket)

@@ -1,6 +1,6 @@
 """What 1-bit Adam and 1-bit LAMB share: two stages, the step, and when not to take it.
 
-    stage 1    gradients are averaged as they are; the optimizer moves as its uncompressed original
+    stage 1    gradients are averaged uncompressed; the optimizer moves as its uncompressed original
     freeze     the variance is kept for good as d = 1 / (sqrt(vhat) + eps)
     stage 2    momentum is averaged with 1 bit an element; gradients stay local
 

@@ -74,7 +74,7 @@ class Options:
             )
         if not is_one_of(self.on_divergence, get_args(OnDivergence)):
             raise ValueError(f"on_divergence={self.on_divergence!r}: it must be one of {get_args(OnDivergence)}")
-        if self.gradient_dtype not in (None, torch.bfloat16, torch.float16):
+        if self.gradient_dtype is not None and not _is_16_bits(self.gradient_dtype):
             raise ValueError(
                 f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in stage 1, "
                 f"and must be torch.bfloat16, torch.float16, or None, which sends them as they are"
@@ -111,6 +111,10 @@ def warn_if_early(options: Options, beta2: float) -> None:
             f"zero: with beta2={beta2:g} it takes about {steps} steps to reach its size, and stage 2 would take too "
             f"large steps for good. Freeze later, or pass bias_correction=True"
         )
+
+
+def _is_16_bits(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value in (torch.bfloat16, torch.float16)
 
 
 def _whole(value: object, least: int, most: int = 2**31) -> bool:

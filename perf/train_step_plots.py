@@ -59,7 +59,7 @@ def parts_of(row: Row) -> dict[str, float]:
 
 
 def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
-    """The mean over seeds; the first steps, up to the freeze, are uncompressed in all of them."""
+    """The mean over seeds; the first steps, up to the freeze, do without signs in all of them."""
 
     def panel(axes: Any) -> None:
         freeze = record.runs[0].freeze
@@ -72,7 +72,8 @@ def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
             style = next(styles.setdefault(color, itertools.cycle(("-", "--", ":"))))
             label = f"{title.replace(', stage 2', '')}: {own[-1][1]:.3f}"
             axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
-        axes.axvline(seconds_after(group, UNCOMPRESSED, freeze, freeze), color="black", lw=0.8, ls=":", label="freeze")
+        frozen = seconds_after(group, UNCOMPRESSED, freeze, freeze)
+        axes.axvline(frozen, color="black", lw=0.8, ls=":", label="freeze after fp32")
         axes.set(title=f"Validation loss over time{_at(rate)}", xlabel="seconds", ylabel="loss")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)

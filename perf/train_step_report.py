@@ -20,7 +20,7 @@ from onebit import cli
 from onebit.kernels.machine import device_name, provenance
 from perf.all_reduce_report import Target, cell, rate_bits
 from perf.train_step_ranks import Row, Run
-from perf.train_step_variants import BASELINE, LEARN_AS, OURS, OURS_BF16, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.train_step_variants import BASELINE, LEARN_AS, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -99,14 +99,14 @@ def link_for(share: float, row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     """The columns of Table 1 (paper 001)."""
     lines = [
-        f"{'':37} | {'milliseconds':^52} | all-reduce |    MB a step | times as",
-        f"{'rate':>9} {'':27} | {'forward':>9} {'all-reduce':>11} {'backward':>9} {'step':>9} {'total':>10} | "
+        f"{'':38} | {'milliseconds':^52} | all-reduce |    MB a step | times as",
+        f"{'rate':>9} {'':28} | {'forward':>9} {'all-reduce':>11} {'backward':>9} {'step':>9} {'total':>10} | "
         f"% of total |     and rank | fast as {BASELINE}",
     ]
     for rate, group in by_rate(rows):
         baseline = group.get(BASELINE)
         for row in group.values():
-            where = f"{rate or '-':>9} {VARIANTS[row.variant].title:27}"
+            where = f"{rate or '-':>9} {VARIANTS[row.variant].title:28}"
             if row.seconds is None:
                 lines.append(f"{where} | was not measured: {row.error}")
                 continue
@@ -139,7 +139,7 @@ def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
     found = []
     for rate, group in by_rate(rows):
         curves = timed_curves(group, runs)
-        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS, OURS_BF16)):
+        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS)):
             if other not in curves or ours not in curves:
                 continue
             last, loss = curves[other][-1]
@@ -195,8 +195,8 @@ def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     steps, freeze = runs[0].steps, runs[0].freeze
     networks = [(rate, group) for rate, group in by_rate(rows) if rate]
     lines = [
-        f"\n{steps} steps of training, uncompressed up to step {freeze}; seconds: steps times those of a step above",
-        f"{'':27} | seeds | {'final loss':>10} {'least':>8} {'most':>8} | "
+        f"\n{steps} steps of training, without signs up to step {freeze}; seconds: steps times those of a step above",
+        f"{'':28} | seeds | {'final loss':>10} {'least':>8} {'most':>8} | "
         + " ".join(f"{f's at {rate}':>15}" for rate, _ in networks),
     ]
     trained = [*mean_curves(runs)]
@@ -208,7 +208,7 @@ def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
             for _, group in networks
         )
         spread = f"{mean(losses):10.4f} {min(losses):8.4f} {max(losses):8.4f}"
-        lines.append(f"{VARIANTS[name].title:27} | {len(losses):5} | {spread} | {took}".rstrip())
+        lines.append(f"{VARIANTS[name].title:28} | {len(losses):5} | {spread} | {took}".rstrip())
     return "\n".join(lines)
 
 

@@ -112,16 +112,16 @@ VARIANTS = {
     "adam-2-overlap": Variant(
         "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True}
     ),
-    "adam-1-bf16": Variant("1-bit Adam, stage 1, bf16", OneBitAdam, sends=BRAIN, options=IN_BF16),
+    "adam-1-bf16": Variant("1-bit Adam, bf16, stage 1", OneBitAdam, sends=BRAIN, options=IN_BF16),
     "adam-2-bf16": Variant(
-        "1-bit Adam, stage 2, bf16 before", OneBitAdam, sends=BRAIN, stage=2, before="adam-1-bf16", options=IN_BF16
+        "1-bit Adam, bf16, stage 2", OneBitAdam, sends=BRAIN, stage=2, before="adam-1-bf16", options=IN_BF16
     ),
     "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb),
     "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1"),
 }
-UNCOMPRESSED, BASELINE, OURS, OURS_BF16 = "fp32", "fp16", "adam-2", "adam-2-bf16"
+UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
 POWERSGD = ("powersgd-1", "powersgd-4")
-TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, OURS_BF16)  # whose losses are compared
+TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, "adam-2-bf16")  # whose losses are compared
 LEARN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
 
 

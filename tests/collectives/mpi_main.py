@@ -107,6 +107,17 @@ def absence(comm: Any) -> list[str]:
     return comm.gather(text)
 
 
+def bytes_of_sums(transport: Any) -> list[list[int]]:
+    """What this rank hands to MPI for the sum of 7 elements of 2, and of 4 bytes."""
+    counting = work.Watched(transport)
+    counts = []
+    for dtype in (torch.bfloat16, torch.float32):
+        counting.sent = 0
+        type(transport).all_sum(counting, torch.ones(7, dtype=dtype), "counted")
+        counts.append(counting.sent)
+    return transport.communicator.gather(counts)
+
+
 def main() -> None:
     from mpi4py import MPI
 
@@ -116,6 +127,7 @@ def main() -> None:
     found = {
         "transport": comm.gather(f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}"),
         "collectives": comm.gather(work.collectives_over(transport)),
+        "bytes": bytes_of_sums(transport),
         "numbers": numbers(comm),
         "optimizer": optimizer(comm),
         "overlap": optimizer(comm, overlap=True),

@@ -61,8 +61,20 @@ def test_a_narrower_dtype_travels_instead(dtype: str, wire: str, scales: list[fl
     found = run_ranks(3, averaged, dtype, 2**20, scales, wire)
     check(found, 3, dtype, wire)
     for (means, sent), (_, as_it_is) in zip(found, run_ranks(3, averaged, dtype, 2**20, scales), strict=True):
-        assert sent == 2 * sum(m.size for m in means)
-        assert as_it_is == (4 if dtype == "float32" or scales else 2) * sum(m.size for m in means)
+        usual = 4 if dtype == "float32" or scales else 2
+        assert as_it_is == usual * sum(m.size for m in means)
+        assert sent == (2 if dtype == "float32" else usual) * sum(m.size for m in means)
+
+
+def small_and_scaled(rank: int, size: int) -> float:
+    """A gradient whose true size float16 does not hold, as GradScaler has it."""
+    given = torch.tensor([1e-8 * 2.0**16]).half()
+    average_([given], transport_for(group()), torch.tensor([2.0**-16]), wire_dtype=torch.float16)
+    return float(given)
+
+
+def test_what_has_16_bits_keeps_what_a_scale_has_saved() -> None:
+    assert run_ranks(2, small_and_scaled) == [pytest.approx(1e-8 * 2.0**16, rel=1e-3)] * 2
 
 
 def check(answers: list[tuple[list[np.ndarray], int]], size: int, dtype: str, wire: str | None = None) -> None:

@@ -81,6 +81,11 @@ def test_collectives(found):
         check_collectives(rank, SIZE, answer)
 
 
+def test_a_sum_sends_its_dtypes_bytes(found):
+    """7 elements are 3 shards of 3; of both messages two thirds are for others."""
+    assert found["bytes"] == [[2 * 12, 2 * 24]] * SIZE
+
+
 @pytest.mark.parametrize("name", mpi_main.CASES)
 def test_the_simulation_and_gloos_bytes(found, name):
     """mpi_main has checked the numbers; here the same case over Gloo gives the same results and residuals."""

@@ -285,7 +285,7 @@ def test_every_panel_is_drawn(tmp_path):
     record = Record(tmp_path / "record.json", ABOUT)
     refused = Row("25mbit", "bf16", error="no bf16")
     record.rows = [*ROWS, refused, *(replace(r, rate="1gbit") for r in ROWS)]
-    assert f"{'bf16':27} | was not measured: no bf16" in train_step_report.table(record.rows)
+    assert f"{'bf16':28} | was not measured: no bf16" in train_step_report.table(record.rows)
     assert [path.name for path in draw(record, "title")] == ["record.png"]
     record.runs = RUNS
     made = draw(record, "title")
