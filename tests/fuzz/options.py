@@ -30,6 +30,10 @@ _SENSIBLE: dict[str, tuple[Any, ...]] = {
     "block_size": (32, 64, 2048),
     "chunks": (1, 2, 3, "auto"),
     "master_weights": (True, False),
+    "overlap": (False, True),
+    "check_every": (0, 1, 1000),
+    "on_divergence": ("raise", "broadcast"),
+    "gradient_dtype": (None, torch.bfloat16, torch.float16),
 }
 _LAMB: dict[str, tuple[Any, ...]] = {
     "coeff_beta": (0.9, 0.0),
