@@ -138,15 +138,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing |= {section.name: why} if why else {}
         print(f"\n{section.name}: {time.monotonic() - start:.0f} s\n", flush=True)
     print(table(targets, missing))
-    cpu = torch.device("cpu")
-    record = {"cpu": device_name(cpu), **provenance(), "missing": missing}
-    record["targets"] = [{**asdict(t), "met": t.met} for t in targets]
     path = out / "bench.json"
+    about = {"cpu": device_name(torch.device("cpu")), **provenance()}
+    day = about.pop("measured")
+    others = _kept(path, about, [section.name for section in sections])
+    found = [{**asdict(t), "met": t.met, "measured_on": day} for t in targets]
+    record = {**about, "missing": missing, "targets": found + others}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\n{path}")
     failed = any("failed" in why or "stopped" in why for why in missing.values())
     short = bool(missing) or not all(t.met for t in targets)
     return int(failed or (arguments.check and short))
+
+
+def _kept(path: Path, about: Record, run: Sequence[str]) -> list[Record]:
+    """Targets of the sections that were not run now, if the same machine and versions have measured them before."""
+    before = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if {name: before.get(name) for name in about} != about:
+        return []
+    return [target for target in before["targets"] if target["section"] not in run]
 
 
 def _written(out: Path) -> dict[Path, int]:

@@ -59,6 +59,17 @@ def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(s
     assert bench.main(["--out", str(tmp_path), "--only", "first"]) == 0
 
 
+def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sections, tmp_path, monkeypatch):
+    def found():
+        return [t["section"] for t in json.loads((tmp_path / "bench.json").read_text())["targets"]]
+
+    sections(first=WRITES, second=WRITES)
+    assert bench.main(["--out", str(tmp_path)]) == 0 and found() == ["first"] * 2 + ["second"] * 2
+    assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2 + ["first"] * 2
+    monkeypatch.setattr(bench, "device_name", lambda device: "another")
+    assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2
+
+
 def test_a_section_that_takes_too_long_is_stopped(sections, tmp_path, monkeypatch, capsys):
     sections(slow="import time; time.sleep(60)")
     monkeypatch.setattr(bench, "SECTIONS", (Section("slow", "Slow", ("slow",), 1, of_targets),))
