@@ -41,7 +41,7 @@ def main_runs(out: Path, task: str, ranks: int) -> dict[str, Records]:
 
 
 def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[str, Records]]:
-    """By point, then by variant; none where nothing but the main comparison was run."""
+    """By point, then by variant, of the seeds that all have; none where nothing but the main comparison was run."""
     table, beyond = {}, False
     for label, point in points(TASKS[task], sweep).items():
         runs = {}
@@ -51,7 +51,14 @@ def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[s
                 runs[variant] = records
                 beyond |= standard.at(point) != standard
         table[label] = runs
-    return {label: runs for label, runs in table.items() if runs} if beyond else {}
+    if not beyond:
+        return {}
+    common = set.intersection(*(set(records) for runs in table.values() for records in runs.values()))
+    return {label: {v: _of(records, common) for v, records in runs.items()} for label, runs in table.items() if runs}
+
+
+def _of(records: Records, seeds: set[int]) -> Records:
+    return {seed: record for seed, record in records.items() if seed in seeds or not seeds}
 
 
 def losses(records: Records) -> list[float]:

@@ -78,19 +78,20 @@ def main_table(task: str, runs: Mapping[str, Records]) -> str:
 
 
 def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
+    lone = all(len(records) == 1 for at in runs.values() for records in at.values())
     head = [sweep]
     families = [f for f in ("adam", "lamb") if any(f"onebit_{f}" in at for at in runs.values())]
     for family in families:
-        head += [VARIANTS[family], VARIANTS[f"onebit_{family}"], "difference", "within"]
+        head += [VARIANTS[family], VARIANTS[f"onebit_{family}"], "difference", *([] if lone else ["within"])]
     rows = []
     for label, at in runs.items():
         row = [label]
         for family in families:
             plain, ours = at.get(family, {}), at.get(f"onebit_{family}", {})
             row += [cell(plain) if plain else "-", _with_freeze(ours) if ours else "-"]
-            row += [difference(ours, plain), within(ours, plain)] if ours and plain else ["-", "-"]
+            row += [f(ours, plain) if ours and plain else "-" for f in (difference, within)[: 1 if lone else 2]]
         rows.append(row)
-    return table(head, rows)
+    return "One seed.\n\n" + table(head, rows).replace(" (one seed)", "") if lone else table(head, rows)
 
 
 def _with_freeze(records: Records) -> str:

@@ -179,6 +179,16 @@ def test_the_page_has_tables_figures_and_commands(tmp_path: Path, capsys: pytest
     assert convergence.main(["--report", f"--out={tmp_path / 'none'}"]) == 2
 
 
+def test_a_sweep_compares_runs_of_the_same_seeds(tmp_path: Path) -> None:
+    """The main comparison has seeds that the sweep has not."""
+    for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:
+        write(tmp_path, run, 2.0 + 0.01 * run.seed)
+    runs = convergence_records.sweep_runs(tmp_path, "lm", "freeze", 2)
+    assert {tuple(records) for at in runs.values() for records in at.values()} == {(0,)}
+    text = convergence_report.sweep_table("freeze", runs)
+    assert text.startswith("One seed.") and "| standard | 2.000 | 2.000 | +0.000 |" in text and "open" not in text
+
+
 def test_a_rank_that_fails_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"(?s)rank \d: .*No such file"):
         launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
