@@ -51,14 +51,15 @@ def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[s
                 runs[variant] = records
                 beyond |= standard.at(point) != standard
         table[label] = runs
-    if not beyond:
+    every = [records for runs in table.values() for records in runs.values()]
+    common = sorted(set.intersection(*map(set, every))) if beyond else []
+    if not common:
         return {}
-    common = set.intersection(*(set(records) for runs in table.values() for records in runs.values()))
-    return {label: {v: _of(records, common) for v, records in runs.items()} for label, runs in table.items() if runs}
-
-
-def _of(records: Records, seeds: set[int]) -> Records:
-    return {seed: record for seed, record in records.items() if seed in seeds or not seeds}
+    return {
+        label: {variant: {seed: records[seed] for seed in common} for variant, records in runs.items()}
+        for label, runs in table.items()
+        if runs
+    }
 
 
 def losses(records: Records) -> list[float]:
