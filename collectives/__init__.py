@@ -1,6 +1,6 @@
 """Moves messages between ranks."""
 
 from onebit.collectives.all_reduce import CompressedAllReduce
-from onebit.collectives.transport import CollectiveError
+from onebit.collectives.transport.protocol import CollectiveError
 
 __all__ = ["CollectiveError", "CompressedAllReduce"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport import Transport
+from onebit.collectives.transport.protocol import Transport
 
 _NBYTES = 2048
 _PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy

@@ -20,10 +20,10 @@ from onebit.collectives.agreement import agree
 from onebit.collectives.chunking import choose_chunks
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.transport import transport_for
-from onebit.kernels.hyper import Hyper, hyper_table
-from onebit.kernels.layout import BLOCK_SIZE, Layout
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.wire import Format, Norm, Scale
+from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.layout import BLOCK_SIZE, Layout
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.wire import Format, Norm, Scale
 
 
 class CompressedAllReduce:

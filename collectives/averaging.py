@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport import Transport, Work
+from onebit.collectives.transport.protocol import Transport, Work
 
 BUCKET_BYTES = 25 * 2**20
 _UNDER_WAY = 2

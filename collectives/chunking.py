@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 
 from onebit.collectives.exchange import Exchange
-from onebit.collectives.transport import Transport
-from onebit.kernels.hyper import Hyper, hyper_table
-from onebit.kernels.layout import Layout
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.tuning import shared_cache
-from onebit.kernels.wire import Norm, Scale
+from onebit.collectives.transport.protocol import Transport
+from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.wire import Norm, Scale
+from onebit.kernels.tuning.tuner import shared_cache
 
 logger = logging.getLogger("onebit")
 

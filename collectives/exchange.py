@@ -20,10 +20,10 @@ from torch.autograd.profiler import record_function
 
 from onebit import kernels
 from onebit.collectives.agreement import agree
-from onebit.collectives.transport import Transport, Work
-from onebit.kernels.layout import Layout, Span
-from onebit.kernels.state import Residual
-from onebit.kernels.wire import Format, Messages, Norm, Scale
+from onebit.collectives.transport.protocol import Transport, Work
+from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.state import Residual
+from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 
 
 @dataclass(frozen=True)

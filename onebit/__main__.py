@@ -2,6 +2,6 @@
 
 import sys
 
-from onebit.cli import main
+from onebit.cli.main import main
 
 sys.exit(main())

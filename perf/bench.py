@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from onebit.kernels.machine import device_name, provenance
+from onebit.kernels.tuning.machine import device_name, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 CANNOT_MEASURE = 2  # a benchmark's exit status where it can't run at all

@@ -21,7 +21,7 @@ cd "$links"
 
 failed=0
 "$python" -m pytest -q -p no:cacheprovider tests/kernels tests/collectives/test_gpu.py \
-    tests/onebit/test_gpu.py tests/perf/test_kernels_benchmark.py 2>&1 | tee "$out/gpu-tests.log" || failed=1
+    tests/onebit/optim/test_gpu.py tests/perf/test_kernels_benchmark.py 2>&1 | tee "$out/gpu-tests.log" || failed=1
 "$python" -m onebit tune --device cuda 2>&1 | tee "$out/gpu-tune.log" || failed=1
 "$python" -m perf.kernels --device cuda --out "$out" 2>&1 | tee "$out/gpu-kernels.log" || failed=1
 exit "$failed"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 import onebit
-from onebit.checkpoint_files import INDEX, MANIFEST, checksum
+from onebit.checkpoint.files import INDEX, MANIFEST, checksum
 from tests.onebit.runs import Case, bits, run, snapshot
 
 

@@ -70,7 +70,7 @@ def test_layers_point_one_way(layer, path):
     [
         ("kernels", "import onebit"),
         ("kernels", "from onebit import layout"),
-        ("kernels", "import onebit.collectives.transport"),
+        ("kernels", "import onebit.collectives.transport.protocol"),
         ("kernels", "def f():\n    from onebit.layout import Layout"),
         ("kernels", "import torch.distributed as dist"),
         ("kernels", "from torch import distributed"),
@@ -97,7 +97,7 @@ def test_a_wrong_import_is_found(layer, source):
 @pytest.mark.parametrize(
     "layer, source",
     [
-        ("kernels", "import torch\nimport triton.language as tl\nfrom onebit.kernels.wire import Message"),
+        ("kernels", "import torch\nimport triton.language as tl\nfrom onebit.kernels.data.wire import Message"),
         ("kernels", "from onebit import kernels"),
         ("kernels", "import kernels_of_others"),
         ("collectives", "import torch.distributed as dist\nfrom onebit.kernels import wire"),
@@ -123,7 +123,11 @@ def test_one_module_one_name():
 def test_two_optimizers_share_one_mechanism():
     """adam.py and lamb.py have no run of six lines in common: what both need is in one place."""
     adam, lamb = (
-        [line.strip() for line in (ROOT / "onebit" / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+        [
+            line.strip()
+            for line in (ROOT / "onebit" / "optim" / name).read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         for name in ("adam.py", "lamb.py")
     )
     runs = {tuple(adam[i : i + 6]) for i in range(len(adam) - 5)}

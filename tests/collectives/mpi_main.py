@@ -91,7 +91,7 @@ def outsider(comm: Any) -> list[list[str]]:
 
 def absence(comm: Any) -> list[str]:
     """Rank 0 comes late; what the others are told, and whether in time."""
-    from onebit.collectives.mpi import MpiTransport
+    from onebit.collectives.transport.mpi import MpiTransport
 
     transport = MpiTransport(comm, timeout=30 if comm.rank == 0 else 1)
     sent, out = (torch.zeros((comm.size, 64), dtype=torch.uint8) for _ in range(2))

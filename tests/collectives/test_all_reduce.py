@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.exchange import Exchange
-from onebit.collectives.transport import LocalTransport
-from onebit.kernels.layout import Layout
+from onebit.collectives.transport.protocol import LocalTransport
+from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.ranks import run_ranks

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onebit.collectives.agreement import agree_on_values, checksums
 from onebit.collectives.averaging import average_
-from onebit.collectives.transport import LocalTransport, transport_for
+from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import LocalTransport
 from tests.ranks import group, run_ranks
 
 SHAPES = ((3, 5), (400,), (), (0,), (17, 2), (1,))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from onebit import CompressedAllReduce
-from onebit.collectives.transport import Done, LocalTransport
-from onebit.kernels.wire import MessageError
+from onebit.collectives.transport.protocol import Done, LocalTransport
+from onebit.kernels.data.wire import MessageError
 
 
 class Flipping(LocalTransport):

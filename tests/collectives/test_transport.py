@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from onebit.collectives import CollectiveError
-from onebit.collectives.transport import LocalTransport, TorchTransport, TorchWork, described, transport_for
+from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import LocalTransport, described
+from onebit.collectives.transport.torch import TorchTransport, TorchWork
 from tests.collectives import work
 from tests.ranks import run_ranks
 

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives import CollectiveError, CompressedAllReduce, chunking
-from onebit.collectives.transport import TorchTransport, Transport, Work, transport_for
-from onebit.kernels import tuning
-from onebit.kernels.pointers import Pointers
+from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.torch import TorchTransport
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.tuning import tuner
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
 from tests.ranks import group
@@ -335,12 +337,12 @@ def cache_folder(folder: str) -> Iterator[None]:
     """A rank's cache, as a process that has read nothing yet sees it."""
     before = os.environ.get("ONEBIT_CACHE_DIR", "")
     os.environ["ONEBIT_CACHE_DIR"] = folder
-    tuning.forget()
+    tuner.forget()
     try:
         yield
     finally:
         os.environ["ONEBIT_CACHE_DIR"] = before
-        tuning.forget()
+        tuner.forget()
 
 
 class Clock:
@@ -399,7 +401,7 @@ def choices(
             before = len(measured)
             made.append(Choice(all_reduce.chunks, len(measured) - before, transport.events))
             if fresh:
-                tuning.forget()
+                tuner.forget()
     return made
 
 

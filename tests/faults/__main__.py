@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 
-from perf.network_lab import LabUnavailable, NetworkLab
+from perf.lab.network import LabUnavailable, NetworkLab
 from tests.faults.matrix import Outcome, combinations, left_alone, strike
 from tests.onebit.runs import OPTIMIZERS
 

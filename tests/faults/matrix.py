@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from perf.network_lab import NetworkLab
+from perf.lab.network import NetworkLab
 from tests.faults.striking import POINTS, Fault
 from tests.faults.training import RANKS, TIMEOUT, Raised, struck, undisturbed
 from tests.onebit.runs import OPTIMIZERS

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from onebit.collectives.transport import TorchTransport, Work
+from onebit.collectives.transport.protocol import Work
+from onebit.collectives.transport.torch import TorchTransport
 
 How = Literal["kill", "stop", "cut"]
 FINITE, AVERAGE = "agreeing on finite gradients", "averaging gradients (all-reduce)"

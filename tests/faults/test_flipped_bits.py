@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.collectives.transport import TorchTransport, Work
+from onebit.collectives.transport.protocol import Work
+from onebit.collectives.transport.torch import TorchTransport
 from tests.faults.striking import AVERAGE, GATHER, SCATTER
 from tests.onebit.runs import Case, bits, kinds, take
 from tests.ranks import group, run_ranks

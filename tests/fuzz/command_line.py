@@ -11,9 +11,11 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from onebit import cli, demo, plan
-from onebit.demo_ranks import DemoError
-from onebit.plan_options import OPTIONS
+from onebit.cli import main as cli
+from onebit.cli.demo import command as demo
+from onebit.cli.demo.ranks import DemoError
+from onebit.cli.plan import command as plan
+from onebit.cli.plan.options import OPTIONS
 from tests.fuzz.mutate import Source, pick
 
 _WORDS = (

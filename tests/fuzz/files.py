@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from onebit.checkpoint_files import INDEX, MANIFEST
+from onebit.checkpoint.files import INDEX, MANIFEST
 from tests import checkpoints
 from tests.checkpoints import Run, forge, put_manifest
 from tests.fuzz.mutate import Source, mutate, mutated_bytes, pick

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import onebit
-from onebit.kernels.layout import Layout
-from onebit.kernels.wire import Format
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.wire import Format
 from tests.fuzz.mutate import Source, junk, pick
 
 ERRORS = (ValueError, TypeError)

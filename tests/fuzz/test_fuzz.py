@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from onebit import cli, loading, options
-from onebit.checkpoint_files import Manifest
-from onebit.kernels.wire import Messages
+from onebit.checkpoint import restore as loading
+from onebit.checkpoint.files import Manifest
+from onebit.cli import main as cli
+from onebit.kernels.data.wire import Messages
+from onebit.optim import options
 from tests.fuzz import __main__ as command
 from tests.fuzz.driver import SHARES, TARGETS, Fuzzer, Hang, limited, turn
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from onebit.kernels import cpu, reference
-from onebit.kernels.hyper import Hyper, hyper_table
-from onebit.kernels.layout import Layout
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.state import Residual
-from onebit.kernels.wire import Format, MessageError, Messages
+from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.state import Residual
+from onebit.kernels.data.wire import Format, MessageError, Messages
 from tests.fuzz.mutate import Source, pick
 
 _GUARD = 64

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebit.kernels import tuning
-from onebit.kernels.hyper import Hyper, hyper_table
-from onebit.kernels.layout import Layout, Span
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.state import LambState, Residual
-from onebit.kernels.wire import Format, Messages
+from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.state import LambState, Residual
+from onebit.kernels.data.wire import Format, Messages
+from onebit.kernels.tuning import tuner
 from tests import oracle
 
 BACKENDS = ("reference", "cpu", "triton")
@@ -97,9 +97,9 @@ ON_FUSED = pytest.mark.parametrize("name", FUSED)
 
 def use_grain(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Have Triton programs and CPU tiles take `case.grain` blocks."""
-    config = tuning.Config(rows=case.grain, warps=8)
-    monkeypatch.setattr(tuning, "lookup", lambda *_: config)
-    monkeypatch.setattr(tuning, "cpu_tile", lambda: case.grain * case.block_size)
+    config = tuner.Config(rows=case.grain, warps=8)
+    monkeypatch.setattr(tuner, "lookup", lambda *_: config)
+    monkeypatch.setattr(tuner, "cpu_tile", lambda: case.grain * case.block_size)
 
 
 def group_hypers() -> list[oracle.LambHyper]:

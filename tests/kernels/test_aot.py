@@ -42,7 +42,7 @@ STREAMS = {
 @pytest.fixture(scope="module")
 def report():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "onebit.kernels.aot", *TARGETS]
+    command = [sys.executable, "-m", "onebit.kernels.gpu.aot", *TARGETS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout)

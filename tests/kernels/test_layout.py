@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebit.kernels.layout import BLOCK_SIZE, Layout, Span
+from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from tests import oracle
 
 SIZES = [(0,), (1,), (7,), (63,), (2048,), (2049,), (1000, 2049, 0, 4096), (0, 0, 5, 0), (3,) * 300]

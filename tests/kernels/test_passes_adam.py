@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.wire import NONFINITE, Messages
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.wire import NONFINITE, Messages
 from tests import oracle
 from tests.kernels.cases import (
     F16,

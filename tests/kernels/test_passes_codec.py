@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels.state import Residual
-from onebit.kernels.wire import MAGIC, NONFINITE, Messages
+from onebit.kernels.data.state import Residual
+from onebit.kernels.data.wire import MAGIC, NONFINITE, Messages
 from tests import oracle
 from tests.kernels.cases import (
     BF16,

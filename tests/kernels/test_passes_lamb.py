@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels.wire import NONFINITE, Messages
+from onebit.kernels.data.wire import NONFINITE, Messages
 from tests import oracle
 from tests.kernels.cases import (
     BF16,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels.hyper import LARGEST
+from onebit.kernels.data.hyper import LARGEST
 from tests.kernels.cases import (
     BF16,
     F16,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.state import Residual
-from onebit.kernels.wire import Messages
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.state import Residual
+from onebit.kernels.data.wire import Messages
 from tests import oracle
 from tests.kernels.cases import (
     F32,

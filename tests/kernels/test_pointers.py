@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from onebit.kernels.layout import Layout
-from onebit.kernels.pointers import Pointers
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.pointers import Pointers
 
 LAYOUT = Layout([6, 4, 3], block_size=32)
 

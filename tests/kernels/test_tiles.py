@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onebit.kernels import lamb, tiles
+from onebit.kernels.gpu import lamb, tiles
 from tests.kernels.cases import GPU
 
 BLOCKS = 2500  # three rounds of 1024

@@ -13,10 +13,10 @@ from importlib import import_module
 import pytest
 import torch
 
-import onebit.kernels
-from onebit.kernels import cache, cpu, tuning
-from onebit.kernels.tuning import Config, CpuConfig
-from onebit.kernels.workload import Workload
+from onebit.kernels import cpu
+from onebit.kernels.tuning import cache, tuner
+from onebit.kernels.tuning.tuner import Config, CpuConfig
+from onebit.kernels.tuning.workload import Workload
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -27,16 +27,16 @@ def own_cache(tmp_path, monkeypatch):
     """A cache folder of the test's own, and nothing remembered before or after."""
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ONEBIT_TUNE", raising=False)
-    tuning.forget()
+    tuner.forget()
     yield tmp_path
-    tuning.forget()
+    tuner.forget()
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """Stands in for a GPU: its name, and what each configuration takes."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(tuning, "device_name", lambda device: f"Test {device.type}")
+    monkeypatch.setattr(tuner, "device_name", lambda device: f"Test {device.type}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     measured = []
@@ -45,7 +45,7 @@ def gpu(monkeypatch):
         measured.append(kernel)
         return lambda config: 1.0 if config == Config(4, 8) else 2.0
 
-    monkeypatch.setattr(tuning, "_device_measure", measure)
+    monkeypatch.setattr(tuner, "_device_measure", measure)
     return measured
 
 
@@ -59,15 +59,15 @@ def warnings_in(caplog):
 
 def test_the_fastest_wins():
     times = {CpuConfig(1): 3.0, CpuConfig(2): 1.0, CpuConfig(3): 2.0}
-    choice = tuning.choose(list(times), times.__getitem__)
+    choice = tuner.choose(list(times), times.__getitem__)
     assert choice.config == CpuConfig(2)
     assert choice.seconds == times
 
 
 def test_of_equally_fast_ones_the_earliest_wins():
     times = {CpuConfig(1): 1.5, CpuConfig(2): 1.005, CpuConfig(3): 1.0}
-    assert tuning.choose(list(times), times.__getitem__).config == CpuConfig(2)
-    assert tuning.choose(list(reversed(times)), times.__getitem__).config == CpuConfig(3)
+    assert tuner.choose(list(times), times.__getitem__).config == CpuConfig(2)
+    assert tuner.choose(list(reversed(times)), times.__getitem__).config == CpuConfig(3)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
@@ -77,7 +77,7 @@ def test_a_candidate_that_does_not_run_is_passed_over(odd):
             raise RuntimeError("out of resource: shared memory")
         return odd if config.tile == 2 else 5.0
 
-    choice = tuning.choose([CpuConfig(1), CpuConfig(2), CpuConfig(3)], measure)
+    choice = tuner.choose([CpuConfig(1), CpuConfig(2), CpuConfig(3)], measure)
     assert choice.config == CpuConfig(3)
     assert choice.seconds[CpuConfig(1)] == choice.seconds[CpuConfig(2)] == math.inf
 
@@ -86,16 +86,16 @@ def test_where_nothing_runs_the_default_stays_and_is_not_written(own_cache):
     def measure(config):
         raise RuntimeError("no device")
 
-    choice = tuning.tune("compress_kernel", CPU, torch.float32, measure=measure)
-    assert choice.config == tuning.DEFAULT and not choice.saved
+    choice = tuner.tune("compress_kernel", CPU, torch.float32, measure=measure)
+    assert choice.config == tuner.DEFAULT and not choice.saved
     assert not (own_cache / "kernels.json").exists()
 
 
 def test_candidates():
-    found = tuning.candidates("adam_update_kernel")
-    assert found[0] == tuning.DEFAULT
+    found = tuner.candidates("adam_update_kernel")
+    assert found[0] == tuner.DEFAULT
     assert set(found) == {Config(r, w) for r in (1, 2, 4, 8) for w in (4, 8, 16)}
-    assert tuning.cpu_candidates()[0] == tuning.CPU_DEFAULT
+    assert tuner.cpu_candidates()[0] == tuner.CPU_DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_candidates():
 )
 def test_tuning_never_changes_the_order_of_a_sum(kernel):
     """A rank that tunes to another number of warps would add in another order."""
-    assert {c.warps for c in tuning.candidates(kernel)} == {tuning.DEFAULT.warps}
+    assert {c.warps for c in tuner.candidates(kernel)} == {tuner.DEFAULT.warps}
 
 
 def test_first_use_measures_once_and_logs(gpu, own_cache, caplog):
     with caplog.at_level(logging.INFO, logger="onebit"):
-        found = [tuning.lookup("compress_kernel", GPU, torch.float32) for _ in range(3)]
+        found = [tuner.lookup("compress_kernel", GPU, torch.float32) for _ in range(3)]
     assert found == [Config(4, 8)] * 3
     assert gpu == ["compress_kernel"]
     assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
@@ -118,50 +118,50 @@ def test_first_use_measures_once_and_logs(gpu, own_cache, caplog):
 
 
 def test_the_next_process_reads_what_the_first_one_measured(gpu):
-    tuning.lookup("compress_kernel", GPU, torch.float32)
-    tuning.forget()
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+    tuner.lookup("compress_kernel", GPU, torch.float32)
+    tuner.forget()
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
     assert gpu == ["compress_kernel"]
 
 
 def test_device_kernel_dtype_and_version_each_make_a_key(gpu, own_cache, monkeypatch):
-    tuning.lookup("compress_kernel", GPU, torch.float32)
-    tuning.lookup("compress_kernel", GPU, torch.bfloat16)
-    tuning.lookup("decode_kernel", GPU, torch.float32)
-    tuning.forget()
-    monkeypatch.setattr(tuning, "versions", lambda: "torch 99")
-    tuning.lookup("compress_kernel", GPU, torch.float32)
-    tuning.forget()
-    monkeypatch.setattr(tuning, "device_name", lambda device: "Another")
-    tuning.lookup("compress_kernel", GPU, torch.float32)
+    tuner.lookup("compress_kernel", GPU, torch.float32)
+    tuner.lookup("compress_kernel", GPU, torch.bfloat16)
+    tuner.lookup("decode_kernel", GPU, torch.float32)
+    tuner.forget()
+    monkeypatch.setattr(tuner, "versions", lambda: "torch 99")
+    tuner.lookup("compress_kernel", GPU, torch.float32)
+    tuner.forget()
+    monkeypatch.setattr(tuner, "device_name", lambda device: "Another")
+    tuner.lookup("compress_kernel", GPU, torch.float32)
     assert len(gpu) == 5 and len(entries(own_cache)) == 5
 
 
 @pytest.mark.parametrize("setting", ["0", "off"])
 def test_first_use_can_be_switched_off(gpu, monkeypatch, setting):
     monkeypatch.setenv("ONEBIT_TUNE", setting)
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
     assert gpu == []
 
 
 def test_a_capture_gets_the_default_and_tuning_comes_later(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
 
 
 def test_suspended_means_no_measuring(gpu):
-    with tuning.suspended():
-        assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    with tuner.suspended():
+        assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
     assert gpu == []
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
 
 
 @pytest.mark.parametrize("device, interpreted", [(CPU, "0"), (CPU, "1"), (GPU, "1")])
 def test_the_interpreter_is_never_tuned(gpu, monkeypatch, device, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    assert tuning.lookup("compress_kernel", device, torch.float32) == tuning.DEFAULT
+    assert tuner.lookup("compress_kernel", device, torch.float32) == tuner.DEFAULT
     assert gpu == []
 
 
@@ -169,34 +169,34 @@ def test_a_device_without_room_runs_with_defaults(gpu, own_cache, monkeypatch):
     def full(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(tuning, "_device_measure", full)
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    monkeypatch.setattr(tuner, "_device_measure", full)
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
     assert not (own_cache / "kernels.json").exists()
 
 
 def test_what_touches_no_parameter_has_one_key(gpu, own_cache):
-    tuning.tune("average_kernel", GPU, torch.bfloat16)
-    assert tuning.lookup("average_kernel", GPU, torch.float32) == Config(4, 8)
+    tuner.tune("average_kernel", GPU, torch.bfloat16)
+    assert tuner.lookup("average_kernel", GPU, torch.float32) == Config(4, 8)
     assert gpu == ["average_kernel"]
     assert "float32" in next(iter(entries(own_cache)))
 
 
 def test_tuned_kernels_are_the_kernels_there_are():
-    pytest.importorskip("triton")
-    modules = [import_module(f"onebit.kernels.{m.name}") for m in pkgutil.iter_modules(onebit.kernels.__path__)]
+    gpu = pytest.importorskip("onebit.kernels.gpu")
+    modules = [import_module(f"onebit.kernels.gpu.{m.name}") for m in pkgutil.iter_modules(gpu.__path__)]
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert set(tuning.PASS_OF) == kernels
-    assert set(tuning.PASS_OF.values()) <= set(Workload(1).passes(cpu))
+    assert set(tuner.PASS_OF) == kernels
+    assert set(tuner.PASS_OF.values()) <= set(Workload(1).passes(cpu))
 
 
-@pytest.mark.parametrize("kernel", sorted(tuning.PASS_OF))
+@pytest.mark.parametrize("kernel", sorted(tuner.PASS_OF))
 def test_the_pass_of_a_kernel_launches_it_under_the_key_it_is_tuned_under(kernel):
-    launch = pytest.importorskip("onebit.kernels.launch")
+    launch = pytest.importorskip("onebit.kernels.gpu.launch")
     asked = []
     with pytest.MonkeyPatch.context() as patch, launch.recorded() as launches:
-        patch.setattr(tuning, "lookup", lambda *key: asked.append(key) or tuning.DEFAULT)
-        tuning.kernel_pass(kernel, CPU, torch.bfloat16, elements=4096).run()
-    assert (kernel, CPU, tuning.kernel_dtype(kernel, torch.bfloat16)) in asked
+        patch.setattr(tuner, "lookup", lambda *key: asked.append(key) or tuner.DEFAULT)
+        tuner.kernel_pass(kernel, CPU, torch.bfloat16, elements=4096).run()
+    assert (kernel, CPU, tuner.kernel_dtype(kernel, torch.bfloat16)) in asked
     assert kernel in [item.kernel.__name__ for item in launches]
 
 
@@ -217,12 +217,12 @@ def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, 
     path = own_cache / "kernels.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.setenv("ONEBIT_TUNE", "0")
-    for kernel in tuning.PASS_OF:
-        assert tuning.lookup(kernel, GPU, torch.float32) == tuning.DEFAULT
-    assert tuning.cpu_tile() == tuning.CPU_DEFAULT.tile
+    for kernel in tuner.PASS_OF:
+        assert tuner.lookup(kernel, GPU, torch.float32) == tuner.DEFAULT
+    assert tuner.cpu_tile() == tuner.CPU_DEFAULT.tile
     (record,) = warnings_in(caplog)
     assert str(path) in record.getMessage() and "ONEBIT_CACHE_DIR" in record.getMessage()
-    tuning.tune("compress_kernel", GPU, torch.float32)
+    tuner.tune("compress_kernel", GPU, torch.float32)
     assert len(entries(own_cache)) == 1  # written anew
     assert len(warnings_in(caplog)) == 1
 
@@ -240,12 +240,12 @@ def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, 
     ids=str,
 )
 def test_an_entry_that_is_no_candidate_is_ignored(gpu, own_cache, monkeypatch, caplog, entry):
-    tuning.tune("compress_kernel", GPU, torch.float32)
+    tuner.tune("compress_kernel", GPU, torch.float32)
     (key,) = entries(own_cache)
     (own_cache / "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: entry}}))
-    tuning.forget()
+    tuner.forget()
     monkeypatch.setenv("ONEBIT_TUNE", "0")
-    assert tuning.lookup("compress_kernel", GPU, torch.float32) == tuning.DEFAULT
+    assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
     assert not warnings_in(caplog)
 
 
@@ -253,8 +253,8 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(gpu, own_cache, monkeypa
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(own_cache / "file" / "folder"))
     for kernel in ("compress_kernel", "decode_kernel"):
-        assert tuning.lookup(kernel, GPU, torch.float32) == Config(4, 8)
-    assert tuning.tune_cpu(measure=lambda config: 1.0).saved is False
+        assert tuner.lookup(kernel, GPU, torch.float32) == Config(4, 8)
+    assert tuner.tune_cpu(measure=lambda config: 1.0).saved is False
     assert len(warnings_in(caplog)) == 1
 
 
@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(gpu, own_cache, monkeypa
 def test_a_folder_that_cannot_be_written_costs_one_warning(gpu, own_cache, caplog):
     own_cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
-        assert tuning.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+        assert tuner.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
         assert len(warnings_in(caplog)) == 1
     finally:
         own_cache.chmod(stat.S_IRWXU)
@@ -313,15 +313,15 @@ def test_the_cache_folder(monkeypatch):
 
 
 def test_the_cpu_tile_is_tuned_for_a_number_of_threads(monkeypatch, own_cache):
-    assert tuning.cpu_tile() == tuning.CPU_DEFAULT.tile
+    assert tuner.cpu_tile() == tuner.CPU_DEFAULT.tile
     threads = torch.get_num_threads()
-    choice = tuning.tune_cpu(measure=lambda config: 1.0 if config.tile == 2**17 else 2.0)
+    choice = tuner.tune_cpu(measure=lambda config: 1.0 if config.tile == 2**17 else 2.0)
     assert choice.saved and choice.config == CpuConfig(2**17)
-    assert tuning.cpu_tile() == 2**17
-    tuning.forget()
-    assert tuning.cpu_tile() == 2**17  # from the file
+    assert tuner.cpu_tile() == 2**17
+    tuner.forget()
+    assert tuner.cpu_tile() == 2**17  # from the file
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert tuning.cpu_tile() == tuning.CPU_DEFAULT.tile
+    assert tuner.cpu_tile() == tuner.CPU_DEFAULT.tile
 
 
 def test_the_cpu_is_measured_with_each_tile(monkeypatch):
@@ -330,9 +330,9 @@ def test_the_cpu_is_measured_with_each_tile(monkeypatch):
 
     def watched(run, device, repeats, warmup):
         run()
-        seen.append(tuning.cpu_tile())
+        seen.append(tuner.cpu_tile())
         return 1.0
 
-    monkeypatch.setattr(tuning, "median_seconds", watched)
-    tuning.tune_cpu(elements=5000)
-    assert seen == [c.tile for c in tuning.cpu_candidates() for _ in tuning.CPU_PASSES]
+    monkeypatch.setattr(tuner, "median_seconds", watched)
+    tuner.tune_cpu(elements=5000)
+    assert seen == [c.tile for c in tuner.cpu_candidates() for _ in tuner.CPU_PASSES]

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebit.kernels import reference
-from onebit.kernels.hyper import Hyper, hyper_table
-from onebit.kernels.layout import Layout
-from onebit.kernels.pointers import Pointers
-from onebit.kernels.state import Residual
-from onebit.kernels.wire import MAGIC, NONFINITE, Format, MessageError, Messages
+from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.state import Residual
+from onebit.kernels.data.wire import MAGIC, NONFINITE, Format, MessageError, Messages
 from tests import oracle
 
 FORMS = st.builds(

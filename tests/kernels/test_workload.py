@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onebit.kernels import cpu, reference
-from onebit.kernels.workload import PASSES, Workload, bytes_per_element
+from onebit.kernels.tuning.workload import PASSES, Workload, bytes_per_element
 
 # TARGETS, "Bytes moved per element", and the modules' docstrings.
 FP32 = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from perf import ablations
+from perf.convergence import ablations
 from tests import oracle
 from tests.onebit.runs import Case, arrays, bits, run, take
 from tests.ranks import group, run_ranks

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce
-from perf import all_reduce, all_reduce_ranks, all_reduce_report, network_lab
-from perf.all_reduce_ranks import KINDS, ONE_BIT, Ranks, Row, WrongResult
-from perf.network_lab import LabUnavailable, NetworkLab
+from perf.all_reduce import benchmark as all_reduce
+from perf.all_reduce import ranks as all_reduce_ranks
+from perf.all_reduce import report as all_reduce_report
+from perf.all_reduce.ranks import KINDS, ONE_BIT, Ranks, Row, WrongResult
+from perf.lab import network as network_lab
+from perf.lab.network import LabUnavailable, NetworkLab
 from tests.ranks import run_ranks, run_ranks_once
 
 CPU = torch.device("cpu")
@@ -90,8 +93,8 @@ def test_a_wrong_result_in_the_lab_gets_no_figure(lab, tmp_path, monkeypatch, ca
     """Ranks whose compressed all-reduce does nothing."""
     script = tmp_path / "broken.py"
     script.write_text(
-        "import sys\nfrom perf import all_reduce, all_reduce_ranks\n"
-        "all_reduce_ranks.CompressedAllReduce.__call__ = lambda self, x: None\nsys.exit(all_reduce.main())\n"
+        "import sys\nfrom perf.all_reduce import benchmark, ranks\n"
+        "ranks.CompressedAllReduce.__call__ = lambda self, x: None\nsys.exit(benchmark.main())\n"
     )
     monkeypatch.setattr(all_reduce, "WORKER", (str(script),))
     out = tmp_path / "out"

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from onebit.cluster_model import Cluster, compressed_all_reduce
-from onebit.plan_options import CLUSTER_OPTIONS, CLUSTERS
-from perf import cluster_model, cluster_papers
-from perf.all_reduce_ranks import ONE_BIT, Row
-from perf.cluster_papers import BAND, LARGE_ERROR, PROFILES, Compared, median_error
-from perf.cluster_plots import plot_lab, plot_papers
-from perf.cluster_report import page
-from perf.network_lab import LabUnavailable, NetworkLab
+from onebit.cli.plan.model import Cluster, compressed_all_reduce
+from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
+from perf.all_reduce.ranks import ONE_BIT, Row
+from perf.cluster import comparison as cluster_model
+from perf.cluster import papers as cluster_papers
+from perf.cluster.papers import BAND, LARGE_ERROR, PROFILES, Compared, median_error
+from perf.cluster.plots import plot_lab, plot_papers
+from perf.cluster.report import page
+from perf.lab.network import LabUnavailable, NetworkLab
 
 ROOT = Path(__file__).resolve().parents[2]
 REDUCES, SPEED_UPS = cluster_papers.all_reduces(), cluster_papers.speed_ups()
@@ -129,7 +130,7 @@ def test_the_page_is_up_to_date():
     """docs/cluster_model.md is what the command writes from the model, the tables and the records as they are."""
     where, out = ROOT / cluster_model.PAGE, ROOT / cluster_model.RESULTS
     labs = {path: (record, cluster_model.compare(record)) for path, record in cluster_model.lab_records(out).items()}
-    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out), "run python -m perf.cluster_model"
+    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out), "run python -m perf.cluster"
 
 
 def test_plots(tmp_path):

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from onebit import cli
-from perf import convergence, convergence_data, convergence_records, convergence_report
-from perf.convergence_data import DataMissing
-from perf.convergence_plan import MAIN, SWEEPS, TASKS, VARIANTS, Run, plan
-from perf.convergence_runs import RunFailed, batch_of, launch, lr_at, share
+from onebit.cli import main as cli
+from perf.convergence import data as convergence_data
+from perf.convergence import records as convergence_records
+from perf.convergence import report as convergence_report
+from perf.convergence import study as convergence
+from perf.convergence.data import DataMissing
+from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, Run, plan
+from perf.convergence.runs import RunFailed, batch_of, launch, lr_at, share
 
 RUN = Run.standard("quick", "onebit_adam", 0)
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from onebit.kernels import cpu, reference
-from onebit.kernels.workload import PASSES
-from perf import kernels, local_step
+from onebit.kernels.tuning.workload import PASSES
+from perf.kernels import benchmark as kernels
+from perf.kernels import local_step
 
 CPU = torch.device("cpu")
 

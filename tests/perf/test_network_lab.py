@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from perf import lab_namespaces, network_lab
-from perf.network_lab import LabUnavailable, NetworkLab, RankFailed, parse_rate, sweep_stale
+from perf.lab import namespaces as lab_namespaces
+from perf.lab import network as network_lab
+from perf.lab.network import LabUnavailable, NetworkLab, RankFailed, parse_rate, sweep_stale
 
-ROOT = Path(network_lab.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PREAMBLE = """
 import os, socket, sys, threading, time
@@ -321,7 +322,7 @@ def command_line(argv: list[str]) -> subprocess.Popen[str]:
     """The CLI with two sleeping ranks, once both are up."""
     options = ["--hosts=2", "--rate=1gbit", "--launcher=env", "--", *argv]
     process = subprocess.Popen(
-        [sys.executable, "-m", "perf.network_lab", *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "perf.lab", *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     late = threading.Timer(20, process.kill)

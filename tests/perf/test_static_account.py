@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from onebit.kernels import tuning
-from perf import static_account
-from perf.static_account import Row, accesses, occupancy, worse
+from onebit.kernels.tuning import tuner
+from perf.kernels import static_account
+from perf.kernels.static_account import Row, accesses, occupancy, worse
 
 ROOT = Path(__file__).parents[2]
 ROW = Row("scan", "scan_kernel", "fp32", 8, 29, 0, {"16": 2, "4": 3}, {"16": 1, "8": 1, "4": 1}, 30.0, 1.0)
@@ -30,7 +30,7 @@ PTX = """
 def test_no_kernel_is_worse_than_the_record():
     """In a process of its own: compiling needs kernels that are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "perf.static_account", "--check"]
+    command = [sys.executable, "-m", "perf.kernels.static_account", "--check"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "No kernel is worse" in result.stdout
@@ -101,5 +101,5 @@ def test_the_command_writes_a_record_and_compares_with_it(monkeypatch, tmp_path,
 def test_the_record_holds_every_kernel_and_no_spill():
     record = json.loads((ROOT / "perf/results/static-sm_90.json").read_text())
     rows = [Row(**each) for each in record["rows"]]
-    assert {row.kernel for row in rows} == set(tuning.PASS_OF)
+    assert {row.kernel for row in rows} == set(tuner.PASS_OF)
     assert not any(row.spilled for row in rows)

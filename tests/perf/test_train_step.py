@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onebit.collectives.transport import TorchWork
-from onebit.ddp import local
-from perf import train_step, train_step_ranks, train_step_report
-from perf.all_reduce_ranks import Ranks, WrongResult
-from perf.network_lab import LabUnavailable, NetworkLab, RankFailed
-from perf.train_step_plots import draw
-from perf.train_step_ranks import Bench, Row, Run
-from perf.train_step_report import Record
-from perf.train_step_variants import OURS, TRAINED, VARIANTS, Shape, Watched
+from onebit.collectives.transport.torch import TorchWork
+from onebit.parallel.ddp_hook import local
+from perf.all_reduce.ranks import Ranks, WrongResult
+from perf.lab.network import LabUnavailable, NetworkLab, RankFailed
+from perf.train_step import benchmark as train_step
+from perf.train_step import ranks as train_step_ranks
+from perf.train_step import report as train_step_report
+from perf.train_step.plots import draw
+from perf.train_step.ranks import Bench, Row, Run
+from perf.train_step.report import Record
+from perf.train_step.variants import OURS, TRAINED, VARIANTS, Shape, Watched
 from tests.ranks import run_ranks_once
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from perf import volume
-from perf.lab_namespaces import LabUnavailable, check_available
+from perf.lab.namespaces import LabUnavailable, check_available
+from perf.train_step import volume
 
 RECORD = {
     "steps": 10, "freeze_step": 2,

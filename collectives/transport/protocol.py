@@ -1,0 +1,113 @@
+"""Moving bytes between ranks: torch.distributed and MPI behind one small protocol.
+
+Two collectives carry a chunk: an all-to-all (row k of what is sent goes to rank k) and an all-gather. They start when
+called and end in `Work.wait`; on CUDA with NCCL, wait makes the current stream wait, not the host. Every rank must
+start the same collectives in the same order, from one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not end: a rank died, never came, or the network failed."""
+
+
+class Work(Protocol):
+    def wait(self) -> None: ...
+
+
+class Transport(Protocol):
+    """A group of ranks. Messages are contiguous uint8 tensors [size, nbytes]."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """Names the kind of network for the tuner's cache: nccl, gloo, mpi."""
+        ...
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        """out[i] = what rank i has as sent[rank]"""
+        ...
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        """out[i] = what rank i has as `sent` [1, nbytes]"""
+        ...
+
+    def all_max(self, values: Tensor, phase: str) -> None:
+        """values = the elementwise maximum over ranks. Waits as `Work.wait` does."""
+        ...
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        """values = the elementwise sum over ranks, the same bit for bit on each"""
+        ...
+
+    def duplicate(self) -> Transport:
+        """The same ranks with an order of collectives of its own, for another thread: a collective call."""
+        ...
+
+
+class Done:
+    """Work that is over."""
+
+    def wait(self) -> None:
+        return None
+
+
+class LocalTransport:
+    """One rank, no network."""
+
+    rank, size, name = 0, 1, "local"
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        out.copy_(sent)
+        return Done()
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        out.copy_(sent)
+        return Done()
+
+    def all_max(self, values: Tensor, phase: str) -> None:
+        return None
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        return Done()
+
+    def duplicate(self) -> Transport:
+        return self
+
+
+class described:
+    """Turns a backend's error into one that names the phase."""
+
+    def __init__(self, phase: str, name: str) -> None:
+        self._phase, self._name = phase, name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, (CollectiveError, torch.OutOfMemoryError)):
+            if "No backend type" in str(error):
+                raise ValueError(
+                    f"{self._phase} is not possible: the process group has no backend for these tensors' device "
+                    f"({_first_line(error)}). Use device='cuda' with NCCL, or a group with Gloo for CPU tensors"
+                ) from error
+            raise CollectiveError(
+                f"{self._phase} did not end: a rank died, did not come within the group's timeout, or the network "
+                f"failed ({self._name}: {_first_line(error)}). Restart the ranks from the last "
+                f"checkpoint; this group can't be used any more"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,116 @@
+"""A process group of torch.distributed as a transport: NCCL, or Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit.collectives.transport.protocol import Transport, Work, described
+
+_OUTSIDER = (
+    "this rank is not in the process group it was given: only the group's members take part. Build the optimizer or "
+    "the all-reduce on those ranks alone"
+)
+
+
+class TorchTransport:
+    """A process group of torch.distributed: NCCL, or Gloo. CUDA tensors over Gloo pass through pinned memory."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group if group is not None else dist.group.WORLD
+        if self.group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(_OUTSIDER)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(_OUTSIDER)
+        self.name = str(dist.get_backend(self.group))
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        return self._start(dist.all_to_all_single, out, sent, phase)
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        return self._start(_all_gather_single, out, sent, phase)
+
+    def all_max(self, values: Tensor, phase: str) -> None:
+        host = values.cpu() if self._staged(values) else values
+        with described(phase, self.name):
+            dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group)
+        if host is not values:
+            values.copy_(host)
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        host = _to_pinned(values) if self._staged(values) else values
+        with described(phase, self.name):
+            work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return TorchWork(work, phase, self.name, host, host.view(-1), values)
+
+    def duplicate(self) -> Transport:
+        if self.group is dist.group.WORLD:
+            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self.name))
+        self._know_as_many_groups()
+        ranks = dist.get_process_group_ranks(self.group)
+        return TorchTransport(dist.new_group(ranks, self._timeout, self.name, use_local_synchronization=True))
+
+    def _know_as_many_groups(self) -> None:
+        """Where only its members make a group, torch names it by how many groups a process knows: the name on all
+        ranks has to be the same, so those that know fewer make some of themselves alone."""
+        known = dist.distributed_c10d._world.pg_names
+        device = torch.device("cuda" if self.name == "nccl" else "cpu")
+        most = torch.tensor([len(known)], dtype=torch.int64, device=device)
+        self.all_max(most, "counting process groups (all-reduce of one number)")
+        while len(known) < int(most):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """The group's own; None is torch's default."""
+        kind = torch.device("cuda" if self.name == "nccl" else "cpu")
+        group: Any = self.group
+        return getattr(getattr(group._get_backend(kind), "options", None), "_timeout", None)
+
+    def _start(self, collective: Callable[..., Any], out: Tensor, sent: Tensor, phase: str) -> Work:
+        landing, source = out.view(-1), sent.view(-1)
+        if self._staged(out):
+            landing, source = _pinned_like(landing), _to_pinned(source)
+        with described(phase, self.name):
+            work = collective(landing, source, group=self.group, async_op=True)
+        return TorchWork(work, phase, self.name, source, landing, out)
+
+    def _staged(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self.name == "gloo"
+
+
+class TorchWork:
+    """Holds what is on its way until it has arrived."""
+
+    def __init__(self, work: Any, phase: str, name: str, source: Tensor, landing: Tensor, out: Tensor) -> None:
+        self._work, self._phase, self._name = work, phase, name
+        self._source, self._landing, self._out = source, landing, out
+
+    def wait(self) -> None:
+        with described(self._phase, self._name):
+            self._work.wait()
+        if self._landing.device != self._out.device:
+            self._out.view(-1).copy_(self._landing, non_blocking=True)
+
+
+def _all_gather_single(out: Tensor, sent: Tensor, **options: Any) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, sent, **options)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory. The host waits for this tensor's stream, since Gloo reads at once."""
+    host = _pinned_like(tensor)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host

@@ -1,0 +1,94 @@
+"""Parameters and gradients where they lie: a table of addresses instead of a flat copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit.kernels.data.layout import Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Pointers:
+    """One tensor a parameter (None counts as zeros), and their addresses on the device.
+
+    `point` is called each step with the tensors of that step; the address table is rewritten only when an
+    address changed.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, what: str = "tensor") -> None:
+        if dtype not in DTYPES:
+            raise TypeError(
+                f"{what}s of dtype {dtype} are not supported: use one of {', '.join(map(str, DTYPES))} "
+                f"(for example with {what}.to(torch.float32))"
+            )
+        self.layout, self.device, self.dtype, self.what = layout, device, dtype, what
+        self.tensors: list[Tensor | None] = [None] * layout.parameters
+        self.addresses = torch.zeros(layout.parameters, dtype=torch.int64, device=device)
+        self._seen = [0] * layout.parameters
+
+    @classmethod
+    def to(cls, layout: Layout, tensors: Sequence[Tensor | None], what: str = "tensor") -> Pointers:
+        """A table for these tensors, whose device and dtype are those of the first that is not None."""
+        first = next((t for t in tensors if t is not None), None)
+        if first is None:
+            raise ValueError(f"no {what} to point to: got {len(tensors)}, none of them a tensor. Pass at least one")
+        pointers = cls(layout, first.device, first.dtype, what)
+        pointers.point(tensors)
+        return pointers
+
+    def point(self, tensors: Sequence[Tensor | None]) -> None:
+        """Point to `tensors`, one a parameter of the layout."""
+        if len(tensors) != self.layout.parameters:
+            raise ValueError(
+                f"got {len(tensors)} {self.what}s for a layout of {self.layout.parameters} parameters: pass one "
+                f"for each, None where there is none"
+            )
+        self.tensors = [None if t is None else self._checked(i, t) for i, t in enumerate(tensors)]
+        addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
+        if addresses != self._seen:
+            self._seen = addresses
+            # kept: a captured graph copies from it at every replay
+            self._host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+            self.addresses.copy_(self._host, non_blocking=True)
+
+    def release(self) -> None:
+        """Keep no tensor alive; the addresses stay, and `point` is due before the next use."""
+        self.tensors = [None] * self.layout.parameters
+
+    def _checked(self, index: int, tensor: Tensor) -> Tensor:
+        name = f"{self.what} {index}"
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name} has layout {tensor.layout}: sign compression needs every element. Make it dense, for "
+                f"example with nn.Embedding(..., sparse=False) or {self.what}.to_dense()"
+            )
+        if tensor.dtype != self.dtype:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype} where the others have {self.dtype}: one table holds one dtype. "
+                f"Cast it, or give each dtype a table of its own"
+            )
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} where the others are on {self.device}: move it with "
+                f".to({str(self.device)!r}) first"
+            )
+        if tensor.numel() != self.layout.numel[index]:
+            raise ValueError(
+                f"{name} has {tensor.numel()} elements where the layout holds {self.layout.numel[index]}: the "
+                f"sizes are fixed when the layout is made; build a new one after changing a parameter"
+            )
+        if not tensor.is_contiguous():
+            return self._made_contiguous(name, tensor)
+        return tensor.detach()
+
+    def _made_contiguous(self, name: str, tensor: Tensor) -> Tensor:
+        if self.what == "gradient":  # only read, so a copy will do
+            return tensor.detach().contiguous()
+        raise ValueError(
+            f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}): kernels update it "
+            f"in place by its address. Use {self.what}.contiguous(), and copy back where it is a view"
+        )

@@ -1,0 +1,97 @@
+"""State that the passes carry from one step to the next. Every tensor is made eagerly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.wire import Format
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What compression has left out so far, for one span and the messages it is compressed into.
+
+    Block scales: `value` is e. A tensor scale is known only once the whole message was read, so there `value`
+    keeps c and the next step derives e = c - scale * sigma(c) as it reads it.
+    """
+
+    value: Tensor  # fp32 [elements of the span]
+    scale: Tensor | None  # fp32 [messages], with a tensor scale
+    partial: Tensor | None  # fp32 [blocks]: scratch for the sum over a message
+    counted: Tensor | None  # int32 [blocks]: scratch for the count over a message
+    counter: Tensor | None  # int32 [messages]: scratch, 0 between launches
+
+    @classmethod
+    def zeros(
+        cls, span: Span, form: Format, device: torch.device | str = "cpu", value: Tensor | None = None
+    ) -> Residual:
+        """Nothing left out so far; or `value`, which is kept and changed in place."""
+        if value is None:
+            value = torch.zeros(span.elements, dtype=torch.float32, device=device)
+        if form.scale == "block":
+            return cls(value, None, None, None, None)
+        rows = span.count // form.shard_blocks
+        return cls(
+            value,
+            torch.zeros(rows, dtype=torch.float32, device=device),
+            torch.zeros(span.count, dtype=torch.float32, device=device),
+            torch.zeros(span.count, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+    def left_out(self) -> Tensor:
+        """e, whichever way it is kept: fp32 [elements]. Past a valid count and where dead it means nothing."""
+        if self.scale is None:
+            return self.value
+        scale = self.scale.repeat_interleave(len(self.value) // len(self.scale))
+        return self.value - torch.where(self.value >= 0, scale, -scale)
+
+    def settle(self) -> None:
+        """With a tensor scale: make `value` e itself and the scale 0, from which the same e is derived."""
+        if self.scale is not None:
+            for value, scale in zip(self.value.view(len(self.scale), -1), self.scale, strict=True):
+                value.sub_(torch.where(value >= 0, scale, -scale))
+            self.scale.zero_()
+
+    def part(self, first: int, span: Span, form: Format) -> Residual:
+        """A view of what belongs to `span`, whose first block is the `first` of this residual."""
+
+        def cut(state: Tensor | None, unit: int) -> Tensor | None:
+            return None if state is None else state.narrow(0, first // unit, span.count // unit)
+
+        value = self.value.narrow(0, first * form.block_size, span.elements)
+        return Residual(
+            value,
+            cut(self.scale, form.shard_blocks),
+            cut(self.partial, 1),
+            cut(self.counted, 1),
+            cut(self.counter, form.shard_blocks),
+        )
+
+
+@dataclass(frozen=True)
+class LambState:
+    """One value a parameter, all on the device: LAMB's scaling coefficients and 1-bit LAMB's ratios."""
+
+    coefficient: Tensor  # fp32 [parameters]: c, what the update is multiplied by
+    average: Tensor  # fp32 [parameters]: c_avg, as accumulated (stage 1) or debiased (stage 2)
+    ratio: Tensor  # fp32 [parameters]: r of the last step
+    partial: Tensor  # fp32 [2, blocks]: scratch for norms and maxima
+    counter: Tensor  # int32 [parameters]: scratch, 0 between launches
+
+    @classmethod
+    def initial(cls, layout: Layout, device: torch.device | str = "cpu") -> LambState:
+        def full(value: float) -> Tensor:
+            return torch.full((layout.parameters,), value, dtype=torch.float32, device=device)
+
+        return cls(
+            full(1.0),
+            full(0.0),
+            full(1.0),
+            torch.zeros((2, layout.blocks), dtype=torch.float32, device=device),
+            torch.zeros(layout.parameters, dtype=torch.int32, device=device),
+        )

@@ -1,0 +1,157 @@
+"""The bytes of a message: the one file that knows an offset.
+
+A message carries one shard of one chunk from one rank to another:
+
+    header   4 x uint32    magic, flags, fingerprint of the format, blocks
+    scales   fp32          one a block (scale="block"), or one (scale="tensor"); padded to 16 bytes
+    bits     uint8         block_size / 8 bytes a block, as numpy.packbits(..., bitorder="little") lays them out
+
+An element decodes to +scale where its bit is 1 and to -scale elsewhere. Bits past a block's valid count are 0.
+Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and at most 28 bytes.
+
+A message is as long as its format says, whatever its bytes are, and no byte of it is an address or a count to a reader:
+no content can make one read or write elsewhere. In host memory headers are read (2 us for 8 messages), which finds what
+is no message of this exchange. On a GPU the host would have to wait for that. That scales and bits arrive as they were
+sent is everywhere the transport's duty: TCP, InfiniBand and NVLink carry checksums.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from onebit.kernels.data.layout import Layout
+
+Scale = Literal["block", "tensor"]
+Norm = Literal["l1", "l2"]
+
+MAGIC = 0x01424231  # "1BB" and the version of this layout
+NONFINITE = 1  # a flag: the sender met inf or NaN; nobody may use this step's messages
+_ALIGN = 16
+_HEADER_WORDS = 4
+FLAGS_WORD = 1
+
+
+class MessageError(RuntimeError):
+    """What has arrived is no message of this exchange."""
+
+
+def is_one_of(value: object, names: tuple[str, ...]) -> bool:
+    """Whatever `value` is: a tensor, say, can't be compared with a name."""
+    return isinstance(value, str) and value in names
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+@dataclass(frozen=True)
+class Format:
+    """The shape of a message, equal on all ranks of a group."""
+
+    block_size: int
+    shard_blocks: int
+    scale: Scale = "block"
+    norm: Norm = "l1"
+    layout_fingerprint: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_one_of(self.scale, get_args(Scale)):
+            raise ValueError(f"scale must be one of {get_args(Scale)}, got {self.scale!r:.80}")
+        if not is_one_of(self.norm, get_args(Norm)):
+            raise ValueError(f"norm must be one of {get_args(Norm)}, got {self.norm!r:.80}")
+
+    @classmethod
+    def of(cls, layout: Layout, scale: Scale = "block", norm: Norm = "l1") -> Format:
+        return cls(layout.block_size, layout.shard_blocks, scale, norm, layout.fingerprint)
+
+    @property
+    def scales(self) -> int:
+        """Scales in one message."""
+        return self.shard_blocks if self.scale == "block" else 1
+
+    @property
+    def scales_offset(self) -> int:
+        return 4 * _HEADER_WORDS
+
+    @property
+    def bits_offset(self) -> int:
+        return self.scales_offset + _aligned(4 * self.scales)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits_offset + _aligned(self.shard_blocks * self.block_size // 8)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        text = f"{self.block_size} {self.shard_blocks} {self.scale} {self.norm} {self.layout_fingerprint}"
+        return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+    @property
+    def header(self) -> tuple[int, int, int, int]:
+        """The words every sender writes, its flags aside."""
+        return (MAGIC, 0, self.fingerprint, self.shard_blocks)
+
+    def empty(self, rows: int, device: torch.device | str = "cpu") -> Messages:
+        """Room for `rows` messages; its bytes are whatever was there."""
+        return Messages(torch.empty((rows, self.nbytes), dtype=torch.uint8, device=device), self)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages of one format, one a row, with a typed view of each part."""
+
+    buffer: Tensor  # uint8 [rows, nbytes]
+    format: Format
+
+    @property
+    def rows(self) -> int:
+        return self.buffer.shape[0]
+
+    @cached_property
+    def header(self) -> Tensor:
+        """int32 [rows, 4]"""
+        return self.buffer[:, : self.format.scales_offset].view(torch.int32)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """fp32 [rows, shard_blocks] or [rows, 1]"""
+        start = self.format.scales_offset
+        return self.buffer[:, start : start + 4 * self.format.scales].view(torch.float32)
+
+    @cached_property
+    def bits(self) -> Tensor:
+        """uint8 [rows, shard_blocks, block_size / 8]"""
+        start, width = self.format.bits_offset, self.format.block_size // 8
+        flat = self.buffer[:, start : start + self.format.shard_blocks * width]
+        return flat.unflatten(1, (self.format.shard_blocks, width))
+
+    @property
+    def flags(self) -> Tensor:
+        """int32 [rows]"""
+        return self.header[:, FLAGS_WORD]
+
+    def check(self, phase: str) -> None:
+        """In host memory: a MessageError where a row, which is a rank's, is no message of this format."""
+        if self.buffer.device.type != "cpu":
+            return
+        for rank, (magic, flags, fingerprint, blocks) in enumerate(self.header.tolist()):
+            if (magic, 0, fingerprint, blocks) != self.format.header or flags not in (0, NONFINITE):
+                raise MessageError(
+                    f"{phase}: what came from rank {rank} is no message of this exchange (its header is {magic:#x}, "
+                    f"{flags}, {fingerprint}, {blocks}; expected {MAGIC:#x}, 0 or {NONFINITE}, "
+                    f"{self.format.fingerprint}, {self.format.shard_blocks}): it was damaged on the way, or the rank "
+                    f"runs another onebit. Restart the ranks from the last checkpoint"
+                )
+
+    def scale_of_blocks(self) -> Tensor:
+        """fp32 [rows * shard_blocks]: the scale that decodes each block."""
+        return self.scales.expand(self.rows, self.format.shard_blocks).reshape(-1)
+
+    def slice(self, first: int, rows: int) -> Messages:
+        return Messages(self.buffer[first : first + rows], self.format)

@@ -1,0 +1,1 @@
+"""How fast a pass runs here: kernel shapes measured and remembered, workloads, timing."""

@@ -1,0 +1,303 @@
+"""Kernel shapes, measured once on each device and remembered.
+
+A Triton kernel's blocks a program and warps are chosen on its first use on a GPU, or ahead by `onebit tune`;
+the CPU's tile size by `onebit tune` alone. ONEBIT_TUNE=0 switches measuring on first use off.
+
+Sums over a block are taken in an order that depends on the warps. Tuning must never change a result: ranks have to
+agree on LAMB's norms, and a run resumed elsewhere on its scales, to the last bit. So where a kernel sums
+(`_SUMS`) the warps are fixed, and only the blocks a program are chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from onebit.kernels.tuning import cache
+from onebit.kernels.tuning.machine import device_name, versions
+from onebit.kernels.tuning.timing import median_seconds
+from onebit.kernels.tuning.workload import Pass, Workload
+
+logger = logging.getLogger("onebit")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of a Triton launch: blocks a program, warps a program."""
+
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class CpuConfig:
+    """Elements in a tile: what all of torch's threads work on at a time, and what stays in their caches."""
+
+    tile: int
+
+
+C = TypeVar("C", Config, CpuConfig)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[C]):
+    """The configuration chosen, what each took (inf: it does not run here), and whether the cache has it."""
+
+    config: C
+    seconds: Mapping[C, float]
+    saved: bool = False
+
+
+DEFAULT = Config(rows=1, warps=8)
+CPU_DEFAULT = CpuConfig(tile=2**18)
+ELEMENTS = 2**24
+# Which pass runs a kernel. LAMB's warmup launches two.
+PASS_OF = {
+    "compress_kernel": "compress",
+    "average_kernel": "average",
+    "decode_kernel": "decode",
+    "scan_kernel": "scan",
+    "adam_warmup_kernel": "adam_warmup",
+    "adam_update_kernel": "adam_update",
+    "lamb_moments_kernel": "lamb_warmup",
+    "lamb_apply_kernel": "lamb_warmup",
+    "lamb_statistics_kernel": "lamb_statistics",
+}
+CPU_PASSES = ("compress", "adam_update")
+_FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
+_SUMS = {"compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"}
+_EQUAL = 1.01  # times this close are the same: the earlier candidate wins
+
+_known: dict[tuple[str, torch.device, torch.dtype], Config] = {}
+_cpu: dict[int, CpuConfig] = {}  # by number of threads
+_lock = threading.RLock()
+_suspended = 0
+
+
+def candidates(kernel: str) -> list[Config]:
+    """What a kernel may be launched with, the default first."""
+    warps = [DEFAULT.warps] if kernel in _SUMS else [DEFAULT.warps, 4, 16]
+    return [Config(r, w) for w, r in itertools.product(warps, (DEFAULT.rows, 2, 4, 8))]
+
+
+def cpu_candidates() -> list[CpuConfig]:
+    return [CPU_DEFAULT, *(CpuConfig(2**k) for k in (16, 17, 19, 20))]
+
+
+def kernel_dtype(kernel: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype under which a kernel is looked up when parameters have `dtype`."""
+    return torch.float32 if kernel in _FLOAT32_ONLY else dtype
+
+
+def lookup(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
+    """The configuration to launch `kernel` with; the first use on a GPU may measure it."""
+    known = _known.get((kernel, device, dtype))
+    return _find(kernel, device, dtype) if known is None else known
+
+
+def cpu_tile() -> int:
+    """Elements a tile on the CPU, for the number of threads that torch uses now."""
+    threads = torch.get_num_threads()
+    if threads not in _cpu:
+        _cpu[threads] = _cached(cpu_candidates(), _cpu_key(threads)) or CPU_DEFAULT
+    return _cpu[threads].tile
+
+
+def choose(options: Sequence[C], measure: Callable[[C], float], trying: Callable[[C], None] | None = None) -> Choice[C]:
+    """The fastest of `options`; of equally fast ones the earliest. One that cannot run is passed over. `trying` hears
+    of each before it is measured.
+    """
+    seconds = {}
+    for option in options:
+        if trying is not None:
+            trying(option)
+        try:
+            time = measure(option)
+        except Exception as error:  # out of shared memory, a compiler's limit: each version raises its own
+            logger.debug("%s does not run here: %s", option, error)
+            time = math.inf
+        seconds[option] = time if math.isfinite(time) and time > 0 else math.inf
+    fastest = min(seconds.values())
+    return Choice(next(o for o in options if seconds[o] <= fastest * _EQUAL), seconds)
+
+
+def tune(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    elements: int = ELEMENTS,
+    measure: Callable[[Config], float] | None = None,
+    trying: Callable[[Config], None] | None = None,
+) -> Choice[Config]:
+    """Measure a kernel's candidates on a GPU, use the best from now on, and write it to the cache."""
+    dtype = kernel_dtype(kernel, dtype)
+    key = (kernel, device, dtype)
+    with _lock, suspended():
+        try:
+            choice = choose(candidates(kernel), measure or _device_measure(kernel, device, dtype, elements), trying)
+        finally:
+            _known.pop(key, None)
+            if device.type == "cuda" and measure is None:
+                torch.cuda.empty_cache()  # the buffers go back to the device
+        _known[key] = choice.config
+        return _saved(choice, _key(device, kernel, dtype))
+
+
+def tune_cpu(
+    dtype: torch.dtype = torch.float32,
+    elements: int = ELEMENTS,
+    measure: Callable[[CpuConfig], float] | None = None,
+    trying: Callable[[CpuConfig], None] | None = None,
+) -> Choice[CpuConfig]:
+    """Measure the CPU's tile sizes on a step's two large passes, use the best, and write it to the cache."""
+    threads = torch.get_num_threads()
+    with _lock:
+        try:
+            choice = choose(cpu_candidates(), measure or _cpu_measure(dtype, elements, threads), trying)
+        finally:
+            _cpu.pop(threads, None)
+        _cpu[threads] = choice.config
+        return _saved(choice, _cpu_key(threads))
+
+
+def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Pass:
+    """The pass that runs `kernel` over `elements` elements."""
+    from onebit.kernels import gpu  # its kernels' launcher imports this module
+
+    ranks = 8
+    numel = elements * ranks if kernel == "average_kernel" else elements  # which works on one shard
+    return Workload(numel, device, dtype=dtype, ranks=ranks).passes(gpu)[PASS_OF[kernel]]
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within, no first use is measured."""
+    global _suspended
+    _suspended += 1
+    try:
+        yield
+    finally:
+        _suspended -= 1
+
+
+def forget() -> None:
+    """Drop what this process knows; the cache file is read again."""
+    with _lock:
+        _known.clear()
+        _cpu.clear()
+        _cache_at.cache_clear()
+
+
+def shared_cache() -> cache.Cache:
+    return _cache_at(cache.folder() / "kernels.json")
+
+
+@functools.cache
+def _cache_at(path: Path) -> cache.Cache:
+    return cache.Cache(path)
+
+
+def _find(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
+    key = (kernel, device, dtype)
+    with _lock:
+        if key in _known:
+            return _known[key]
+        if device.type != "cuda" or _interpreted():
+            return _known.setdefault(key, DEFAULT)
+        if (found := _cached(candidates(kernel), _key(device, kernel, dtype))) is not None:
+            return _known.setdefault(key, found)
+        if kernel not in PASS_OF or _switched_off():
+            return _known.setdefault(key, DEFAULT)
+        if _suspended or torch.cuda.is_current_stream_capturing():
+            return DEFAULT
+        return _known.setdefault(key, _first_use(kernel, device, dtype))
+
+
+def _first_use(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
+    logger.info(
+        "Choosing how to run %s (%s) on %s: a few seconds, once. `onebit tune` does it ahead of time.",
+        kernel, dtype, device_name(device),
+    )  # fmt: skip
+    try:
+        choice = tune(kernel, device, dtype)
+    except RuntimeError as error:  # no memory left beside the model
+        logger.info("Running %s with defaults: measuring was not possible (%s)", kernel, error)
+        return DEFAULT
+    logger.info("Running %s with %s from now on", kernel, choice.config)
+    return choice.config
+
+
+def _device_measure(kernel: str, device: torch.device, dtype: torch.dtype, elements: int) -> Callable[[Config], float]:
+    work = kernel_pass(kernel, device, dtype, elements)
+
+    def measure(config: Config) -> float:
+        _known[kernel, device, dtype] = config
+        with _synchronising():
+            return median_seconds(work.run, device)
+
+    with _synchronising():
+        work.run()  # makes the buffers: where there is no room for them, nothing is measured
+    return measure
+
+
+def _cpu_measure(dtype: torch.dtype, elements: int, threads: int) -> Callable[[CpuConfig], float]:
+    from onebit.kernels import cpu  # which imports this module
+
+    device = torch.device("cpu")
+    passes = Workload(elements, device, dtype=dtype).passes(cpu)
+
+    def measure(config: CpuConfig) -> float:
+        _cpu[threads] = config
+        return sum(median_seconds(passes[name].run, device, repeats=5, warmup=1) for name in CPU_PASSES)
+
+    return measure
+
+
+@contextmanager
+def _synchronising() -> Iterator[None]:
+    """Measuring waits for the device, also where a step is being watched for that."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _switched_off() -> bool:
+    return os.environ.get("ONEBIT_TUNE", "1").lower() in ("0", "false", "off", "no")
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def _cached(options: Sequence[C], key: str) -> C | None:
+    """The choice in the cache, if it is one of `options`."""
+    entry = shared_cache().get(key)
+    return next((o for o in options if asdict(o) == entry), None)
+
+
+def _saved(choice: Choice[C], key: str) -> Choice[C]:
+    """Write a choice to the cache, unless nothing ran at all."""
+    ran = math.isfinite(choice.seconds[choice.config])
+    return replace(choice, saved=ran and shared_cache().put(key, asdict(choice.config)))
+
+
+def _key(device: torch.device, kernel: str, dtype: torch.dtype) -> str:
+    return f"{device_name(device)}, {kernel}, {str(dtype).removeprefix('torch.')}, {versions()}"
+
+
+def _cpu_key(threads: int) -> str:
+    return f"{device_name(torch.device('cpu'))}, cpu tile, {threads} threads, {versions()}"

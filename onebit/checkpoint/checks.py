@@ -1,0 +1,168 @@
+"""Whether a state can be what some optimizer saved: looked at before anything is built from it.
+
+A ValueError for values that no run leaves behind (a moment that is not finite, a variance below 0, another shape), a
+TypeError for another kind of thing than `onebit.checkpoint.schema` or torch.optim.AdamW puts there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from onebit.checkpoint.schema import VERSION, Saved
+from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
+from onebit.kernels.data.wire import Scale, is_one_of
+
+_MOST = 2**53  # whole numbers beyond it are not exact as float64
+_DAMAGED = "the state is damaged, or not an optimizer's. Load another"
+_ANY, _FINITE, _POSITIVE, _BITS = "any", "finite", "positive", "bits"
+_VALUES = {
+    "exp_avg": _FINITE, "exp_avg_sq": _POSITIVE, "denominator": _POSITIVE, "momentum_scales": _POSITIVE,
+    "first_momentum": _FINITE, "momentum_bits": _BITS, "counted_bits": _BITS, "master": _ANY,
+    "coefficient_average": _POSITIVE, "ratio": _POSITIVE, "gamma": _POSITIVE,
+}  # fmt: skip
+_SINGLE = ("coefficient_average", "ratio", "gamma")
+_NUMBERS = {"optimizer", "ranks", "steps", "skipped_steps", "compressing", "chunks", "wire_bytes", "trace"}
+
+
+def check_structure(state_dict: object) -> None:
+    """Mappings and lists where `torch.optim.Optimizer.state_dict` has them."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state is a dict, not a {type(state_dict).__name__}: {_DAMAGED}")
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        names = sorted(map(str, state_dict))
+        raise ValueError(f"not a state of an optimizer: it has {names}, not state and param_groups")
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
+        raise TypeError(f"state is not a dict with a dict for each parameter: {_DAMAGED}")
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        raise TypeError(f"param_groups is not a list of dicts: {_DAMAGED}")
+    for i, group in enumerate(groups):
+        if not isinstance(group.get("params"), (list, tuple)):
+            raise TypeError(f"param group {i} has no list of parameters: {_DAMAGED}")
+    keys = [key for group in groups for key in group["params"]]
+    if not all(isinstance(key, (int, str)) for key in keys):
+        raise TypeError(f"the param groups name parameters by other things than numbers and names: {_DAMAGED}")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the param groups name a parameter twice: {_DAMAGED}")
+
+
+def check_numbers(numbers: Mapping[str, Any]) -> None:
+    """How far the run had come: what `onebit.state.progress` makes, or nothing."""
+    if not numbers:
+        return
+    version = numbers.get("version")
+    if not isinstance(version, int) or version != VERSION:
+        raise ValueError(
+            f"the state has version {_shown(version)}, this onebit reads {VERSION}: load it with the onebit that "
+            f"saved it"
+        )
+    if lacks := _NUMBERS - numbers.keys():
+        raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
+    for name, least, most in (
+        ("ranks", 1, MOST_RANKS), ("steps", 0, _MOST), ("skipped_steps", 0, _MOST), ("wire_bytes", 0, 2**63),
+    ):  # fmt: skip
+        whole_number(numbers[name], name, least, most)
+    if not isinstance(numbers["compressing"], bool) or not isinstance(numbers["optimizer"], str):
+        raise TypeError(f"the state does not say in which stage of which optimizer it was saved: {_DAMAGED}")
+    if not isinstance(numbers["chunks"], (list, tuple)):
+        raise TypeError(f"chunks is a list of numbers, not {_shown(numbers['chunks'])}: {_DAMAGED}")
+    for chunks in numbers["chunks"]:
+        whole_number(chunks, "chunks", 1, MOST_CHUNKS)
+    if numbers["compressing"]:
+        check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
+        if not is_one_of(numbers.get("scale"), get_args(Scale)):
+            raise ValueError(f"scale is {_shown(numbers.get('scale'))} in the state: {_DAMAGED}")
+    _check_trace(numbers["trace"])
+
+
+def _check_trace(trace: object) -> None:
+    good = isinstance(trace, (list, tuple)) and all(isinstance(row, (list, tuple)) and row for row in trace)
+    if not good or not all(_is_finite(n) for row in trace for n in row):  # type: ignore[attr-defined]
+        raise TypeError(f"trace is not a list of lists of numbers: {_DAMAGED}")
+    if any(len(row) != len(trace[0]) for row in trace[1:]):  # type: ignore[index]
+        raise ValueError(f"trace has rows of different lengths: {_DAMAGED}")
+
+
+def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
+    for i, group in enumerate(groups):
+        if lacks := {"lr", "betas", "eps", "weight_decay"} - group.keys():
+            raise ValueError(f"param group {i} of the state has no {', '.join(sorted(lacks))}: {_DAMAGED}")
+        for name in ("maximize", "amsgrad"):
+            if not isinstance(group.get(name, False), (bool, type(None))):
+                raise TypeError(f"{name} of param group {i} is neither true nor false: {_DAMAGED}")
+
+
+def check_own(own: Saved, shape: tuple[int, ...], name: str) -> None:
+    """What is there of a parameter's state, as far as it is known; bits and messages depend on the layout as well."""
+    for what in ("step", "coefficient_steps"):
+        if what in own:
+            steps_of(own, what)
+    numel = math.prod(shape)
+    for what, value in own.items():
+        if what in _SINGLE:
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{what} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
+            shaped(own, what, None, name)
+        elif what == "counted_bits":
+            shaped(own, what, (-(-numel // 8),), name)
+        elif what == "first_momentum":
+            shaped(own, what, shape, name)
+
+
+def steps_of(own: Saved, what: str = "step") -> int:
+    value = own[what]
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.is_meta or value.layout is not torch.strided:
+            raise ValueError(f"{what} is a number, not {value.dtype} {tuple(value.shape)}: {_DAMAGED}")
+        value = value.item()
+    return whole_number(value, what, 0, _MOST)
+
+
+def whole_number(value: object, what: str, least: int, most: int) -> int:
+    number = float(value) if not isinstance(value, bool) and _is_finite(value) else math.nan  # type: ignore[arg-type]
+    if not number.is_integer() or not least <= number <= most:
+        raise ValueError(f"{what} is {_shown(value)} in the state, not a whole number of {least} or more: {_DAMAGED}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str) -> Tensor:
+    """own[what], which must have `shape` and values that a run can leave behind."""
+    if what not in own:
+        raise ValueError(f"the state has no {what} for parameter {name}: it is damaged, or not a state of stage 2")
+    value = own[what]
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what} of parameter {name} is a {type(value).__name__}, not a tensor: {_DAMAGED}")
+    if shape is not None and tuple(value.shape) != shape:
+        raise ValueError(
+            f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
+            f"state is another model's, or damaged"
+        )
+    kind = _VALUES.get(what, _FINITE)  # residuals have a rank in their names
+    right = value.dtype == torch.uint8 if kind == _BITS else value.dtype.is_floating_point
+    if not right or value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise TypeError(f"{what} of parameter {name} has dtype {value.dtype} or no values: {_DAMAGED}")
+    if kind in (_FINITE, _POSITIVE) and value.numel():
+        least, most = (float(x) for x in value.detach().float().aminmax())
+        if not (math.isfinite(least) and math.isfinite(most)) or (kind == _POSITIVE and least < 0):
+            raise ValueError(
+                f"{what} of parameter {name} reaches from {least:g} to {most:g}, as no run leaves it: {_DAMAGED}"
+            )
+    return value
+
+
+def _shown(value: object) -> str:
+    """Not every tensor can show what is in it."""
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else f"{value!r:.60}"
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False

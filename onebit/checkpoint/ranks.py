@@ -1,0 +1,81 @@
+"""Ranks that save or load together: what fails on one is an error on all, and none waits for ever.
+
+What they tell each other is JSON in uint8 tensors: nothing that comes from another rank is unpickled here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from onebit.collectives.agreement import gathered
+from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import Transport, described
+from onebit.collectives.transport.torch import TorchTransport
+
+T = TypeVar("T")
+
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
+
+
+class Together:
+    """The ranks of an optimizer, as torch.distributed.checkpoint needs them."""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        if not dist.is_initialized() and transport.size > 1:
+            raise ValueError(
+                f"a checkpoint of {transport.size} ranks needs torch.distributed (init_process_group); over "
+                f"{transport.name} alone save optimizer.state_dict() on every rank"
+            )
+        self.group = transport.group if isinstance(transport, TorchTransport) else None
+        self._transport = transport if self.group is not None else transport_for(None)
+        self.rank, self.size, self._device = self._transport.rank, self._transport.size, device
+
+    def do(self, work: Callable[[], T]) -> T:
+        """What `work` returns here. Where it fails on any rank, its error is raised on every rank."""
+        own, failure = None, None
+        try:
+            own = work()
+        except Exception as error:
+            failure = error
+        told = self.tell(None if failure is None else [_kind(failure), str(failure)])
+        failed = {rank: each for rank, each in enumerate(told) if each is not None}
+        if failed:
+            kind, text = failed.get(self.rank) or failed[min(failed)]
+            if len(failed) < self.size:
+                text = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {self.size}: {text}"
+            raise _KINDS.get(kind, RuntimeError)(text) from failure
+        return own  # type: ignore[return-value]
+
+    def tell(self, value: Any) -> list[Any]:
+        """`value`, which JSON can hold, of every rank. A collective call."""
+        if self.size == 1:
+            return [value]
+        phase = "telling the ranks how a checkpoint went (all-gather)"
+        text = json.dumps(value).encode()
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self._device)
+        lengths = gathered(self._transport, length, phase).view(-1).tolist()
+        sent = torch.tensor(list(text.ljust(max(lengths))), dtype=torch.uint8, device=self._device)
+        return [json.loads(bytes(row.tolist())) for row in gathered(self._transport, sent, phase).cpu()]
+
+    @contextmanager
+    def inside_dcp(self, what: str) -> Iterator[None]:
+        """Around what torch.distributed.checkpoint does on all ranks: it raises on all of them what failed on one."""
+        try:
+            with described(what, self._transport.name):
+                yield
+        except CheckpointException as error:
+            told = {rank: cause for rank, (cause, _) in error.failures.items()}
+            kind = OSError if any(isinstance(cause, OSError) for cause in told.values()) else ValueError
+            reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(told.items()))
+            raise kind(f"{what} failed ({reasons})") from None
+
+
+def _kind(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)

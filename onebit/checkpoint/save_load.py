@@ -1,0 +1,264 @@
+"""One checkpoint of a whole run, over torch.distributed.checkpoint: saved by all ranks, loaded by any number of them.
+
+A save is whole or not there, and until it is whole the checkpoint before it stays (`onebit.checkpoint.files`). A load
+checks version, layout and every file before it reads, and reads and builds everything beside what is there: a
+checkpoint that is damaged or does not fit is a ValueError on every rank (a TypeError where a value is of another kind)
+and changes nothing.
+
+`dcp.save` and `dcp.load` take an optimizer as it is, but `dcp.load` fills what is there already. `load` looks first
+what was saved: a new optimizer may load a state of stage 2, and of another number of ranks.
+"""
+
+# mypy: disable-error-code="attr-defined"
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.nn.parallel import DistributedDataParallel
+
+from onebit.checkpoint import files
+from onebit.checkpoint.checks import check_numbers
+from onebit.checkpoint.compatibility import check_layout, layout_of
+from onebit.checkpoint.index import KeyPath, Planner, Reader, written
+from onebit.checkpoint.ranks import Together
+from onebit.checkpoint.restore import continues
+from onebit.checkpoint.schema import PROGRESS, progress_of, rank_of
+from onebit.optim.optimizer import OneBitOptimizer
+
+_SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
+
+
+def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> None:
+    """Write the model and all ranks' state into `folder`: a collective call.
+
+    A checkpoint that is in `folder` already stays until this one is whole, then goes. What the ranks can't write is an
+    OSError on all of them.
+    """
+    ranks, folder = Together(optimizer._transport, optimizer._device), Path(folder)
+    state = {"model": _inner(model).state_dict(), "optimizer": optimizer.state_dict()}
+    layout = layout_of(state["model"], optimizer)
+    state = ranks.do(lambda: _plain(state))
+    data = ranks.tell([layout["fingerprint"], files.new_name()])
+    ranks.do(lambda: _agree_on_layout(data))
+    name = data[0][1]
+    ranks.do(lambda: _make_room(folder, name, ranks.rank))
+    with ranks.inside_dcp(_SAVING), _quiet():
+        metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), process_group=ranks.group)
+    found = ranks.tell(ranks.do(lambda: _finish(folder / name, metadata, ranks)))
+    ranks.do(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> None:
+    """Continue from what `save` wrote, on any number of ranks: a collective call.
+
+    The same number of ranks continues bit for bit; another number with the mean of the residuals. A checkpoint that is
+    damaged, another program's or another model's is a ValueError or TypeError on every rank and changes nothing.
+    """
+    ranks, inner = Together(optimizer._transport, optimizer._device), _inner(model)
+    here = inner.state_dict()
+    manifest = ranks.do(lambda: files.Manifest(Path(folder)))
+    seen = ranks.tell(manifest.checksum)
+    ranks.do(lambda: _agree_on_folder(Path(folder), seen))
+    ranks.do(lambda: check_layout(manifest.layout, layout_of(here, optimizer)))
+    ranks.do(lambda: manifest.check_files(ranks.rank, ranks.size))
+    source = ranks.do(lambda: _Source(manifest, ranks))
+    loaded = _optimizer_state(source, optimizer)
+    state = {"model": {name: _room_like(value) for name, value in here.items()}}
+    source.fill(state)
+    install = ranks.do(lambda: optimizer._prepared(loaded))
+    inner.load_state_dict(state["model"])
+    install()
+
+
+def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
+    """What this rank needs of the optimizer's state."""
+    paths, group = source.paths, optimizer._transport
+    found = source.read(k for k, p in paths.items() if p[1] == "param_groups")
+    numbers = source.ranks.do(lambda: _numbers({paths[k]: v for k, v in found.items()}))
+    own_residual, own_server = f"residual_of_rank_{group.rank}", f"server_residual_of_rank_{group.rank}"
+    servers = {k for k, p in paths.items() if str(p[-1]).startswith("server_residual_of_rank_")}
+    residuals: dict[int, list[str]] = {}
+    for key, path in paths.items():
+        if (rank := rank_of(path[-1])) is not None:
+            residuals.setdefault(rank, []).append(key)
+    others = {k for own in residuals.values() for k in own}
+    if source.ranks.do(lambda: continues(optimizer, numbers)):
+        others = {k for k in others if paths[k][-1] != own_residual}
+        others |= {k for k in servers if paths[k][-1] != own_server}
+        found |= source.read(k for k in paths if k not in found and k not in others)
+    else:
+        found |= source.read(k for k in paths if k not in found and k not in others)
+        found |= _mean_residuals(source, residuals)
+    return source.ranks.do(lambda: _nested({paths[k]: v for k, v in found.items()}))
+
+
+def _numbers(groups: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """How far the run had come that saved these param groups."""
+    numbers = progress_of(_nested(groups)["param_groups"])
+    if not numbers:
+        raise ValueError(f"the checkpoint's first param group has no {PROGRESS!r}: it is damaged. Load another")
+    check_numbers(numbers)
+    return numbers
+
+
+def _mean_residuals(source: _Source, residuals: Mapping[int, list[str]]) -> dict[str, Tensor]:
+    """The mean over ranks in the place of each one's, read rank by rank: one model's size in memory, not N."""
+    mean: dict[KeyPath, Tensor] = {}
+    for keys in residuals.values():
+        for key, value in source.read(keys).items():
+            place = source.paths[key][:-1]
+            mean[place] = mean.get(place, 0) + value.double() / len(residuals)
+    single = {place: value.float() for place, value in mean.items()}
+    return {key: single[source.paths[key][:-1]] for keys in residuals.values() for key in keys}
+
+
+def _nested(flat: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """The dicts and lists of an optimizer's state from the paths into it."""
+    root: dict[Any, Any] = {"optimizer": {"state": {}, "param_groups": {}}}
+    for path, value in flat.items():
+        node = root
+        for step in path[:-1]:
+            node = node.setdefault(_key(step), {})
+            if not isinstance(node, dict):
+                raise ValueError(f"the checkpoint has two values for {path}: it is damaged. Load another")
+        node[_key(path[-1])] = value
+    own = root["optimizer"]
+    groups = own["param_groups"]
+    if not groups or sorted(groups, key=str) != sorted(range(len(groups)), key=str):
+        raise ValueError("the checkpoint lacks param groups: it is damaged. Load another")
+    return {**own, "param_groups": [groups[i] for i in range(len(groups))]}
+
+
+def _key(step: str | int) -> str | int:
+    return int(step) if isinstance(step, str) and re.fullmatch(r"[0-9]{1,9}", step) else step
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+class _Source:
+    """A checkpoint that was checked, and the ranks that read it together."""
+
+    def __init__(self, manifest: files.Manifest, ranks: Together) -> None:
+        self.manifest, self.ranks, self.index = manifest, ranks, Reader(manifest).index
+        paths: dict[str, KeyPath] = self.index.planner_data
+        self.paths = {k: p for k, p in paths.items() if p[0] == "optimizer" and len(p) > 1}
+        if not self.paths:
+            raise ValueError(f"{manifest.folder} holds no optimizer: it is damaged. Load another checkpoint")
+
+    def fill(self, state: dict[str, Any]) -> None:
+        with self.ranks.inside_dcp(_READING), _quiet():
+            dcp.load(
+                state, storage_reader=Reader(self.manifest, self.index), planner=Planner(),
+                process_group=self.ranks.group,
+            )  # fmt: skip
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """What is stored under `keys`."""
+        found = {key: self._room(key) for key in keys}
+        self.fill(found)
+        return found
+
+    def _room(self, key: str) -> Tensor | None:
+        entry = self.index.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        return None
+
+
+def _room_like(value: Any) -> Any:
+    """For a tensor of the model, in host memory where it is an ordinary one."""
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    return torch.empty_like(value, device="cpu" if type(value) in (Tensor, nn.Parameter) else None)
+
+
+def _make_room(folder: Path, name: str, rank: int) -> None:
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.prune(folder)
+        (folder / name).mkdir()
+
+
+def _finish(data: Path, metadata: Any, ranks: Together) -> dict[str, list[Any]]:
+    """This rank's files, on the disk, and what is in them."""
+    names = {at.relative_path for at in metadata.storage_data.values()}
+    own = [name for name in sorted(names) if _writer(name) % ranks.size == ranks.rank]
+    if ranks.rank == 0:
+        files.write(data / files.INDEX, written(metadata))
+        own += [files.INDEX, ".metadata"]
+    found = files.described(data, own)
+    files.sync_folder(data)
+    return found
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file, and has it in its memory still: torch names them __<rank>_<number>.distcp."""
+    found = re.match(r"__(\d+)_", name)
+    return int(found[1]) if found else 0
+
+
+def _commit(folder: Path, name: str, found: Mapping[str, list[Any]], layout: Mapping[str, Any], rank: int) -> None:
+    if rank == 0:
+        files.commit(folder, name, found, layout)
+        files.prune(folder)
+
+
+def _agree_on_layout(told: list[list[str]]) -> None:
+    others = [rank for rank, (fingerprint, _) in enumerate(told) if fingerprint != told[0][0]]
+    if others:
+        raise ValueError(
+            f"ranks {others} have another model or other options than rank 0: give every rank the same, and save again"
+        )
+
+
+def _agree_on_folder(folder: Path, seen: list[str]) -> None:
+    others = [rank for rank, checksum in enumerate(seen) if checksum != seen[0]]
+    if others:
+        raise ValueError(
+            f"ranks {others} find another checkpoint in {folder} than rank 0: it must be one folder that all ranks see"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """What torch.load(weights_only=True) will read: found out when it is saved, not when it is needed."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, (Tensor, str, int, float, type(None))):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        try:
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{value!r:.80} ({type(value).__name__}) could be saved and not be loaded: onebit.load unpickles no "
+                f"objects. Keep plain numbers, strings and tensors in param groups and in a model's extra state"
+            ) from error
+    return value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One process alone is not worth a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield

@@ -1,0 +1,189 @@
+"""The demo's processes: a rank each on this machine, or on the hosts of the network lab; none outlives the demo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from onebit.cli.demo.train import MARK, Settings
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TAIL_LINES = 50
+
+
+class DemoError(Exception):
+    """Why there is no result. `code` is the exit status of the command."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Process:
+    """Python that runs a module; its lines go to a queue, its errors are kept."""
+
+    def __init__(self, name: str, module: list[str], env: Mapping[str, str], lines: queue.Queue[str]) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.running = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            env={**os.environ, **env, "OMP_NUM_THREADS": "1"},  # ranks that share cores are 50 times slower with more
+            stdin=subprocess.PIPE,  # a rank ends when it closes
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the demo alone
+        )
+        self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: queue.Queue[str]) -> None:
+        for line in self.running.stdout or ():
+            lines.put(re.sub(r"^\[rank \d+\] ", "", line.rstrip("\n")))  # the lab says who
+
+    def report(self) -> str:
+        """How it ended, and the last it had to say."""
+        code, said = self.running.returncode, self.last_lines()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+        return "\n    ".join([f"{self.name} {how}" + ("; its last lines:" if said else ""), *said])
+
+    def last_lines(self) -> list[str]:
+        self._errors.seek(0)
+        return [line.rstrip() for line in self._errors if MARK not in line][-TAIL_LINES:]
+
+    def drain(self) -> None:
+        """Wait, once it has ended, until its last line is in the queue."""
+        self._reader.join(5)
+
+    def end(self, deadline: float) -> None:
+        """Wait until `deadline`, then kill."""
+        try:
+            self.running.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.running.kill()
+            self.running.wait()
+        self.drain()
+        for stream in (self.running.stdin, self.running.stdout, self._errors):
+            if stream is not None:
+                stream.close()
+
+
+class Lab(Process):
+    """The network lab, whose own errors say which rank, or what this machine lacks."""
+
+    def report(self) -> str:
+        return "\n".join(self.last_lines()) or super().report()
+
+
+def lines_of(settings: Settings) -> Generator[str, None, None]:
+    """What the ranks write, until all have ended. A DemoError where one fails; whatever happens, none runs on."""
+    lines: queue.Queue[str] = queue.Queue()
+    processes: list[Process] = []
+    with handling({signal.SIGTERM: _exit, getattr(signal, "SIGHUP", signal.SIGTERM): _exit}):
+        try:
+            if settings.bandwidth is None:
+                # The demo holds the store: its port is bound when it is chosen, and rank 0 may die like any other.
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                for rank in range(settings.ranks):
+                    env = _environment(settings, rank, store.port)
+                    processes.append(Process(f"rank {rank}", _module(settings), env, lines))
+            else:
+                processes.append(_lab(settings, lines))
+            yield from _until_the_end(processes, lines)
+        finally:
+            _stop(processes)
+
+
+def _until_the_end(processes: list[Process], lines: queue.Queue[str]) -> Iterator[str]:
+    while True:
+        codes = [process.running.poll() for process in processes]
+        with contextlib.suppress(queue.Empty):
+            yield lines.get(timeout=0.05)
+            continue
+        failed = [process for process, code in zip(processes, codes, strict=True) if code]
+        if failed:
+            raise DemoError(min(failed, key=lambda process: process.running.returncode).report())  # signals first
+        if None not in codes:
+            for process in processes:
+                process.drain()
+            while not lines.empty():
+                yield lines.get()
+            return
+
+
+def _stop(processes: list[Process]) -> None:
+    """SIGTERM, and SIGKILL to what does not heed it. A second Ctrl-C does not cut this short."""
+    with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        for process in processes:
+            if process.running.poll() is None:
+                process.running.terminate()
+        deadline = time.monotonic() + 10  # the lab takes its hosts down
+        for process in processes:
+            process.end(deadline)
+
+
+def _module(settings: Settings) -> list[str]:
+    return ["onebit.cli.demo.train", json.dumps(asdict(settings))]
+
+
+def _environment(settings: Settings, rank: int, port: int) -> dict[str, str]:
+    """What torchrun would set, and that ranks talk over loopback, whatever this machine's name resolves to."""
+    names = [name for _, name in socket.if_nameindex()] if os.name == "posix" else []
+    loopback = [{"GLOO_SOCKET_IFNAME": name} for name in ("lo", "lo0") if name in names]
+    torchrun = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(settings.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return {**torchrun, **(loopback[0] if loopback else {})}
+
+
+def _lab(settings: Settings, lines: queue.Queue[str]) -> Lab:
+    """The network lab starts the ranks, each on a host of its own. It comes with the repository, not the package."""
+    if not (REPOSITORY / "perf" / "lab").exists():
+        raise DemoError(
+            "--bandwidth needs the network lab, which is in onebit's repository and not in the installed package: "
+            "clone it and run `make demo` or `pip install -e .` there",
+            code=2,
+        )
+    lab = ["perf.lab", "--hosts", str(settings.ranks), "--rate", str(settings.bandwidth)]
+    options = ["--launcher", "env", "--timeout", str(4 * 3600), "--", "-m"]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return Lab("the network lab", [*lab, *options, *_module(settings)], {"PYTHONPATH": path}, lines)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """These signal handlers for a while, where the signal is not ignored; in the main thread, others cannot."""
+    main = threading.current_thread() is threading.main_thread()
+    heeded = [number for number in handlers if main and signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, handlers[number]) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler or signal.SIG_DFL)

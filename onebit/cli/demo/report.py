@@ -1,0 +1,130 @@
+"""What the demo shows: the progress line, the table, the plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onebit.cli.demo.model import LENGTH
+from onebit.cli.demo.train import BATCH, End, Settings, Start, Step
+
+GREY, BLUE = "#7f7f7f", "#1f77b4"
+
+
+@dataclass
+class Record:
+    """What the ranks have told so far."""
+
+    settings: Settings
+    start: Start | None = None
+    steps: list[Step] = field(default_factory=list)
+    end: End | None = None
+
+    def add(self, what: Start | Step | End | None) -> None:
+        if isinstance(what, Start):
+            self.start = what
+        elif isinstance(what, Step):
+            self.steps.append(what)
+        elif isinstance(what, End):
+            self.end = what
+
+    @property
+    def freeze(self) -> int | None:
+        """The first step of stage 2."""
+        return next((s.step for s in self.steps if s.compressing), None)
+
+    def sent(self, counted: bool = False) -> list[list[int]]:
+        """By each of the two: in all, and in stage 2."""
+        rows = [s.counted if counted and s.counted else s.sent for s in self.steps]
+        before = rows[self.freeze - 2] if self.freeze else rows[-1]
+        return [[all_of_it, all_of_it - b] for all_of_it, b in zip(rows[-1], before, strict=True)]
+
+
+def progress_line(record: Record) -> str:
+    """Fits into 80 columns."""
+    last, name = record.steps[-1], record.settings.names[0]
+    recent = [sum(step.seconds) for step in record.steps[-10:]]
+    original, ours = (mean[-1] for mean in smoothed(record.steps[-10:], 10))
+    dense, packed = (sent / 1e6 for sent in last.sent)
+    return (
+        f"{last.step}/{record.settings.steps} stage {2 if last.compressing else 1}  "
+        f"loss: {name} {original:.3f}, 1-bit {ours:.3f}  sent: {dense:.0f}, {packed:.0f} MB  "
+        f"{len(recent) / sum(recent):.1f} steps/s"
+    )
+
+
+def describe(record: Record) -> str:
+    assert record.start is not None and record.end is not None
+    settings, start, names = record.settings, record.start, record.settings.names
+    rows = [("", *names, ""), ("validation loss", *(f"{loss:.3f}" for loss in record.end.losses), "")]
+    total, stage2 = zip(*record.sent(), strict=True)
+    rows.append(("sent by each rank", *map(megabytes, total), _times_less(total)))
+    rows.append(("  of it in stage 2", *map(megabytes, stage2), _times_less(stage2)))
+    if record.steps[-1].counted is not None:
+        _, counted = zip(*record.sent(counted=True), strict=True)
+        rows.append(("  by the link's counter", *map(megabytes, counted), _times_less(counted)))
+    seconds = [statistics.median(s) for s in zip(*(s.seconds for s in record.steps if s.compressing), strict=True)]
+    note = f"{seconds[0] / seconds[1]:.1f} times faster" if seconds[0] > 1.1 * seconds[1] else ""
+    rows.append(("time a step, stage 2", *(f"{1e3 * s:.0f} ms" for s in seconds), note))
+    table = "\n".join(f"  {what:<24}{a:>12}{b:>14}   {c}".rstrip() for what, a, b, c in rows)
+    tip = (
+        ""
+        if settings.bandwidth
+        else "\n\nHere ranks talk at memory speed. Over a slow link: onebit demo --bandwidth 100mbit"
+    )
+    where = f"links of {settings.bandwidth}" if settings.bandwidth else f"{start.backend} on {start.device}"
+    return (
+        f"{settings.ranks} ranks, {where}; a transformer of {start.elements:,} parameters on Python's documentation,\n"
+        f"{settings.steps} steps of {settings.ranks} x {BATCH} x {LENGTH} characters, seed {settings.seed}; "
+        f"1 bit from step {record.freeze} on\n\n{table}{tip}"
+    )
+
+
+def plot(record: Record, path: Path) -> None:
+    """Losses above, bytes below, over the steps. Needs matplotlib."""
+    from matplotlib import pyplot
+
+    assert record.end is not None
+    settings, names, where = record.settings, record.settings.names, [s.step for s in record.steps]
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(8, 6.5), height_ratios=(3, 2), sharex=True, layout="constrained"
+    )
+    curves = smoothed(record.steps, max(1, settings.steps // 40))
+    sent = list(zip(*(s.sent for s in record.steps), strict=True))
+    for i, (name, color) in enumerate(zip(names, (GREY, BLUE), strict=True)):
+        above.plot(where, curves[i], color=color, label=f"{name}: {record.end.losses[i]:.3f} on held-out text")
+        below.plot(where, [b / 1e6 for b in sent[i]], color=color)
+        below.annotate(
+            f"{name}: {megabytes(sent[i][-1])}", (where[-1], sent[i][-1] / 1e6), ((-40, 0), (-6, 6))[i], color=color,
+            textcoords="offset points", ha="right", va=("center", "bottom")[i],
+        )  # fmt: skip
+    above.set(ylabel="training loss")
+    above.legend(loc="upper right")
+    below.set(xlabel="step", ylabel="MB sent by each rank", ylim=(0, None), xlim=(0, settings.steps))
+    for axes in (above, below):
+        axes.axvline(settings.freeze_step, color="black", linestyle=":", linewidth=1)
+        axes.grid(alpha=0.3)
+    at = (settings.freeze_step, 0.95)
+    below.annotate("freeze", at, (-5, 0), xycoords=below.get_xaxis_transform(), textcoords="offset points",
+                   ha="right", va="top")  # fmt: skip
+    below.annotate("1 bit", at, (5, 0), xycoords=below.get_xaxis_transform(), textcoords="offset points", va="top")
+    stage2 = [sent for _, sent in record.sent()]
+    figure.suptitle(f"{settings.ranks} ranks: after the freeze {names[1]} sends {_times_less(stage2)} than {names[0]}")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def smoothed(steps: Sequence[Step], window: int) -> list[list[float]]:
+    """Both losses, each the mean of the last `window`."""
+    both = zip(*(s.losses for s in steps), strict=True)
+    return [[statistics.fmean(one[max(0, i - window) : i]) for i in range(1, len(one) + 1)] for one in both]
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _times_less(sent: Sequence[int]) -> str:
+    return f"{sent[0] / sent[1]:.1f} times less"

@@ -1,0 +1,216 @@
+"""A rank of the demo: trains one model with the original optimizer and its twin with 1 bit, a step each in turn.
+
+Started by onebit.cli.demo.ranks as `python -m onebit.cli.demo.train SETTINGS`. Both models see the same batches. Rank 0
+prints what happens in lines of JSON behind a mark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from onebit.cli.demo.model import Text, Transformer, loss_of
+from onebit.optim.optimizer import OneBitOptimizer
+
+MARK = "@onebit-demo "
+BATCH = 16
+HELD_OUT = 512
+BETAS = (0.9, 0.98)
+RATE = {"adam": 3e-3, "lamb": 2e-2}
+WARMUP = {"adam": 0.25, "lamb": 0.3}  # the part of all steps before the freeze
+
+
+@dataclass(frozen=True)
+class Settings:
+    optimizer: str = "adam"
+    ranks: int = 2
+    steps: int = 400
+    seed: int = 0
+    bandwidth: str | None = None  # of the network lab's links; None without a lab
+
+    @property
+    def freeze_step(self) -> int:
+        return max(1, round(WARMUP[self.optimizer] * self.steps))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        name = {"adam": "Adam", "lamb": "LAMB"}[self.optimizer]
+        return name, f"1-bit {name}"
+
+
+@dataclass(frozen=True)
+class Start:
+    device: str
+    backend: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of the original and of its 1-bit twin. Losses are means over ranks, bytes what rank 0 has sent so far."""
+
+    step: int
+    compressing: bool
+    losses: list[float]
+    seconds: list[float]
+    sent: list[int]
+    counted: list[int] | None  # by the network interface
+
+
+@dataclass(frozen=True)
+class End:
+    losses: list[float]  # on text that nobody trained on
+
+
+class Run:
+    """A model, its optimizer, and what it has sent."""
+
+    def __init__(self, settings: Settings, compress: bool, letters: int, device: torch.device) -> None:
+        torch.manual_seed(settings.seed)
+        self.model = DistributedDataParallel(Transformer(letters).to(device))
+        self.optimizer = _optimizer(settings, compress, self.model)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, RATE[settings.optimizer], settings.steps, pct_start=0.1, cycle_momentum=False
+        )
+        self.elements = sum(p.numel() for p in self.model.parameters())
+        self._ring = round(2 * (settings.ranks - 1) / settings.ranks * 4 * self.elements)
+        self._rings, self.counted = 0, 0
+
+    @property
+    def compressing(self) -> bool:
+        return isinstance(self.optimizer, OneBitOptimizer) and self.optimizer.compressing
+
+    @property
+    def sent(self) -> int:
+        """Bytes: an fp32 ring all-reduce a step without compression, messages with it."""
+        own = self.optimizer.wire_bytes if isinstance(self.optimizer, OneBitOptimizer) else 0
+        return self._rings * self._ring + own
+
+    def step(self, windows: Tensor) -> tuple[Tensor, float]:
+        """The loss, and how long it took all ranks."""
+        before, start = _interface_bytes(), time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, windows)
+        loss.backward()
+        self.optimizer.step()
+        loss = loss.detach().cpu()
+        dist.barrier()  # nothing of this step is under way any more
+        seconds = time.perf_counter() - start
+        self.counted += _interface_bytes() - before
+        self.schedule.step()
+        self._rings += not self.compressing
+        return loss, seconds
+
+    @torch.no_grad()
+    def held_out_loss(self, windows: Tensor) -> Tensor:
+        return torch.stack([loss_of(self.model.module, part) for part in windows.split(BATCH)]).mean().cpu()
+
+
+def train(settings: Settings, rank: int, device: torch.device) -> None:
+    text = Text()
+    runs = [Run(settings, compress, text.letters, device) for compress in (False, True)]
+    source = torch.Generator().manual_seed(1000 * settings.seed + rank)
+    _tell(rank, Start(device.type, dist.get_backend(), runs[0].elements))
+    for step in range(1, settings.steps + 1):
+        windows = text.batch(BATCH, source).to(device)
+        losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
+        counted = [run.counted for run in runs] if settings.bandwidth else None
+        mean, sent = _mean(list(losses), device), [run.sent for run in runs]
+        _tell(rank, Step(step, runs[1].compressing, mean, list(seconds), sent, counted))
+    windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
+    _tell(rank, End(_mean([run.held_out_loss(windows) for run in runs], device)))
+
+
+def main() -> None:
+    settings = Settings(**json.loads(sys.argv[1]))
+    if settings.bandwidth is None:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.device_count() >= settings.ranks
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    torch.set_num_threads(1)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=rank == 0 and settings.bandwidth is not None)  # else the parent holds it
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=timedelta(minutes=2),
+        device_id=device if cuda else None,
+    )
+    train(settings, rank, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _optimizer(settings: Settings, compress: bool, model: DistributedDataParallel) -> torch.optim.Optimizer:
+    """LAMB that never freezes is uncompressed LAMB."""
+    parameters, rate = model.parameters(), RATE[settings.optimizer]
+    if settings.optimizer == "adam" and not compress:
+        return torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=0.01)
+    freeze_step = settings.freeze_step if compress else settings.steps
+    options: dict[str, Any] = {
+        "lr": rate,
+        "betas": BETAS,
+        "weight_decay": 0.01,
+        "freeze_step": freeze_step,
+        "chunks": 1,
+    }
+    optimizer: OneBitOptimizer
+    if settings.optimizer == "adam":
+        optimizer = onebit.OneBitAdam(parameters, **options)
+    else:
+        optimizer = onebit.OneBitLamb(parameters, max_coeff=1.0, **options)
+    onebit.attach(model, optimizer)
+    return optimizer
+
+
+def _mean(losses: list[Tensor], device: torch.device) -> list[float]:
+    """Over ranks."""
+    total = torch.stack(losses).to(device)
+    dist.all_reduce(total)
+    return [float(x) for x in total / dist.get_world_size()]
+
+
+def _tell(rank: int, what: Start | Step | End) -> None:
+    if rank == 0:
+        print(MARK + json.dumps({type(what).__name__: asdict(what)}), flush=True)
+
+
+def heard(line: str) -> Start | Step | End | None:
+    """What a rank has told; None of any other line."""
+    if not line.startswith(MARK):
+        return None
+    ((kind, fields),) = json.loads(line[len(MARK) :]).items()
+    known: dict[str, type[Start | Step | End]] = {"Start": Start, "Step": Step, "End": End}
+    return known[kind](**fields)
+
+
+def _interface_bytes() -> int:
+    """What the host's interface has sent, in the network lab."""
+    counter = Path("/sys/class/net", os.environ.get("GLOO_SOCKET_IFNAME", "none"), "statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # the parent never writes: this ends when it does
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The command line: `onebit demo`, `onebit tune` and `onebit plan`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from onebit.cli import tune
+from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
+from onebit.cli.demo import command as demo
+from onebit.cli.demo.ranks import DemoError
+from onebit.cli.plan import command as plan
+from onebit.cli.plan.command import PlanError
+from onebit.cli.progress import Progress
+
+__all__ = ["DTYPES", "CommandError", "Progress", "main", "pick_device", "whole_number"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        _COMMANDS[arguments.command](arguments)
+    except (CommandError, DemoError, PlanError) as error:
+        print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="onebit", description="Communication-compressed training: 1 bit a value on the wire."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | tune | plan")
+    demo.add_arguments(
+        commands.add_parser(
+            "demo",
+            help="train a small language model with 1 bit and without, on ranks of this machine: a minute or two",
+            description="Trains a small language model on Python's own documentation, with Adam (or LAMB) and with its "
+            "1-bit twin: losses, bytes sent, a plot. Nothing is downloaded.",
+        )
+    )
+    tune.add_arguments(
+        commands.add_parser(
+            "tune",
+            help="measure the kernels on this device, under torchrun also the chunks on its ranks; keep the fastest",
+            description="Measures how the kernels run fastest on this device and, under torchrun, in how many chunks "
+            "the ranks exchange fastest. Prints every candidate with its time and writes the choices to a cache, where "
+            "every later run finds them.",
+        )
+    )
+    plan.add_arguments(
+        commands.add_parser(
+            "plan",
+            help="predict steps on a cluster that is not at hand, uncompressed and with 1 bit",
+            description="A model of latency and bandwidth: step times, bytes, speed-ups, and the network rate below "
+            "which compression pays. Every constant can be replaced.",
+        )
+    )
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    demo.run(arguments, Progress())
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    tune.run(arguments, Progress())
+
+
+_COMMANDS = {"demo": _demo, "tune": _tune, "plan": plan.run}

@@ -1,0 +1,1 @@
+"""`onebit plan`: steps on a cluster that is not at hand."""

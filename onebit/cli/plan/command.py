@@ -1,0 +1,118 @@
+"""`onebit plan`: what a step would take on a cluster that is not at hand, uncompressed and with 1 bit.
+
+    onebit plan --model bert-large --cluster ethernet-v100 --gpus 64
+    onebit plan --elements 7e9 --dtype bfloat16 --forward 150 --backward 300 --gpus 256 --network 100gbit
+
+Every constant of the model (onebit.cli.plan.model) is an option. A preset or a JSON file (--constants) gives many at
+once, under the options' names and in their units. The command line goes before the file, the file before presets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from onebit.cli.plan.model import Cluster, Model
+from onebit.cli.plan.options import CLUSTERS, ITEMSIZES, MODEL_OPTIONS, MODELS, OPTIONS, help_of
+from onebit.cli.plan.report import describe, plot, results
+
+
+class PlanError(Exception):
+    """Something the user can put right."""
+
+    code = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, help="a preset: a model of the papers, with times on their V100")
+    parser.add_argument("--cluster", choices=CLUSTERS, help="a preset: a cluster of the papers")
+    parser.add_argument("--constants", type=Path, metavar="FILE", help="a JSON object of any of the options below")
+    for name, option in OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=_argument(option.parse), metavar=name.upper(), help=help_of(name))
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="step time and speed-up over GPUs and network rates")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes, instead of the table")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    model, cluster = planned(arguments)
+    if arguments.plot:
+        _check_plot(arguments.plot)
+    print(json.dumps(results(model, cluster), indent=1) if arguments.json else describe(model, cluster))
+    if arguments.plot:
+        try:
+            plot(model, cluster, arguments.plot)
+        except OSError as error:
+            raise PlanError(f"the plot could not be written ({error}): choose another --plot") from error
+        if not arguments.json:
+            print(f"\nPlot: {arguments.plot}")
+
+
+def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
+    """What the options, the file and the presets together say."""
+    values: dict[str, Any] = {"dtype": "float16"}
+    for preset in (MODELS.get(arguments.model), CLUSTERS.get(arguments.cluster)):
+        values |= _parsed(preset or {}, "preset")
+    if arguments.constants:
+        values |= _from_file(arguments.constants)
+    values |= {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    for name in ("elements", "forward", "backward", "gpus", "network"):
+        if name not in values:
+            other = " or a --model" if name in MODEL_OPTIONS else " or a --cluster" if name == "network" else ""
+            raise PlanError(f"--{name} is missing: give it{other}")
+    values["itemsize"] = ITEMSIZES[values["dtype"]]
+    try:
+        return (
+            Model(**{each.name: values[each.name] for each in fields(Model) if each.name in values}),
+            Cluster(**{each.name: values[each.name] for each in fields(Cluster) if each.name in values}),
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def _check_plot(out: Path) -> None:
+    """Found out before the work."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError as error:
+        raise PlanError("--plot needs matplotlib: pip install matplotlib") from error
+    kind = out.suffix.lstrip(".").lower()
+    if kind not in FigureCanvasBase.get_supported_filetypes():
+        raise PlanError(f"a plot cannot be a {kind!r} file: choose another --plot, such as plan.png")
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--constants {path} can't be read ({error}): give a JSON object of options") from error
+    if not isinstance(found, dict):
+        raise PlanError(f'--constants {path} is no JSON object: write such as {{"network": "100gbit", "gpus": 64}}')
+    return _parsed({name.replace("-", "_"): str(value) for name, value in found.items()}, f"--constants {path}")
+
+
+def _parsed(texts: Mapping[str, str], where: str) -> dict[str, Any]:
+    unknown = sorted(texts.keys() - OPTIONS.keys())
+    if unknown:
+        raise PlanError(f"{where}: there is no option {unknown[0]!r}. The options are {', '.join(OPTIONS)}")
+    values = {}
+    for name, text in texts.items():
+        try:
+            values[name] = OPTIONS[name].parse(text)
+        except ValueError as error:
+            raise PlanError(f"{where}: {name}: {error}") from error
+    return values
+
+
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed

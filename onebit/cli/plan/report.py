@@ -1,0 +1,200 @@
+"""What `onebit plan` shows: the steps taken apart, bytes, speed-ups, constants, and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from onebit.cli.plan.model import (
+    Cluster,
+    Model,
+    Step,
+    end_to_end,
+    pays_below,
+    sent_compressed,
+    sent_uncompressed,
+    stage_1,
+    stage_2,
+    uncompressed,
+)
+from onebit.cli.plan.options import CLUSTER_OPTIONS, CONSTANTS
+
+MOST_GPUS = 4096
+RATES = (0.1e9, 800e9)  # bit/s, of the plot
+PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "communication not hidden",
+    "local": "optimizer's own work",
+}
+COLORS = {"fp32": "#7f7f7f", "fp16": "#ff7f0e", "stage 2": "#1f77b4", "run": "#2ca02c"}
+
+
+def steps(model: Model, cluster: Cluster) -> dict[str, Step]:
+    return {
+        "fp32": uncompressed(model, cluster, 4),
+        "fp16": uncompressed(model, cluster, 2),
+        "stage 1": stage_1(model, cluster),
+        "stage 2": stage_2(model, cluster),
+    }
+
+
+def results(model: Model, cluster: Cluster) -> dict[str, Any]:
+    """Seconds, bytes and ratios, for JSON."""
+    all_steps = steps(model, cluster)
+    baseline = uncompressed(model, cluster).total
+    below = pays_below(model, cluster)
+    two, mean = all_steps["stage 2"], end_to_end(model, cluster)
+    sent = {"fp32": sent_uncompressed(model, cluster, 4), "fp16": sent_uncompressed(model, cluster, 2)}
+    sent |= {"stage 1": sent_uncompressed(model, cluster), "stage 2": sent_compressed(model, cluster, two.chunks)}
+    return {
+        "model": asdict(model),
+        "cluster": asdict(cluster) | {"nodes": cluster.nodes},
+        "steps": {name: asdict(step) | {"total": step.total} for name, step in all_steps.items()},
+        "bytes_sent": {name: {"gpu": gpu, "node": node} for name, (gpu, node) in sent.items()},
+        "speed_up": {
+            "stage 2": {
+                "own dtype": baseline / two.total,
+                "fp32": all_steps["fp32"].total / two.total,
+                "fp16": all_steps["fp16"].total / two.total,
+            },
+            "end to end": {
+                "own dtype": baseline / mean,
+                "fp32": all_steps["fp32"].total / mean,
+                "fp16": all_steps["fp16"].total / mean,
+            },
+        },
+        "pays_below_bit_per_s": None if math.isinf(below) else below,
+    }
+
+
+def describe(model: Model, cluster: Cluster) -> str:
+    found = results(model, cluster)
+    names = list(found["steps"])
+    head = {"fp32": "fp32", "fp16": "fp16", "stage 1": "1-bit stage 1", "stage 2": "1-bit stage 2"}
+    rows = [("milliseconds a step", *(head[name] for name in names))]
+    for part, what in {**PARTS, "total": "total"}.items():
+        rows.append((f"  {what}", *(f"{1e3 * found['steps'][name][part]:,.1f}" for name in names)))
+    rows.append(("MB a step", *("" for _ in names)))
+    for who, what in (("gpu", "sent by a GPU"), ("node", "sent by a node to others")):
+        rows.append((f"  {what}", *(f"{found['bytes_sent'][name][who] / 1e6:,.1f}" for name in names)))
+    lines = [f"{first:<28}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows]
+    table = "\n".join(line.rstrip() for line in lines)
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.on_node}"
+    return (
+        f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {cluster.gpus} GPUs, {nodes}, "
+        f"{cluster.network / 1e9:.4g} Gbit/s a node\n\n{table}\n\n"
+        f"{_speed_ups(model, found['speed_up'])}\n{_pays(found['pays_below_bit_per_s'], cluster)}\n\n"
+        f"Predicted, not measured. Constants of the model, each replaceable:\n{_constants(cluster)}"
+    )
+
+
+def _speed_ups(model: Model, found: dict[str, dict[str, float]]) -> str:
+    lines = [
+        f"{what:<44}{ratios['fp16']:5.2f} x fp16's, {ratios['fp32']:5.2f} x fp32's speed"
+        for what, ratios in (
+            ("Stage 2", found["stage 2"]),
+            (f"A run with {100 * model.warmup:.4g} % of its steps in stage 1", found["end to end"]),
+        )
+    ]
+    return "\n".join(lines)
+
+
+def _pays(below: float | None, cluster: Cluster) -> str:
+    if cluster.nodes == 1:
+        return "On one node no network is used: compression is for more nodes"
+    if below is None:
+        return "Stage 2 is faster at any network rate"
+    if below == 0:
+        return "Stage 2 is slower at any network rate"
+    return f"Stage 2 is faster below {below / 1e9:.3g} Gbit/s a node; here {cluster.network / 1e9:.4g}"
+
+
+def _constants(cluster: Cluster) -> str:
+    lines = []
+    for name, constant in CONSTANTS.items():
+        value, option = getattr(cluster, name), f"--{name.replace('_', '-')}"
+        source = constant.metadata["source"] if value == constant.default else "as given"
+        lines.append(f"  {option:<17}{CLUSTER_OPTIONS[name].show(value):>12}  {source}")
+    if cluster.rates:
+        lines.append(f"  --rates           measured: {', '.join(sorted(cluster.rates))}")
+    return "\n".join(lines)
+
+
+def gpu_counts(cluster: Cluster) -> list[int]:
+    """One GPU a node's worth and on, doubling, to thousands."""
+    g = cluster.gpus_per_node
+    counts = [g * 2**k for k in range(20) if g * 2**k <= max(MOST_GPUS, cluster.gpus)]
+    return sorted({*counts, cluster.gpus})
+
+
+def rates() -> list[float]:
+    return [RATES[0] * (RATES[1] / RATES[0]) ** (k / 60) for k in range(61)]
+
+
+def plot(model: Model, cluster: Cluster, path: Path) -> None:
+    """Step time over GPUs, speed-up over GPUs, speed-up over the network's rate. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (time, scale, network) = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    counts = gpu_counts(cluster)
+    grown = [replace(cluster, gpus=n) for n in counts]
+    _times(time, model, counts, grown)
+    _ratios(scale, model, counts, grown, cluster.gpus, "Speed-up, more GPUs", "GPUs")
+    speeds = rates()
+    gbit = [x / 1e9 for x in speeds]
+    others = [replace(cluster, network=x) for x in speeds]
+    _ratios(network, model, gbit, others, cluster.network / 1e9, f"Speed-up, {cluster.gpus} GPUs", "Gbit/s a node")
+    figure.suptitle(
+        f"Predicted: {model.elements:,} elements, {cluster.gpus_per_node} GPUs a node, "
+        f"{cluster.network / 1e9:.4g} Gbit/s a node"
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _times(axes: Any, model: Model, counts: list[int], clusters: list[Cluster]) -> None:
+    every = [steps(model, each) for each in clusters]
+    names = {"fp32": "fp32 all-reduce", "fp16": "fp16 all-reduce", "stage 2": "1 bit, stage 2"}
+    for name, label in names.items():
+        axes.plot(counts, [1e3 * each[name].total for each in every], marker=".", color=COLORS[name], label=label)
+    compute = 1e3 * (every[0]["fp16"].forward + every[0]["fp16"].backward)
+    axes.axhline(compute, color="black", linestyle=":", linewidth=1, label="forward and backward alone")
+    axes.set(title="Time of a step", ylabel="milliseconds")
+    _finish(axes, "GPUs", base=2)
+    axes.set_ylim(0, 1.3 * 1e3 * max(each["fp32"].total for each in every))
+    axes.legend(loc="upper left", ncols=2, fontsize=9)
+
+
+def _ratios(
+    axes: Any, model: Model, where: list[Any], clusters: list[Cluster], here: float, title: str, xlabel: str
+) -> None:
+    """How many times as fast, over what differs between the clusters."""
+    curves: dict[str, tuple[str, Callable[[Cluster], float]]] = {
+        "stage 2": ("stage 2", lambda c: uncompressed(model, c, 2).total / stage_2(model, c).total),
+        "run": (
+            f"run, {100 * model.warmup:.4g} % in stage 1",
+            lambda c: uncompressed(model, c, 2).total / end_to_end(model, c),
+        ),
+    }
+    for name, (label, ratio) in curves.items():
+        marker = "." if len(where) < 30 else None
+        axes.plot(where, [ratio(c) for c in clusters], marker=marker, color=COLORS[name], label=label)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.axvline(here, color="black", linestyle=":", linewidth=1, label="as planned")
+    axes.set(title=title, ylabel="times as fast as with an fp16 all-reduce")
+    _finish(axes, xlabel, base=2 if xlabel == "GPUs" else 10)
+
+
+def _finish(axes: Any, xlabel: str, base: int) -> None:
+    axes.set_xscale("log", base=base)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel=xlabel, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()

@@ -1,0 +1,199 @@
+"""`onebit tune`: measures how kernels and exchanges run fastest here, and remembers it for every later run.
+
+Alone it measures the kernels of one device. Under torchrun one rank of each machine does that for its machine, and
+then all ranks measure together in how many chunks they exchange fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+
+import torch
+import torch.distributed as dist
+
+from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
+from onebit.cli.progress import Progress
+from onebit.collectives.chunking import candidates, measure_chunks, remember_chunks
+from onebit.collectives.transport import transport_for
+from onebit.kernels import backend
+from onebit.kernels.data.layout import BLOCK_SIZE
+from onebit.kernels.tuning import tuner
+from onebit.kernels.tuning.machine import device_name
+from onebit.kernels.tuning.tuner import C, Choice, Config, CpuConfig
+from onebit.kernels.tuning.workload import Workload
+
+WHAT = ("all", "kernels", "chunks")
+MARK = "   <- chosen"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of parameters and gradients (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--elements",
+        type=whole_number,
+        default=tuner.ELEMENTS,
+        help="of the model: what is measured on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", choices=WHAT, default="all", help="kernels, or under torchrun chunks (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace, progress: Progress) -> None:
+    if dist.is_torchelastic_launched():
+        return _run_group(arguments, progress)
+    if arguments.only == "chunks":
+        raise CommandError(
+            "chunks are measured on a group of ranks: start it on each machine with "
+            "torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
+        )
+    saved = _tune_device(arguments, pick_device(arguments.device), progress, _say)
+    _say(f"\n{_where(saved)}")
+    _say("Chunks are measured on a group of ranks: torchrun --nproc-per-node=<ranks> -m onebit tune")
+
+
+def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:
+    local = int(os.environ["LOCAL_RANK"])
+    cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
+    device = pick_device(f"cuda:{local}" if cuda else "cpu" if arguments.device == "auto" else arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        _tune_group(arguments, device, local, progress)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tune_group(arguments: argparse.Namespace, device: torch.device, local: int, progress: Progress) -> None:
+    first = dist.get_rank() == 0
+    say: Callable[[str], None] = _say if first else _say_nothing
+    saved = True
+    if arguments.only != "chunks":
+        if local == 0:  # one rank a machine: measured beside each other, ranks would slow each other down
+            saved = _tune_device(arguments, device, progress if first else None, say)
+            say("")
+        dist.barrier()
+        tuner.forget()  # the others of this machine find the choices in the cache
+    if arguments.only != "kernels":
+        saved &= _tune_chunks(arguments, device, progress if first else None, say)
+    say(f"\n{_where(saved)}")
+    dist.barrier()
+
+
+def _tune_chunks(
+    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, say: Callable[[str], None]
+) -> bool:
+    """How many chunks suit the network between the ranks."""
+    transport, dtype, elements = transport_for(), DTYPES[arguments.dtype], arguments.elements
+    options = candidates(elements, transport.size, BLOCK_SIZE)
+    say(f"Chunks of an exchange: {transport.name}, {transport.size} ranks on {device.type}, {elements:,} elements")
+
+    def show(chunks: int) -> None:
+        if progress is not None:
+            progress.show(f"[{options.index(chunks) + 1}/{len(options)}] measuring {chunks} chunks")
+
+    def measured(chunks: int, seconds: float) -> None:
+        if progress is not None:
+            progress.clear()
+        if chunks != options[-1]:
+            show(options[options.index(chunks) + 1])
+
+    show(options[0])
+    seconds = measure_chunks(transport, elements, device, "block", "l1", BLOCK_SIZE, options, measured, dtype)
+    best, saved = remember_chunks(transport, elements, device, seconds)
+    for chunks, each in seconds.items():
+        say(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
+    return saved
+
+
+def _tune_device(
+    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, say: Callable[[str], None]
+) -> bool:
+    elements = arguments.elements
+    say(f"{device_name(device)}, {arguments.dtype}, {elements:,} elements")
+    try:
+        on = _tune_cpu if device.type == "cpu" else _tune_gpu
+        return on(device, DTYPES[arguments.dtype], elements, progress, say)
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        raise CommandError(f"not enough memory for {elements:,} elements: use a smaller --elements") from error
+
+
+def _tune_cpu(
+    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, say: Callable[[str], None]
+) -> bool:
+    names, threads = " and ".join(tuner.CPU_PASSES), torch.get_num_threads()
+    with _shown(progress, names, len(tuner.cpu_candidates())) as trying:
+        choice = tuner.tune_cpu(dtype, elements, trying=trying)
+    passes = Workload(elements, device, dtype=dtype).passes(backend(device))
+    nbytes = sum(passes[name].bytes for name in tuner.CPU_PASSES)
+    say(f"\n{names}, {threads} thread{'s' * (threads > 1)}\n{_table(choice, nbytes)}")
+    return choice.saved
+
+
+def _tune_gpu(
+    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, say: Callable[[str], None]
+) -> bool:
+    saved = True
+    for i, kernel in enumerate(tuner.PASS_OF, start=1):
+        title = f"[{i}/{len(tuner.PASS_OF)}] {kernel}"
+        with _shown(progress, title, len(tuner.candidates(kernel))) as trying:
+            choice = tuner.tune(kernel, device, dtype, elements, trying=trying)
+        nbytes = tuner.kernel_pass(kernel, device, dtype, elements).bytes
+        saved &= choice.saved
+        say(f"\n{kernel} (timed in the pass {tuner.PASS_OF[kernel]})\n{_table(choice, nbytes)}")
+    return saved
+
+
+@contextmanager
+def _shown(progress: Progress | None, title: str, count: int) -> Iterator[Callable[[Config | CpuConfig], None]]:
+    """Shows the candidates of a choice as they are tried."""
+    tried = itertools.count(1)
+
+    def trying(config: Config | CpuConfig) -> None:
+        if progress is not None:
+            progress.tick(f"{title}: {_name(config)}, candidate {next(tried)} of {count}")
+
+    try:
+        yield trying
+    finally:
+        if progress is not None:
+            progress.clear()
+
+
+def _table(choice: Choice[C], nbytes: int) -> str:
+    """The candidates, the chosen one marked."""
+    if not math.isfinite(choice.seconds[choice.config]):
+        raise CommandError("no candidate ran: try a smaller --elements, and see that the device works at all")
+    lines = []
+    for config, seconds in sorted(choice.seconds.items(), key=lambda item: astuple(item[0])):
+        ran = math.isfinite(seconds)
+        took = f"{seconds * 1e3:10.3f} ms {nbytes / seconds / 1e9:8.1f} GB/s" if ran else "  does not run here"
+        lines.append(f"  {_name(config):<20}{took}{MARK if config == choice.config else ''}")
+    return "\n".join(lines)
+
+
+def _name(config: Config | CpuConfig) -> str:
+    return f"tile {config.tile}" if isinstance(config, CpuConfig) else f"blocks {config.rows}, warps {config.warps}"
+
+
+def _where(saved: bool) -> str:
+    path = tuner.shared_cache().path
+    return f"Written to {path}" if saved else f"Not written to {path}: the choices end with this command"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass

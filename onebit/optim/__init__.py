@@ -1,0 +1,1 @@
+"""Optimizers: the algorithms, and what they share."""

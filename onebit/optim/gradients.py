@@ -1,0 +1,136 @@
+"""The gradients of a step: averaged or not, finite on all ranks or not, and what they are multiplied by when read.
+
+g' = (clip / scale) g        scale: GradScaler's;  clip = min(1, max_norm / norm)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.averaging import average_
+from onebit.collectives.transport.protocol import Transport
+from onebit.kernels.data.hyper import COLUMNS, Hyper, hyper_table
+from onebit.optim.flat_state import Space
+
+Mark = tuple[Tensor, int] | None  # a gradient, held so that no other is mistaken for it, and how often it was changed
+_LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
+
+
+class Gradients:
+    """What is known of the gradients as they are now. `forget` when they are used or dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flags = torch.zeros(1, dtype=torch.int32, device=device)  # 1 where a step must not be taken
+        self.forget()
+
+    def forget(self) -> None:
+        self._seen: list[Mark] | None = None
+        self._clip: Tensor | None = None
+        self._averaged: list[Mark] | None = None
+
+    def factor(self, unscale: Tensor | None) -> Tensor | None:
+        """clip / scale, fp32 [1], unless both are 1."""
+        parts = [part for part in (unscale, self._clip) if part is not None]
+        return torch.stack(parts).prod(0) if parts else None
+
+    def average(
+        self,
+        spaces: Sequence[Space],
+        transport: Transport,
+        unscale: Tensor | None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
+        if transport.size == 1 or same(self._averaged, spaces):
+            return
+        for space in spaces:
+            for p in space.params:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads = [p.grad for p in space.params if p.grad is not None]
+            average_(grads, transport, unscale, wire_dtype=wire_dtype)
+        self._averaged = marks(spaces)
+
+    def are_seen(self, spaces: Sequence[Space]) -> bool:
+        """Whether `look` has seen these very gradients."""
+        return same(self._seen, spaces)
+
+    def look(
+        self,
+        spaces: Sequence[Space],
+        transport: Transport,
+        hyper: Tensor,
+        found_inf: Tensor | int | None,
+        squares: Tensor | None = None,
+    ) -> None:
+        """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked."""
+        if not same(self._seen, spaces, versions=False):
+            self._clip = None  # it was made for others
+        self.flags.zero_()
+        if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
+            self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
+        for space in spaces:
+            space.point()
+            by_block = (
+                None if squares is None else torch.empty(space.layout.blocks, dtype=torch.float32, device=space.device)
+            )
+            space.backend.scan(space.layout.all(), space.grads, hyper, self.flags, by_block)
+            if squares is not None and by_block is not None:
+                squares += by_block.sum(dtype=torch.float64)
+        transport.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
+        self._seen = marks(spaces)
+
+    def clip(self, norm: Tensor, max_norm: float) -> Tensor:
+        """`norm` is that of the gradients as they lie. What it is with the clipping there was, before this one."""
+        before = torch.ones_like(norm) if self._clip is None else self._clip
+        self._clip = before * (max_norm / (norm * before + 1e-6)).clamp(max=1.0)
+        return norm * before
+
+
+class HyperTable:
+    """Every group's numbers on the device, written when they change."""
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self.values = torch.zeros((groups, COLUMNS), dtype=torch.float32, device=device)
+        self._written: list[Hyper] | None = None
+        self._scaled = False
+
+    def write(self, rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
+        """`lrs` that are tensors and `factor` stay on the device: the host reads neither."""
+        if rows != self._written:
+            host = hyper_table(rows)
+            self.values.copy_(host.pin_memory() if self.values.is_cuda else host, non_blocking=True)
+            self._written = rows
+        elif self._scaled:
+            self.values[:, _GRAD_SCALE].fill_(1)
+        for i, lr in enumerate(lrs):
+            if isinstance(lr, Tensor):
+                self.values[i, _LR] = lr.view(())
+        if factor is not None:
+            self.values[:, _GRAD_SCALE] = factor
+        self._scaled = factor is not None
+        return self.values
+
+
+def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
+    """fp32 [1]"""
+    return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
+
+
+def marks(spaces: Sequence[Space]) -> list[Mark]:
+    """Of every gradient."""
+    grads = (p.grad for space in spaces for p in space.params)
+    return [None if g is None else (g, g._version) for g in grads]
+
+
+def same(before: list[Mark] | None, spaces: Sequence[Space], versions: bool = True) -> bool:
+    """Whether gradients are those that were marked `before`; with `versions`, and not changed since."""
+    if before is None:
+        return False
+    now = marks(spaces)
+    return len(before) == len(now) and all(
+        a is b if a is None or b is None else a[0] is b[0] and (a[1] == b[1] or not versions)
+        for a, b in zip(before, now, strict=True)
+    )

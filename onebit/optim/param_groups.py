@@ -1,0 +1,97 @@
+"""Param groups: what may be in them, what each parameter is called, and what a kernel reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.pointers import DTYPES
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_parameters(params: Sequence[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if not p.requires_grad:
+            continue
+        if p.dtype not in DTYPES:
+            raise TypeError(
+                f"parameter {i} (shape {tuple(p.shape)}) has dtype {p.dtype}: onebit optimizes float32, bfloat16 and "
+                f"float16. Cast the model, for example with .float()"
+            )
+        if not p.is_contiguous():
+            raise ValueError(
+                f"parameter {i} (shape {tuple(p.shape)}, strides {p.stride()}) is not contiguous: kernels update it "
+                f"where it lies. Make it so with p.data = p.data.contiguous()"
+            )
+
+
+def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
+    for group in groups:
+        for p in group["params"]:
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of parameter {name_of(p, groups, names)} has layout {p.grad.layout}: signs are sent "
+                    f"for every element, so it has to be dense. Use nn.Embedding(..., sparse=False)"
+                )
+
+
+def device_of(groups: Groups) -> torch.device:
+    """The one device that all parameters are on."""
+    devices = {p.device for group in groups for p in group["params"] if p.requires_grad}
+    if not devices:
+        raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): one optimizer works on "
+            f"one. Build one for each device"
+        )
+    return devices.pop()
+
+
+def name_of(parameter: Tensor, groups: Groups, names: Mapping[Tensor, str]) -> str:
+    """From `names`, from the groups where they were given named parameters, or its place."""
+    if parameter in names:
+        return names[parameter]
+    for g, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if p is parameter:
+                given = group.get("param_names")
+                return given[i] if given else f"{i} of group {g} (shape {tuple(p.shape)})"
+    return "unknown"
+
+
+def by_dtype(groups: Groups) -> list[tuple[list[Tensor], list[int]]]:
+    """Of every dtype the parameters that train, in the order of the groups, and the group of each."""
+    found: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}
+    for i, group in enumerate(groups):
+        for p in group["params"]:
+            if p.requires_grad:
+                params, indices = found.setdefault(p.dtype, ([], []))
+                params.append(p)
+                indices.append(i)
+    return [found[dtype] for dtype in sorted(found, key=str)]
+
+
+def marks(groups: Groups) -> list[list[tuple[int, bool]]]:
+    """Tells sets of parameters that train from others."""
+    return [[(id(p), p.requires_grad) for p in group["params"]] for group in groups]
+
+
+def rows(groups: Groups, step: int, bias_correction: bool) -> list[Hyper]:
+    """Every group's numbers at a step; a learning rate that is a tensor is 0 here."""
+    return [
+        Hyper.at_step(
+            step,
+            lr=0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=bias_correction,
+        )
+        for group in groups
+    ]

@@ -1,0 +1,1 @@
+"""Ranks that train together: DDP, checks that they agree, exchanges that overlap with backward."""

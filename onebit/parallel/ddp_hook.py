@@ -1,0 +1,204 @@
+"""A DistributedDataParallel communication hook for any optimizer: gradients averaged with 1 bit an element.
+
+    state = onebit.OneBitState(model)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, onebit.onebit_hook)
+
+With SGD this is 1-bit SGD with error feedback. Residuals belong to parameters, not to buckets, since DDP rebuilds its
+buckets after the first iteration: they move along. DDP calls the hook for one bucket after the other, in the same order
+on all ranks, and each call starts and ends its collectives itself, so that their order is the same on all ranks too.
+"""
+
+import itertools
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from onebit.collectives import CompressedAllReduce
+from onebit.collectives.agreement import agree
+from onebit.collectives.transport import transport_for
+from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
+from onebit.kernels.data.wire import Norm
+
+Names = tuple[str, ...]
+
+
+class OneBitState:
+    """Residuals of a model's gradients on this rank.
+
+    model: the module, before or after it is wrapped; its parameters' names are what a saved state is keyed by.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        norm: Norm = "l1",
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        check_block_size(block_size)
+        self.process_group, self.norm, self.block_size = process_group, norm, block_size
+        self._reducers: dict[Names, CompressedAllReduce] = {}
+        self._loaded: list[dict[str, Any]] = []
+        self._sent, self._agreed = 0, False
+        self.bind(model)
+
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        """Belong to this model: needed once after unpickling, when parameters are other objects."""
+        self.process_group = process_group or self.process_group
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self._names: dict[Tensor, str] = {p: name for name, p in inner.named_parameters()}
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent in messages."""
+        return self._sent + sum(r.wire_bytes for r in self._reducers.values())
+
+    def reduce(self, parameters: list[Tensor], flat: Tensor) -> None:
+        """Average a bucket, the gradients of `parameters` one after the other, in place over the ranks."""
+        names = tuple(self._name(p) for p in parameters)
+        if names not in self._reducers:
+            if not self._agreed:
+                self._agree(flat.device)
+            self._restore(flat.device)
+            self._add(names, [p.numel() for p in parameters], flat.device)
+        self._reducers[names](list(flat.split([p.numel() for p in parameters])))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, by parameter names; every rank saves its own."""
+        buckets = [
+            {"parameters": list(names), "numels": reducer.numels, **reducer.state_dict()}
+            for names, reducer in self._reducers.items()
+        ]
+        return {"block_size": self.block_size, "norm": self.norm, "sent": self._sent, "buckets": buckets + self._loaded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with residuals saved by the same rank of an equally large group."""
+        if not {"block_size", "norm", "buckets"} <= state.keys():
+            raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
+        if (state["block_size"], state["norm"]) != (self.block_size, self.norm):
+            raise ValueError(
+                f"the state was saved with block_size={state['block_size']} and norm={state['norm']!r}; build "
+                f"OneBitState with the same, it has block_size={self.block_size} and norm={self.norm!r}"
+            )
+        known = set(self._names.values())
+        ranks = {bucket["rank"] for bucket in state["buckets"]} - {transport_for(self.process_group).rank}
+        if ranks:
+            raise ValueError(
+                f"the state was saved by rank {ranks.pop()}: residuals are each rank's own. Save on every rank, and "
+                f"load what the same rank saved"
+            )
+        unknown = {name for bucket in state["buckets"] for name in bucket["parameters"]} - known
+        if unknown:
+            raise ValueError(f"the model has no parameter {sorted(unknown)[0]!r}: the state is another model's")
+        self._reducers, self._loaded, self._sent = {}, list(state["buckets"]), int(state.get("sent", 0))
+        self._agreed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group, self.norm, self.block_size = None, state["norm"], state["block_size"]
+        self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
+        self._agreed = False
+
+    def _name(self, parameter: Tensor) -> str:
+        if parameter not in self._names:
+            raise ValueError(
+                "a gradient belongs to a parameter that this OneBitState does not know: build it with the model that "
+                "DistributedDataParallel wraps, or call state.bind(model) after unpickling"
+            )
+        return self._names[parameter]
+
+    def _agree(self, device: torch.device) -> None:
+        """Once: all ranks have loaded residuals of the same buckets, or none has. Moving them is a collective call."""
+        loaded = [bucket["parameters"] for bucket in self._loaded]
+        facts = {"loaded buckets": len(loaded), "checksum of loaded buckets": zlib.crc32(str(loaded).encode())}
+        agree(transport_for(self.process_group), device, facts)
+        self._agreed = True
+
+    def _restore(self, device: torch.device) -> None:
+        """Buckets of a loaded state become reducers; where DDP's differ now, the residuals move as they always do."""
+        for bucket in self._loaded:
+            reducer = self._reducer(bucket["numels"], device)
+            reducer.load_state_dict({k: v for k, v in bucket.items() if k not in ("parameters", "numels")})
+            self._reducers[tuple(bucket["parameters"])] = reducer
+        self._loaded = []
+
+    def _add(self, names: Names, numels: list[int], device: torch.device) -> None:
+        """A reducer for a new bucket, with the residuals its parameters had in others."""
+        if names in self._reducers:
+            return
+        reducer = self._reducer(numels, device)
+        old = [key for key in self._reducers if not set(key).isdisjoint(names)]
+        moved: dict[str, tuple[Tensor, Tensor]] = {}
+        for key in old:
+            moved |= _by_parameter(key, self._reducers[key])
+        if moved:
+            _put(reducer, [moved.get(name) for name in names])
+        self._reducers[names] = reducer
+        for key in old:
+            left = [name for name in key if name not in names]
+            gone = self._reducers.pop(key)
+            self._sent += gone.wire_bytes
+            if left:  # another new bucket will ask for them: keep them in a bucket of their own until then
+                sizes = dict(zip(key, gone.numels, strict=True))
+                rest = self._reducer([sizes[name] for name in left], device)
+                _put(rest, [moved[name] for name in left])
+                self._reducers[tuple(left)] = rest
+
+    def _reducer(self, numels: list[int], device: torch.device) -> CompressedAllReduce:
+        return CompressedAllReduce(
+            numels,
+            device=device,
+            norm=self.norm,
+            block_size=self.block_size,
+            chunks=1,
+            process_group=self.process_group,
+        )
+
+
+def onebit_hook(state: OneBitState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP calls for each bucket of gradients."""
+    state.reduce(bucket.parameters(), bucket.buffer())
+    return local(bucket)
+
+
+def local(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The bucket as it is, with nothing more to wait for."""
+    flat = bucket.buffer()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    future.set_result(flat)
+    return future
+
+
+def _cuts(reducer: CompressedAllReduce) -> list[slice]:
+    """Where each parameter's blocks lie in a flat buffer."""
+    layout = reducer.exchange.layout
+    starts = (layout.first * layout.block_size).tolist()
+    return [slice(a, b) for a, b in itertools.pairwise([*starts, layout.used_blocks * layout.block_size])]
+
+
+def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each parameter's residual on this rank, and its servers' residual, gathered from all ranks."""
+    worker = reducer.exchange.residual.value
+    server = reducer.exchange.gathered_server_residual()
+    return {name: (worker[cut], server[cut]) for name, cut in zip(names, _cuts(reducer), strict=True)}
+
+
+def _put(reducer: CompressedAllReduce, residuals: Iterable[tuple[Tensor, Tensor] | None]) -> None:
+    """Set each parameter's residuals; None leaves zeros."""
+    exchange = reducer.exchange
+    server = torch.zeros_like(exchange.residual.value)
+    for cut, pair in zip(_cuts(reducer), residuals, strict=True):
+        if pair is not None:
+            exchange.residual.value[cut], server[cut] = pair
+    for chunk in exchange.chunks:
+        chunk.server_residual.value.copy_(chunk.shard.of(server))

@@ -1,0 +1,1 @@
+"""What an optimizer can tell of itself."""

@@ -1,0 +1,7 @@
+"""python -m perf.all_reduce"""
+
+import sys
+
+from perf.all_reduce.benchmark import main
+
+sys.exit(main())

@@ -1,0 +1,216 @@
+"""What the all-reduce benchmark makes of its rows: tables, targets, a record and plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onebit.kernels.tuning.machine import device_name, provenance
+from perf import plots
+from perf.all_reduce.ranks import KINDS, ONE_BIT, Row
+from perf.lab.network import parse_rate
+
+STANDARD = {
+    "hosts": [4],
+    "rates": ["100mbit", "300mbit", "1gbit", "3gbit", "10gbit"],
+    "elements": [2**16, 2**18, 2**20, 2**22, 25_000_000],
+    "chunks": "auto",
+}
+SPEED_TARGETS = {"1gbit": 4.0, "100mbit": 12.0}  # times fp32's speed: 4 hosts, 25 M elements, 2 cores
+SPEED_TARGET_HOSTS, SPEED_TARGET_ELEMENTS = 4, 25_000_000
+BYTES_TARGETS = {"fp32": 28.0, "fp16": 14.0}  # times fewer bytes
+BYTES_TARGET_ELEMENTS = 2**21  # and more: in less, barriers and headers count
+UNSHAPED = "unshaped"
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    reached: float
+    needed: float
+
+    @property
+    def met(self) -> bool:
+        return self.reached >= self.needed
+
+    def __str__(self) -> str:
+        return f"{self.reached:.1f} times {self.what}, to reach {self.needed:g}: {'met' if self.met else 'missed'}"
+
+
+def by_kind(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """The rows of one size on one network together."""
+    together: dict[tuple[int, str | None, int], dict[str, Row]] = {}
+    for row in rows:
+        together.setdefault((row.hosts, row.rate, row.elements), {})[row.kind] = row
+    return list(together.values())
+
+
+def faster(group: dict[str, Row], kind: str) -> float | None:
+    """How many times as fast as `kind` the compressed all-reduce is."""
+    ours, theirs = group[ONE_BIT].seconds, group[kind].seconds
+    return theirs / ours if ours and theirs else None
+
+
+def smaller(group: dict[str, Row], kind: str) -> float | None:
+    """How many times fewer bytes than `kind` it sends."""
+    ours, theirs = group[ONE_BIT].bytes, group[kind].bytes
+    return theirs / ours if ours and theirs else None
+
+
+def table(rows: Sequence[Row]) -> str:
+    kinds = (*KINDS, ONE_BIT)
+    lines = [
+        f"{'':26} | {'milliseconds':^43} | {'times faster than':^20} | {'MB a call and rank':^18} | times fewer than",
+        f"{'hosts':5} {'rate':>8} {'elements':>11} | {' '.join(f'{kind:>10}' for kind in kinds)} | "
+        f"{' '.join(f'{kind:>6}' for kind in KINDS)} | {'fp32':>9} {ONE_BIT:>8} | {'fp32':>7} {'fp16':>7}",
+    ]
+    for group in by_kind(rows):
+        own = group[ONE_BIT]
+        times = " ".join(cell(group[kind].seconds, "10.2f", 1e3) for kind in kinds)
+        speed = " ".join(cell(faster(group, kind), "6.1f") for kind in KINDS)
+        sent = f"{cell(group['fp32'].bytes, '9.3f', 1e-6)} {cell(own.bytes, '8.3f', 1e-6)}"
+        fewer = " ".join(cell(smaller(group, kind), "7.2f") for kind in BYTES_TARGETS)
+        where = f"{own.hosts:5} {own.rate or '-':>8} {own.elements:>11,}"
+        lines.append(f"{where} | {times} | {speed} | {sent} | {fewer}")
+    lines += [f"{row.kind} was not measured: {row.error}" for row in {r.error: r for r in rows if r.error}.values()]
+    return "\n".join(lines)
+
+
+def phase_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of each phase alone, beside those of the whole call."""
+    measured = [row for row in rows if row.phases]
+    if not measured:
+        return ""
+    names = list(measured[0].phases or {})
+    lines = [
+        "\nmilliseconds of each phase alone, unpipelined, and of the call",
+        f"{'hosts':5} {'rate':>8} {'elements':>11} {'chunks':>6} | {' '.join(f'{n:>10}' for n in names)} |       call",
+    ]
+    for row in measured:
+        parts = " ".join(cell(seconds, "10.2f", 1e3) for seconds in (row.phases or {}).values())
+        where = f"{row.hosts:5} {row.rate or '-':>8} {row.elements:>11,} {row.chunks:>6}"
+        lines.append(f"{where} | {parts} | {cell(row.seconds, '10.2f', 1e3)}")
+    return "\n".join(lines)
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """Those that these rows are a measurement of."""
+    groups = by_kind(rows)
+    found = []
+    for group in groups:
+        own, ratio = group[ONE_BIT], faster(group, "fp32")
+        needed = next((x for rate, x in SPEED_TARGETS.items() if rate_bits(rate) == rate_bits(own.rate)), None)
+        if (own.hosts, own.elements) == (SPEED_TARGET_HOSTS, SPEED_TARGET_ELEMENTS) and needed and ratio:
+            what = f"as fast as fp32 ({own.hosts} hosts, {own.rate}, {own.elements:,} elements)"
+            found.append(Target(what, ratio, needed))
+    for kind, needed in BYTES_TARGETS.items():
+        large = [group for group in groups if group[ONE_BIT].elements >= BYTES_TARGET_ELEMENTS]
+        ratios = [ratio for group in large if (ratio := smaller(group, kind))]
+        if ratios:
+            where = f"the least of {len(ratios)} networks and sizes, {BYTES_TARGET_ELEMENTS:,} elements or more"
+            found.append(Target(f"fewer bytes than {kind} ({where})", min(ratios), needed))
+    return found
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Time against size, speed-up against bandwidth, bytes on the wire: each as far as it was measured."""
+    groups = by_kind(rows)
+    own = [group[ONE_BIT] for group in groups]
+    hosts = SPEED_TARGET_HOSTS if any(row.hosts == SPEED_TARGET_HOSTS for row in own) else own[-1].hosts
+    rate = "1gbit" if any(row.rate == "1gbit" for row in own) else own[-1].rate
+    largest = max(row.elements for row in own)
+    sizes = [group for group in groups if (group[ONE_BIT].hosts, group[ONE_BIT].rate) == (hosts, rate)]
+    times = {kind: [(g[kind].elements, 1e3 * s) for g in sizes if (s := g[kind].seconds)] for kind in (*KINDS, ONE_BIT)}
+    where = f"{hosts} ranks" + (f", {rate}" if rate else "")
+    panels = [plots.lines(f"Time, {where}", "elements", "milliseconds", times)]
+    speeds: dict[str, list[tuple[float, float]]] = {}
+    for group in groups:
+        row, bits = group[ONE_BIT], rate_bits(group[ONE_BIT].rate)
+        for kind in ("fp32", "fp16"):
+            if bits and row.elements == largest and (ratio := faster(group, kind)):
+                speeds.setdefault(f"{kind}, {row.hosts} hosts", []).append((bits / 1e9, ratio))
+    if speeds:
+        shown = plots.lines(f"Speed-up, {largest:,} elements", "link, Gbit/s", "times as fast as", speeds, logy=False)
+        goals = [(rate_bits(r) or 0, x) for r, x in SPEED_TARGETS.items()] if largest == SPEED_TARGET_ELEMENTS else []
+        panels.append(plots.marked(shown, [(bits / 1e9, x) for bits, x in goals], "target, fp32, 4 hosts"))
+    biggest = sizes[-1]
+    sent = {kind: 1e-6 * nbytes for kind in (*KINDS, ONE_BIT) if (nbytes := biggest[kind].bytes)}
+    if sent:
+        notes = {kind: f"{mb:.3g} MB\n{mb / sent[ONE_BIT]:.1f} x" for kind, mb in sent.items()}
+        panels.append(
+            plots.bars(f"Bytes on the wire, {biggest[ONE_BIT].elements:,} elements", "MB a call and rank", sent, notes)
+        )
+    plots.save(path, panels, title)
+
+
+def slug(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
+    """The record's file name: the device, and in what it differs from the standard run."""
+    parts = ["all_reduce", group["device"]]
+    if not arguments.lab:
+        parts += [group["backend"], f"{group['ranks']}-ranks"]
+    for name in ("hosts", "rates", "elements") if arguments.lab else ("elements",):
+        value = getattr(arguments, name)
+        if value != STANDARD[name]:
+            parts += [name, *map(str, value)]
+    if arguments.chunks != STANDARD["chunks"]:
+        parts += ["chunks", str(arguments.chunks)]
+    return "-".join(re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") for part in parts)
+
+
+def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | None) -> dict[str, Any]:
+    return {
+        **group,
+        "lab": arguments.lab,
+        "cpu": device_name(torch.device("cpu")),
+        "cpu_count": os.cpu_count(),
+        "load_before": load,
+        "chunks": arguments.chunks,
+        "repeats": arguments.repeats,
+        **provenance(),
+    }
+
+
+def shaped(rate: str | None) -> str | None:
+    """What the network lab calls it."""
+    return None if rate == UNSHAPED else rate
+
+
+def rate_bits(rate: str | None) -> int | None:
+    return parse_rate(shaped(rate))
+
+
+def cell(value: float | None, form: str, unit: float = 1) -> str:
+    return f"{'-':>{form.partition('.')[0]}}" if value is None else f"{value * unit:{form}}"
+
+
+def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> int:
+    """The table, the targets, the record and the plot."""
+    where = f"{group['device']}, {os.cpu_count()} cores, {group['backend']}, threads a rank: {group['threads']}"
+    print(f"{where}, load before: {load}\n\n{table(rows)}")
+    if phases := phase_table(rows):
+        print(phases)
+    reached = targets(rows)
+    print("".join(f"\n{target}" for target in reached))
+    record: dict[str, Any] = _about(arguments, group, load)
+    record["targets"] = [{**asdict(target), "met": target.met} for target in reached]
+    record["rows"] = [asdict(row) for row in rows]
+    path = arguments.out / f"{slug(arguments, group)}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{path}")
+    try:
+        plot(rows, where, path.with_suffix(".png"))
+        print(path.with_suffix(".png"))
+    except ModuleNotFoundError:
+        print("No plot: matplotlib is not installed. For one: pip install matplotlib")
+    if arguments.check and not reached:
+        print("perf.all_reduce: --check: no target speaks of these hosts, rates and elements", file=sys.stderr)
+    return int(arguments.check and (not reached or any(not target.met for target in reached)))

@@ -1,0 +1,1 @@
+"""The cluster model of `onebit plan` against what was measured."""

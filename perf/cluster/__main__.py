@@ -1,0 +1,7 @@
+"""python -m perf.cluster"""
+
+import sys
+
+from perf.cluster.comparison import main
+
+sys.exit(main())

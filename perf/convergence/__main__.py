@@ -1,0 +1,7 @@
+"""python -m perf.convergence"""
+
+import sys
+
+from perf.convergence.study import main
+
+sys.exit(main())

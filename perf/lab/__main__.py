@@ -1,0 +1,7 @@
+"""python -m perf.lab"""
+
+import sys
+
+from perf.lab.network import main
+
+sys.exit(main())

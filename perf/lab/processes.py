@@ -1,0 +1,152 @@
+"""The network lab's processes: one rank a host, seen to its end, while signals wait where they must."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from perf.lab.namespaces import signal_all
+
+OnLine = Callable[[int, str], None]  # rank, line of output
+TAIL_LINES = 40
+
+
+class RankFailed(RuntimeError):
+    """A rank exited with a non-zero status; the message has every such rank, its status and last lines."""
+
+
+def set_handlers(handlers: Mapping[int, Any]) -> dict[int, Any]:
+    """Install signal handlers, return the former ones; only the main thread may, others change nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) or signal.SIG_DFL for number, handler in handlers.items()}
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[list[int]]:
+    """Ctrl-C, SIGTERM and SIGHUP wait until the block ends; it gets the list of those that do."""
+    pending: list[int] = []
+    held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = set_handlers(dict.fromkeys(held, lambda number, frame: pending.append(number)))
+    try:
+        yield pending
+    finally:
+        set_handlers(former)
+        if pending:
+            signal.raise_signal(pending[0])
+
+
+def exit_on(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@dataclass
+class Rank:
+    """One rank: its output, and its exit status (negative: a signal) or None if it did not end by itself."""
+
+    rank: int
+    process: subprocess.Popen[str] = field(repr=False)
+    lines: list[str] = field(default_factory=list, repr=False)
+    code: int | None = None
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def read(self, on_line: OnLine | None, one_at_a_time: threading.Lock) -> None:
+        for line in self.process.stdout or ():
+            self.lines.append(line)
+            if on_line is not None:
+                with one_at_a_time:
+                    on_line(self.rank, line.rstrip("\n"))
+
+    def report(self) -> str:
+        state = "was still running" if self.code is None else f"failed with status {self.code}"
+        tail = "".join(f"    {line.rstrip()}\n" for line in self.lines[-TAIL_LINES:])
+        return f"rank {self.rank} {state}; its last lines:\n{tail or '    (none)'}"
+
+
+class Run:
+    """One process a host, started by `NetworkLab.start`; `wait` sees it to its end."""
+
+    def __init__(
+        self, namespaces: Sequence[str], launches: Sequence[tuple[list[str], dict[str, str]]], on_line: OnLine | None
+    ) -> None:
+        self.ranks: list[Rank] = []
+        self._namespaces = namespaces
+        self._readers: list[threading.Thread] = []
+        one_at_a_time = threading.Lock()
+        for rank, (argv, env) in enumerate(launches):
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self._namespaces[rank], *argv],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self.ranks.append(Rank(rank, process))
+            read = threading.Thread(target=self.ranks[-1].read, args=(on_line, one_at_a_time), daemon=True)
+            self._readers.append(read)
+            read.start()
+
+    def wait(self, timeout: float = 600, check: bool = True) -> list[Rank]:
+        """The ranks, once all have exited; none runs on, whatever happens.
+
+        A failed rank ends the run with RankFailed; with check=False the others go on and nothing is raised.
+        TimeoutError after `timeout` seconds.
+        """
+        end, grace_end = time.monotonic() + timeout, float("inf")
+        with held_signals() as pending, contextlib.ExitStack() as last:  # an exception amid poll() spoils Popen
+            last.callback(self.stop)
+            while not self._poll() and not pending and time.monotonic() < min(end, grace_end):
+                if check and any(rank.code for rank in self.ranks) and grace_end == float("inf"):
+                    grace_end = time.monotonic() + 0.5  # who else fails by itself? One of them is the cause
+                time.sleep(0.02)
+        failed = [rank.report() for rank in self.ranks if rank.code]
+        running = [rank.report() for rank in self.ranks if rank.code is None]
+        if check and failed:
+            raise RankFailed("\n".join(failed))
+        if running:
+            what = f"the run did not end in {timeout:g} s: raise `timeout`, or see why it hangs"
+            raise TimeoutError("\n".join([what, *running]))
+        return self.ranks
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL everything on this rank's host."""
+        signal_all(self._namespaces[rank : rank + 1], signal.SIGKILL)
+
+    def running(self) -> bool:
+        return any(rank.process.poll() is None for rank in self.ranks)
+
+    def stop(self) -> None:
+        """End what still runs: SIGTERM, and 2 s later SIGKILL."""
+        with held_signals():
+            if self.running():
+                self._signal(signal.SIGTERM)
+            end = time.monotonic() + 2
+            while self.running() and time.monotonic() < end:
+                time.sleep(0.02)
+            self._signal(signal.SIGKILL)  # also what a rank left behind
+            for rank, reader in zip(self.ranks, self._readers, strict=True):
+                rank.process.wait(10)
+                reader.join(5)
+
+    def _signal(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.process.send_signal(number)  # it may not have entered its namespace yet
+        signal_all(self._namespaces, number)
+
+    def _poll(self) -> bool:
+        for rank in self.ranks:
+            rank.code = rank.process.poll()
+        return all(rank.code is not None for rank in self.ranks)

@@ -1,0 +1,1 @@
+"""A training step taken apart, compressed and not."""

@@ -1,0 +1,93 @@
+"""Plots of the training-step benchmark: throughput against rate, where the time goes, loss against time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from perf import plots
+from perf.all_reduce.report import rate_bits
+from perf.train_step.ranks import Row
+from perf.train_step.report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
+from perf.train_step.variants import BASELINE, UNCOMPRESSED, VARIANTS
+
+LIKE_OTHERS = ("bf16", "adam-1", "adam-1-bf16", "adam-2-bf16", "lamb-1")  # in bytes: left out of curves over rates
+SHOWN_FROM = 0.1  # of the steps: before, losses fall too far to be told apart
+
+
+def draw(record: Record, title: str) -> list[Path]:
+    """Of steps, and of training; of the networks the slowest and the fastest."""
+    networks = by_rate(record.rows)
+    shown = [networks[0], *networks[1:][-1:]] if networks else []
+    panels = {
+        record.path.with_suffix(".png"): [
+            *([throughput_panel(record)] if any(rate_bits(rate) for rate, _ in networks) else []),
+            *(parts_panel(rate, group) for rate, group in shown),
+        ],
+        record.path.with_name(f"{record.path.stem}-loss.png"): [
+            loss_panel(record, rate, group) for rate, group in shown if record.runs and timed(group, UNCOMPRESSED)
+        ],
+    }
+    made = {path: own for path, own in panels.items() if own}
+    for path, own in made.items():
+        plots.save(path, own, title)
+    return list(made)
+
+
+def throughput_panel(record: Record) -> plots.Draw:
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for rate, group in by_rate(record.rows):
+        bits = rate_bits(rate)
+        for row in group.values():
+            if bits and row.seconds and row.variant not in LIKE_OTHERS:
+                curves.setdefault(VARIANTS[row.variant].title, []).append((bits / 1e9, 1 / row.seconds))
+    return plots.lines("Throughput", "link, Gbit/s", "steps a second", curves)
+
+
+def parts_panel(rate: str | None, group: Group) -> plots.Draw:
+    rows = {VARIANTS[row.variant].title: row for row in group.values() if row.seconds}
+    parts = {title: parts_of(row) for title, row in rows.items()}
+    baseline = group.get(BASELINE)
+    notes = {title: _note(row, baseline) for title, row in rows.items()}
+    return plots.stacked(f"A step{_at(rate)}", f"seconds; x: times as fast as {BASELINE}", parts, notes)
+
+
+def parts_of(row: Row) -> dict[str, float]:
+    return {"forward": row.forward, "backward": row.backward, "step": row.step, "all-reduce": row.all_reduce}
+
+
+def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
+    """The mean over seeds; the first steps, up to the freeze, do without signs in all of them."""
+
+    def panel(axes: Any) -> None:
+        freeze = record.runs[0].freeze
+        styles: dict[str | None, Iterator[str]] = {}
+        for name, curve in timed_curves(group, record.runs).items():
+            own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
+            times = [seconds_after(group, name, freeze, step) for step, _ in own]
+            title = VARIANTS[name].title
+            color = plots.COLORS.get(title.partition(",")[0])
+            style = next(styles.setdefault(color, itertools.cycle(("-", "--", ":"))))
+            label = f"{title.replace(', stage 2', '')}: {own[-1][1]:.3f}"
+            axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
+        frozen = seconds_after(group, UNCOMPRESSED, freeze, freeze)
+        axes.axvline(frozen, color="black", lw=0.8, ls=":", label="freeze after fp32")
+        axes.set(title=f"Validation loss over time{_at(rate)}", xlabel="seconds", ylabel="loss")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+
+    return panel
+
+
+def _note(row: Row, baseline: Row | None) -> str:
+    ratio = faster(row, baseline) if baseline else None
+    return f"{row.seconds:.2f} s" + (f", {ratio:.2f} x" if ratio else "")
+
+
+def _at(rate: str | None) -> str:
+    bits = rate_bits(rate)
+    if bits is None:
+        return f", {rate}" if rate else ""
+    return f", {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f", {bits / 1e6:g} Mbit/s"

@@ -1,0 +1,234 @@
+"""What a rank of the training-step benchmark does: it takes the step apart, or trains and looks at the loss."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit.cli.demo.model import Text, loss_of
+from onebit.collectives.transport import transport_for
+from onebit.optim.optimizer import OneBitOptimizer
+from perf.all_reduce.ranks import Ranks, WrongResult, group_of, joined, refusal, same_everywhere
+from perf.train_step.variants import VARIANTS, Model, Shape, Trainee, Variant, Watched
+
+FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
+TIMED_LR = 1e-4
+VALIDATIONS = 20  # in a run's curve
+FEW, HELD_OUT = 64, 256  # windows of a point of the curve, and of the final loss
+LR_WARMUP = 0.1  # of the steps
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant's step on one network: seconds, and the parts they are made of."""
+
+    rate: str | None  # of each link of the lab: "1gbit", "unshaped"; None outside it
+    variant: str
+    seconds: float | None = None  # the median of `calls`
+    calls: tuple[float, ...] = ()  # the slowest rank's
+    forward: float = 0.0
+    backward: float = 0.0  # everything but the all-reduce
+    all_reduce: float = 0.0
+    step: float = 0.0
+    bytes: float | None = None  # sent a step, by the rank that sends most
+    error: str | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Row:
+        """From JSON."""
+        return cls(**{**fields, "calls": tuple(fields["calls"])})
+
+    @property
+    def share(self) -> float:
+        """Of the all-reduce in the step."""
+        return self.all_reduce / self.seconds if self.seconds else math.nan
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: validation loss after steps, and at the end on more windows."""
+
+    variant: str
+    seed: int
+    steps: int
+    freeze: int
+    lr: float
+    curve: tuple[tuple[int, float], ...]
+    loss: float
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Run:
+        """From JSON."""
+        return cls(**{**fields, "curve": tuple((step, loss) for step, loss in fields["curve"])})
+
+
+Found = Callable[[Row | Run | dict[str, Any]], None]  # also what group it was found on
+
+
+class Clock:
+    """Marks and the seconds between them: the host's clock, or events on the device's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Of marks that the device has passed."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
+
+
+class Bench:
+    """What the variants have in common: ranks, text, a clock, and a model that never communicates."""
+
+    def __init__(self, ranks: Ranks, shape: Shape) -> None:
+        self.ranks, self.shape, self.text = ranks, shape, Text()
+        self.clock = Clock(ranks.device)
+        self.plain = shape.model(self.text, ranks.device)
+        self.source = torch.Generator().manual_seed(ranks.rank)
+        self.elements = sum(p.numel() for p in self.plain.parameters())
+
+    def windows(self) -> Tensor:
+        return self.text.batch(self.shape.batch, self.source).to(self.ranks.device)
+
+    def model(self, variant: Variant, seed: int = 0) -> Model:
+        gc.collect()  # the one before
+        return self.shape.model(self.text, self.ranks.device, seed, variant.one_bucket)
+
+    def mean(self, values: Sequence[Sequence[float]]) -> Tensor:
+        """Over ranks."""
+        total = torch.tensor(values, dtype=torch.float64).to(self.ranks.device)
+        dist.all_reduce(total)
+        return total.cpu() / self.ranks.size
+
+    def local_backward(self, repeats: int) -> float:
+        """Seconds of a backward pass that averages nothing, all ranks at once."""
+        seconds = []
+        for _ in range(repeats + 1):
+            self.plain.zero_grad()
+            windows = self.windows()
+            self.ranks.barrier()
+            with self.plain.no_sync():
+                loss = loss_of(self.plain, windows)
+                start = self.clock.mark()
+                loss.backward()
+                end = self.clock.mark()
+            self.ranks.synchronize()
+            seconds.append([self.clock.seconds(start, end)])
+        return float(self.mean(seconds[1:]).median())
+
+    def parts(self, trainee: Trainee, watched: Watched) -> tuple[float, list[float]]:
+        """One step: its seconds, and those of forward and of what the optimizer does without waiting for others."""
+        trainee.optimizer.zero_grad()
+        windows, mark, clock = self.windows(), self.clock.mark, self.clock
+        self.ranks.barrier()
+        began, start = time.perf_counter(), mark()
+        loss = loss_of(trainee.model, windows)
+        forward = mark()
+        loss.backward()
+        backward = mark()
+        watched.waits.clear()
+        trainee.optimizer.step()
+        end = mark()
+        self.ranks.synchronize()
+        took = time.perf_counter() - began
+        within = [(clock.seconds(backward, since), clock.seconds(backward, until)) for since, until in watched.waits]
+        waited = sum(max(0.0, until) - max(0.0, since) for since, until in within)  # a thread's may begin in backward
+        return took, [clock.seconds(start, forward), clock.seconds(backward, end) - waited]
+
+    def measure(self, name: str, repeats: int) -> Row:
+        """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
+        variant, rate = VARIANTS[name], None
+        if error := refusal(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
+            return Row(rate, name, error=error)
+        rest = self.local_backward(repeats)
+        watched = Watched(self.clock.mark)
+        trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, watched)
+        taken, before = [], None
+        first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
+        for step in range(first + repeats):
+            self.ranks.say(f"{variant.title}, step {step + 1} of {first + repeats}")
+            if step == first:
+                self.ranks.barrier()
+                before = self.ranks.bytes_sent()
+            taken.append(self.parts(trainee, watched))
+        self.ranks.barrier()
+        after = self.ranks.bytes_sent()
+        self.check(variant, trainee)
+        sent = math.nan if before is None or after is None else (after - before) / repeats
+        (sent,) = self.ranks.slowest([sent])
+        calls = self.ranks.slowest([seconds for seconds, _ in taken[first:]])
+        forward, step_alone = self.mean([parts for _, parts in taken[first:]]).median(0).values.tolist()
+        seconds = statistics.median(calls)
+        exchanged = max(0.0, seconds - forward - rest - step_alone)
+        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, None if math.isnan(sent) else sent)
+
+    def check(self, variant: Variant, trainee: Trainee) -> None:
+        """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""
+        flat = torch.cat([p.detach().flatten() for p in trainee.model.parameters()])
+        same_everywhere(self.ranks, flat, f"after steps with {variant.title}")
+        skipped = trainee.optimizer.skipped_steps if isinstance(trainee.optimizer, OneBitOptimizer) else 0
+        if skipped or not bool(flat.isfinite().all()):
+            raise WrongResult(f"{variant.title}: parameters or gradients are not finite ({skipped} steps were skipped)")
+        if trainee.compressing() != variant.compresses:
+            raise WrongResult(f"{variant.title} {'has not begun' if variant.compresses else 'began'} to compress")
+
+    def train(self, name: str, seed: int, steps: int, freeze: int, lr: float) -> Run:
+        """The same model, batches and schedule for every variant of a seed. A collective call."""
+        variant, ranks = VARIANTS[name], self.ranks
+        self.source.manual_seed(1000 * seed + ranks.rank)
+        model = self.model(variant, seed)
+        trainee = variant.build(model, lr, freeze, transport_for())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            trainee.optimizer, lr, steps, pct_start=LR_WARMUP, cycle_momentum=False
+        )
+        curve = [(0, self.held_out_loss(model.module, FEW))]
+        for step in range(1, steps + 1):
+            ranks.say(f"{variant.title}, seed {seed}: step {step} of {steps}, loss {curve[-1][1]:.3f}")
+            trainee.optimizer.zero_grad()
+            loss_of(model, self.windows()).backward()
+            trainee.optimizer.step()
+            schedule.step()
+            if step % max(1, steps // VALIDATIONS) == 0 or step == steps:
+                curve.append((step, self.held_out_loss(model.module, FEW)))
+        self.check(variant, trainee)
+        return Run(name, seed, steps, freeze, lr, tuple(curve), self.held_out_loss(model.module, HELD_OUT))
+
+    @torch.no_grad()
+    def held_out_loss(self, model: torch.nn.Module, windows: int) -> float:
+        own = self.text.held_out(windows)[self.ranks.rank :: self.ranks.size].to(self.ranks.device)
+        losses = [loss_of(model, part) for part in own.split(self.shape.batch)]
+        return float(self.mean([[float(torch.stack(losses).mean())]]))
+
+
+def run_rank(arguments: argparse.Namespace, say: Callable[[str], None], found: Found) -> None:
+    """Time or train on this process's group; on rank 0 `found` hears of it."""
+    with joined(arguments, say) as ranks:
+        try:
+            _work(arguments, ranks, found if ranks.rank == 0 else lambda what: None)
+        finally:
+            gc.collect()  # a model that outlives its group ends Gloo's threads with the lock that they wait for
+
+
+def _work(arguments: argparse.Namespace, ranks: Ranks, tell: Found) -> None:
+    bench = Bench(ranks, Shape(arguments.width, arguments.layers, arguments.batch))
+    tell({**group_of(ranks), "elements": bench.elements})
+    for name, seed in arguments.runs:
+        tell(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr))
+    for name in [] if arguments.train else arguments.variants:
+        tell(bench.measure(name, arguments.repeats))

@@ -1,0 +1,247 @@
+"""What the training-step benchmark makes of what it found: a record, tables, targets."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from onebit.cli import main as cli
+from onebit.kernels.tuning.machine import device_name, provenance
+from perf.all_reduce.report import Target, cell, rate_bits
+from perf.train_step.ranks import Row, Run
+from perf.train_step.variants import BASELINE, LEARN_AS, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
+
+STANDARD: dict[str, Any] = {
+    "hosts": 4,
+    "rates": ["100mbit", "300mbit", "1gbit"],
+    "share": 0.925,
+    "variants": list(VARIANTS),
+    "width": 256,
+    "layers": 8,
+    "batch": 4,
+}
+SHARES = (0.91, 0.94)  # of the all-reduce in the step: the papers' Ethernet rows
+SPEED_TARGET = 5.5  # times the baseline's speed, where its share is one of these
+Group = Mapping[str, Row]  # of one rate, by variant
+Curves = dict[str, list[tuple[int, float]]]  # (step, loss) by variant
+
+
+class Record:
+    """What was found so far, in a file after each addition. Training runs of an earlier command stay in it."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path, self.about, self._of_rows = path, dict(about), about
+        self.rows: list[Row] = []
+        self.runs: list[Run] = []
+        self.heard = False
+        self._kept = True  # rows are still those of an earlier command
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            self.about |= before
+            self.rows = [Row.of(row) for row in before["rows"]]
+            self.runs = [Run.of(run) for run in before["runs"]]
+
+    def add(self, found: Row | Run | Mapping[str, Any]) -> None:
+        self.heard = True
+        if isinstance(found, Row):
+            if self._kept:
+                self.rows, self._kept = [], False
+                self.about |= self._of_rows
+            self.rows.append(found)
+        elif isinstance(found, Run):
+            self.runs.append(found)
+        else:
+            self.about.update(found)
+        self.save()
+
+    def save(self) -> None:
+        targets = [{**asdict(target), "met": target.met} for target in self.targets()]
+        rows, runs = ([asdict(x) for x in these] for these in (self.rows, self.runs))
+        text = json.dumps({**self.about, "targets": targets, "rows": rows, "runs": runs}, indent=1) + "\n"
+        partial = self.path.with_suffix(".part")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.path)
+
+    def targets(self) -> list[Target]:
+        return [*speed_targets(self.rows), *loss_targets(self.rows, self.runs)]
+
+
+def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
+    """What was measured at one rate together; slow links first."""
+    rates = dict.fromkeys(row.rate for row in rows)
+    groups = [(rate, {row.variant: row for row in rows if row.rate == rate}) for rate in rates]
+    return sorted(groups, key=lambda group: rate_bits(group[0]) or math.inf)
+
+
+def link_for(share: float, row: Row) -> str:
+    """The rate at which the all-reduce takes this share of the step: from bytes where the link was no limit (of its
+    bits 95.6 % are what the interface counts, see perf.lab), else from the time that it took.
+    """
+    if not row.bytes:
+        raise ValueError("--share needs bytes by an interface's counter: measure in the lab")
+    wanted = (row.forward + row.backward + row.step) * share / (1 - share)
+    bits = rate_bits(row.rate)
+    needed = 8 * row.bytes / 0.956 / wanted if bits is None else bits * row.all_reduce / wanted
+    return f"{needed / 1e6:.3g}mbit"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The columns of Table 1 (paper 001)."""
+    lines = [
+        f"{'':38} | {'milliseconds':^52} | all-reduce |    MB a step | times as",
+        f"{'rate':>9} {'':28} | {'forward':>9} {'all-reduce':>11} {'backward':>9} {'step':>9} {'total':>10} | "
+        f"% of total |     and rank | fast as {BASELINE}",
+    ]
+    for rate, group in by_rate(rows):
+        baseline = group.get(BASELINE)
+        for row in group.values():
+            where = f"{rate or '-':>9} {VARIANTS[row.variant].title:28}"
+            if row.seconds is None:
+                lines.append(f"{where} | was not measured: {row.error}")
+                continue
+            parts = (row.forward, row.all_reduce, row.backward, row.step, row.seconds)
+            widths = ("9.1f", "11.1f", "9.1f", "9.1f", "10.1f")
+            times = " ".join(cell(part, width, 1e3) for part, width in zip(parts, widths, strict=True))
+            ratio = faster(row, baseline) if baseline else None
+            sent = cell(row.bytes, "12.3f", 1e-6)
+            lines.append(f"{where} | {times} | {row.share:10.1%} | {sent} | {cell(ratio, '8.2f')}")
+    return "\n".join(lines)
+
+
+def faster(row: Row, than: Row) -> float | None:
+    return than.seconds / row.seconds if row.seconds and than.seconds else None
+
+
+def speed_targets(rows: Sequence[Row]) -> list[Target]:
+    """Where the baseline's all-reduce takes the papers' share."""
+    found = []
+    for rate, group in by_rate(rows):
+        baseline, ours = group.get(BASELINE), group.get(OURS)
+        if baseline and ours and SHARES[0] <= baseline.share <= SHARES[1] and (ratio := faster(ours, baseline)):
+            of = f"{VARIANTS[OURS].title}, {rate}, where all-reduce takes {baseline.share:.1%} of {BASELINE}'s"
+            found.append(Target(f"as fast a step as {BASELINE}'s ({of})", ratio, SPEED_TARGET))
+    return found
+
+
+def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
+    """How much sooner 1-bit Adam has the loss that PowerSGD ends with; 0 where it never has it."""
+    found = []
+    for rate, group in by_rate(rows):
+        curves = timed_curves(group, runs)
+        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS)):
+            if other not in curves or ours not in curves:
+                continue
+            last, loss = curves[other][-1]
+            reached = next((step for step, own in curves[ours] if own <= loss), None)
+            freeze = runs[0].freeze
+            theirs = seconds_after(group, other, freeze, last)
+            ratio = theirs / seconds_after(group, ours, freeze, reached) if reached else 0.0
+            what = f"as soon as {VARIANTS[other].title} at the loss that it ends with ({VARIANTS[ours].title}, {rate})"
+            found.append(Target(what, ratio, 1.0))
+    return found
+
+
+def timed(group: Group, variant: str) -> bool:
+    """Whether both stages of this variant were."""
+    names = (UNCOMPRESSED, VARIANTS[variant].before, variant)
+    return all((row := group.get(name)) is not None and row.seconds for name in names)
+
+
+def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
+    """Of so many steps of training, by those measured of what it is before the freeze and of itself.
+
+    Where stage 1 sends what fp32 sends and was measured as faster, that was chance.
+    """
+    first = VARIANTS[variant].before
+    fp32, before, after = (group[name].seconds or math.nan for name in (UNCOMPRESSED, first, variant))
+    if VARIANTS[first].sends == VARIANTS[UNCOMPRESSED].sends:
+        before = max(before, fp32)
+    return min(step, freeze) * before + max(0, step - freeze) * after
+
+
+def mean_curves(runs: Sequence[Run]) -> Curves:
+    """Of each variant, the mean over seeds."""
+    of: dict[str, list[Run]] = {}
+    for run in runs:
+        of.setdefault(run.variant, []).append(run)
+    return {
+        name: [(points[0][0], mean(loss for _, loss in points)) for points in zip(*(r.curve for r in own), strict=True)]
+        for name, own in of.items()
+    }
+
+
+def timed_curves(group: Group, runs: Sequence[Run]) -> Curves:
+    """Of what was timed on this network; of what learns the same bit for bit, the same curve."""
+    curves = mean_curves(runs)
+    curves |= {name: curves[like] for name, like in LEARN_AS.items() if like in curves}
+    return {name: curve for name, curve in curves.items() if timed(group, name)}
+
+
+def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
+    """Final losses, and how long the run takes on each network."""
+    if not runs:
+        return ""
+    steps, freeze = runs[0].steps, runs[0].freeze
+    networks = [(rate, group) for rate, group in by_rate(rows) if rate]
+    lines = [
+        f"\n{steps} steps of training, without signs up to step {freeze}; seconds: steps times those of a step above",
+        f"{'':28} | seeds | {'final loss':>10} {'least':>8} {'most':>8} | "
+        + " ".join(f"{f's at {rate}':>15}" for rate, _ in networks),
+    ]
+    trained = [*mean_curves(runs)]
+    trained += [n for n, like in LEARN_AS.items() if like in trained and any(timed(group, n) for _, group in networks)]
+    for name in trained:
+        losses = [run.loss for run in runs if run.variant == LEARN_AS.get(name, name)]
+        took = " ".join(
+            cell(seconds_after(group, name, freeze, steps) if timed(group, name) else None, "15.0f")
+            for _, group in networks
+        )
+        spread = f"{mean(losses):10.4f} {min(losses):8.4f} {max(losses):8.4f}"
+        lines.append(f"{VARIANTS[name].title:28} | {len(losses):5} | {spread} | {took}".rstrip())
+    return "\n".join(lines)
+
+
+def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
+    return {
+        "lab": arguments.lab,
+        "cpu": device_name(torch.device("cpu")),
+        "cpu_count": os.cpu_count(),
+        "load_before": load,
+        **{name: getattr(arguments, name) for name in ("width", "layers", "batch", "repeats")},
+        **provenance(),
+    }
+
+
+def slug(arguments: argparse.Namespace) -> str:
+    """The record's file name: the machine, and its own name or in what it differs from the standard run."""
+    device = torch.device("cpu") if arguments.lab else cli.pick_device(arguments.device)
+    parts = ["train_step", device_name(device)]
+    if arguments.name:
+        parts += [arguments.name]
+    else:
+        parts += [] if arguments.lab else [str(arguments.backend or "group")]
+        for name in STANDARD if arguments.lab else ("variants", "width", "layers", "batch"):
+            value = getattr(arguments, name)
+            if value != STANDARD[name]:
+                parts += [name, *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return "-".join(re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") for part in parts)
+
+
+def missing(arguments: argparse.Namespace, record: Record) -> list[tuple[str, int]]:
+    """Training runs that the record lacks; those of other settings leave it."""
+    settings = (arguments.steps, arguments.freeze, arguments.lr)
+    record.runs = [run for run in record.runs if (run.steps, run.freeze, run.lr) == settings]
+    there = {(run.variant, run.seed) for run in record.runs}
+    every = [(name, seed) for seed in range(arguments.seeds) for name in TRAINED if name in arguments.variants]
+    return [run for run in every if run not in there]

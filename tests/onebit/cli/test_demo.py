@@ -1,0 +1,292 @@
+"""`onebit demo` as a user runs it: a command that starts ranks, and ends with all of them whatever happens."""
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from onebit.cli import main as cli
+from onebit.cli.demo import command as demo
+from onebit.cli.demo import ranks as demo_ranks
+from onebit.cli.demo import report as demo_report
+from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
+from onebit.cli.demo.ranks import Process
+from onebit.cli.demo.train import MARK, End, Settings, Start, Step, heard
+
+COMMAND = [sys.executable, "-m", "onebit", "demo"]
+PNG = b"\x89PNG"
+
+
+def run(*options, timeout=120):
+    return subprocess.run(
+        [*COMMAND, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def table(text):
+    """What stands in the table: a row's two columns."""
+    rows = re.findall(r"^  +(\S.*?) {2,}(\S+)(?: MB| ms)? +(\S+)(?: MB| ms)?(?:  .*)?$", text, re.MULTILINE)
+    return {name: (float(a), float(b)) for name, a, b in rows if re.fullmatch(r"[\d.]+", a)}
+
+
+def test_adam_and_its_twin(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plot.png"
+    result = run("--steps", "32", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    assert out.read_bytes().startswith(PNG)
+    assert "starting 2 ranks" in result.stderr and "\033" not in result.stderr
+    found = table(result.stdout)
+    original, ours = found["validation loss"]
+    assert 2 < original < 3.4 and 2 < ours < 3.4  # 4.6 before the first step
+    elements = int(re.search(r"([\d,]+) parameters", result.stdout)[1].replace(",", ""))
+    ring = 2 * (2 - 1) / 2 * 4 * elements / 1e6
+    dense, packed = found["sent by each rank"]
+    assert dense == pytest.approx(32 * ring, abs=0.06)
+    dense2, packed2 = found["of it in stage 2"]
+    assert dense2 == pytest.approx(24 * ring, abs=0.06)
+    assert packed - packed2 == pytest.approx(8 * ring, abs=0.11)
+    assert 30 < dense2 / packed2 < 32
+    assert "from step 9 on" in result.stdout and f"Plot: {out}" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+def test_lamb_and_its_twin(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [*COMMAND, "--optimizer", "lamb", "--steps", "20", "--seed", "3", "--out", str(tmp_path / "plot.png")]
+    background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []  # and with stdin closed
+    result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "1-bit LAMB" in result.stdout and "from step 7 on" in result.stdout
+    found = table(result.stdout)
+    assert max(found["validation loss"]) < 4
+    assert "30.6 times less" in result.stdout
+
+
+class Demo:
+    """One under way; `ranks` are the ids of its processes, once step 1 is done."""
+
+    def __init__(self, out):
+        command = [*COMMAND, "--steps", "2000", "--out", str(out)]
+        self.process = subprocess.Popen(command, stdin=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in self.process.stderr:
+            if re.match(r"\d+/2000 stage 1", line):
+                break
+        self.ranks = children(self.process.pid)
+
+    def ended(self, seconds=15):
+        """Status, output and errors."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+
+def children(parent):
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            environment = (stat.parent / "environ").read_bytes()
+        except OSError:
+            continue
+        rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", environment)
+        if int(fields[1]) == parent and rank:
+            found[int(rank[1])] = int(stat.parent.name)
+    return found
+
+
+def alive(ids):
+    deadline = time.monotonic() + 5
+    while left := [i for i in ids if Path(f"/proc/{i}").exists()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return left
+
+
+@pytest.fixture
+def under_way(tmp_path):
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("finds processes in /proc")
+    running = Demo(tmp_path / "plot.png")
+    yield running
+    if running.process.poll() is None:
+        running.process.kill()
+        running.process.wait()
+    for stream in (running.process.stdout, running.process.stderr):
+        stream.close()
+
+
+def test_a_rank_that_dies_ends_the_run(under_way):
+    assert sorted(under_way.ranks) == [0, 1]
+    os.kill(under_way.ranks[1], signal.SIGKILL)
+    code, _, err = under_way.ended()
+    assert code == 1
+    assert "error: rank 1 was ended by SIGKILL" in err and "Traceback" not in err
+    assert not alive(under_way.ranks.values())
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_an_end_from_outside_leaves_no_rank(under_way, number, status, tmp_path):
+    under_way.process.send_signal(number)
+    code, out, err = under_way.ended()
+    assert (code, out) == (status, "") and "Traceback" not in err
+    assert not alive(under_way.ranks.values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_process_is_reported_with_its_last_lines(tmp_path):
+    (tmp_path / "failing.py").write_text("print('a line'); raise SystemExit('out of luck')")
+    lines = queue.Queue()
+    process = Process("rank 5", ["failing"], {"PYTHONPATH": str(tmp_path)}, lines)
+    try:
+        assert lines.get(timeout=20) == "a line"
+        assert process.running.wait(20) == 1
+        assert process.report() == "rank 5 failed with status 1; its last lines:\n    out of luck"
+    finally:
+        process.end(time.monotonic())
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path):
+    (tmp_path / "stubborn.py").write_text(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(99)"
+    )
+    lines = queue.Queue()
+    process = Process("rank 0", ["stubborn"], {"PYTHONPATH": str(tmp_path)}, lines)
+    assert lines.get(timeout=20) == "here"
+    process.running.terminate()
+    process.end(time.monotonic() + 0.2)
+    assert process.running.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--ranks", "0"], "from 2 to 64"),
+        (["--ranks", "1"], "from 2 to 64"),
+        (["--steps", "0"], "from 10 to"),
+        (["--steps", "many"], "'many' is not a whole number"),
+        (["--seed", "-1"], "seed"),
+        (["--optimizer", "sgd"], "'adam'"),
+    ],
+)
+def test_a_wrong_option_is_named(options, told, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["demo", *options])
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["missing/plot.png", "plot.unknown", "plot", ".", "/proc/plot.png"])
+def test_a_plot_that_cannot_be_written_is_an_error_before_the_work(out, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["demo", "--out", str(tmp_path / out)]) == 2
+    captured = capsys.readouterr()
+    assert "--out" in captured.err and "starting" not in captured.err
+
+
+def test_trying_where_the_plot_goes_leaves_what_is_there(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plot.png"
+    assert demo._check_plot(out) and not out.exists()
+    out.write_bytes(b"before")
+    assert demo._check_plot(out) and out.read_bytes() == b"before"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lab says that it needs Linux")
+def test_a_bandwidth_that_is_none(tmp_path, capsys):
+    assert cli.main(["demo", "--bandwidth", "fast", "--out", str(tmp_path / "plot.png")]) == 1
+    assert "'fast' is not a link rate" in capsys.readouterr().err
+
+
+def test_a_bandwidth_without_root(tmp_path):
+    drop = "--bounding-set=-net_admin,-sys_admin", "--inh-caps=-net_admin,-sys_admin"
+    unprivileged = ["setpriv", *drop] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    if unprivileged and shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, or not to be root")
+    command = [*unprivileged, *COMMAND, "--bandwidth", "1gbit", "--out", str(tmp_path / "plot.png")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "as root" in result.stderr or "needs Linux" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bandwidth_where_there_is_no_lab(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo_ranks, "REPOSITORY", tmp_path)
+    assert cli.main(["demo", "--bandwidth", "1gbit", "--out", str(tmp_path / "plot.png")]) == 2
+    assert "repository" in capsys.readouterr().err
+
+
+@pytest.mark.netlab
+def test_shaped_links(tmp_path):
+    result = run("--bandwidth", "50mbit", "--steps", "16", "--out", str(tmp_path / "plot.png"))
+    if "lab" in result.stderr and result.returncode == 1:
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == 0, result.stderr
+    found = table(result.stdout)
+    dense, packed = found["by the link's counter"]
+    assert dense == pytest.approx(found["of it in stage 2"][0], rel=0.05)
+    assert 25 < dense / packed < 32
+    slow, fast = found["time a step, stage 2"]
+    assert slow > 250 and slow > 1.5 * fast  # 1.66 MB at 50 Mbit/s are 265 ms
+
+
+def record():
+    """Six steps, the last four of them in stage 2."""
+    made = demo_report.Record(Settings(steps=6, bandwidth="1gbit"))
+    made.add(Start("cpu", "gloo", 1000))
+    for i in range(1, 7):
+        sent = [4_000_000 * i, 4_000_000 * min(i, 2) + 100_000 * max(0, i - 2)]
+        losses, seconds = [5.0 - i / 2, 5.5 - i / 2], [0.5, 0.25 if i > 2 else 0.5]
+        made.add(Step(i, i > 2, losses, seconds, sent, [b + 1_000_000 for b in sent]))
+    made.add(End([1.5, 1.25]))
+    return made
+
+
+def test_the_table_has_the_numbers():
+    found = table(demo_report.describe(record()))
+    assert found == {
+        "validation loss": (1.5, 1.25),
+        "sent by each rank": (24.0, 8.4),
+        "of it in stage 2": (16.0, 0.4),
+        "by the link's counter": (16.0, 0.4),
+        "time a step, stage 2": (500, 250),
+    }
+    assert "40.0 times less" in demo_report.describe(record()) and "2.0 times faster" in demo_report.describe(record())
+
+
+def test_the_progress_line_has_both_losses_and_the_stage():
+    line = demo_report.progress_line(record())
+    assert line == "6/6 stage 2  loss: Adam 3.250, 1-bit 3.750  sent: 24, 8 MB  1.2 steps/s"
+
+
+def test_what_a_rank_tells_is_what_is_heard():
+    assert heard("warning: something") is None
+    step = record().steps[0]
+    assert heard(MARK + json.dumps({"Step": asdict(step)})) == step
+
+
+def test_the_text_is_split_and_the_model_sees_no_future():
+    text = Text()
+    assert len(text._held) == (len(text._held) + len(text._train)) // 10
+    windows = text.batch(3, torch.Generator().manual_seed(0))
+    assert windows.shape == (3, LENGTH + 1) and int(windows.max()) < text.letters
+    torch.testing.assert_close(text.held_out(5)[0], text._held[: LENGTH + 1])
+    torch.testing.assert_close(text.held_out(5)[-1], text._held[-LENGTH - 1 :])
+    torch.manual_seed(0)
+    model = Transformer(text.letters)
+    other = windows.clone()
+    other[:, 40:] = 0
+    before, after = (model(w[:, :-1]) for w in (windows, other))
+    torch.testing.assert_close(before[:, :40], after[:, :40])
+    assert (before[:, 40:] - after[:, 40:]).abs().max() > 1e-3
+    assert loss_of(model, windows).item() == pytest.approx(torch.tensor(text.letters).log().item(), rel=0.1)

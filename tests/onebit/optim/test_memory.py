@@ -1,0 +1,83 @@
+"""Bytes an element, counted: what an optimizer keeps, and what a step makes on its way.
+
+python -m tests.onebit.optim.test_memory        prints what the tests bound
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onebit
+from tests.onebit.runs import OPTIMIZERS
+from tests.ranks import group, run_ranks
+
+SHAPES = ((2048, 1024), (1000, 1024), (512,), (3,))
+NUMEL = sum(torch.Size(s).numel() for s in SHAPES)
+MOST_STATE = {"OneBitAdam": 8.7, "OneBitLamb": 12.8}
+MOST_BUFFERS = 0.6
+MOST_AT_FREEZE = {"OneBitAdam": 0.2, "OneBitLamb": 1.01}  # LAMB's d is a buffer of its own, and stays
+
+
+class Made(TorchDispatchMode):
+    """The largest storage that any operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        known = {t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.most = max(self.most, t.untyped_storage().nbytes())
+        return out
+
+
+def living() -> dict[int, int]:
+    """Bytes of every storage that a tensor holds."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    return {s.data_ptr(): s.nbytes() for s in storages}
+
+
+def measure(rank: int, size: int, kind: str) -> dict[str, float]:
+    params = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in SHAPES]
+    for i, p in enumerate(params):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * rank + i))
+    before = living()
+    optimizer = getattr(onebit, kind)(params, freeze_step=2, chunks=1, process_group=group())
+    made = {}
+    for step in (1, 2, 3, 4, 5):
+        with Made() as mode:
+            optimizer.step()
+        made[step] = mode.most / (4 * NUMEL)
+    kept = sum(n for where, n in living().items() if where not in before) / NUMEL
+    buffers = sum(
+        messages.buffer.numel()
+        for space in optimizer._spaces
+        for messages in (space.exchange.sent, space.exchange.received, space.exchange.reply)
+    )
+    return {"state": kept - buffers / NUMEL, "buffers": buffers / NUMEL, "freeze": made[3], "step": made[5]}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_bytes_an_element_in_stage_2(kind: str) -> None:
+    """At 8 ranks. torch.optim.AdamW keeps 8. The messages received are state: they hold the momentum."""
+    for found in run_ranks(8, measure, kind, timeout=120):
+        assert 8 < found["state"] <= MOST_STATE[kind]
+        assert 0 < found["buffers"] <= MOST_BUFFERS
+        # what the CPU passes work in has 2 MB, whatever the model
+        assert found["step"] < 0.2, "a step of stage 2 makes a temporary near the size of the model"
+        assert found["freeze"] < MOST_AT_FREEZE[kind], "the freeze makes a temporary near the size of the model"
+
+
+if __name__ == "__main__":
+    for kind in OPTIMIZERS:
+        found = run_ranks(8, measure, kind, timeout=120)[0]
+        print(f"{kind}, stage 2, 8 ranks: state {found['state']:.2f}, buffers {found['buffers']:.2f} bytes an element")

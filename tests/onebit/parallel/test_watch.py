@@ -1,0 +1,335 @@
+"""Ranks that no longer hold the same bits: found at the next check, named, and put right where that was asked for.
+
+python -m tests.onebit.parallel.test_watch        what a check costs, against the thousand steps that it comes after
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onebit
+from onebit.collectives.agreement import checksums, odd_values
+from onebit.collectives.transport.protocol import Work
+from onebit.collectives.transport.torch import TorchTransport
+from onebit.parallel import watch
+from onebit.parallel.watch import shared
+from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, run, same, snapshot, take
+from tests.ranks import group, run_ranks
+
+STAGES = pytest.mark.parametrize("freeze_step", [50, 3], ids=["stage 1", "stage 2"])
+ALWAYS = {"check_every": 1}
+CHECK = "comparing the ranks' state (all-gather)"
+
+
+def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
+    """One bit of one element, unseen by autograd's counters as a fault is."""
+    words = tensor.data.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    mask = 1 << bit
+    words[element] ^= mask - (1 << 8 * tensor.itemsize) if bit == 8 * tensor.itemsize - 1 and bit > 7 else mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_a_checksum_sees_every_flipped_bit(dtype: torch.dtype) -> None:
+    numel = 2**16 + 5  # more than a piece
+    x = torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = checksums([x])
+    for element in (0, 1, 2**16 - 1, 2**16, numel - 1):
+        for bit in range(8 * dtype.itemsize):
+            flip(x, bit, element)
+            assert checksums([x]) != before, (element, bit)
+            flip(x, bit, element)
+    assert checksums([x]) == before
+
+
+def test_a_checksum_sees_what_changed_places() -> None:
+    x = torch.randn(2**16 + 100, generator=torch.Generator().manual_seed(1))
+    before = checksums([x])
+    for a, b in [(0, 1), (0, 2**15), (7, 2**16 - 1), (3, 2**16 + 3), (0, 2**16), (2**16, 2**16 + 99)]:
+        swapped = x.clone()
+        swapped[a], swapped[b] = x[b], x[a]
+        assert checksums([swapped]) != before, (a, b)
+
+
+def test_a_checksum_is_of_bits_and_not_of_numbers() -> None:
+    zeros = torch.tensor([0.0, -0.0])
+    nans = torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001]).int().view(torch.float32)
+    assert nans.isnan().all()
+    found = checksums([*zeros.view(2, 1), *nans.view(3, 1)]).tolist()
+    assert len(set(found)) == 5
+
+
+def look(optimizer: Any) -> str:
+    """What a check says, with check_every=1."""
+    try:
+        optimizer._watch.look(optimizer)
+    except onebit.DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
+    """A bit of each tensor that ranks share, on rank 1, one after the other."""
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, case.steps)
+    told = {"": look(optimizer)}
+    for name, tensor in shared(optimizer):
+        if not tensor.numel():
+            continue
+        if rank == 1:
+            flip(tensor, 3, tensor.numel() - 1)
+        told[name] = look(optimizer)
+        if rank == 1:
+            flip(tensor, 3, tensor.numel() - 1)
+    own = [s.exchange.residual.value for s in optimizer._spaces if s.exchange is not None]
+    for residual in own:
+        residual.add_(rank)
+    return {"told": told, "own": look(optimizer)}
+
+
+@kinds
+@STAGES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
+    kind: str, freeze_step: int, dtype: str
+) -> None:
+    case = Case(kind, dtype=dtype, steps=6, options={"freeze_step": freeze_step, **ALWAYS}, groups=({}, {"lr": 1e-3}))
+    found = run_ranks(3, flipping_everything, case)
+    told = found[0]["told"]
+    assert told[""] == "" and found[0]["own"] == ""
+    assert found[1] == found[0] and found[2] == found[0]
+    expected = {"exp_avg", "exp_avg_sq"} if freeze_step == 50 else {"denominator"}
+    expected |= {"exp_avg_sq"} if kind == "OneBitLamb" else set()
+    expected |= {"master"} if dtype == "bfloat16" else set()
+    for shape in case.shapes:
+        names = [name for name in told if f"shape {shape}" in name]
+        assert names[0].startswith("parameter ")
+        assert {name.split(" of ")[0] for name in names[1:]} == expected
+    assert any("the last message" in name for name in told) == (freeze_step == 3)
+    for name, text in told.items():
+        if name:
+            assert f"{name} has other values on rank 1 than on rank 0. Load the last" in text, text
+
+
+def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter: int) -> dict[str, Any]:
+    """A bit of one rank's parameter, or of its fp32 copy, flips before step `at`: who hears of it, and how it ends."""
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    error, step = "", 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            for step in range(1, case.steps + 1):
+                if (rank, step) == (who, at):
+                    held = params[parameter]
+                    flip(optimizer.state[held].get("master", held), 30)  # 16 bits would be written anew from it
+                take(case, rank, optimizer, params, step)
+        except onebit.DivergenceError as caught:
+            error = str(caught)
+    return {
+        "error": error,
+        "step": step,
+        "told": [str(w.message) for w in told if "the same bits" in str(w.message)],
+        "params": bits(params),
+        "state": snapshot(optimizer.state_dict()),
+    }
+
+
+@kinds
+@STAGES
+def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> None:
+    case = Case(kind, steps=12, options={"freeze_step": freeze_step, "check_every": 4})
+    for one in run_ranks(3, flipped_once, case, 2, 6, 1):
+        assert one["step"] == 8
+        assert one["error"].startswith(
+            "after 8 steps the ranks do not hold the same bits: parameter 1 of group 0 (shape (33,)) has other values "
+            "on rank 2 than on rank 0"
+        )
+        assert "checkpoint" in one["error"] and 'on_divergence="broadcast"' in one["error"]
+
+
+@kinds
+@STAGES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_broadcast_puts_it_right_bit_for_bit(kind: str, freeze_step: int, dtype: str) -> None:
+    """These gradients do not look at the parameters: the run ends as if nothing had been."""
+    options = {"freeze_step": freeze_step, "check_every": 4, "on_divergence": "broadcast"}
+    case = Case(kind, dtype=dtype, steps=12, options=options)
+    after = run_ranks(3, flipped_once, case, 0, 6, 1)
+    without = run_ranks(3, flipped_once, case, -1, 6, 1)
+    for rank, (one, other) in enumerate(zip(after, without, strict=True)):
+        assert one["error"] == "" and one["step"] == 12
+        assert len(one["told"]) == (rank == 0) and not other["told"]
+        assert all("on rank 0 than on rank 1" in text and "given what most ranks hold" in text for text in one["told"])
+        assert one["params"] == other["params"]
+        assert same(one["state"], other["state"])
+
+
+def test_without_a_majority_nobody_is_taken_for_right() -> None:
+    case = Case(steps=6, options={"freeze_step": 2, "check_every": 2, "on_divergence": "broadcast"})
+    for size in (2, 4):
+        for one in run_ranks(size, halves, case):
+            assert "No values are held by more than half of the ranks" in one["error"]
+            assert one["unchanged"]
+            assert one["error"].count(" than on rank 0") == 1
+            assert ("on rank 1 than" if size == 2 else "on ranks 1, 3 than") in one["error"]
+
+
+def halves(rank: int, size: int, case: Case) -> dict[str, Any]:
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 3)
+    if rank % 2:
+        flip(params[0], 5)
+    before = bits(params)
+    return {"error": look(optimizer), "unchanged": bits(params) == before}
+
+
+def several(rank: int, size: int, case: Case) -> str:
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 3)
+    if rank in (1, 3):
+        flip(params[rank], 5)
+    return look(optimizer)
+
+
+def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
+    case = Case(options={"freeze_step": 2, **ALWAYS})
+    for text in run_ranks(4, several, case):
+        assert "parameter 1 of group 0 (shape (33,)) has other values on rank 1 than on rank 0" in text
+        assert "and 1 more tensors differ on rank 3 (the first is parameter 3 of group 0" in text
+
+
+def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
+    """In pieces that no parameter is a multiple of; then with another count of steps on one rank."""
+    watch._PIECE = 100
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 3)
+    before = bits(params)
+    if rank == 2:
+        for p in params:
+            flip(p, 7, p.numel() - 1)
+            flip(p, 7, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = look(optimizer)
+    right = bits(params) == before
+    if rank == 2:
+        optimizer._counts[0] += 1
+    return {"error": error, "right": right, "count": look(optimizer)}
+
+
+@kinds
+def test_a_broadcast_goes_in_pieces_and_not_where_ranks_took_other_steps(kind: str) -> None:
+    case = Case(kind, options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS})
+    for one in run_ranks(3, repaired, case):
+        assert one["error"] == "" and one["right"]
+        assert "the count of steps has other values on rank 2" in one["count"]
+        assert "have not even taken the same steps" in one["count"]
+
+
+def counted(rank: int, size: int, case: Case) -> list[int]:
+    """The steps that ended with a check."""
+    seen: list[str] = []
+
+    class Listening(TorchTransport):
+        def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+            seen.append(phase)
+            return super().all_gather(out, sent, phase)
+
+    params = case.parameters()
+    optimizer = case.build(params, Listening(group()))
+    checks = []
+    for step in range(1, case.steps + 1):
+        del seen[:]
+        take(case, rank, optimizer, params, step)
+        assert CHECK not in seen[:-1]
+        checks += [step] * seen.count(CHECK)
+    return checks
+
+
+@pytest.mark.parametrize(("every", "steps", "expected"), [(3, 10, [3, 6, 9]), (0, 10, []), (None, 1001, [1000])])
+def test_a_check_comes_last_in_every_so_many_steps(every: int | None, steps: int, expected: list[int]) -> None:
+    """A step that is skipped counts as well; 1000 is the default."""
+    options = {"freeze_step": 4} | ({} if every is None else {"check_every": every})
+    case = Case(shapes=((5,),), steps=steps, options=options, bad=((2, 1, float("nan")),))
+    assert run_ranks(2, counted, case) == [expected] * 2
+
+
+def test_one_rank_alone_has_nobody_to_compare_with() -> None:
+    case = Case(options=ALWAYS, steps=3)
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 3)
+    assert optimizer.steps == 3
+
+
+def disagreeing(rank: int, size: int, name: str, values: list[Any]) -> str:
+    case = Case(options={name: values[rank]})
+    params = case.parameters()
+    try:
+        take(case, rank, case.build(params, group()), params, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("name", "values"), [("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])])
+def test_ranks_that_would_check_at_different_steps_hear_of_it_at_the_first(name: str, values: list[Any]) -> None:
+    for text in run_ranks(2, disagreeing, name, values):
+        assert f"rank 1 has {name} {values[1]!r} where rank 0 has {values[0]!r}" in text
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("check_every", -1, ["check_every=-1", "0 never checks"]),
+        ("check_every", 1.5, ["check_every=1.5", "whole number"]),
+        ("check_every", None, ["check_every=None"]),
+        ("on_divergence", "ignore", ["on_divergence='ignore'", "raise", "broadcast"]),
+    ],
+)
+def test_a_wrong_option_says_what_it_takes(kind: str, name: str, value: Any, parts: list[str]) -> None:
+    case = Case(kind, options={name: value})
+    with pytest.raises(ValueError) as caught:
+        case.build(case.parameters())
+    assert all(part in str(caught.value) for part in parts)
+
+
+def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
+    """Elements, and the least seconds of a step of stage 2 with 64 items, and of a check."""
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1024))
+    for i, p in enumerate(model.parameters()):
+        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 32
+    optimizer = getattr(onebit, kind)(
+        model.parameters(), freeze_step=2, chunks=1, process_group=group(), check_every=10**9
+    )
+    x = torch.randn((64, 1024), generator=torch.Generator().manual_seed(rank))
+    seconds: list[tuple[float, float]] = []
+    for _ in range(20):
+        began = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended = time.perf_counter()
+        tensors = list(dict(shared(optimizer)).values())
+        assert not odd_values(optimizer._transport, tensors, CHECK)
+        seconds.append((ended - began, time.perf_counter() - ended))
+    steps, checks = zip(*seconds[4:], strict=True)
+    return sum(p.numel() for p in model.parameters()), min(steps), min(checks)
+
+
+if __name__ == "__main__":
+    for kind in OPTIMIZERS:
+        numel, step, check = run_ranks(2, costs, kind, timeout=300)[0]
+        share = f"{100 * check / (1000 * step):.3f} % of 1000 steps"
+        print(f"{kind}, {numel:,} elements, 2 ranks: step {1e3 * step:.0f} ms, check {1e3 * check:.0f} ms, {share}")
