@@ -24,7 +24,7 @@ def agree(transport: Transport, device: torch.device, facts: Mapping[str, float 
     if len(text) > _NBYTES:
         raise ValueError(f"{len(text)} bytes of facts to compare, {_NBYTES} at most")
     sent = torch.tensor(list(text.ljust(_NBYTES)), dtype=torch.uint8, device=device)
-    everyone = gathered(transport, sent, "comparing the ranks' layouts (all-gather)")
+    everyone = all_gather_values(transport, sent, "comparing the ranks' layouts (all-gather)")
     texts = [bytes(row.tolist()).rstrip() for row in everyone.cpu()]
     if len(set(texts)) == 1:
         return
@@ -41,7 +41,7 @@ def agree(transport: Transport, device: torch.device, facts: Mapping[str, float 
     )
 
 
-def gathered(transport: Transport, values: Tensor, phase: str) -> Tensor:
+def all_gather_values(transport: Transport, values: Tensor, phase: str) -> Tensor:
     """`values`, a vector, of every rank: [size, len(values)]."""
     sent = values.view(torch.uint8)[None]
     everyone = torch.empty((transport.size, sent.shape[1]), dtype=torch.uint8, device=values.device)
@@ -50,7 +50,7 @@ def gathered(transport: Transport, values: Tensor, phase: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Odd:
+class Mismatch:
     """A tensor on whose bits the ranks do not agree."""
 
     ranks: list[int]  # those that hold other values than `usual`
@@ -58,9 +58,9 @@ class Odd:
     majority: bool  # whether more than half of all ranks hold them
 
 
-def odd_values(transport: Transport, tensors: Sequence[Tensor], phase: str) -> dict[int, Odd]:
+def find_mismatches(transport: Transport, tensors: Sequence[Tensor], phase: str) -> dict[int, Mismatch]:
     """Compare tensors bit for bit by a checksum of each: what is odd, by its number, the same on every rank."""
-    everyone = gathered(transport, checksums(tensors), phase).cpu()
+    everyone = all_gather_values(transport, checksums(tensors), phase).cpu()
     common = everyone.mode(dim=0).values
     zeros = (everyone == everyone[0]).sum(0) >= (everyone == common).sum(0)
     same = everyone == torch.where(zeros, everyone[0], common)
@@ -68,13 +68,13 @@ def odd_values(transport: Transport, tensors: Sequence[Tensor], phase: str) -> d
     for i in (~same.all(0)).nonzero().view(-1).tolist():
         agrees = same[:, i].tolist()
         odd = [rank for rank, good in enumerate(agrees) if not good]
-        found[i] = Odd(odd, agrees.index(True), 2 * len(odd) < len(agrees))
+        found[i] = Mismatch(odd, agrees.index(True), 2 * len(odd) < len(agrees))
     return found
 
 
 def agree_on_values(transport: Transport, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
     """Raise a ValueError on every rank that names the first tensor on which they differ."""
-    odd = odd_values(transport, tensors, "comparing the ranks' parameters (all-gather)")
+    odd = find_mismatches(transport, tensors, "comparing the ranks' parameters (all-gather)")
     if not odd:
         return
     first, others = min(odd), len(odd) - 1

@@ -165,5 +165,5 @@ class CompressedAllReduce:
         dtype = tensors[0].dtype if tensors else torch.float32
         if self._pointers is None or self._pointers.dtype != dtype:
             self._pointers = Pointers(self._tensors, self.device, dtype)
-        self._pointers.point(tensors)
+        self._pointers.bind_tensors(tensors)
         return self._pointers

@@ -22,7 +22,7 @@ from onebit import kernels
 from onebit.collectives.agreement import agree
 from onebit.collectives.transport.protocol import Transport, Work
 from onebit.kernels.data.layout import Layout, Span
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 
 
@@ -173,10 +173,10 @@ class Exchange:
         self.transport.all_gather(everyone, own[None], "gathering the server residuals (all-gather)").wait()
         return everyone.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """Keep both residuals as what was left out, with nothing to derive: the next step computes the same."""
-        self.residual.settle()
-        self.server_residual.settle()
+        self.residual.materialize()
+        self.server_residual.materialize()
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a restart: both residuals, of this rank."""

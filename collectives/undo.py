@@ -21,12 +21,12 @@ class Undo:
     def __init__(self, exchange: Exchange) -> None:
         self._pairs = [[(t, torch.empty_like(t)) for t in _changed(chunk)] for chunk in exchange.chunks]
 
-    def keep(self, chunk: Chunk) -> None:
+    def save(self, chunk: Chunk) -> None:
         """Before this chunk is compressed."""
         for now, kept in self._pairs[chunk.index]:
             kept.copy_(now)
 
-    def put_back(self, flags: Tensor | None = None) -> None:
+    def restore(self, flags: Tensor | None = None) -> None:
         """Every chunk as it was kept: where `flags`, int32 [1], is set, or always. On a GPU the host does not wait."""
         if flags is not None and flags.device.type == "cpu" and not int(flags):
             return

@@ -86,7 +86,7 @@ class LocalTransport:
         return self
 
 
-class described:
+class collective_errors:
     """Turns a backend's error into one that names the phase."""
 
     def __init__(self, phase: str, name: str) -> None:

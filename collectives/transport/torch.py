@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Transport, Work, described
+from onebit.collectives.transport.protocol import Transport, Work, collective_errors
 
 _OUTSIDER = (
     "this rank is not in the process group it was given: only the group's members take part. Build the optimizer or "
@@ -38,14 +38,14 @@ class TorchTransport:
 
     def all_max(self, values: Tensor, phase: str) -> None:
         host = values.cpu() if self._staged(values) else values
-        with described(phase, self.name):
+        with collective_errors(phase, self.name):
             dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group)
         if host is not values:
             values.copy_(host)
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
         host = _to_pinned(values) if self._staged(values) else values
-        with described(phase, self.name):
+        with collective_errors(phase, self.name):
             work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, host, host.view(-1), values)
 
@@ -77,7 +77,7 @@ class TorchTransport:
         landing, source = out.view(-1), sent.view(-1)
         if self._staged(out):
             landing, source = _pinned_like(landing), _to_pinned(source)
-        with described(phase, self.name):
+        with collective_errors(phase, self.name):
             work = collective(landing, source, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, source, landing, out)
 
@@ -93,7 +93,7 @@ class TorchWork:
         self._source, self._landing, self._out = source, landing, out
 
     def wait(self) -> None:
-        with described(self._phase, self._name):
+        with collective_errors(self._phase, self._name):
             self._work.wait()
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)

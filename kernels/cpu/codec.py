@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onebit.kernels.cpu.tiles import Scratch, Tile, clear_dead, clear_tails, count_live
 from onebit.kernels.data.layout import Span
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
 

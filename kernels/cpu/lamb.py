@@ -25,9 +25,9 @@ from onebit.kernels.cpu.tiles import (
     sum_squares,
 )
 from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import LambState
 from onebit.kernels.data.wire import Messages
 
 

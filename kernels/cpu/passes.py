@@ -34,7 +34,7 @@ from onebit.kernels.cpu.tiles import (
 from onebit.kernels.data.hyper import LARGEST
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
 __all__ = [

@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Pointers:
     """One tensor a parameter (None counts as zeros), and their addresses on the device.
 
-    `point` is called each step with the tensors of that step; the address table is rewritten only when an
+    `bind_tensors` is called each step with the tensors of that step; the address table is rewritten only when an
     address changed.
     """
 
@@ -37,10 +37,10 @@ class Pointers:
         if first is None:
             raise ValueError(f"no {what} to point to: got {len(tensors)}, none of them a tensor. Pass at least one")
         pointers = cls(layout, first.device, first.dtype, what)
-        pointers.point(tensors)
+        pointers.bind_tensors(tensors)
         return pointers
 
-    def point(self, tensors: Sequence[Tensor | None]) -> None:
+    def bind_tensors(self, tensors: Sequence[Tensor | None]) -> None:
         """Point to `tensors`, one a parameter of the layout."""
         if len(tensors) != self.layout.parameters:
             raise ValueError(
@@ -56,7 +56,7 @@ class Pointers:
             self.addresses.copy_(self._host, non_blocking=True)
 
     def release(self) -> None:
-        """Keep no tensor alive; the addresses stay, and `point` is due before the next use."""
+        """Keep no tensor alive; the addresses stay, and `bind_tensors` is due before the next use."""
         self.tensors = [None] * self.layout.parameters
 
     def _checked(self, index: int, tensor: Tensor) -> Tensor:

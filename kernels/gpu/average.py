@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import TYPES, launch, over

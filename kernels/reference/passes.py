@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.hyper import LARGEST, Hyper
+from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import LambState, Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
 

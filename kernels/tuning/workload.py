@@ -18,9 +18,10 @@ from torch import Tensor
 
 from onebit.kernels import Passes
 from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import LambState, Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 
 BIT = 1 / 8  # bytes

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onebit.collectives.agreement import gathered
+from onebit.collectives.agreement import all_gather_values
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Transport, described
+from onebit.collectives.transport.protocol import Transport, collective_errors
 from onebit.collectives.transport.torch import TorchTransport
 
 T = TypeVar("T")
@@ -60,15 +60,15 @@ class Together:
         phase = "telling the ranks how a checkpoint went (all-gather)"
         text = json.dumps(value).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device=self._device)
-        lengths = gathered(self._transport, length, phase).view(-1).tolist()
+        lengths = all_gather_values(self._transport, length, phase).view(-1).tolist()
         sent = torch.tensor(list(text.ljust(max(lengths))), dtype=torch.uint8, device=self._device)
-        return [json.loads(bytes(row.tolist())) for row in gathered(self._transport, sent, phase).cpu()]
+        return [json.loads(bytes(row.tolist())) for row in all_gather_values(self._transport, sent, phase).cpu()]
 
     @contextmanager
     def inside_dcp(self, what: str) -> Iterator[None]:
         """Around what torch.distributed.checkpoint does on all ranks: it raises on all of them what failed on one."""
         try:
-            with described(what, self._transport.name):
+            with collective_errors(what, self._transport.name):
                 yield
         except CheckpointException as error:
             told = {rank: cause for rank, (cause, _) in error.failures.items()}

@@ -166,7 +166,7 @@ def forget_residuals(optimizer: OneBitOptimizer) -> None:
     for space in optimizer._spaces:
         if space.exchange is not None:
             for residual in (space.exchange.residual, space.exchange.server_residual):
-                residual.settle()
+                residual.materialize()
                 residual.value.zero_()
             if space.fold_again is not None:
                 space.fold_again()

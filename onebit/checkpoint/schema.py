@@ -82,7 +82,7 @@ def _save_exchange(space: Space, rank: int) -> list[dict[str, Tensor]]:
     exchange, layout = space.exchange, space.layout
     if exchange is None:
         return [{} for _ in space.params]
-    exchange.settle()
+    exchange.materialize()
     width = layout.block_size // 8
     bits = exchange.replies.bits.reshape(-1, width).contiguous()
     scales = exchange.replies.scale_of_blocks().contiguous()

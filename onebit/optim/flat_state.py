@@ -79,14 +79,14 @@ class Space:
         """fp32 [elements]: the parameters, where they themselves have 16 bits."""
         return None if self._master is None else self._master[: self.layout.elements]
 
-    def point(self) -> None:
+    def bind_tensors(self) -> None:
         """To the parameters and gradients as they lie now. What was written to a 16-bit parameter since the last step
         (a mask, a clipped weight, other weights) is taken over into the master copy."""
         for i, (p, version) in enumerate(zip(self.params, self._versions, strict=False)):
             if self._master is not None and p._version != version:
                 self.view(self._master, i).copy_(p.detach())
-        self.points.point(self.params)
-        self.grads.point([p.grad for p in self.params])
+        self.points.bind_tensors(self.params)
+        self.grads.bind_tensors([p.grad for p in self.params])
 
     def release(self) -> None:
         self.grads.release()

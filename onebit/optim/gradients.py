@@ -72,7 +72,7 @@ class Gradients:
         if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
             self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
         for space in spaces:
-            space.point()
+            space.bind_tensors()
             by_block = (
                 None if squares is None else torch.empty(space.layout.blocks, dtype=torch.float32, device=space.device)
             )

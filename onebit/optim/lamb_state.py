@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.state import LambState
+from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.wire import Messages
 from onebit.optim.flat_state import Space, floored_, freeze_variance_, packed
 

@@ -136,7 +136,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._overlap.on:
             self._overlap.finish(self._gradients.flags)
             for space in self._spaces:
-                space.point()
+                space.bind_tensors()
         elif not self._gradients.are_seen(self._spaces):  # else clip_grad_norm_ was here
             self._look_at_gradients()
         hyper = self._write_hyper(self._gradients.factor(self._unscale()))

@@ -94,10 +94,10 @@ class Flight:
 
     def _compress(self, s: int, chunk: Chunk) -> None:
         self._ready[s][chunk.index].wait()
-        self._undo[s].keep(chunk)
+        self._undo[s].save(chunk)
         space, flags = self._spaces[s], self._flags[s][chunk.index : chunk.index + 1]
         members = self._members[s][chunk.index]
-        space.grads.point([g if i in members else None for i, g in enumerate(self._grads[s])])
+        space.grads.bind_tensors([g if i in members else None for i, g in enumerate(self._grads[s])])
         space.backend.scan(chunk.span, space.grads, self._hyper, flags)
         space.compress(chunk, self._hyper, flags)
 

@@ -122,7 +122,7 @@ class Overlap:
     def put_back(self, flags: Tensor | None = None) -> None:
         """Where the step was not taken, or always: all state as it was before it."""
         for undo in self._undo if self.on else ():
-            undo.put_back(flags)
+            undo.restore(flags)
 
     def take_back(self) -> None:
         """As if no message had left."""

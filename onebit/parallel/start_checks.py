@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.restore import forget_residuals
-from onebit.collectives.agreement import agree, agree_on_values, checksums, gathered
+from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
 from onebit.collectives.exchange import facts
 from onebit.warning import warn
 
@@ -66,7 +66,9 @@ def _all_have_the_same_gradients(optimizer: OneBitOptimizer) -> bool:
     """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
     grads = [p.grad for space in optimizer._spaces for p in space.params if p.grad is not None]
     own = checksums([torch.zeros(1, dtype=torch.int32, device=optimizer._device), *grads]).sum()[None]
-    everyone = gathered(optimizer._transport, own, "comparing the ranks' gradients (all-gather)").view(-1).tolist()
+    everyone = (
+        all_gather_values(optimizer._transport, own, "comparing the ranks' gradients (all-gather)").view(-1).tolist()
+    )
     return len(set(everyone)) == 1 and everyone[0] != 0
 
 

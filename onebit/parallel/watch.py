@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from onebit.collectives.agreement import Odd, gathered, listed, odd_values
+from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed
 from onebit.collectives.transport.protocol import Transport
 from onebit.warning import warn
 
@@ -44,7 +44,7 @@ class Watch:
         if not every or self._steps % every or transport.size == 1:
             return
         tensors = dict(shared(optimizer))
-        odd = odd_values(transport, list(tensors.values()), "comparing the ranks' state (all-gather)")
+        odd = find_mismatches(transport, list(tensors.values()), "comparing the ranks' state (all-gather)")
         if not odd:
             return
         names = list(tensors)
@@ -71,16 +71,16 @@ def shared(optimizer: OneBitOptimizer) -> Iterator[tuple[str, Tensor]]:
     yield _COUNT, optimizer._counts
 
 
-def repair(transport: Transport, tensor: Tensor, odd: Odd) -> None:
+def repair(transport: Transport, tensor: Tensor, odd: Mismatch) -> None:
     """Give `tensor` on the odd ranks the bits of a usual one, in pieces: a collective call."""
     own = tensor.data.view(-1).view(torch.uint8)  # .data: what is written is no change by the user
     for piece in own.split(_PIECE):
-        everyone = gathered(transport, piece, "putting right what differs (all-gather)")
+        everyone = all_gather_values(transport, piece, "putting right what differs (all-gather)")
         if transport.rank in odd.ranks:
             piece.copy_(everyone[odd.usual])
 
 
-def _told(names: Sequence[str], odd: Mapping[int, Odd]) -> str:
+def _told(names: Sequence[str], odd: Mapping[int, Mismatch]) -> str:
     first, *others = sorted(odd)
     text = f"{names[first]} has other values on {listed(odd[first].ranks)} than on rank {odd[first].usual}"
     if others:
@@ -89,7 +89,7 @@ def _told(names: Sequence[str], odd: Mapping[int, Odd]) -> str:
     return text
 
 
-def _hopeless(names: Sequence[str], odd: Mapping[int, Odd]) -> str:
+def _hopeless(names: Sequence[str], odd: Mapping[int, Mismatch]) -> str:
     """Why no rank can be given what others hold, if so."""
     if not all(one.majority for one in odd.values()):
         return "No values are held by more than half of the ranks, which alone would tell who is right"

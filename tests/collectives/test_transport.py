@@ -5,7 +5,7 @@ import torch
 
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import LocalTransport, described
+from onebit.collectives.transport.protocol import LocalTransport, collective_errors
 from onebit.collectives.transport.torch import TorchTransport, TorchWork
 from tests.collectives import work
 from tests.ranks import run_ranks
@@ -96,14 +96,14 @@ def test_an_error_of_the_backend_names_the_phase():
 
 def test_an_error_that_names_its_phase_keeps_it():
     inner = CollectiveError("the scatter phase did not end")
-    with pytest.raises(CollectiveError) as caught, described(PHASE, "gloo"):
+    with pytest.raises(CollectiveError) as caught, collective_errors(PHASE, "gloo"):
         raise inner
     assert caught.value is inner
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
 def test_what_the_backend_did_not_raise_is_left_alone(error):
-    with pytest.raises(type(error)) as caught, described(PHASE, "gloo"):
+    with pytest.raises(type(error)) as caught, collective_errors(PHASE, "gloo"):
         raise error
     assert caught.value is error
 
@@ -124,5 +124,5 @@ def test_an_error_at_the_start_names_the_phase(monkeypatch, what):
 
 
 def test_an_error_without_a_text():
-    with pytest.raises(CollectiveError, match="the gather phase"), described(PHASE, "gloo"):
+    with pytest.raises(CollectiveError, match="the gather phase"), collective_errors(PHASE, "gloo"):
         raise RuntimeError("")

@@ -12,7 +12,7 @@ from onebit.kernels import cpu, reference
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, MessageError, Messages
 from tests.fuzz.mutate import Source, pick
 

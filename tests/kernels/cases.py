@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import LambState, Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
 from onebit.kernels.tuning import tuner
 from tests import oracle
@@ -204,7 +205,7 @@ class World:
 
     def _point(self, tensors: list[Tensor | None], dtype: torch.dtype, what: str) -> Pointers:
         pointers = Pointers(self.layout, self.device, dtype, what)
-        pointers.point(tensors)
+        pointers.bind_tensors(tensors)
         return pointers
 
     def flat(self, arrays: oracle.Arrays, padding: float = float("nan")) -> Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import MAGIC, NONFINITE, Messages
 from tests import oracle
 from tests.kernels.cases import (
@@ -407,7 +407,7 @@ def test_a_flagged_message_decodes_to_nan_as_an_uncompressed_mean_would(name):
 def test_decode_passes_over_a_tensor_that_is_none(name):
     world = World(Case((64, 33), param=BF16), name)
     out = world.params()
-    out.point([None, out.tensors[1]])
+    out.bind_tensors([None, out.tensors[1]])
     messages = world.random_messages(1)
     world.passes.decode(world.layout.all(), messages, out)
     assert numpy(out.tensors[1]).tolist() == stored(decoded(messages)[64:97], BF16, name).tolist()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
 from tests import oracle
 from tests.kernels.cases import BACKENDS, ON_BACKENDS, backend, decoded, device_of

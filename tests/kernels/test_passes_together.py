@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from tests import oracle
 from tests.kernels.cases import (
@@ -98,7 +98,7 @@ def local_gradients(world: World, step: int) -> tuple[list[Pointers], list[oracl
         rng = np.random.default_rng((step, rank))
         g = [rounded(rng.normal(size=n), F32) for n in world.case.numels]
         pointers = world.grads()
-        pointers.point(world.tensors(g, F32))
+        pointers.bind_tensors(world.tensors(g, F32))
         tensors.append(pointers)
         arrays.append([s * g_p for s, g_p in zip(world.grad_scales, g, strict=True)])
     return tensors, arrays

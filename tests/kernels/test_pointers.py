@@ -48,9 +48,9 @@ def test_none_has_address_zero():
 def test_a_tensor_that_becomes_none_has_address_zero():
     made = tensors()
     pointers = Pointers.to(LAYOUT, made, "gradient")
-    pointers.point([None, *made[1:]])
+    pointers.bind_tensors([None, *made[1:]])
     assert pointers.addresses.tolist()[0] == 0
-    pointers.point(made)
+    pointers.bind_tensors(made)
     assert pointers.addresses.tolist()[0] == made[0].data_ptr()
 
 
@@ -58,11 +58,11 @@ def test_addresses_are_written_only_when_one_changed():
     made = tensors()
     pointers = Pointers.to(LAYOUT, made)
     pointers.addresses = pointers.addresses.as_subclass(CountingTensor)
-    pointers.point(made)
-    pointers.point([t.view_as(t) for t in made])
+    pointers.bind_tensors(made)
+    pointers.bind_tensors([t.view_as(t) for t in made])
     assert pointers.addresses.writes == 0
     other = [made[0], torch.zeros(4), made[2]]
-    pointers.point(other)
+    pointers.bind_tensors(other)
     assert pointers.addresses.writes == 1
     assert pointers.addresses.tolist() == [t.data_ptr() for t in other]
 
@@ -163,6 +163,6 @@ def test_a_refused_list_leaves_the_table_as_it_was():
     made = tensors()
     pointers = Pointers.to(LAYOUT, made)
     with pytest.raises(ValueError):
-        pointers.point(replaced(2, torch.zeros(9)))
+        pointers.bind_tensors(replaced(2, torch.zeros(9)))
     assert pointers.addresses.tolist() == [t.data_ptr() for t in made]
     assert [t.data_ptr() for t in pointers.tensors] == pointers.addresses.tolist()

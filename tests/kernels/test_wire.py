@@ -13,7 +13,7 @@ from onebit.kernels import reference
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import MAGIC, NONFINITE, Format, MessageError, Messages
 from tests import oracle
 

@@ -13,7 +13,7 @@ from onebit.kernels import backend
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Scale
 
 TYPICAL = (1.0, 0.03, 0.001)

@@ -21,7 +21,7 @@ from onebit.kernels import reference
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.state import Residual
+from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
 from tests import oracle
 from tests.onebit.optim.test_stages import (
@@ -527,7 +527,7 @@ def codec_errors(passes, scale, gamma=None):
     form, span = Format.of(layout, scale), layout.all()
     out, residual = form.empty(1), Residual.zeros(span, form)
     grads = Pointers(layout, CPU, torch.float32, "gradient")
-    grads.point([torch.from_numpy(m).float() for m in momenta])
+    grads.bind_tensors([torch.from_numpy(m).float() for m in momenta])
     flags = torch.zeros(1, dtype=torch.int32)
     passes.compress(span, grads, None, residual, hyper_table([Hyper()]), flags, out, gamma=gamma)
     plan, factors = oracle.Layout(tuple(layout.numel), 32), [1.0] * 5 if gamma is None else gamma.tolist()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.collectives.agreement import checksums, odd_values
+from onebit.collectives.agreement import checksums, find_mismatches
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.parallel import watch
@@ -322,7 +322,7 @@ def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
         optimizer.zero_grad()
         ended = time.perf_counter()
         tensors = list(dict(shared(optimizer)).values())
-        assert not odd_values(optimizer._transport, tensors, CHECK)
+        assert not find_mismatches(optimizer._transport, tensors, CHECK)
         seconds.append((ended - began, time.perf_counter() - ended))
     steps, checks = zip(*seconds[4:], strict=True)
     return sum(p.numel() for p in model.parameters()), min(steps), min(checks)

@@ -1,4 +1,4 @@
-"""State that the passes carry from one step to the next. Every tensor is made eagerly."""
+"""What compression has left out so far. Every tensor is made eagerly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.wire import Format
 
 
@@ -50,7 +50,7 @@ class Residual:
         scale = self.scale.repeat_interleave(len(self.value) // len(self.scale))
         return self.value - torch.where(self.value >= 0, scale, -scale)
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """With a tensor scale: make `value` e itself and the scale 0, from which the same e is derived."""
         if self.scale is not None:
             for value, scale in zip(self.value.view(len(self.scale), -1), self.scale, strict=True):
@@ -70,28 +70,4 @@ class Residual:
             cut(self.partial, 1),
             cut(self.counted, 1),
             cut(self.counter, form.shard_blocks),
-        )
-
-
-@dataclass(frozen=True)
-class LambState:
-    """One value a parameter, all on the device: LAMB's scaling coefficients and 1-bit LAMB's ratios."""
-
-    coefficient: Tensor  # fp32 [parameters]: c, what the update is multiplied by
-    average: Tensor  # fp32 [parameters]: c_avg, as accumulated (stage 1) or debiased (stage 2)
-    ratio: Tensor  # fp32 [parameters]: r of the last step
-    partial: Tensor  # fp32 [2, blocks]: scratch for norms and maxima
-    counter: Tensor  # int32 [parameters]: scratch, 0 between launches
-
-    @classmethod
-    def initial(cls, layout: Layout, device: torch.device | str = "cpu") -> LambState:
-        def full(value: float) -> Tensor:
-            return torch.full((layout.parameters,), value, dtype=torch.float32, device=device)
-
-        return cls(
-            full(1.0),
-            full(0.0),
-            full(1.0),
-            torch.zeros((2, layout.blocks), dtype=torch.float32, device=device),
-            torch.zeros(layout.parameters, dtype=torch.int32, device=device),
         )
