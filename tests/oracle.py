@@ -299,8 +299,10 @@ def debiased(c_avg: np.ndarray, hypers: Sequence[LambHyper], steps: int) -> np.n
     return c_avg / (1 - np.array([h.coeff_beta for h in hypers]) ** steps)
 
 
-def freeze(v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True, dead: str = "floor") -> Arrays:
-    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the live ones, or d = 0 (dead="freeze").
+def freeze(
+    v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True, zero_variance: str = "floor"
+) -> Arrays:
+    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the live ones, or d = 0 (zero_variance="hold").
 
     A parameter with no live coordinate at all has no mean to use: it gets d = 0 either way.
     """
@@ -308,7 +310,7 @@ def freeze(v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool 
     for v_p, h in zip(v, hypers, strict=True):
         vhat = v_p / (1 - h.beta2**step) if bias_correction else v_p
         live = v_p > 0
-        if dead == "floor" and live.any():
+        if zero_variance == "floor" and live.any():
             vhat, live = np.where(live, vhat, vhat[live].mean()), np.ones(v_p.shape, bool)
         ds.append(np.where(live, 1 / (np.sqrt(vhat) + h.eps), 0.0))
     return ds
@@ -387,11 +389,11 @@ def freeze_lamb(
     *,
     scale: str = "block",
     bias_correction: bool = True,
-    dead: str = "floor",
+    zero_variance: str = "floor",
 ) -> LambFrozen:
     corrections = [1 - h.beta2**step if bias_correction else 1.0 for h in hypers]
     return LambFrozen(
-        d=freeze(v, hypers, step, bias_correction, dead),
+        d=freeze(v, hypers, step, bias_correction, zero_variance),
         v=[v_p / correction for v_p, correction in zip(v, corrections, strict=True)],
         c_avg=debiased(c_avg, hypers, step),
         gamma=momentum_scaling(m) if scale == "tensor" else np.ones(len(m)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,16 +17,11 @@ from torch import Tensor
 from onebit.checkpoint.schema import VERSION, Saved
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
 from onebit.kernels.data.wire import Scale, is_one_of
+from onebit.optim.fields import Field, Values
 
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
-_ANY, _FINITE, _POSITIVE, _BITS = "any", "finite", "positive", "bits"
-_VALUES = {
-    "exp_avg": _FINITE, "exp_avg_sq": _POSITIVE, "denominator": _POSITIVE, "momentum_scales": _POSITIVE,
-    "first_momentum": _FINITE, "momentum_bits": _BITS, "counted_bits": _BITS, "master": _ANY,
-    "coefficient_average": _POSITIVE, "ratio": _POSITIVE, "gamma": _POSITIVE,
-}  # fmt: skip
-_SINGLE = ("coefficient_average", "ratio", "gamma")
+Kind = Values | Literal["bits"]
 _NUMBERS = {"optimizer", "ranks", "steps", "skipped_steps", "compressing", "chunks", "wire_bytes", "trace"}
 
 
@@ -98,25 +93,23 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise TypeError(f"{name} of param group {i} is neither true nor false: {_DAMAGED}")
 
 
-def check_own(own: Saved, shape: tuple[int, ...], name: str) -> None:
-    """What is there of a parameter's state, as far as it is known; bits and messages depend on the layout as well."""
-    for what in ("step", "coefficient_steps"):
-        if what in own:
-            steps_of(own, what)
-    numel = math.prod(shape)
-    for what, value in own.items():
-        if what in _SINGLE:
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"{what} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
-            shaped(own, what, None, name)
-        elif what == "counted_bits":
-            shaped(own, what, (-(-numel // 8),), name)
-        elif what == "first_momentum":
-            shaped(own, what, shape, name)
+def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name: str) -> None:
+    """What is there of a parameter's state, as far as fields say it; messages depend on the layout as well."""
+    if "step" in own:
+        steps_of(own)
+    shapes = {"element": shape, "bit": (-(-math.prod(shape) // 8),), "parameter": None}
+    for field in fields:
+        if field.saved and field.name in own:
+            value, kind = own[field.name], "bits" if field.per == "bit" else field.values
+            if field.per == "parameter" and isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{field.name} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
+            shaped(own, field.name, shapes[field.per], name, kind)
+            if kind == "whole":
+                whole_number(value.item(), field.name, 0, _MOST)
 
 
-def steps_of(own: Saved, what: str = "step") -> int:
-    value = own[what]
+def steps_of(own: Saved) -> int:
+    value, what = own["step"], "step"
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.is_meta or value.layout is not torch.strided:
             raise ValueError(f"{what} is a number, not {value.dtype} {tuple(value.shape)}: {_DAMAGED}")
@@ -131,7 +124,7 @@ def whole_number(value: object, what: str, least: int, most: int) -> int:
     return int(value)  # type: ignore[call-overload]
 
 
-def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str) -> Tensor:
+def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind: Kind) -> Tensor:
     """own[what], which must have `shape` and values that a run can leave behind."""
     if what not in own:
         raise ValueError(f"the state has no {what} for parameter {name}: it is damaged, or not a state of stage 2")
@@ -143,13 +136,12 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str) -> T
             f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
             f"state is another model's, or damaged"
         )
-    kind = _VALUES.get(what, _FINITE)  # residuals have a rank in their names
-    right = value.dtype == torch.uint8 if kind == _BITS else value.dtype.is_floating_point
+    right = value.dtype == torch.uint8 if kind == "bits" else value.dtype.is_floating_point
     if not right or value.layout is not torch.strided or value.is_meta or value.is_quantized:
         raise TypeError(f"{what} of parameter {name} has dtype {value.dtype} or no values: {_DAMAGED}")
-    if kind in (_FINITE, _POSITIVE) and value.numel():
+    if kind in ("finite", "non-negative") and value.numel():
         least, most = (float(x) for x in value.detach().float().aminmax())
-        if not (math.isfinite(least) and math.isfinite(most)) or (kind == _POSITIVE and least < 0):
+        if not (math.isfinite(least) and math.isfinite(most)) or (kind != "finite" and least < 0):
             raise ValueError(
                 f"{what} of parameter {name} reaches from {least:g} to {most:g}, as no run leaves it: {_DAMAGED}"
             )

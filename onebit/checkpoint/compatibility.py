@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from onebit.checkpoint.files import checksum
-
-if TYPE_CHECKING:
-    from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.setup import Setup
 
 
-def layout_of(model: Mapping[str, Any], optimizer: OneBitOptimizer) -> dict[str, Any]:
+def layout_of(model: Mapping[str, Any], setup: Setup) -> dict[str, Any]:
     """Names, shapes and dtypes of the model, param groups, and the optimizer's options; with a fingerprint of all."""
     made = {
         "model": {name: _tensor(value) for name, value in model.items() if isinstance(value, Tensor)},
-        "groups": [[_tensor(p) for p in group["params"]] for group in optimizer.param_groups],
-        "optimizer": type(optimizer).__name__,
-        "options": asdict(optimizer._options),
-        "ranks": optimizer._transport.size,
+        "groups": [[_tensor(p) for p in group["params"]] for group in setup.groups],
+        "optimizer": setup.name,
+        "options": {name: _plain(value) for name, value in asdict(setup.options).items()},
+        "ranks": setup.transport.size,
     }
     return {**made, "fingerprint": checksum(made)}
 
@@ -48,6 +47,11 @@ def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             f"{[len(g) for g in here['groups']]}, or in another order: give it the parameters in the groups and in "
             f"the order they were saved in"
         )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds as it is, or the name of a dtype."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _tensor(value: Tensor) -> list[Any]:

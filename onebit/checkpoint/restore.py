@@ -1,28 +1,39 @@
 """How a saved state comes back: what `onebit.checkpoint.schema` describes, or what torch.optim.AdamW has saved.
 
-Everything is built and checked beside the old state, then put in its place: a state that does not fit changes nothing.
+Everything is built and checked beside the present state: a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.schema import PROGRESS, Saved, progress_of, rank_of
+from onebit.checkpoint.schema import (
+    BITS,
+    PROGRESS,
+    SCALES,
+    Saved,
+    progress_of,
+    rank_of,
+    residual_name,
+    server_residual_name,
+)
 from onebit.kernels.data.layout import Layout
-from onebit.optim.flat_state import Space
+from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
+from onebit.optim.flat_state import FlatState
 from onebit.optim.options import check_group
+from onebit.optim.reducer import MomentumReducer
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Part, Snapshot
+from onebit.optim.stages import Stages
 from onebit.warning import warn
-
-if TYPE_CHECKING:
-    from onebit.optim.optimizer import OneBitOptimizer
 
 _NOT_OPTIONS = {
     "params", PROGRESS, "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
@@ -30,155 +41,173 @@ _NOT_OPTIONS = {
 }  # fmt: skip
 
 
-def prepared(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-    """Build what the state says; the result puts it in the optimizer's place. Nothing changes if it does not fit."""
-    groups = _checked_groups(optimizer, state_dict)
+def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Snapshot]:
+    """What each param group is updated with, and where the run had come to. Nothing changes."""
+    groups = _checked_groups(setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
-    params = chain.from_iterable(g["params"] for g in optimizer.param_groups)
+    params = chain.from_iterable(g["params"] for g in setup.groups)
     saved = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
-    merged = _merged(optimizer, groups)
-    loaded = _Loaded(optimizer, _numbers(optimizer, progress_of(groups), saved), saved)
-
-    def install() -> None:
-        for group, new in zip(optimizer.param_groups, merged, strict=True):
-            group.update(new)
-        loaded.install()
-
-    return install
+    merged = merged_options(setup, groups)
+    numbers = _numbers(setup, progress_of(groups), saved)
+    return merged, _Restoration(setup, numbers, saved).snapshot(len(current.parts))
 
 
-class _Loaded:
-    """New spaces, filled from what was saved."""
+class _Restoration:
+    """New parts, filled from what was saved."""
 
-    def __init__(self, optimizer: OneBitOptimizer, numbers: Mapping[str, Any], saved: Mapping[Tensor, Saved]) -> None:
-        self.optimizer, self.numbers, self.saved = optimizer, numbers, saved
-        self.compressing = bool(numbers["compressing"])
-        self.residuals_missing = False
-        chunks = numbers["chunks"]
-        if self.compressing and len(chunks) != len(optimizer._spaces):
+    def __init__(self, setup: Setup, numbers: Mapping[str, Any], saved: Mapping[Tensor, Saved]) -> None:
+        self._setup, self._numbers, self._saved = setup, numbers, saved
+        self._compressing = bool(numbers["compressing"])
+        self._residuals_missing = False
+
+    def snapshot(self, dtypes: int) -> Snapshot:
+        setup, numbers, chunks = self._setup, self._numbers, self._numbers["chunks"]
+        if self._compressing and len(chunks) != dtypes:
             raise ValueError(
-                f"the state was saved with parameters of {len(chunks)} dtypes, here they have "
-                f"{len(optimizer._spaces)}: messages of stage 2 are made for each. Cast the model as it "
-                f"was when it was saved"
+                f"the state was saved with parameters of {len(chunks)} dtypes, here they have {dtypes}: messages of "
+                f"stage 2 are made for each. Cast the model as it was when it was saved"
             )
-        self.spaces = [self._space(i, chunks[i] if self.compressing else 1) for i in range(len(optimizer._spaces))]
+        states = setup.flat_states(chunks if self._compressing else ())
+        parts = [self._part(state, i) for i, state in enumerate(states)]
+        rule = setup.freeze_rule(states)
+        rule.restore(numbers["trace"])
+        stages = Stages(
+            rule,
+            setup.device,
+            steps=int(numbers["steps"]),
+            skipped=int(numbers["skipped_steps"]),
+            compressing=self._compressing,
+        )
+        return Snapshot(parts, stages, int(numbers["wire_bytes"]), self._residuals_missing)
 
-    def install(self) -> None:
-        o, numbers = self.optimizer, self.numbers
-        o._spaces, o._compressing, o._agreed = self.spaces, self.compressing, False
-        o._steps = int(numbers["steps"])
-        o._counts.copy_(torch.tensor([o._steps, numbers["skipped_steps"]], device="cpu"))
-        o._lagging.take()
-        o._loaded(o._steps, list(self.saved.values()))
-        o._rule = o._new_rule()
-        o._rule.restore(numbers["trace"])
-        o._sent_before, o._residuals_missing = int(numbers["wire_bytes"]), self.residuals_missing
-        o._gradients.forget()
-        o._show_state()
-
-    def _space(self, index: int, chunks: int) -> Space:
-        old = self.optimizer._spaces[index]
-        chunks = chunks if old.options.chunks == "auto" else int(old.options.chunks)
-        space = type(old)(old.params, old.groups, old.options, old.transport, chunks)
-        saved = [self.saved[p] for p in space.params]
-        space.copy_parameters_to_master()
-        if self.compressing:
-            space.begin_exchange(chunks)
+    def _part(self, state: FlatState, index: int) -> Part:
+        part, saved = Part(state), [self._saved[p] for p in state.params]
         for i, own in enumerate(saved):
-            if own or self.compressing:
-                self._load_views(space, i, own)
-        space.master_is_true = all("master" in own for own in saved)
-        if self.compressing:
-            space.mark_live()
-            self._load_exchange(space, saved, self._layout_there(space, index))
-        self.optimizer._load_more(space, saved)
-        return space
+            if own or self._compressing:
+                check_own(own, self._fields, tuple(state.params[i].shape), self._setup.name_of(state.params[i]))
+        if self._compressing:
+            asked = self._setup.options.chunks
+            state.set_chunks(int(self._numbers["chunks"][index]) if asked == "auto" else asked)
+        self._add_fields(state, saved)
+        for i, own in enumerate(saved):
+            if own or self._compressing:
+                self._load_fields(state, i, own)
+        state.master_is_current = all(MASTER.name in own for own in saved)
+        state.scratch = self._setup.algorithm.scratch(state)
+        if self._compressing:
+            part.start_reducer(self._setup)
+            self._load_messages(part, saved, self._saved_layout(state, index))
+        return part
 
-    def _load_views(self, space: Space, index: int, own: Saved) -> None:
-        name = self.optimizer._name(space.params[index])
-        check_own(own, tuple(space.params[index].shape), name)
-        for what, value in space.views(index).items():
-            if what in own:
-                value.copy_(shaped(own, what, tuple(value.shape), name))
-            elif what not in ("residual", "master"):
+    @property
+    def _fields(self) -> tuple[Field, ...]:
+        algorithm = self._setup.algorithm
+        if not self._compressing:
+            return (*algorithm.stage_1, MASTER)
+        first = (FIRST_MOMENTUM,) if algorithm.needs_previous_momentum else ()
+        return (*algorithm.stage_2, *first, MASTER)
+
+    def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
+        for field in self._fields:
+            there = field.always or any(field.name in own for own in saved)
+            if there and field is not MASTER:  # which a flat state has from the start, or does without
+                state.add(field)
+
+    def _load_fields(self, state: FlatState, index: int, own: Saved) -> None:
+        name = self._setup.name_of(state.params[index])
+        for field in list(state.fields.values()):
+            if field.saved and field.name in own:
+                value = state.view(field.name, index)
+                value.copy_(own[field.name].view(value.shape))
+            elif field.saved and field.required:
                 raise ValueError(
-                    f"the state has no {what} for parameter {name}: it is damaged, or not a state of "
-                    f"{type(self.optimizer).__name__} or AdamW"
+                    f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
+                    f"{self._setup.name} or AdamW"
                 )
 
-    def _layout_there(self, space: Space, index: int) -> Layout:
-        n = self.numbers
-        return Layout(space.numels, block_size=n["block_size"], ranks=int(n["ranks"]), chunks=n["chunks"][index])
+    def _saved_layout(self, state: FlatState, index: int) -> Layout:
+        n = self._numbers
+        return Layout(state.numels, block_size=n["block_size"], ranks=int(n["ranks"]), chunks=n["chunks"][index])
 
-    def _load_exchange(self, space: Space, saved: Sequence[Saved], there: Layout) -> None:
-        self._check_messages(space, saved, there)
-        rank, ranks = space.transport.rank, range(there.ranks)
-        same = (there.fingerprint, there.ranks) == (space.layout.fingerprint, space.transport.size)
-        holds = [all(f"residual_of_rank_{r}" in own for own in saved) for r in ranks]
+    def _load_messages(self, part: Part, saved: Sequence[Saved], there: Layout) -> None:
+        state, reducer, setup = part.state, part.reducer, self._setup
+        assert reducer is not None
+        self._check_messages(state, saved, there)
+        rank, ranks = setup.transport.rank, range(there.ranks)
+        same = (there.fingerprint, there.ranks) == (state.layout.fingerprint, setup.transport.size)
+        holds = [all(residual_name(r) in own for own in saved) for r in ranks]
         if same and holds[rank]:
-            _put_residuals(space, saved, there, [rank])
+            _put_residuals(reducer, saved, there, [rank])
         elif all(holds):
-            _put_residuals(space, saved, there, ranks)
+            _put_residuals(reducer, saved, there, ranks)
         else:
             self._warn_of_missing(there.ranks)
-        exact = same or (there.block_size == space.layout.block_size and self.numbers["scale"] == "block")
-        if exact and self.numbers["scale"] == space.options.scale:
-            _put_momentum(space, saved)
+        exact = same or (there.block_size == state.layout.block_size and self._numbers["scale"] == "block")
+        if exact and self._numbers["scale"] == setup.options.scale:
+            _put_momentum(reducer, saved, rank)
         else:
-            betas = [group["betas"][0] for group in self.optimizer.param_groups]
-            space.fold_again = partial(_fold_momentum, space, saved, betas)
-            space.fold_again()
+            betas = [group["betas"][0] for group in setup.groups]
+            if setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
+                state.add(FIRST_MOMENTUM)
+                _decode_momentum(state, saved, FIRST_MOMENTUM.name)
+            part.fold_momentum_again = partial(_decode_momentum, state, saved, RESIDUAL.name, betas)
+            part.fold_momentum_again()
 
-    def _check_messages(self, space: Space, saved: Sequence[Saved], there: Layout) -> None:
+    def _check_messages(self, state: FlatState, saved: Sequence[Saved], there: Layout) -> None:
         present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < there.ranks}
         held = {r: _elements_of(there, r) for r in present}
         for i, own in enumerate(saved):
-            name, blocks = self.optimizer._name(space.params[i]), -(-space.numels[i] // there.block_size)
-            shaped(own, "momentum_bits", (blocks, there.block_size // 8), name)
-            shaped(own, "momentum_scales", (blocks,), name)
+            name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // there.block_size)
+            shaped(own, BITS, (blocks, there.block_size // 8), name, "bits")
+            shaped(own, SCALES, (blocks,), name, "non-negative")
             for r, elements in held.items():
-                if f"residual_of_rank_{r}" in own:
-                    shaped(own, f"residual_of_rank_{r}", tuple(space.params[i].shape), name)
+                if residual_name(r) in own:
+                    shaped(own, residual_name(r), tuple(state.params[i].shape), name, "finite")
                     if elements[i]:
-                        shaped(own, f"server_residual_of_rank_{r}", (elements[i],), name)
+                        shaped(own, server_residual_name(r), (elements[i],), name, "finite")
 
     def _warn_of_missing(self, ranks: int) -> None:
-        if not self.residuals_missing:
+        if not self._residuals_missing:
             warn(
                 f"the state does not hold the residuals of all {ranks} ranks that saved it, nor those of this rank for "
                 f"as many: they start from zero, and what compression had left out is lost. Save on every rank; for "
                 f"another number of ranks load onebit.merge_states of all of them"
             )
-        self.residuals_missing = True
+        self._residuals_missing = True
 
 
-def continues(optimizer: OneBitOptimizer, numbers: Mapping[str, Any]) -> bool:
+def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     """Whether a state is cut as this optimizer would cut it, so that every rank's residuals are its own."""
-    options = optimizer._options
+    options = setup.options
     return (
-        numbers.get("ranks") == optimizer._transport.size
+        numbers.get("ranks") == setup.transport.size
         and numbers["block_size"] == options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
     )
 
 
-def forget_residuals(optimizer: OneBitOptimizer) -> None:
-    for space in optimizer._spaces:
-        if space.exchange is not None:
-            for residual in (space.exchange.residual, space.exchange.server_residual):
+def clear_residuals(current: Snapshot) -> None:
+    for part in current.parts:
+        if part.reducer is not None:
+            exchange = part.reducer.exchange
+            for residual in (exchange.residual, exchange.server_residual):
                 residual.materialize()
                 residual.value.zero_()
-            if space.fold_again is not None:
-                space.fold_again()
+            if part.fold_momentum_again is not None:
+                part.fold_momentum_again()
 
 
-def _put_residuals(space: Space, saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> None:
+def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> None:
     """The mean of these ranks' e, and what they hold of E."""
     for i, own in enumerate(saved):
-        e = space.views(i)["residual"]
+        e = reducer.state.view(RESIDUAL.name, i)
         for r in ranks:
-            e.add_(own[f"residual_of_rank_{r}"].to(e.device), alpha=1 / len(ranks))
-    _put_server_residual(space, _own_pieces(saved, there, ranks))
+            e.add_(own[residual_name(r)].to(e.device), alpha=1 / len(ranks))
+    whole = _server_residual(saved, there, ranks)
+    for chunk in reducer.exchange.chunks:
+        for s in chunk.shard.segments():
+            part = whole[s.parameter][s.start : s.stop]
+            chunk.server_residual.value[s.offset : s.offset + s.stop - s.start] = part.to(reducer.state.device)
 
 
 def _elements_of(layout: Layout, rank: int) -> list[int]:
@@ -190,60 +219,50 @@ def _elements_of(layout: Layout, rank: int) -> list[int]:
     return elements
 
 
-def _own_pieces(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> list[Tensor]:
+def _server_residual(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> list[Tensor]:
     """E of each parameter, as far as the shards of `ranks` hold it; 0 elsewhere."""
     whole = [torch.zeros(n, dtype=torch.float32, device="cpu") for n in there.numel.tolist()]
     for rank in ranks:
         read = [0] * len(saved)
         for chunk in range(there.chunks):
             for s in there.shard(chunk, rank).segments():
-                values, start = saved[s.parameter][f"server_residual_of_rank_{rank}"], read[s.parameter]
+                values, start = saved[s.parameter][server_residual_name(rank)], read[s.parameter]
                 read[s.parameter] = start + s.stop - s.start
                 whole[s.parameter][s.start : s.stop] = values[start : read[s.parameter]].cpu()
     return whole
 
 
-def _put_server_residual(space: Space, whole: Sequence[Tensor]) -> None:
-    exchange = space.exchange
-    assert exchange is not None
-    for chunk in exchange.chunks:
-        for s in chunk.shard.segments():
-            part = whole[s.parameter][s.start : s.stop]
-            chunk.server_residual.value[s.offset : s.offset + s.stop - s.start] = part.to(space.device)
-
-
-def _put_momentum(space: Space, saved: Sequence[Saved]) -> None:
+def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved], rank: int) -> None:
     """m as the replies of the last step, on the rank that sent a reply also as what it sent."""
-    exchange, layout = space.exchange, space.layout
-    assert exchange is not None
-    rows, width = layout.chunks * layout.ranks, layout.block_size // 8
-    bits = torch.zeros((layout.blocks, width), dtype=torch.uint8, device=space.device)
-    scales = torch.zeros(layout.blocks, dtype=torch.float32, device=space.device)
+    layout, device = reducer.state.layout, reducer.state.device
+    width = layout.block_size // 8
+    bits = torch.zeros((layout.blocks, width), dtype=torch.uint8, device=device)
+    scales = torch.zeros(layout.blocks, dtype=torch.float32, device=device)
     for i, own in enumerate(saved):
         first = int(layout.first[i])
-        bits[first : first + len(own["momentum_bits"])] = own["momentum_bits"].to(space.device)
-        scales[first : first + len(own["momentum_scales"])] = own["momentum_scales"].to(space.device)
-    replies = exchange.replies
-    replies.bits.copy_(bits.view(rows, layout.shard_blocks, width))
-    replies.scales.copy_(scales.view(rows, layout.shard_blocks)[:, : replies.format.scales])
-    for chunk in exchange.chunks:
-        chunk.reply.buffer.copy_(chunk.replies.buffer[space.transport.rank][None])
+        bits[first : first + len(own[BITS])] = own[BITS].to(device)
+        scales[first : first + len(own[SCALES])] = own[SCALES].to(device)
+    replies, messages = reducer.replies, layout.chunks * layout.ranks
+    replies.bits.copy_(bits.view(messages, layout.shard_blocks, width))
+    replies.scales.copy_(scales.view(messages, layout.shard_blocks)[:, : replies.format.scales])
+    for chunk in reducer.exchange.chunks:
+        chunk.reply.buffer.copy_(chunk.replies.buffer[rank][None])
 
 
-def _fold_momentum(space: Space, saved: Sequence[Saved], betas: Sequence[float]) -> None:
-    """Where messages of another shape held m."""
+def _decode_momentum(state: FlatState, saved: Sequence[Saved], name: str, betas: Sequence[float] | None = None) -> None:
+    """Add m, which messages of another shape held, to a field; multiplied by its group's beta, if given."""
     for i, own in enumerate(saved):
-        bits = own["momentum_bits"].to(space.device)
+        bits = own[BITS].to(state.device)
         signs = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).view(len(bits), -1).float() * 2 - 1
-        m = (signs * own["momentum_scales"].to(space.device)[:, None]).view(-1)[: space.numels[i]]
-        space.fold_momentum(i, m.view(space.params[i].shape), betas[space.groups[i]])
+        m = (signs * own[SCALES].to(state.device)[:, None]).view(-1)[: state.numels[i]]
+        beta = 1.0 if betas is None else betas[state.groups[i]]
+        state.view(name, i).add_(m.view(state.params[i].shape), alpha=beta)
 
 
-def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
     check_structure(state_dict)
-    optimizer._rebuild_if_changed()
     groups = list(state_dict["param_groups"])
-    here, there = ([len(g["params"]) for g in g_] for g_ in (optimizer.param_groups, groups))
+    here, there = ([len(g["params"]) for g in each] for each in (setup.groups, groups))
     if here != there:
         raise ValueError(
             f"the state has param groups of {there} parameters, this optimizer of {here}: give it the parameters in "
@@ -257,10 +276,10 @@ def _checked_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -
     return groups
 
 
-def _merged(optimizer: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Options that this optimizer has, and what others (schedulers) have left in the groups."""
     merged = []
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved in zip(setup.groups, groups, strict=True):
         new = deepcopy({k: v for k, v in saved.items() if k not in _NOT_OPTIONS})
         if isinstance(new["betas"], list):  # as JSON and torch.distributed.checkpoint have it
             new["betas"] = tuple(new["betas"])
@@ -269,16 +288,15 @@ def _merged(optimizer: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> 
     return merged
 
 
-def _numbers(optimizer: OneBitOptimizer, numbers: dict[str, Any], saved: Mapping[Tensor, Saved]) -> Mapping[str, Any]:
+def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved]) -> Mapping[str, Any]:
     """How far the run had come that saved the state: as it says, or as torch.optim.AdamW's does."""
-    name = type(optimizer).__name__
     check_numbers(numbers)
     if numbers and numbers["compressing"]:
-        if numbers["optimizer"] != name:
-            raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {name} can't continue it")
+        if numbers["optimizer"] != setup.name:
+            raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it")
         return numbers
     steps = _steps_of(saved)
-    if numbers and numbers["steps"] == steps and numbers["optimizer"] == name:
+    if numbers and numbers["steps"] == steps and numbers["optimizer"] == setup.name:
         return numbers
     return {
         "ranks": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [], "wire_bytes": 0,

@@ -34,8 +34,8 @@ from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
 from onebit.checkpoint.ranks import Together
-from onebit.checkpoint.restore import continues
-from onebit.checkpoint.schema import PROGRESS, progress_of, rank_of
+from onebit.checkpoint.restore import same_cut
+from onebit.checkpoint.schema import PROGRESS, progress_of, rank_of, residual_name, server_residual_name
 from onebit.optim.optimizer import OneBitOptimizer
 
 _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
@@ -47,9 +47,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     A checkpoint that is in `folder` already stays until this one is whole, then goes. What the ranks can't write is an
     OSError on all of them.
     """
-    ranks, folder = Together(optimizer._transport, optimizer._device), Path(folder)
+    ranks, folder = Together(optimizer.setup.transport, optimizer.setup.device), Path(folder)
     state = {"model": _inner(model).state_dict(), "optimizer": optimizer.state_dict()}
-    layout = layout_of(state["model"], optimizer)
+    layout = layout_of(state["model"], optimizer.setup)
     state = ranks.do(lambda: _plain(state))
     data = ranks.tell([layout["fingerprint"], files.new_name()])
     ranks.do(lambda: _agree_on_layout(data))
@@ -67,35 +67,35 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     The same number of ranks continues bit for bit; another number with the mean of the residuals. A checkpoint that is
     damaged, another program's or another model's is a ValueError or TypeError on every rank and changes nothing.
     """
-    ranks, inner = Together(optimizer._transport, optimizer._device), _inner(model)
+    ranks, inner = Together(optimizer.setup.transport, optimizer.setup.device), _inner(model)
     here = inner.state_dict()
     manifest = ranks.do(lambda: files.Manifest(Path(folder)))
     seen = ranks.tell(manifest.checksum)
     ranks.do(lambda: _agree_on_folder(Path(folder), seen))
-    ranks.do(lambda: check_layout(manifest.layout, layout_of(here, optimizer)))
+    ranks.do(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
     ranks.do(lambda: manifest.check_files(ranks.rank, ranks.size))
     source = ranks.do(lambda: _Source(manifest, ranks))
     loaded = _optimizer_state(source, optimizer)
     state = {"model": {name: _room_like(value) for name, value in here.items()}}
     source.fill(state)
-    install = ranks.do(lambda: optimizer._prepared(loaded))
+    install = ranks.do(lambda: optimizer.prepare_load(loaded))
     inner.load_state_dict(state["model"])
     install()
 
 
 def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What this rank needs of the optimizer's state."""
-    paths, group = source.paths, optimizer._transport
+    paths, group = source.paths, optimizer.setup.transport
     found = source.read(k for k, p in paths.items() if p[1] == "param_groups")
     numbers = source.ranks.do(lambda: _numbers({paths[k]: v for k, v in found.items()}))
-    own_residual, own_server = f"residual_of_rank_{group.rank}", f"server_residual_of_rank_{group.rank}"
+    own_residual, own_server = residual_name(group.rank), server_residual_name(group.rank)
     servers = {k for k, p in paths.items() if str(p[-1]).startswith("server_residual_of_rank_")}
     residuals: dict[int, list[str]] = {}
     for key, path in paths.items():
         if (rank := rank_of(path[-1])) is not None:
             residuals.setdefault(rank, []).append(key)
     others = {k for own in residuals.values() for k in own}
-    if source.ranks.do(lambda: continues(optimizer, numbers)):
+    if source.ranks.do(lambda: same_cut(optimizer.setup, numbers)):
         others = {k for k in others if paths[k][-1] != own_residual}
         others |= {k for k in servers if paths[k][-1] != own_server}
         found |= source.read(k for k in paths if k not in found and k not in others)

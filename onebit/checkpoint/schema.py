@@ -1,10 +1,10 @@
-"""What is saved, and how it comes back.
+"""What is saved, in a form that no layout is in, so that any number of ranks can load it.
 
-    state[p]           one parameter's state, in a form that no layout is in, so that any number of ranks can load it
-        step, exp_avg, exp_avg_sq                        stage 1: what torch.optim.AdamW saves
-        step, denominator                                stage 2: d
-        momentum_bits, momentum_scales                   m, as blocks: bits uint8 [blocks, block_size / 8], a scale each
-        residual_of_rank_3, server_residual_of_rank_3    what rank 3 has left out: e, and the part of E that it keeps
+    state[p]           one parameter's
+        step                                             as torch.optim.AdamW saves it
+        the algorithm's fields                           1-bit Adam: exp_avg, exp_avg_sq; in stage 2 denominator
+        momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks]
+        residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E
         master                                           the fp32 copy of a 16-bit parameter
     param_groups[0]["onebit"]                            numbers: how far the run has come
 
@@ -16,49 +16,67 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Layout, Span
-from onebit.optim.flat_state import Space
-
-if TYPE_CHECKING:
-    from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.fields import RESIDUAL
+from onebit.optim.reducer import MomentumReducer
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 
 PROGRESS = "onebit"
 VERSION = 1
+BITS, SCALES = "momentum_bits", "momentum_scales"
 
 Saved = Mapping[str, Any]  # one parameter's
 
 
-def save(optimizer: OneBitOptimizer) -> dict[Tensor, dict[str, Any]]:
-    step = torch.tensor(float(optimizer._counts[0]), dtype=torch.float32, device="cpu")
+def residual_name(rank: int) -> str:
+    return f"residual_of_rank_{rank}"
+
+
+def server_residual_name(rank: int) -> str:
+    return f"server_residual_of_rank_{rank}"
+
+
+def rank_of(name: object) -> int | None:
+    """Whose residual a name says it is."""
+    found = re.fullmatch(r"residual_of_rank_([0-9]{1,9})", str(name))
+    return int(found[1]) if found else None
+
+
+def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
+    step = torch.tensor(float(current.stages.counts[0]), dtype=torch.float32, device="cpu")
     saved: dict[Tensor, dict[str, Any]] = {}
-    for space in optimizer._spaces:
-        extra = optimizer._save_more(space)
-        messages = _save_exchange(space, optimizer._transport.rank)
-        for i, p in enumerate(space.params):
-            shaped = {k: v for k, v in space.views(i).items() if k != "residual"}
-            saved[p] = {"step": step.clone(), **shaped, **messages[i], **{k: v[i] for k, v in extra.items()}}
+    for part in current.parts:
+        state = part.state
+        names = [field.name for field in state.fields.values() if field.saved]
+        for i, p in enumerate(state.params):
+            saved[p] = {"step": step.clone(), **{name: state.view(name, i) for name in names}}
+        if part.reducer is not None:
+            messages = _save_messages(part.reducer, setup.transport.rank)
+            for p, own in zip(state.params, messages, strict=True):
+                saved[p] |= own
     return saved
 
 
-def progress(optimizer: OneBitOptimizer) -> dict[str, Any]:
-    options = optimizer._options
+def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
+    stages = current.stages
     return {
         "version": VERSION,
-        "optimizer": type(optimizer).__name__,
-        "ranks": optimizer._transport.size,
-        "steps": int(optimizer._counts[0]),
-        "skipped_steps": optimizer.skipped_steps,
-        "compressing": optimizer.compressing,
-        "chunks": [s.layout.chunks for s in optimizer._spaces],
-        "block_size": options.block_size,
-        "scale": options.scale,
-        "wire_bytes": optimizer.wire_bytes,
-        "trace": optimizer._rule.state(),
+        "optimizer": setup.name,
+        "ranks": setup.transport.size,
+        "steps": int(stages.counts[0]),
+        "skipped_steps": int(stages.counts[1]),
+        "compressing": stages.compressing,
+        "chunks": [state.layout.chunks for state in current.states],
+        "block_size": setup.options.block_size,
+        "scale": setup.options.scale,
+        "wire_bytes": current.wire_bytes,
+        "trace": stages.rule.state(),
     }
 
 
@@ -71,35 +89,26 @@ def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(numbers)
 
 
-def rank_of(name: object) -> int | None:
-    """Whose residual a name says it is."""
-    found = re.fullmatch(r"residual_of_rank_([0-9]{1,9})", str(name))
-    return int(found[1]) if found else None
-
-
-def _save_exchange(space: Space, rank: int) -> list[dict[str, Tensor]]:
-    """Residuals and momentum of each parameter; nothing in stage 1."""
-    exchange, layout = space.exchange, space.layout
-    if exchange is None:
-        return [{} for _ in space.params]
+def _save_messages(reducer: MomentumReducer, rank: int) -> list[dict[str, Tensor]]:
+    """Residuals and momentum of each parameter."""
+    exchange, state, layout = reducer.exchange, reducer.state, reducer.state.layout
     exchange.materialize()
-    width = layout.block_size // 8
-    bits = exchange.replies.bits.reshape(-1, width).contiguous()
+    bits = exchange.replies.bits.reshape(-1, layout.block_size // 8).contiguous()
     scales = exchange.replies.scale_of_blocks().contiguous()
     ends = [*layout.first.tolist(), layout.used_blocks]
-    pieces: list[list[Tensor]] = [[] for _ in space.params]
+    pieces: list[list[Tensor]] = [[] for _ in state.params]
     for span, value in shards(layout, rank, exchange.server_residual.value):
         for s in span.segments():
             pieces[s.parameter].append(value[s.offset : s.offset + s.stop - s.start])
     saved = []
-    for i in range(len(space.params)):
+    for i in range(len(state.params)):
         own = {
-            "momentum_bits": bits[ends[i] : ends[i + 1]].clone(),
-            "momentum_scales": scales[ends[i] : ends[i + 1]].clone(),
-            f"residual_of_rank_{rank}": space.views(i)["residual"],
+            BITS: bits[ends[i] : ends[i + 1]].clone(),
+            SCALES: scales[ends[i] : ends[i + 1]].clone(),
+            residual_name(rank): state.view(RESIDUAL.name, i),
         }
         if pieces[i]:
-            own[f"server_residual_of_rank_{rank}"] = torch.cat(pieces[i])
+            own[server_residual_name(rank)] = torch.cat(pieces[i])
         saved.append(own)
     return saved
 

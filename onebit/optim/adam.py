@@ -1,51 +1,105 @@
-"""1-bit Adam (paper 001, Algorithm 1).
+"""1-bit Adam (Tang et al. 2021, Algorithm 1).
 
 stage 1    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x)
+freeze     d = 1 / (sqrt(vhat) + eps)
 stage 2    m = compressed_all_reduce(b1 m + (1-b1) g_i);  x = x - lr (m d + wd x)
+
+State: exp_avg, exp_avg_sq, 8 B an element; in stage 2 residual and d in the same buffers, and m, E: 1/8 + 4/N.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from onebit.collectives.exchange import Chunk
-from onebit.optim.flat_state import Space
-from onebit.optim.freeze import VarianceRule
+from onebit.kernels.data.hyper import Hyper
+from onebit.optim.algorithm import Algorithm
+from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
+from onebit.optim.flat_state import FlatState
+from onebit.optim.freeze import VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.options import OptionArguments, Options, shows_options
+from onebit.optim.reducer import MomentumReducer
+
+VARIANCE = Field("exp_avg_sq", values="non-negative", shown_as="variance_norm")
+DENOMINATOR = Field("denominator", values="non-negative")
 
 
+class Adam(Algorithm):
+    """The two updates of 1-bit Adam."""
+
+    stage_1 = (MOMENTUM, VARIANCE)
+    stage_2 = (RESIDUAL, DENOMINATOR)
+
+    def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
+        state.backend.adam_warmup(
+            state.layout.all(), state.parameters, state.gradients, state["exp_avg"], state["exp_avg_sq"],
+            state.get("master"), hyper, flags, state.scratch["sums"],
+        )  # fmt: skip
+
+    def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        def update(chunk: Chunk) -> None:
+            d, x = chunk.span.of(state["denominator"]), state.part("master", chunk.span)
+            state.backend.adam_update(chunk.span, state.parameters, d, chunk.replies, x, hyper)
+
+        reducer.all_reduce(hyper, flags, update)
+
+    def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
+        without = {}
+        for i, group in enumerate(state.groups):
+            v = raise_to_floor_(state.view("exp_avg_sq", i), options.variance_floor)
+            without[i] = variance_to_denominator_(v, rows[group], options.zero_variance)
+        state.rename("exp_avg_sq", DENOMINATOR)
+        return without
+
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> VarianceRule:
+        return VarianceRule(options.freeze_step, options.freeze_threshold, window)
+
+    def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
+        check_variance(states, steps)
+
+    def live(self, state: FlatState) -> Tensor | None:
+        """A coordinate with d = 0 never moves, and stays out of every scale."""
+        return nonzero(state, "denominator")
+
+    def scratch(self, state: FlatState) -> dict[str, Tensor]:
+        return {"sums": torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)}
+
+
+def nonzero(state: FlatState, name: str) -> Tensor | None:
+    """bool [elements], where a field is not 0; None where it is 0 nowhere."""
+    held = any(bool((state.view(name, i) == 0).any()) for i, n in enumerate(state.numels) if n)
+    return state[name] != 0 if held else None
+
+
+@shows_options
 class OneBitAdam(OneBitOptimizer):
     """AdamW that, once its variance has settled, averages momentum with 1 bit an element instead of gradients.
 
         optimizer = onebit.OneBitAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
         onebit.attach(ddp_model, optimizer)        # with DDP; without it the optimizer communicates alone
 
-    freeze_step: the last step of stage 1, or "auto": when the variance is stable (freeze_threshold, freeze_window).
-    bias_correction: as torch.optim.AdamW; False for the papers' BertAdam.
-    dead: coordinates without a variance at the freeze use the mean of the others ("floor") or never move ("freeze").
-    variance_floor: the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers.
-    scale, norm, block_size: how messages are encoded. chunks: pipeline stages, "auto" measures.
-    master_weights: 16-bit parameters keep an fp32 copy.
-    overlap: in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled.
-    check_every: steps between two checks that all ranks hold the same bits, 0 for none. on_divergence: where they do
-        not, "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.
-    gradient_dtype: what fp32 gradients are rounded to on the wire in stage 1: torch.bfloat16, torch.float16, or None.
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
     """
 
-    def _new_rule(self) -> VarianceRule:
-        return VarianceRule(self._options.freeze_step, self._options.freeze_threshold, self._window)
+    algorithm: ClassVar[type[Adam]] = Adam
 
-    def _warmup(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
-        space.backend.adam_warmup(
-            space.layout.all(), space.points, space.grads, space.exp_avg, space.exp_avg_sq, space.master, hyper, flags,
-            space.sums,
-        )  # fmt: skip
-
-    def _compressed(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
-        def update(chunk: Chunk) -> None:
-            d, master = chunk.span.of(space.d), space.master
-            x = None if master is None else chunk.span.of(master)
-            space.backend.adam_update(chunk.span, space.points, d, chunk.replies, x, hyper)
-
-        self._overlap.all_reduce_momentum(space, hyper, flags, update)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        process_group: Any = None,
+        **options: Unpack[OptionArguments],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, self.algorithm(), process_group=process_group, **options)

@@ -4,8 +4,8 @@
     freeze_step = "auto"     after the first step t >= 2 D with min(r, 1/r) >= threshold,
                              r = ||vhat_t||_1 / ||vhat_(t-D)||_1,  D = 1 / (1 - beta2)
 
-(paper 001, section 7.1, gives r >= threshold, which a variance that still grows from zero meets at once.) For LAMB:
-when the averaged coefficients of parameters with 95 % of the elements changed by less than 1 - threshold over D steps.
+1-bit Adam (Tang et al. 2021), section 7.1, gives r >= threshold, which a variance that still grows from zero meets at
+once. LAMB has a rule of its own (onebit.optim.lamb).
 
     d = 1 / (sqrt(vhat_T) + eps)        vhat_T at least variance_floor of its parameter's mean
 """
@@ -16,68 +16,38 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from onebit.optim.flat_state import Space
-from onebit.optim.options import Dead
+from onebit.kernels.data.hyper import Hyper
+from onebit.optim.flat_state import FlatState
+from onebit.optim.options import ZeroVariance
 from onebit.warning import warn
-
-if TYPE_CHECKING:
-    from onebit.optim.lamb_state import LambSpace
 
 logger = logging.getLogger("onebit")
 
 
-class Lagging:
-    """Numbers that a step leaves on the device and the host reads when the next step comes.
-
-    By then they have arrived, or arrive while the device has the next backward pass to do: it never runs dry.
-    """
-
-    def __init__(self) -> None:
-        self._host: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-
-    def put(self, values: Tensor) -> None:
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))
-        else:
-            self._host, self._arrived = values.clone(), None
-
-    def take(self) -> list[float] | None:
-        """What was put since the last call, if anything."""
-        if self._host is None:
-            return None
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        host, self._host = self._host, None
-        return host.tolist()
-
-
 class FreezeRule(ABC):
-    """Looks at some numbers after every `stride` steps; they are the same on every rank, and so is the decision."""
+    """Compares numbers of a step with those of `window` steps before. They are the same on every rank, and so is the
+    decision."""
 
     what = ""
 
-    def __init__(self, freeze_step: int | Literal["auto"], threshold: float, window: int, lags: int) -> None:
-        """`window` steps lie between what is compared, in `lags` strides."""
+    def __init__(self, freeze_step: int | Literal["auto"], threshold: float, window: int, comparisons: int) -> None:
+        """comparisons: how often numbers are kept in a window."""
         self.freeze_step, self.threshold, self.window = freeze_step, threshold, window
-        self._stride = -(-window // lags)
+        self._stride = -(-window // comparisons)
         self._trace: deque[list[float]] = deque(maxlen=-(-window // self._stride) + 1)
         self.ratio: float | None = None
 
     @abstractmethod
-    def measure(self, spaces: Sequence[Space], groups: int) -> list[Tensor]:
-        """What has to be heard of a step: fp64, on the device."""
+    def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
+        """The numbers of a step: fp64, on the device."""
 
     @abstractmethod
-    def hear(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
+    def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
         """What `measure` found after step `step`. beta2 is 0 where the variance is not bias-corrected."""
 
     @abstractmethod
@@ -85,23 +55,17 @@ class FreezeRule(ABC):
         """The ratio that tells whether stage 1 may end, if there is one."""
 
     @abstractmethod
-    def _settled(self, ratio: float) -> bool: ...
+    def _stable(self, ratio: float) -> bool: ...
 
     @property
-    def watches(self) -> bool:
+    def automatic(self) -> bool:
         return self.freeze_step == "auto"
 
     def due(self, step: int) -> bool:
-        """Whether stage 1 ends after step `step`, the last one heard of."""
+        """Whether stage 1 ends after step `step`, the last one added."""
         if self.freeze_step != "auto":
             return step >= self.freeze_step
-        return step >= 2 * self.window and self.ratio is not None and self._settled(self.ratio)
-
-    def tell(self, step: int) -> None:
-        """Every `window` steps, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
-        if step % self.window == 0:
-            seen = "not known yet" if self.ratio is None else f"{self.ratio:.4f}"
-            logger.info("step %d, stage 1: %s over %d steps is %s", step, self.what, self.window, seen)
+        return step >= 2 * self.window and self.ratio is not None and self._stable(self.ratio)
 
     def state(self) -> list[list[float]]:
         return list(self._trace)
@@ -109,91 +73,113 @@ class FreezeRule(ABC):
     def restore(self, trace: Sequence[Sequence[float]]) -> None:
         self._trace.clear()
         self._trace.extend(map(list, trace))
-        self._look()
+        self._update_ratio()
 
-    def _see(self, step: int, values: list[float]) -> None:
+    def _keep(self, step: int, values: list[float]) -> None:
         if step % self._stride == 0:
             self._trace.append(values)
-            self._look()
+            self._update_ratio()
 
-    def _look(self) -> None:
+    def _update_ratio(self) -> None:
         full = len(self._trace) == self._trace.maxlen
         self.ratio = self._compare(self._trace[-1], self._trace[0]) if full else None
+
+
+class FixedStep(FreezeRule):
+    """For an algorithm without a rule of its own: stage 1 ends after `freeze_step` steps."""
+
+    def __init__(self, freeze_step: int | Literal["auto"], window: int) -> None:
+        if freeze_step == "auto":
+            raise ValueError('freeze_step="auto": this optimizer has no rule for it. Pass the number of steps')
+        super().__init__(freeze_step, 0.0, window, comparisons=1)
+
+    def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
+        return []
+
+    def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
+        return None
+
+    def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
+        return None
+
+    def _stable(self, ratio: float) -> bool:
+        return False
 
 
 class VarianceRule(FreezeRule):
     """1-bit Adam's: the size of the variance."""
 
     def __init__(self, freeze_step: int | Literal["auto"], threshold: float, window: int) -> None:
-        super().__init__(freeze_step, threshold, window, lags=window)
+        super().__init__(freeze_step, threshold, window, comparisons=window)
         self.what = f"the variance's ratio (stage 2 begins within {1 - threshold:.4g} of 1)"
 
-    def measure(self, spaces: Sequence[Space], groups: int) -> list[Tensor]:
-        """The sum of v, a number a space and param group."""
-        parts = [space.sums[first:stop] for space in spaces for first, stop in space.group_blocks(groups)]
+    def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
+        """The sum of v, a number a flat state and param group."""
+        parts = [state.scratch["sums"][first:stop] for state in states for first, stop in state.group_blocks(groups)]
         return [torch.stack([part.sum(dtype=torch.float64) for part in parts])]
 
-    def hear(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
+    def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
         debias = [1 - beta2**step for beta2 in beta2s]
-        self._see(step, [sum(v / debias[i % len(beta2s)] for i, v in enumerate(numbers))])
+        self._keep(step, [sum(v / debias[i % len(beta2s)] for i, v in enumerate(numbers))])
 
     def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
         return now[0] / before[0] if before[0] > 0 else None
 
-    def _settled(self, ratio: float) -> bool:
+    def _stable(self, ratio: float) -> bool:
         return ratio > 0 and min(ratio, 1 / ratio) >= self.threshold
 
 
-class CoefficientRule(FreezeRule):
-    """1-bit LAMB's: the share of elements whose parameter's averaged coefficient is stable. Looked at 16 times a
-    window, which is what has to be remembered."""
-
-    share = 0.95
-
-    def __init__(
-        self,
-        freeze_step: int | Literal["auto"],
-        threshold: float,
-        window: int,
-        coeff_beta: float,
-        first: int,
-        numels: Sequence[int],
-    ) -> None:
-        """`first`: the steps that were taken before coefficients began to be averaged."""
-        super().__init__(freeze_step, threshold, window, lags=16)
-        self._coeff_beta, self._first, self._numels = coeff_beta, first, list(numels)
-        self.what = f"the share of elements with stable coefficients (stage 2 begins at {self.share:g})"
-
-    def measure(self, spaces: Sequence[Space], groups: int) -> list[Tensor]:
-        """The averaged coefficient of every parameter."""
-        self._numels = [n for space in spaces for n in space.numels]
-        return [cast("LambSpace", space).lamb.average.double() for space in spaces]
-
-    def hear(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
-        debias = 1 - self._coeff_beta ** (step - self._first)
-        self._see(step, [c / debias for c in numbers])
-
-    def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
-        if len(now) != len(before) or len(now) != len(self._numels):
-            return None  # parameters were added
-        most = 1 - self.threshold
-        stable = sum(n for n, a, b in zip(self._numels, now, before, strict=True) if abs(a - b) < most * b)
-        return stable / sum(self._numels) if sum(self._numels) else None
-
-    def _settled(self, ratio: float) -> bool:
-        return ratio >= self.share
+def check_variance(states: Sequence[FlatState], steps: int) -> None:
+    """A ValueError where there is no variance to freeze."""
+    if not any(float(state["exp_avg_sq"].max()) > 0 for state in states):
+        raise ValueError(
+            f"stage 2 is to begin after {steps} steps, and there is no variance to freeze: every second moment is 0. "
+            f"Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give stage 1 some steps: "
+            f"freeze_step=1 or more"
+        )
 
 
-def tell_of_freeze(step: int, without: Sequence[tuple[str, int, int]], dead: Dead) -> None:
+def raise_to_floor_(v: Tensor, floor: float) -> Tensor:
+    """v = max(v, floor mean(v)) in place where v is not 0, the mean over those.
+
+    A coordinate shares its block's scale: with a variance far below the others' its steps would be the others' signs,
+    magnified by its own d. Embeddings of rare words are such; exact zeros are `zero_variance`'s.
+    """
+    nonzero = int(torch.count_nonzero(v))
+    if floor and nonzero:
+        lowest = floor * float(v.sum(dtype=torch.float64)) / nonzero
+        v.masked_fill_((v > 0) & (v < lowest), lowest)
+    return v
+
+
+def variance_to_denominator_(v: Tensor, h: Hyper, zero_variance: ZeroVariance) -> int:
+    """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many coordinates had no variance.
+
+    Those get the value of the mean of the others ("floor"), or 0, with which they never move ("hold"). They are held
+    too where a parameter has no other coordinate to take a mean of.
+    """
+    zero = v == 0
+    count = int(zero.sum())
+    substitute = 0.0
+    if zero_variance == "floor" and 0 < count < v.numel():
+        mean = float(v.sum(dtype=torch.float64)) / (v.numel() - count)
+        substitute = 1 / (mean**0.5 * h.bias2 + h.eps)
+    v.sqrt_().mul_(h.bias2).add_(h.eps).reciprocal_()
+    if count:
+        v.masked_fill_(zero, substitute)
+    return count
+
+
+def report_freeze(step: int, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance) -> None:
     """`without`: of each parameter with coordinates that had no variance its name, their number, and its size."""
     logger.info("Stage 2 begins after step %d: 1 bit an element from here on", step)
     if without:
         listed = ", ".join(f"{name} ({count} of {numel})" for name, count, numel in without[:8])
         more = f" and {len(without) - 8} more" if len(without) > 8 else ""
-        still = [name for name, count, numel in without if count == numel or dead == "freeze"]
+        held = [name for name, count, numel in without if count == numel or zero_variance == "hold"]
         what = "they use the mean variance of their parameter's other coordinates"
-        if len(still) == len(without):
+        if len(held) == len(without):
             what = "they will not move any more"
-        elif still:
-            what += f"; where there are none ({', '.join(still[:8])}), they will not move"
+        elif held:
+            what += f"; where there are none ({', '.join(held[:8])}), they will not move"
         warn(f"coordinates without a variance at the freeze: {listed}{more}; {what}")

@@ -13,23 +13,25 @@ from torch import Tensor
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport.protocol import Transport
 from onebit.kernels.data.hyper import COLUMNS, Hyper, hyper_table
-from onebit.optim.flat_state import Space
+from onebit.optim.flat_state import FlatState
 
-Mark = tuple[Tensor, int] | None  # a gradient, held so that no other is mistaken for it, and how often it was changed
+Version = (
+    tuple[Tensor, int] | None
+)  # a gradient, held so that no other is mistaken for it, and how often it was changed
 _LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
 
 
 class Gradients:
-    """What is known of the gradients as they are now. `forget` when they are used or dropped."""
+    """What is known of the gradients as they are now. `reset` when they are used or dropped."""
 
     def __init__(self, device: torch.device) -> None:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)  # 1 where a step must not be taken
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        self._seen: list[Mark] | None = None
+    def reset(self) -> None:
+        self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
-        self._averaged: list[Mark] | None = None
+        self._averaged: list[Version] | None = None
 
     def factor(self, unscale: Tensor | None) -> Tensor | None:
         """clip / scale, fp32 [1], unless both are 1."""
@@ -38,49 +40,49 @@ class Gradients:
 
     def average(
         self,
-        spaces: Sequence[Space],
+        states: Sequence[FlatState],
         transport: Transport,
         unscale: Tensor | None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
-        if transport.size == 1 or same(self._averaged, spaces):
+        if transport.size == 1 or unchanged(self._averaged, states):
             return
-        for space in spaces:
-            for p in space.params:
+        for state in states:
+            for p in state.params:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            grads = [p.grad for p in space.params if p.grad is not None]
+            grads = [p.grad for p in state.params if p.grad is not None]
             average_(grads, transport, unscale, wire_dtype=wire_dtype)
-        self._averaged = marks(spaces)
+        self._averaged = versions_of(states)
 
-    def are_seen(self, spaces: Sequence[Space]) -> bool:
-        """Whether `look` has seen these very gradients."""
-        return same(self._seen, spaces)
+    def were_checked(self, states: Sequence[FlatState]) -> bool:
+        """Whether `check_finite` has looked at these very gradients."""
+        return unchanged(self._checked, states)
 
-    def look(
+    def check_finite(
         self,
-        spaces: Sequence[Space],
+        states: Sequence[FlatState],
         transport: Transport,
         hyper: Tensor,
         found_inf: Tensor | int | None,
         squares: Tensor | None = None,
     ) -> None:
         """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked."""
-        if not same(self._seen, spaces, versions=False):
+        if not unchanged(self._checked, states, in_place=False):
             self._clip = None  # it was made for others
         self.flags.zero_()
         if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
             self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
-        for space in spaces:
-            space.bind_tensors()
+        for state in states:
+            state.bind_tensors()
             by_block = (
-                None if squares is None else torch.empty(space.layout.blocks, dtype=torch.float32, device=space.device)
+                None if squares is None else torch.empty(state.layout.blocks, dtype=torch.float32, device=state.device)
             )
-            space.backend.scan(space.layout.all(), space.grads, hyper, self.flags, by_block)
+            state.backend.scan(state.layout.all(), state.gradients, hyper, self.flags, by_block)
             if squares is not None and by_block is not None:
                 squares += by_block.sum(dtype=torch.float64)
         transport.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
-        self._seen = marks(spaces)
+        self._checked = versions_of(states)
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:
         """`norm` is that of the gradients as they lie. What it is with the clipping there was, before this one."""
@@ -97,12 +99,12 @@ class HyperTable:
         self._written: list[Hyper] | None = None
         self._scaled = False
 
-    def write(self, rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
+    def write(self, hyper_rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
         """`lrs` that are tensors and `factor` stay on the device: the host reads neither."""
-        if rows != self._written:
-            host = hyper_table(rows)
+        if hyper_rows != self._written:
+            host = hyper_table(hyper_rows)
             self.values.copy_(host.pin_memory() if self.values.is_cuda else host, non_blocking=True)
-            self._written = rows
+            self._written = hyper_rows
         elif self._scaled:
             self.values[:, _GRAD_SCALE].fill_(1)
         for i, lr in enumerate(lrs):
@@ -119,18 +121,18 @@ def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
     return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
 
 
-def marks(spaces: Sequence[Space]) -> list[Mark]:
+def versions_of(states: Sequence[FlatState]) -> list[Version]:
     """Of every gradient."""
-    grads = (p.grad for space in spaces for p in space.params)
+    grads = (p.grad for state in states for p in state.params)
     return [None if g is None else (g, g._version) for g in grads]
 
 
-def same(before: list[Mark] | None, spaces: Sequence[Space], versions: bool = True) -> bool:
-    """Whether gradients are those that were marked `before`; with `versions`, and not changed since."""
+def unchanged(before: list[Version] | None, states: Sequence[FlatState], in_place: bool = True) -> bool:
+    """Whether gradients are those of `before`; with `in_place`, and were not written to since."""
     if before is None:
         return False
-    now = marks(spaces)
+    now = versions_of(states)
     return len(before) == len(now) and all(
-        a is b if a is None or b is None else a[0] is b[0] and (a[1] == b[1] or not versions)
+        a is b if a is None or b is None else a[0] is b[0] and (a[1] == b[1] or not in_place)
         for a, b in zip(before, now, strict=True)
     )

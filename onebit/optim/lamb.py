@@ -1,154 +1,233 @@
-"""1-bit LAMB (paper 003, Algorithm 1).
+"""1-bit LAMB (Li et al. 2021, Algorithm 1).
 
 stage 1    u = mhat / (sqrt(vhat) + eps) + wd x;  c = clip(||x|| / ||u||);  x = x - lr c u
            c_avg = b3 c_avg + (1-b3) c
 stage 2    m = compressed_all_reduce(b1 m + (1-b1) g_i);  ghat = (m - b1 m_prev) / (1-b1)
            v = b2 v + (1-b2) ghat^2;  r = clip(max v_T / v);  x = x - lr (r c_avg) (m d + wd x)
+
+State in stage 2: residual, d, v, m, m_prev, E: 4 + 4 + 4 + 1/8 + 1/8 + 4/N B an element. v_T comes back from d, so that
+it is not kept. m_prev is a copy of the last message, made before the next one comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.wire import is_one_of
-from onebit.optim.flat_state import Space
-from onebit.optim.freeze import CoefficientRule
-from onebit.optim.lamb_state import LambSpace
+from onebit.optim.adam import DENOMINATOR, VARIANCE, nonzero
+from onebit.optim.algorithm import Algorithm
+from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
+from onebit.optim.flat_state import FlatState, packed
+from onebit.optim.freeze import FreezeRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.options import is_number
+from onebit.optim.options import OptionArguments, Options, is_number, shows_options
+from onebit.optim.reducer import MomentumReducer
 
 Ratio = Literal["variance", "denominator"]
 
+COEFFICIENT = Field("coefficient", "parameter", initial=1.0, required=False, saved=False, shown_as="coefficient")
+AVERAGE = Field("coefficient_average", "parameter", "non-negative", required=False)
+AVERAGED_STEPS = Field("coefficient_steps", "parameter", "whole", required=False)
+RATIO = Field("ratio", "parameter", "non-negative", initial=1.0, required=False, shown_as="ratio")
+GAMMA = Field("gamma", "parameter", "non-negative", initial=1.0, required=False, always=False)
+COUNTED = Field("counted_bits", "bit", required=False, always=False)  # where v_T was not 0, if it was anywhere
 
-class OneBitLamb(OneBitOptimizer):
-    """LAMB that, once its coefficients have settled, averages momentum with 1 bit an element instead of gradients.
 
-    coeff_beta: how the coefficients of stage 1 are averaged. min_coeff, max_coeff: their bounds in stage 1.
-    factor_min, factor_max, factor_threshold: bounds of the ratio in stage 2, and of its relative change in a step.
-    ratio: of the variances (Algorithm 1, line 17), or of the denominators, as DeepSpeed computes it.
-    The other arguments are those of OneBitAdam; freeze_step="auto" looks at the coefficients.
-    """
+@dataclass(frozen=True)
+class Lamb(Algorithm):
+    """The two updates of 1-bit LAMB."""
 
-    _space_type: ClassVar[type[Space]] = LambSpace
+    coeff_beta: float = 0.9
+    min_coeff: float = 0.01
+    max_coeff: float = 0.3
+    factor_min: float = 0.5
+    factor_max: float = 4.0
+    factor_threshold: float = 0.1
+    ratio: Ratio = "variance"
+
+    stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS)
+    stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED)
+    needs_previous_momentum = True
+
+    def __post_init__(self) -> None:
+        if not is_number(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
+            raise ValueError(
+                f"coeff_beta={self.coeff_beta!r}: it averages coefficients and must be at least 0 and below 1"
+            )
+        bounds = {"coeff": (self.min_coeff, self.max_coeff), "factor": (self.factor_min, self.factor_max)}
+        for name, (least, most) in bounds.items():
+            if not is_number(least) or not is_number(most) or not 0 < least <= most:
+                raise ValueError(
+                    f"min and max of {name} are {least!r} and {most!r}: they bound it, and must be above 0, finite, "
+                    f"and in this order"
+                )
+        if not is_number(self.factor_threshold) or not 0 < self.factor_threshold < 1:
+            raise ValueError(
+                f"factor_threshold={self.factor_threshold!r}: it bounds the change of the ratio in a step and must lie "
+                f"between 0 and 1"
+            )
+        if not is_one_of(self.ratio, get_args(Ratio)):
+            raise ValueError(f"ratio={self.ratio!r}: it must be one of {get_args(Ratio)}")
+
+    def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
+        state.backend.lamb_warmup(
+            state.layout.all(), state.parameters, state.gradients, state["exp_avg"], state["exp_avg_sq"],
+            state.get("master"), hyper, flags, _lamb_state(state),
+            coeff_beta=self.coeff_beta, min_coeff=self.min_coeff, max_coeff=self.max_coeff,
+        )  # fmt: skip
+        state["coefficient_steps"].add_(flags == 0)
+
+    def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        m = reducer.all_reduce(hyper, flags)
+        whole, lamb, d = state.layout.all(), _lamb_state(state), state["denominator"]
+        state.backend.lamb_statistics(
+            whole, m, reducer.previous, d, state["exp_avg_sq"], hyper, lamb,
+            factor_min=self.factor_min, factor_max=self.factor_max, factor_threshold=self.factor_threshold,
+            ratio=self.ratio, live=state.get("counted_bits"), gamma=state.get("gamma"),
+        )  # fmt: skip
+        state.backend.adam_update(whole, state.parameters, d, m, state.get("master"), hyper, lamb.coefficient)
+
+    def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
+        gamma = state.add(GAMMA) if options.scale == "tensor" else None
+        if gamma is not None:
+            gamma.copy_(_momentum_scaling(state))
+        state.add(DENOMINATOR)
+        counted = torch.zeros(state.layout.elements, dtype=torch.bool, device=state.device)
+        without = {}
+        for i, group in enumerate(state.groups):
+            v, d, h = state.view("exp_avg_sq", i), state.view("denominator", i), rows[group]
+            raise_to_floor_(v.mul_(h.bias2**2), options.variance_floor)
+            state.cut(counted, i).copy_(v != 0)
+            without[i] = variance_to_denominator_(d.copy_(v), h._replace(bias2=1.0), options.zero_variance)
+            if gamma is not None:
+                d.div_(gamma[i])
+                state.view("exp_avg", i).mul_(gamma[i])
+        if any(without.values()):
+            state.add(COUNTED).copy_(packed(counted))
+        state["coefficient_average"].copy_(_debiased(state, self.coeff_beta))
+        state.add(RATIO)
+        return without
+
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> CoefficientRule:
+        numels = [n for state in states for n in state.numels]
+        return CoefficientRule(options.freeze_step, options.freeze_threshold, window, self.coeff_beta, numels)
+
+    def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
+        if not any(bool((state["coefficient_steps"] > 0).any()) for state in states):
+            raise ValueError(
+                f"stage 2 is to begin after {steps} steps, none of which was LAMB's: there are no coefficients to go "
+                f"on with. Give stage 1 some steps, also after loading a variance: freeze_step={steps + 100}, say"
+            )
+        check_variance(states, steps)
+
+    def live(self, state: FlatState) -> Tensor | None:
+        """A coordinate with d = 0 never moves, and stays out of every scale."""
+        return nonzero(state, "denominator")
+
+    def gamma(self, state: FlatState) -> Tensor | None:
+        return state.get("gamma")
+
+    def scratch(self, state: FlatState) -> dict[str, Tensor]:
+        blocks, parameters, device = state.layout.blocks, state.layout.parameters, state.device
+        return {
+            "partial": torch.zeros((2, blocks), dtype=torch.float32, device=device),
+            "counter": torch.zeros(parameters, dtype=torch.int32, device=device),
+            "ratio": torch.ones(parameters, dtype=torch.float32, device=device),  # stage 1 has none of its own
+        }
+
+    def settings(self) -> Mapping[str, float | str]:
+        return asdict(self)
+
+
+def _lamb_state(state: FlatState) -> LambState:
+    ratio = state["ratio"] if "ratio" in state else state.scratch["ratio"]
+    return LambState(
+        state["coefficient"], state["coefficient_average"], ratio, state.scratch["partial"], state.scratch["counter"]
+    )
+
+
+def _debiased(state: FlatState, coeff_beta: float) -> Tensor:
+    """c_avg / (1 - b3^t), fp64 [parameters], t the steps that a parameter's coefficients were averaged over."""
+    t = state["coefficient_steps"].double()
+    return state["coefficient_average"].double() / (1 - coeff_beta ** t.clamp(min=1))
+
+
+def _momentum_scaling(state: FlatState) -> Tensor:
+    """gamma_p = (mean over parameters of rms(m)) / rms(m_p), 1 where rms is 0."""
+    parts = [state.view("exp_avg", i) for i in range(len(state.params))]
+    norms = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in parts])
+    rms = norms / torch.tensor(state.numels, dtype=torch.float64, device=state.device).clamp(min=1).sqrt()
+    return torch.where(rms > 0, rms.mean() / rms, 1.0).float()
+
+
+class CoefficientRule(FreezeRule):
+    """Stage 1 ends when parameters with 95 % of the elements have stable coefficients: c_avg changed by less than
+    1 - threshold over a window. Compared 16 times a window, which is what has to be remembered."""
+
+    share = 0.95
 
     def __init__(
         self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        coeff_beta: float = 0.9,
-        min_coeff: float = 0.01,
-        max_coeff: float = 0.3,
-        factor_min: float = 0.5,
-        factor_max: float = 4.0,
-        factor_threshold: float = 0.1,
-        ratio: Ratio = "variance",
-        **options: Any,
+        freeze_step: int | Literal["auto"],
+        threshold: float,
+        window: int,
+        coeff_beta: float,
+        numels: Sequence[int],
     ) -> None:
-        _check(coeff_beta, (min_coeff, max_coeff), (factor_min, factor_max), factor_threshold, ratio)
-        self._coeff_beta, self._coefficients_from = coeff_beta, 0
-        self._stage_1 = {"coeff_beta": coeff_beta, "min_coeff": min_coeff, "max_coeff": max_coeff}
-        self._stage_2 = {"factor_min": factor_min, "factor_max": factor_max, "factor_threshold": factor_threshold}
-        self._ratio: Ratio = ratio
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(freeze_step, threshold, window, comparisons=16)
+        self._coeff_beta, self._numels = coeff_beta, list(numels)
+        self.what = f"the share of elements with stable coefficients (stage 2 begins at {self.share:g})"
 
-    def _new_rule(self) -> CoefficientRule:
-        o = self._options
-        numels = [n for space in self._spaces for n in space.numels]
-        return CoefficientRule(
-            o.freeze_step, o.freeze_threshold, self._window, self._coeff_beta, self._coefficients_from, numels
-        )
+    def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
+        """The averaged coefficient of every parameter."""
+        self._numels = [n for state in states for n in state.numels]
+        return [_debiased(state, self._coeff_beta) for state in states]
 
-    def _warmup(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
-        lamb = cast(LambSpace, space).lamb
-        space.backend.lamb_warmup(
-            space.layout.all(), space.points, space.grads, space.exp_avg, space.exp_avg_sq, space.master, hyper, flags,
-            lamb, **self._stage_1,
+    def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
+        self._keep(step, list(numbers))
+
+    def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
+        if len(now) != len(before) or len(now) != len(self._numels):
+            return None  # parameters were added
+        most = 1 - self.threshold
+        stable = sum(n for n, a, b in zip(self._numels, now, before, strict=True) if abs(a - b) < most * b)
+        return stable / sum(self._numels) if sum(self._numels) else None
+
+    def _stable(self, ratio: float) -> bool:
+        return ratio >= self.share
+
+
+@shows_options
+class OneBitLamb(OneBitOptimizer):
+    """LAMB that, once its coefficients have settled, averages momentum with 1 bit an element instead of gradients.
+
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
+    coeff_beta: how the coefficients of stage 1 are averaged. min_coeff, max_coeff: their bounds in stage 1.
+    factor_min, factor_max, factor_threshold: bounds of the ratio in stage 2, and of its relative change in a step.
+    ratio: of the variances (Algorithm 1, line 17), or of the denominators, as DeepSpeed computes it.
+    process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
+    """
+
+    algorithm: ClassVar[type[Lamb]] = Lamb
+
+    def __init__(
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, *,
+        coeff_beta: float = 0.9, min_coeff: float = 0.01, max_coeff: float = 0.3,
+        factor_min: float = 0.5, factor_max: float = 4.0, factor_threshold: float = 0.1, ratio: Ratio = "variance",
+        process_group: Any = None, **options: Unpack[OptionArguments],
+    ) -> None:  # fmt: skip
+        lamb = self.algorithm(
+            coeff_beta=coeff_beta, min_coeff=min_coeff, max_coeff=max_coeff, factor_min=factor_min,
+            factor_max=factor_max, factor_threshold=factor_threshold, ratio=ratio,
         )  # fmt: skip
-
-    def _compressed(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
-        space = cast(LambSpace, space)
-        whole = space.layout.all()
-        replies = self._overlap.all_reduce_momentum(space, hyper, flags)
-        space.backend.lamb_statistics(
-            whole, replies, space.previous(), space.d, space.exp_avg_sq, hyper, space.lamb, **self._stage_2,
-            ratio=self._ratio, live=space.counted, gamma=space.gamma,
-        )  # fmt: skip
-        coefficient = space.lamb.coefficient
-        space.backend.adam_update(whole, space.points, space.d, replies, space.master, hyper, coefficient)
-
-    def _freeze(self) -> None:
-        averaged = self._steps - self._coefficients_from
-        if averaged == 0:
-            raise ValueError(
-                f"stage 2 is to begin after {self._steps} steps, none of which was LAMB's: there are no coefficients "
-                f"to go on with. Give stage 1 some steps, also after loading a variance: "
-                f"freeze_step={self._steps + 100}, say"
-            )
-        super()._freeze()
-        for space in self._lamb_spaces:
-            space.lamb.average.div_(1 - self._coeff_beta**averaged)
-
-    @property
-    def _lamb_spaces(self) -> list[LambSpace]:
-        return cast(list[LambSpace], self._spaces)
-
-    @property
-    def _listens(self) -> bool:
-        """Until the first compressed step was taken, the host has to hear of it."""
-        return super()._listens or any(space.dense_momentum is not None for space in self._lamb_spaces)
-
-    def _taken(self, numbers: Sequence[float]) -> None:
-        if self._compressing:
-            for space in self._lamb_spaces:
-                space.forget_dense_momentum()
-        else:
-            super()._taken(numbers)
-
-    def _facts(self) -> dict[str, float | str]:
-        return {**self._stage_1, **self._stage_2, "ratio": self._ratio}
-
-    def _diagnose_more(self, space: Space) -> dict[str, Tensor]:
-        lamb = cast(LambSpace, space).lamb
-        return {"coefficient": lamb.coefficient} | ({"ratio": lamb.ratio} if self._compressing else {})
-
-    def _save_more(self, space: Space) -> dict[str, list[Tensor]]:
-        averaged = torch.tensor(float(self.steps - self._coefficients_from), dtype=torch.float32, device="cpu")
-        return {**cast(LambSpace, space).save(), "coefficient_steps": [averaged] * len(space.params)}
-
-    def _load_more(self, space: Space, saved: Sequence[Mapping[str, Any]]) -> None:
-        for i, own in enumerate(saved):
-            cast(LambSpace, space).load(i, own)
-
-    def _loaded(self, steps: int, saved: Sequence[Mapping[str, Any]]) -> None:
-        self._coefficients_from = steps - max((int(own.get("coefficient_steps", 0)) for own in saved), default=0)
-
-
-def _check(
-    coeff_beta: float,
-    coefficients: tuple[float, float],
-    factors: tuple[float, float],
-    threshold: float,
-    ratio: str,
-) -> None:
-    if not is_number(coeff_beta) or not 0 <= coeff_beta < 1:
-        raise ValueError(f"coeff_beta={coeff_beta!r}: it averages coefficients and must be at least 0 and below 1")
-    for name, (least, most) in (("coeff", coefficients), ("factor", factors)):
-        if not is_number(least) or not is_number(most) or not 0 < least <= most:
-            raise ValueError(
-                f"min and max of {name} are {least!r} and {most!r}: they bound it, and must be above 0, finite, and in "
-                f"this order"
-            )
-    if not is_number(threshold) or not 0 < threshold < 1:
-        raise ValueError(
-            f"factor_threshold={threshold!r}: it bounds the change of the ratio in a step and must lie between 0 and 1"
-        )
-    if not is_one_of(ratio, get_args(Ratio)):
-        raise ValueError(f"ratio={ratio!r}: it must be one of {get_args(Ratio)}")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, lamb, process_group=process_group, **options)

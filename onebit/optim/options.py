@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.layout import MOST_CHUNKS, check_block_size
+from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Format, Norm, Scale, is_one_of
 from onebit.warning import warn
 
-Dead = Literal["floor", "freeze"]
+ZeroVariance = Literal["floor", "hold"]
 OnDivergence = Literal["raise", "broadcast"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True)
-class Options:
-    """The choices that hold for a whole optimizer; those of a param group stay in the group."""
+class OptionArguments(TypedDict, total=False):
+    """What every optimizer takes beside its own arguments, for type checkers and editors."""
 
     freeze_step: int | Literal["auto"]
     freeze_threshold: float
     freeze_window: int | None
     bias_correction: bool
-    dead: Dead
+    zero_variance: ZeroVariance
     variance_floor: float
     scale: Scale
     norm: Norm
@@ -39,6 +39,66 @@ class Options:
     check_every: int
     on_divergence: OnDivergence
     gradient_dtype: torch.dtype | None
+    dead: Literal["floor", "freeze"]
+
+
+def _option(default: Any, description: str) -> Any:
+    return field(default=default, metadata={"description": description})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices that hold for a whole optimizer; those of a param group stay in the group."""
+
+    freeze_step: int | Literal["auto"] = _option(
+        "auto", 'the last step of stage 1, or "auto": when the optimizer\'s rule finds it stable.'
+    )
+    freeze_threshold: float = _option(0.96, 'how close to 1 the ratio has to be for freeze_step="auto".')
+    freeze_window: int | None = _option(None, "steps between what the rule compares; None takes 1 / (1 - beta2).")
+    bias_correction: bool = _option(True, "as torch.optim.AdamW; False for the papers' BertAdam.")
+    zero_variance: ZeroVariance = _option(
+        "floor",
+        'a coordinate without a variance at the freeze uses the mean of the others ("floor") or never moves ("hold").',
+    )
+    variance_floor: float = _option(
+        1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers."
+    )
+    scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
+    norm: Norm = _option("l1", 'a scale is the mean size ("l1") or the root mean square ("l2") of what it stands for.')
+    block_size: int = _option(BLOCK_SIZE, "elements of a block.")
+    chunks: int | Literal["auto"] = _option(
+        "auto", 'stages of the pipeline of packing and sending; "auto" measures a few, once.'
+    )
+    master_weights: bool = _option(True, "16-bit parameters keep an fp32 copy.")
+    overlap: bool = _option(
+        False, "in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled."
+    )
+    check_every: int = _option(1000, "steps between two checks that all ranks hold the same bits, 0 for none.")
+    on_divergence: OnDivergence = _option(
+        "raise", 'where they do not: "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.'
+    )
+    gradient_dtype: torch.dtype | None = _option(
+        None, "what fp32 gradients are rounded to on the wire in stage 1: torch.bfloat16, torch.float16, or None."
+    )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """From the keyword arguments of an optimizer, old names included."""
+        arguments = dict(arguments)
+        if "dead" in arguments:
+            if "zero_variance" in arguments:
+                raise TypeError(
+                    "zero_variance and dead are one argument: dead is its old name. Pass zero_variance alone"
+                )
+            old = arguments.pop("dead")
+            new = {"freeze": "hold"}.get(old, old) if isinstance(old, str) else old
+            warn(f"dead is now called zero_variance: pass zero_variance={new!r} for dead={old!r}", DeprecationWarning)
+            arguments["zero_variance"] = new
+        unknown = sorted(arguments.keys() - {each.name for each in fields(cls)})
+        if unknown:
+            known = ", ".join(each.name for each in fields(cls))
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}: the options are {known}")
+        return cls(**arguments)
 
     def __post_init__(self) -> None:
         if not is_one_of(self.freeze_step, ("auto",)) and not _whole(self.freeze_step, least=0):
@@ -56,8 +116,8 @@ class Options:
                 f"freeze_window={self.freeze_window!r}: it is the number of steps between the two variances that "
                 f"are compared, 1 or more; None takes 1 / (1 - beta2)"
             )
-        if not is_one_of(self.dead, get_args(Dead)):
-            raise ValueError(f"dead={self.dead!r}: it must be one of {get_args(Dead)}")
+        if not is_one_of(self.zero_variance, get_args(ZeroVariance)):
+            raise ValueError(f"zero_variance={self.zero_variance!r}: it must be one of {get_args(ZeroVariance)}")
         if not is_number(self.variance_floor) or not 0 <= self.variance_floor <= 1:
             raise ValueError(
                 f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "
@@ -81,6 +141,26 @@ class Options:
             )
         check_block_size(self.block_size)
         Format(self.block_size, 1, self.scale, self.norm)
+
+
+T = TypeVar("T", bound=type)
+
+
+def shows_options(optimizer: T) -> T:
+    """A class whose __init__ ends with **options: its signature and its docstring show each of them."""
+    signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(Options)
+    ]
+    group = own.pop() if own[-1].name == "process_group" else None
+    parameters = [*own, *shared, *([group] if group else [])]
+    optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
+    text = inspect.cleandoc(optimizer.__doc__ or "")
+    shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in fields(Options))
+    optimizer.__doc__ = f"{text}\n\nOptions of every optimizer:\n\n{shown}\n"
+    return optimizer
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -77,12 +77,12 @@ def by_dtype(groups: Groups) -> list[tuple[list[Tensor], list[int]]]:
     return [found[dtype] for dtype in sorted(found, key=str)]
 
 
-def marks(groups: Groups) -> list[list[tuple[int, bool]]]:
-    """Tells sets of parameters that train from others."""
+def identities(groups: Groups) -> list[list[tuple[int, bool]]]:
+    """Equal for equal sets of parameters that train."""
     return [[(id(p), p.requires_grad) for p in group["params"]] for group in groups]
 
 
-def rows(groups: Groups, step: int, bias_correction: bool) -> list[Hyper]:
+def hyper_rows(groups: Groups, step: int, bias_correction: bool) -> list[Hyper]:
     """Every group's numbers at a step; a learning rate that is a tensor is 0 here."""
     return [
         Hyper.at_step(

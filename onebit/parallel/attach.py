@@ -33,8 +33,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"attach needs a model wrapped in DistributedDataParallel, this is a {type(model).__name__}. Without DDP "
             f"there is nothing to attach: the optimizer averages gradients itself"
         )
-    inner._join()
-    theirs, ours = transport_for(model.process_group), inner._transport
+    inner.join_default_group()
+    theirs, ours = transport_for(model.process_group), inner.setup.transport
     if (theirs.rank, theirs.size) != (ours.rank, ours.size):
         raise ValueError(
             f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "
@@ -50,16 +50,16 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"gradients. Give the optimizer all parameters that require a gradient, or set requires_grad=False before "
             f"wrapping"
         )
-    foreign = [inner._name(p) for p in known if p.requires_grad and p not in names]
+    foreign = [inner.setup.name_of(p) for p in known if p.requires_grad and p not in names]
     if foreign:
         raise ValueError(
             f"the model does not hold parameter {foreign[0]} of the optimizer: DDP would not average its gradient. "
             f"Give the optimizer this model's parameters alone, and others one of their own"
         )
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
-    inner._averaged_by_ddp = True
-    inner._overlap.follow(model)
-    inner._names.update(names)
+    inner.averaged_by_ddp = True
+    inner.overlap.set_model(model)
+    inner.setup.names.update(names)
 
 
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
@@ -74,12 +74,12 @@ class _Attached:
 
 
 def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls for each bucket of gradients. The first one of a backward pass finds out which stage it is."""
+    """What DDP calls for each bucket of gradients. The first one of a backward pass begins the step."""
     with torch.no_grad():
-        state.optimizer._begin()
+        state.optimizer.begin_step()
     if state.optimizer.compressing:
         return local(bucket)
     own, travels = bucket.buffer().dtype, state.process_group.size() > 1
-    wire = narrower(own, state.optimizer._options.gradient_dtype if travels else None)
+    wire = narrower(own, state.optimizer.setup.options.gradient_dtype if travels else None)
     average = allreduce_hook if wire == own else _NARROW[wire]
     return average(state.process_group, bucket)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.exchange import Chunk, Exchange
+from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
-from onebit.optim.flat_state import Space
-from onebit.optim.gradients import Mark
+from onebit.optim.gradients import Version
+from onebit.optim.reducer import MomentumReducer
 
 
 class Flight:
@@ -22,7 +22,7 @@ class Flight:
 
     def __init__(
         self,
-        spaces: Sequence[Space],
+        reducers: Sequence[MomentumReducer],
         undo: Sequence[Undo],
         transport: Transport,
         side: Any,
@@ -31,18 +31,19 @@ class Flight:
     ) -> None:
         """side: the stream it runs on, None on a CPU. betas: what `hyper` was made of."""
         self.betas = betas
-        self.marks: list[Mark] | None = None  # of the gradients when backward ended
-        self._spaces, self._exchanges, self._undo = spaces, [exchange_of(space) for space in spaces], undo
+        self.versions: list[Version] | None = None  # of the gradients when backward ended
+        self.states = [reducer.state for reducer in reducers]
+        self._reducers, self._exchanges, self._undo = reducers, [reducer.exchange for reducer in reducers], undo
         self._transport, self._hyper, self._side = transport, hyper, side
-        self._grads: list[list[Tensor | None]] = [[None] * len(space.params) for space in self._spaces]
+        self._grads: list[list[Tensor | None]] = [[None] * len(state.params) for state in self.states]
         self._members = [[{s.parameter for s in c.span.segments()} for c in e.chunks] for e in self._exchanges]
         self._missing = [[set(members) for members in of] for of in self._members]
         self._ready = [[_Signal(self._side) for _ in e.chunks] for e in self._exchanges]
         self._flags = [
-            torch.zeros(len(e.chunks), dtype=torch.int32, device=space.device)
-            for e, space in zip(self._exchanges, self._spaces, strict=True)
+            torch.zeros(len(e.chunks), dtype=torch.int32, device=state.device)
+            for e, state in zip(self._exchanges, self.states, strict=True)
         ]
-        self._came: set[tuple[int, int]] = set()
+        self._arrived: set[tuple[int, int]] = set()
         self._closed = False
         self._error: BaseException | None = None
         self._begun = _Signal(self._side)
@@ -52,9 +53,9 @@ class Flight:
 
     def put(self, places: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> bool:
         """Gradients by space and index. False: one of them was there already."""
-        if self._closed or not self._came.isdisjoint(places):
+        if self._closed or not self._arrived.isdisjoint(places):
             return False
-        self._came.update(places)
+        self._arrived.update(places)
         for (s, i), g in zip(places, grads, strict=True):
             self._grads[s][i] = None if g is None else g.detach()
             for missing, ready in zip(self._missing[s], self._ready[s], strict=True):
@@ -67,14 +68,14 @@ class Flight:
     def close(self) -> None:
         """No more will come: others are as they lie."""
         if not self._closed:
-            everything = [(s, i, p) for s, space in enumerate(self._spaces) for i, p in enumerate(space.params)]
-            left = [(s, i, p) for s, i, p in everything if (s, i) not in self._came]
+            everything = [(s, i, p) for s, state in enumerate(self.states) for i, p in enumerate(state.params)]
+            left = [(s, i, p) for s, i, p in everything if (s, i) not in self._arrived]
             self.put([(s, i) for s, i, _ in left], [p.grad for _, _, p in left])
             self._closed = True
             for ready in (r for of in self._ready for r in of):
                 ready.set()  # a chunk of padding alone waits for none
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Wait for the last reply; an error of the thread is raised here."""
         self.close()
         self._thread.join()
@@ -87,7 +88,7 @@ class Flight:
         try:
             with torch.no_grad(), torch.cuda.stream(self._side):
                 self._begun.wait()
-                for s in reversed(range(len(self._spaces))):
+                for s in reversed(range(len(self._reducers))):
                     self._exchanges[s].run(partial(self._compress, s), backwards=True, over=self._transport)
         except BaseException as error:
             self._error = error
@@ -95,11 +96,11 @@ class Flight:
     def _compress(self, s: int, chunk: Chunk) -> None:
         self._ready[s][chunk.index].wait()
         self._undo[s].save(chunk)
-        space, flags = self._spaces[s], self._flags[s][chunk.index : chunk.index + 1]
+        state, flags = self.states[s], self._flags[s][chunk.index : chunk.index + 1]
         members = self._members[s][chunk.index]
-        space.grads.bind_tensors([g if i in members else None for i, g in enumerate(self._grads[s])])
-        space.backend.scan(chunk.span, space.grads, self._hyper, flags)
-        space.compress(chunk, self._hyper, flags)
+        state.gradients.bind_tensors([g if i in members else None for i, g in enumerate(self._grads[s])])
+        state.backend.scan(chunk.span, state.gradients, self._hyper, flags)
+        self._reducers[s].compress(chunk, self._hyper, flags)
 
 
 class _Signal:
@@ -119,8 +120,3 @@ class _Signal:
         self._set.wait()
         if self._event is not None:
             self._side.wait_event(self._event)
-
-
-def exchange_of(space: Space) -> Exchange:
-    assert space.exchange is not None
-    return space.exchange

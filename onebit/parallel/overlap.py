@@ -8,7 +8,7 @@ waits for its gradients: the results are the same bit for bit. All collectives c
 chunk's first, on every rank alike.
 
 A gradient that is not finite marks its own chunk's messages alone, since others may have left. Every rank finds the
-mark in the replies; then no parameter moves, and what the exchange changed is put back (`collectives.undo`).
+mark in the replies; then no parameter moves, and what the exchange changed is restored (`onebit.collectives.undo`).
 
 Where gradients change after they have left, the exchange is taken back and done again with those that hold.
 """
@@ -18,32 +18,42 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
-from onebit.kernels.data.wire import Messages
-from onebit.optim.flat_state import Space
-from onebit.optim.gradients import marks, same
-from onebit.parallel.flight import Flight, exchange_of
+from onebit.optim.gradients import unchanged, versions_of
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
+from onebit.parallel.flight import Flight
 from onebit.warning import warn
 
-if TYPE_CHECKING:
-    from onebit.optim.optimizer import OneBitOptimizer
+
+class Host(Protocol):
+    """What overlap asks of its optimizer."""
+
+    setup: Setup
+    current: Snapshot
+    param_groups: list[dict[str, Any]]
+    after_step: list[Callable[[], None]]
+
+    def begin_step(self) -> None: ...
+
+    def write_hyper(self, factor: Tensor | None) -> Tensor: ...
 
 
 class Overlap:
     """From stage 2 on, where it was asked for: the early exchange of every step."""
 
-    def __init__(self, optimizer: OneBitOptimizer, wanted: bool) -> None:
-        self._optimizer: OneBitOptimizer = weakref.proxy(optimizer)
-        self._wanted, self.holding = wanted, False  # holding: backward passes accumulate
-        self._spaces: list[Space] = []  # those it goes on for
+    def __init__(self, host: Host, wanted: bool) -> None:
+        self._host: Host = weakref.proxy(host)
+        self._wanted = wanted
+        self.accumulating = False  # whether backward passes accumulate into gradients that are not to be sent yet
+        self._snapshot: Snapshot | None = None  # that it is on for
         self._transport: Transport | None = None
         self._flight: Flight | None = None
         self._hooks: list[Any] = []
@@ -52,41 +62,41 @@ class Overlap:
     @property
     def on(self) -> bool:
         """The same on all ranks."""
-        return bool(self._spaces)
+        return self._snapshot is not None
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether messages have left for a step that is still to come."""
         return self._flight is not None
 
-    def follow(self, model: DistributedDataParallel) -> None:
+    def set_model(self, model: DistributedDataParallel) -> None:
         """Where its gradients come from: within its no_sync they accumulate."""
         self._model = weakref.ref(model)
 
-    def begin(self) -> None:
+    def enable(self) -> None:
         """Stage 2 has begun, or another state was loaded: a collective call."""
-        optimizer = self._optimizer
-        if not self._wanted or optimizer._transport.size == 1 or self._spaces is optimizer._spaces:
+        setup, current = self._host.setup, self._host.current
+        if not self._wanted or setup.transport.size == 1 or self._snapshot is current:
             return
-        self._close()
-        self._transport = self._transport or optimizer._transport.duplicate()
-        self._spaces = optimizer._spaces
-        for space in self._spaces:
-            exchange_of(space).agree()
-        self._undo = [Undo(exchange_of(space)) for space in self._spaces]
-        self._place = {p: (s, i) for s, space in enumerate(self._spaces) for i, p in enumerate(space.params)}
-        self._side = torch.cuda.Stream(optimizer._device) if optimizer._device.type == "cuda" else None
-        arrived = partial(_arrived, weakref.ref(self))
-        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in self._place]
+        self._remove_hooks()
+        self._transport = self._transport or setup.transport.duplicate()
+        for reducer in current.reducers:
+            reducer.exchange.agree()
+        self._snapshot = current
+        self._undo = [Undo(reducer.exchange) for reducer in current.reducers]
+        self._place = {p: (s, i) for s, state in enumerate(current.states) for i, p in enumerate(state.params)}
+        self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
+        ready = partial(_gradient_ready, weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(ready) for p in self._place]
 
     @torch.no_grad()
-    def arrived(self, parameter: Tensor) -> None:
+    def gradient_ready(self, parameter: Tensor) -> None:
         """Within a backward pass: its gradient is what it will be, or the user accumulates without saying so."""
         model = self._model()
-        if self.holding or (model is not None and not model.require_backward_grad_sync):
+        if self.accumulating or (model is not None and not model.require_backward_grad_sync):
             return
-        if not self.under_way:
-            self._optimizer._begin()
+        if not self.in_flight:
+            self._host.begin_step()
         if not self.on:
             return
         flight = self._flight
@@ -94,63 +104,54 @@ class Overlap:
             flight = self._start()
             _when_backward_ends(partial(_backward_ended, weakref.ref(self), flight))
         if not flight.put([self._place[parameter]], [parameter.grad]):
-            self.stop(
+            self.disable(
                 "a backward pass accumulated into gradients that were being sent. Wrap all but the last one before a "
                 "step in optimizer.no_sync() (or DDP's), or pass overlap=False"
             )
 
-    def finish(self, flags: Tensor) -> None:
+    def wait_for_replies(self, flags: Tensor) -> None:
         """Every reply is there, and `flags` and all of them say whether the step must not be taken."""
-        self._end(self._flight or self._start())
-        replies = [exchange_of(space).replies.flags for space in self._spaces]
+        self._finish(self._flight or self._start())
+        assert self._snapshot is not None
+        reducers = self._snapshot.reducers
+        replies = [reducer.replies.flags for reducer in reducers]
         flags.copy_(torch.stack([marked.max() for marked in replies]).max())
-        for marked in replies:
+        for reducer, marked in zip(reducers, replies, strict=True):
             marked.copy_(flags.expand_as(marked))
+            reducer.mark_arrived()
 
-    def all_reduce_momentum(
-        self, space: Space, hyper: Tensor, flags: Tensor, use: Callable[[Chunk], None] | None = None
-    ) -> Messages:
-        """m = compressed_all_reduce(b1 m + (1-b1) g): now, or it came while backward computed."""
-        if not self.on:
-            return space.all_reduce_momentum(hyper, flags, use)
-        exchange = exchange_of(space)
-        if use is not None:
-            for chunk in exchange.chunks:
-                use(chunk)
-        return exchange.replies
-
-    def put_back(self, flags: Tensor | None = None) -> None:
+    def restore(self, flags: Tensor | None = None) -> None:
         """Where the step was not taken, or always: all state as it was before it."""
         for undo in self._undo if self.on else ():
             undo.restore(flags)
 
-    def take_back(self) -> None:
+    def cancel_in_flight(self) -> None:
         """As if no message had left."""
         if self._flight is not None:
-            self._end(self._flight)
-            self.put_back()
+            self._finish(self._flight)
+            self.restore()
 
-    def stop(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
         if self.on:
             self._flight = self._flight or self._start()
-            self.take_back()
-            self._close()
-            self._wanted, self._spaces = False, []
-            self._optimizer._to_tell.append(partial(warn, f"overlap is off from here on: {why}"))
+            self.cancel_in_flight()
+            self._remove_hooks()
+            self._wanted, self._snapshot = False, None
+            self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
 
-    def stop_if_unfit(self) -> None:
+    def disable_if_gradients_changed(self) -> None:
         """Where gradients, or numbers that messages were made of, are no more what they were."""
-        optimizer, flight = self._optimizer, self._flight
-        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            self.stop("GradScaler tells its scale only after messages have left. Pass overlap=False")
+        host, flight = self._host, self._flight
+        if getattr(host, "grad_scale", None) is not None or getattr(host, "found_inf", None) is not None:
+            self.disable("GradScaler tells its scale only after messages have left. Pass overlap=False")
         elif flight is not None and flight.betas != self._betas:
-            self.stop("betas changed between backward and step. Change them after the step")
-        elif flight is not None and flight.marks is not None and not same(flight.marks, self._spaces):
-            self.stop("gradients changed between backward and step. Change them in hooks, or pass overlap=False")
+            self.disable("betas changed between backward and step. Change them after the step")
+        elif flight is not None and flight.versions is not None and not unchanged(flight.versions, flight.states):
+            self.disable("gradients changed between backward and step. Change them in hooks, or pass overlap=False")
 
     def check_at_rest(self, what: str) -> None:
-        if self.under_way:
+        if self.in_flight:
             raise ValueError(
                 f"{what} between backward and step: with overlap=True messages are on their way, and state is neither "
                 f"the last step's nor the next one's. Call it after step()"
@@ -158,42 +159,42 @@ class Overlap:
 
     @property
     def _betas(self) -> list[tuple[float, float]]:
-        return [tuple(group["betas"]) for group in self._optimizer.param_groups]
+        return [tuple(group["betas"]) for group in self._host.param_groups]
 
     def _start(self) -> Flight:
-        assert self._transport is not None
-        hyper = self._optimizer._write_hyper(None)
-        for space in self._spaces:
-            space.remember()
-        self._flight = Flight(self._spaces, self._undo, self._transport, self._side, hyper, self._betas)
+        assert self._transport is not None and self._snapshot is not None
+        hyper = self._host.write_hyper(None)
+        reducers = self._snapshot.reducers
+        for reducer in reducers:
+            reducer.keep_previous_momentum()
+        self._flight = Flight(reducers, self._undo, self._transport, self._side, hyper, self._betas)
         return self._flight
 
-    def _end(self, flight: Flight) -> None:
+    def _finish(self, flight: Flight) -> None:
         self._flight = None
-        flight.end()
+        flight.finish()
 
-    def _close(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
 
-def _arrived(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
+def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
     """What torch calls when a gradient has been accumulated."""
     own = overlap()
     if own is not None:
-        own.arrived(parameter)
+        own.gradient_ready(parameter)
 
 
 def _backward_ended(overlap: weakref.ref[Overlap], flight: Flight) -> None:
     flight.close()
-    _when_backward_ends(partial(_mark, overlap, flight))  # behind DDP's own, which may still put gradients elsewhere
+    _when_backward_ends(partial(_keep_versions, overlap, flight))  # after DDP's own, which may still move gradients
 
 
-def _mark(overlap: weakref.ref[Overlap], flight: Flight) -> None:
-    own = overlap()
-    if own is not None:
-        flight.marks = marks(own._spaces)
+def _keep_versions(overlap: weakref.ref[Overlap], flight: Flight) -> None:
+    if overlap() is not None:
+        flight.versions = versions_of(flight.states)
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:

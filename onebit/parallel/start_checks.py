@@ -4,75 +4,72 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.restore import forget_residuals
+from onebit.checkpoint.restore import clear_residuals
 from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
 from onebit.collectives.exchange import facts
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
 
-if TYPE_CHECKING:
-    from onebit.optim.optimizer import OneBitOptimizer
 
-
-def agree_on_start(optimizer: OneBitOptimizer) -> list[Callable[[], None]]:
-    """A ValueError on all ranks that names who differs and in what, or what there is to tell when the step is over."""
-    transport, device = optimizer._transport, optimizer._device
+def agree_on_start(setup: Setup, current: Snapshot, *, averaged_by_ddp: bool) -> list[Callable[[], None]]:
+    """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
+    transport = setup.transport
     if transport.size == 1:
         return []
-    agree(transport, device, _facts(optimizer))
-    everything = [p for space in optimizer._spaces for p in space.params]
-    agree_on_values(transport, everything, lambda i: f"parameter {optimizer._name(everything[i])}")
-    _agree_on_residuals(optimizer)
-    if not optimizer._averaged_by_ddp and _all_have_the_same_gradients(optimizer) and transport.rank == 0:
-        return [_tell_of_ddp]
+    agree(transport, setup.device, _facts(setup, current))
+    params = [p for state in current.states for p in state.params]
+    agree_on_values(transport, params, lambda i: f"parameter {setup.name_of(params[i])}")
+    _agree_on_residuals(setup, current)
+    if not averaged_by_ddp and _all_have_the_same_gradients(setup, params) and transport.rank == 0:
+        return [_warn_of_ddp]
     return []
 
 
-def _facts(optimizer: OneBitOptimizer) -> dict[str, float | str]:
-    numels = [n for space in optimizer._spaces for n in space.numels]
-    o, groups = optimizer._options, optimizer.param_groups
+def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
+    numels = [n for state in current.states for n in state.numels]
+    o, groups = setup.options, setup.groups
     names = (
-        "freeze_step", "freeze_threshold", "bias_correction", "dead", "variance_floor", "master_weights", "overlap",
-        "check_every", "on_divergence",
+        "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "master_weights",
+        "overlap", "check_every", "on_divergence",
     )  # fmt: skip
     return {
         **facts(numels, o.block_size, o.chunks, o.scale, o.norm),
         **{name: getattr(o, name) for name in names},
         **{name: _short([_number(g[name]) for g in groups]) for name in ("lr", "betas", "eps", "weight_decay")},
-        **optimizer._facts(),
-        "optimizer": type(optimizer).__name__,
+        **setup.algorithm.settings(),
+        "optimizer": setup.name,
         "gradient_dtype": str(o.gradient_dtype),
-        "dtypes": " ".join(str(space.dtype) for space in optimizer._spaces),
-        "freeze_window": optimizer._rule.window,
-        "steps": optimizer._steps,
-        "stage": 1 + optimizer.compressing,
+        "dtypes": " ".join(str(state.dtype) for state in current.states),
+        "freeze_window": current.stages.rule.window,
+        "steps": current.stages.steps,
+        "stage": 1 + current.stages.compressing,
     }
 
 
-def _agree_on_residuals(optimizer: OneBitOptimizer) -> None:
+def _agree_on_residuals(setup: Setup, current: Snapshot) -> None:
     """Where one rank's checkpoint had none, all start from zero: the mean residual is that of all or of none."""
-    missing = torch.tensor([int(optimizer._residuals_missing)], dtype=torch.int32, device=optimizer._device)
-    optimizer._transport.all_max(missing, "comparing what the ranks have loaded (all-reduce of one number)")
-    if int(missing) and not optimizer._residuals_missing:
-        forget_residuals(optimizer)
-    optimizer._residuals_missing = False
+    missing = torch.tensor([int(current.residuals_missing)], dtype=torch.int32, device=setup.device)
+    setup.transport.all_max(missing, "comparing what the ranks have loaded (all-reduce of one number)")
+    if int(missing) and not current.residuals_missing:
+        clear_residuals(current)
+    current.residuals_missing = False
 
 
-def _all_have_the_same_gradients(optimizer: OneBitOptimizer) -> bool:
+def _all_have_the_same_gradients(setup: Setup, params: Sequence[Tensor]) -> bool:
     """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
-    grads = [p.grad for space in optimizer._spaces for p in space.params if p.grad is not None]
-    own = checksums([torch.zeros(1, dtype=torch.int32, device=optimizer._device), *grads]).sum()[None]
-    everyone = (
-        all_gather_values(optimizer._transport, own, "comparing the ranks' gradients (all-gather)").view(-1).tolist()
-    )
+    grads = [p.grad for p in params if p.grad is not None]
+    own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
+    everyone = all_gather_values(setup.transport, own, "comparing the ranks' gradients (all-gather)").view(-1).tolist()
     return len(set(everyone)) == 1 and everyone[0] != 0
 
 
-def _tell_of_ddp() -> None:
+def _warn_of_ddp() -> None:
     warn(
         "all ranks have the same gradients already: is the model wrapped in DistributedDataParallel? Then call "
         "onebit.attach(model, optimizer), or DDP goes on averaging uncompressed and nothing is saved"

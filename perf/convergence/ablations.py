@@ -1,14 +1,14 @@
 """What the papers compare with, on the library's own pieces. Not for use: each leaves out what makes 1 bit work.
 
-LambBasic1Bit    LAMB, then 1-bit momentum with variance and coefficients frozen (paper 003, section 3.4)
-FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)", paper 001, section 7.1)
-NaiveAdam        Adam on gradients that are averaged with 1 bit an element; variance goes on (paper 001, section 3)
+LambBasic1Bit    LAMB, then 1-bit momentum with variance and coefficients frozen (Li et al. 2021, section 3.4)
+FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)", Tang et al. 2021, section 7.1)
+NaiveAdam        Adam on gradients that are averaged with 1 bit; the variance goes on (Tang et al. 2021, section 3)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,39 +17,48 @@ from onebit import OneBitAdam, OneBitLamb
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.optim import param_groups as parameters
-from onebit.optim.flat_state import Space
-from onebit.optim.lamb_state import LambSpace
+from onebit.kernels.data.hyper import Hyper
+from onebit.optim.adam import Adam
+from onebit.optim.flat_state import FlatState
+from onebit.optim.lamb import Lamb
+from onebit.optim.reducer import MomentumReducer
+
+
+class BasicLamb(Lamb):
+    """x = x - lr c_avg (m d + wd x): no fresh variance, no ratio."""
+
+    def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        m, c_avg = reducer.all_reduce(hyper, flags), state["coefficient_average"]
+        d, master = state["denominator"], state.get("master")
+        state.backend.adam_update(state.layout.all(), state.parameters, d, m, master, hyper, c_avg)
 
 
 class LambBasic1Bit(OneBitLamb):
-    """x = x - lr c_avg (m d + wd x): no fresh variance, no ratio."""
+    algorithm = BasicLamb
 
-    def _compressed(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
-        replies = space.all_reduce_momentum(hyper, flags)
-        c_avg = cast(LambSpace, space).lamb.average
-        space.backend.adam_update(space.layout.all(), space.points, space.d, replies, space.master, hyper, c_avg)
+
+class UncompressedAdam(Adam):
+    """m = b1 m + (1-b1) mean g;  x = x - lr (m d + wd x), all of it in 32 bits. The field "residual" holds b1 m."""
+
+    def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        if int(flags):
+            return
+        residuals = [state.view("residual", i) for i in range(len(state.params))]
+        numbers = [Hyper(*row) for row in hyper.tolist()]
+        for p, residual, group in zip(state.params, residuals, state.groups, strict=True):
+            if p.grad is not None:
+                h = numbers[group]
+                residual.add_(p.grad.float(), alpha=h.grad_scale * h.one_minus_beta1)
+        average_(residuals, reducer.exchange.transport)
+        for i, (m, group) in enumerate(zip(residuals, state.groups, strict=True)):
+            h, x = numbers[group], state.value(i)
+            x.sub_(m * state.view("denominator", i) + h.weight_decay * x, alpha=h.lr)
+            state.store(i)
+            m.mul_(h.beta1)
 
 
 class FrozenAdam(OneBitAdam):
-    """m = b1 m + (1-b1) mean g;  x = x - lr (m d + wd x), all of it in 32 bits. The residual's place holds b1 m."""
-
-    def _compressed(self, space: Space, hyper: Tensor, flags: Tensor) -> None:
-        if int(flags):
-            return
-        kept = [space.views(i) for i in range(len(space.params))]
-        by_group = parameters.rows(self.param_groups, 1, self._options.bias_correction)
-        rows = [by_group[g] for g in space.groups]
-        factor = float(hyper[0, -1])
-        for p, views, h in zip(space.params, kept, rows, strict=True):
-            if p.grad is not None:
-                views["residual"].add_(p.grad.float(), alpha=factor * h.one_minus_beta1)
-        average_([views["residual"] for views in kept], self._transport)
-        for p, views, h in zip(space.params, kept, rows, strict=True):
-            x, m = views.get("master", p.detach()), views["residual"]
-            x.sub_(m * views["denominator"] + h.weight_decay * x, alpha=h.lr)
-            p.detach().copy_(x)
-            m.mul_(h.beta1)
+    algorithm = UncompressedAdam
 
 
 class NaiveAdam(torch.optim.AdamW):
@@ -68,13 +77,13 @@ class NaiveAdam(torch.optim.AdamW):
         self.warmup, self.feedback, self.taken = warmup, feedback, 0
         self._transport = transport_for(process_group)
         self._held = [p for group in self.param_groups for p in group["params"]]
-        self._all_reduce = CompressedAllReduce(
+        self.all_reduce = CompressedAllReduce(
             [p.numel() for p in self._held], device=self._held[0].device, chunks=1, process_group=process_group
         )
 
     @property
     def wire_bytes(self) -> int:
-        return self._all_reduce.wire_bytes
+        return self.all_reduce.wire_bytes
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -82,7 +91,7 @@ class NaiveAdam(torch.optim.AdamW):
         if self.taken < self.warmup:
             average_(grads, self._transport)
         else:
-            self._all_reduce(grads)
+            self.all_reduce(grads)
             if not self.feedback:
                 self._forget()
         for p, g in zip(self._held, grads, strict=True):
@@ -91,6 +100,6 @@ class NaiveAdam(torch.optim.AdamW):
         super().step()
 
     def _forget(self) -> None:
-        exchange = self._all_reduce.exchange
+        exchange = self.all_reduce.exchange
         for residual in (exchange.residual, exchange.server_residual):
             residual.value.zero_()

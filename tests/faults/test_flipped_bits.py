@@ -78,10 +78,10 @@ def damaged(rank: int, size: int, case: Case, phase: str, place: str) -> dict[st
             found["step"] = step
             if (rank, step) == (WHO, AT):
                 if optimizer.compressing:
-                    transport.format = optimizer._spaces[0].exchange.format
+                    transport.format = optimizer.current.reducers[0].exchange.format
                 transport.due = phase != "residual"
                 if phase == "residual":
-                    optimizer._spaces[0].exchange.residual.value[0] += 0.5
+                    optimizer.current.reducers[0].exchange.residual.value[0] += 0.5
             take(case, rank, optimizer, params, step)
             found["params"].append(bits(params))
     except onebit.DivergenceError as error:

@@ -23,7 +23,7 @@ _SENSIBLE: dict[str, tuple[Any, ...]] = {
     "freeze_threshold": (0.96, 0.5),
     "freeze_window": (None, 1, 3, 17),
     "bias_correction": (True, False),
-    "dead": ("floor", "freeze"),
+    "zero_variance": ("floor", "hold"),
     "variance_floor": (0.0, 0.01, 1.0),
     "scale": ("block", "tensor"),
     "norm": ("l1", "l2"),

@@ -20,7 +20,11 @@ CASES = [
     for dtype, options, groups in (
         ("float32", {}, ({},)),
         ("float32", {"scale": "tensor", "chunks": 2}, ({}, {"lr": 2e-3})),
-        ("bfloat16", {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5, "dead": "freeze"}, ({},)),
+        (
+            "bfloat16",
+            {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5, "zero_variance": "hold"},
+            ({},),
+        ),
         ("float32", {"chunks": "auto"}, ({},)),
     )
 ]
@@ -78,17 +82,13 @@ def goes_on(run: Run) -> None:
 def mark(run: Run) -> Any:
     """All that a load could change."""
     o = run.optimizer
-    flat = [
-        value
-        for space in o._spaces
-        for value in (*vars(space).values(), *(vars(space.lamb).values() if hasattr(space, "lamb") else ()))
-        if isinstance(value, Tensor)
-    ]
-    exchanges = [space.exchange for space in o._spaces if space.exchange is not None]
+    states, stages = o.current.states, o.current.stages
+    flat = [state[name] for state in states for name in state.fields] + [stages.counts]
+    exchanges = [reducer.exchange for reducer in o.current.reducers]
     flat += [buffer for e in exchanges for buffer in (e.replies.buffer, e.residual.value, e.server_residual.value)]
     options = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in o.param_groups]
-    numbers = (o._steps, o._compressing, o._agreed, o.skipped_steps, o.wire_bytes, o._rule.state(), o.freeze_ratio)
-    return bits(run.params), bits(flat), [id(space) for space in o._spaces], options, numbers
+    numbers = (stages.steps, o.compressing, o.current.ranks_agree, o.wire_bytes, stages.rule.state(), o.freeze_ratio)
+    return bits(run.params), bits(flat), [id(state) for state in states], options, numbers
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onebit.checkpoint import restore as loading
+from onebit.checkpoint import checks, restore
 from onebit.checkpoint.files import Manifest
 from onebit.cli import main as cli
 from onebit.kernels.data.wire import Messages
@@ -55,19 +55,20 @@ def plant_bytes(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_values(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loading, "shaped", lambda own, what, shape, name: own[what])
+    for module in (checks, restore):
+        patch.setattr(module, "shaped", lambda own, what, shape, name, kind: own[what])
 
 
 def plant_half_load(patch: pytest.MonkeyPatch) -> None:
     """Groups are changed before all is known to fit."""
-    whole = loading._merged
+    whole = restore.merged_options
 
-    def merged(optimizer: Any, groups: Any) -> Any:
-        made = whole(optimizer, groups)
-        optimizer.param_groups[0]["lr"] = 7.0
+    def merged(setup: Any, groups: Any) -> Any:
+        made = whole(setup, groups)
+        setup.groups[0]["lr"] = 7.0
         return made
 
-    patch.setattr(loading, "_merged", merged)
+    patch.setattr(restore, "merged_options", merged)
 
 
 def plant_number(patch: pytest.MonkeyPatch) -> None:

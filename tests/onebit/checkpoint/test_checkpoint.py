@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import onebit
+from tests.checkpoints import Run
 from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot
 from tests.ranks import group, run_ranks
 
@@ -51,13 +52,12 @@ def loading(rank: int, size: int, case: Case, folder: str, more: int) -> dict[st
 def mean_residual(optimizer: Any) -> list[np.ndarray]:
     """mean_i e_i + E of each parameter: what the next messages have to make up for."""
     found = []
-    for space in optimizer._spaces:
-        if space.exchange is None:
-            continue
-        mean = space.exchange.residual.left_out().clone()
-        optimizer._transport.all_sum(mean, "adding up residuals in a test").wait()
-        mean.div_(optimizer._transport.size).add_(space.exchange.gathered_server_residual())
-        found += [space.view(mean, i).double().numpy().copy() for i in range(len(space.params))]
+    transport = optimizer.setup.transport
+    for reducer in optimizer.current.reducers:
+        mean, state = reducer.exchange.residual.left_out().clone(), reducer.state
+        transport.all_sum(mean, "adding up residuals in a test").wait()
+        mean.div_(transport.size).add_(reducer.exchange.gathered_server_residual())
+        found += [state.cut(mean, i).double().numpy().copy() for i in range(len(state.params))]
     return found
 
 
@@ -104,3 +104,12 @@ def test_a_folder_without_a_checkpoint_is_an_error(kind: str, tmp_path: Path) ->
     torch.distributed.checkpoint.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(ValueError, match="holds no optimizer"):
         onebit.load(tmp_path / "other", Holder(params), case.build(params))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_run_with_narrower_gradients_is_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    case = Case(steps=5, options={"freeze_step": 3, "gradient_dtype": dtype})
+    saved, loaded = Run(case, 5), Run(case.but(seed=1), 0)
+    saved.save(tmp_path)
+    loaded.load(tmp_path)
+    assert loaded.all()[0] == saved.all()[0]

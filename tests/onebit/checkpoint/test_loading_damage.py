@@ -183,7 +183,9 @@ def test_lambs_numbers_are_numbers(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(0), np.zeros(3), 10**400, 2**63, nan, [1]])
-@pytest.mark.parametrize("name", ["freeze_step", "freeze_window", "dead", "scale", "norm", "chunks", "variance_floor"])
+@pytest.mark.parametrize(
+    "name", ["freeze_step", "freeze_window", "zero_variance", "scale", "norm", "chunks", "variance_floor"]
+)
 def test_options_of_any_kind_are_refused_with_a_word(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         onebit.OneBitAdam(CASE.parameters(), **{name: value})

@@ -357,7 +357,7 @@ def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> 
     """v is known: a gradient of 1 in most places, of 1e-3 in some, of 0 in one."""
     grad = torch.tensor([1.0] * 6 + [1e-3] * 2 + [0.0])
     p = nn.Parameter(torch.zeros(9))
-    optimizer = getattr(onebit, kind)([p], freeze_step=1, variance_floor=floor, dead="freeze", block_size=32)
+    optimizer = getattr(onebit, kind)([p], freeze_step=1, variance_floor=floor, zero_variance="hold", block_size=32)
     for _ in range(2):
         p.grad = grad.clone()
         with warnings.catch_warnings():

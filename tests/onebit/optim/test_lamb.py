@@ -23,6 +23,7 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
+from onebit.optim.lamb import GAMMA
 from tests import oracle
 from tests.onebit.optim.test_stages import (
     ROUNDING,
@@ -120,15 +121,15 @@ def stage_1(rank, size, case):
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         schedule.step()
-        seen.append(numpy(optimizer._spaces[0].lamb.coefficient))
-    [space] = optimizer._spaces
+        seen.append(numpy(optimizer.current.states[0]["coefficient"]))
+    [state] = optimizer.current.states
     back = np.argsort(case.order)
     return SimpleNamespace(
         x=fp32(params, optimizer),
         p=arrays(params),
         exp_avg=arrays([optimizer.state[p]["exp_avg"] for p in params]),
         exp_avg_sq=arrays([optimizer.state[p]["exp_avg_sq"] for p in params]),
-        average=numpy(space.lamb.average)[back],
+        average=numpy(state["coefficient_average"])[back],
         coefficients=np.array(seen)[:, back],
         bits=bits(params),
     )
@@ -247,36 +248,37 @@ def _both_stages(rank, size, case):
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         everything.append(bits(params))
-        [space] = optimizer._spaces
+        [part] = optimizer.current.parts
+        state = part.state
         if step == case.options["freeze_step"]:
-            own = [optimizer.state[p] for p in space.params]
+            own = [optimizer.state[p] for p in state.params]
             before = {
-                "x0": fp32(space.params, optimizer),
+                "x0": fp32(state.params, optimizer),
                 "m0": arrays([s["exp_avg"] for s in own]),
                 "v0": arrays([s["exp_avg_sq"] for s in own]),
-                "average0": numpy(space.lamb.average),
+                "average0": numpy(state["coefficient_average"]),
             }
         assert optimizer.compressing == (step > case.options["freeze_step"])
         if optimizer.compressing:
-            record(recorded, optimizer, space)
-    gamma = None if space.gamma is None else numpy(space.gamma)
-    return Recorded(**before, average=numpy(space.lamb.average), gamma=gamma, **recorded, bits=everything)
+            record(recorded, optimizer, part)
+    gamma = numpy(state["gamma"]) if "gamma" in state else None
+    return Recorded(**before, average=numpy(state["coefficient_average"]), gamma=gamma, **recorded, bits=everything)
 
 
-def record(recorded, optimizer, space):
-    exchange = space.exchange
+def record(recorded, optimizer, part):
+    exchange, state = part.reducer.exchange, part.state
     found = {
-        "d": space.d,
+        "d": state["denominator"],
         "e": exchange.residual.left_out(),
         "E": exchange.gathered_server_residual(),
-        "v": space.exp_avg_sq,
-        "ratio": space.lamb.ratio,
-        "coefficient": space.lamb.coefficient,
+        "v": state["exp_avg_sq"],
+        "ratio": state["ratio"],
+        "coefficient": state["coefficient"],
     }
     for name, tensor in found.items():
         recorded[name].append(numpy(tensor))
     recorded["m"].append(decoded(exchange.replies))
-    recorded["x"].append(fp32(space.params, optimizer))
+    recorded["x"].append(fp32(state.params, optimizer))
 
 
 class LambSimulation(Simulation):
@@ -292,7 +294,7 @@ class LambSimulation(Simulation):
         scale, norm = own.get("scale", "block"), own.get("norm", "l1")
         self.frozen = oracle.freeze_lamb(
             m, v, c_avg, self.hypers, self.freeze_step,
-            scale=scale, bias_correction=self.corrected, dead=own.get("dead", "floor"),
+            scale=scale, bias_correction=self.corrected, zero_variance=own.get("zero_variance", "floor"),
         )  # fmt: skip
         self.d = self.frozen.d
         self.live = self.layout.flatten(self.d) > 0
@@ -471,18 +473,19 @@ def frozen_run(scale, steps=12):
     return case, params, optimizer
 
 
-def scale_momentum_(space, gamma):
+def scale_momentum_(part, gamma):
     """Have messages and residuals of a running exchange hold gamma times the momentum."""
-    whole = torch.from_numpy(space.layout.owner())
+    layout, exchange = part.state.layout, part.reducer.exchange
+    whole = torch.from_numpy(layout.owner())
     of_blocks = gamma[whole]
-    of_elements = of_blocks.repeat_interleave(space.layout.block_size)
-    exchange = space.exchange
+    of_elements = of_blocks.repeat_interleave(layout.block_size)
     exchange.residual.value.mul_(of_elements)
     exchange.server_residual.value.mul_(of_elements)
     for messages in (exchange.replies, exchange.reply):
         messages.scales.mul_(of_blocks.view(messages.scales.shape))
-    space.d.div_(of_elements)
-    space.gamma = gamma
+    part.state["denominator"].div_(of_elements)
+    part.state.add(GAMMA).copy_(gamma)
+    part.reducer.gamma = part.state["gamma"]
 
 
 def test_with_block_scales_momentum_scaling_changes_not_a_bit():
@@ -490,12 +493,13 @@ def test_with_block_scales_momentum_scaling_changes_not_a_bit():
     ends = []
     for scaled in (False, True):
         case, params, optimizer = frozen_run("block")
-        [space] = optimizer._spaces
-        assert space.gamma is None
+        [part] = optimizer.current.parts
+        state = part.state
+        assert "gamma" not in state
         if scaled:
-            scale_momentum_(space, 2.0 ** torch.tensor([-9.0, 7, 0, 3, 12, -2, 1, 5]))
+            scale_momentum_(part, 2.0 ** torch.tensor([-9.0, 7, 0, 3, 12, -2, 1, 5]))
         run(case, 0, optimizer, params, 13, 30)
-        ends.append((bits(params), bits([space.lamb.ratio, space.lamb.coefficient]), bits([space.exp_avg_sq])))
+        ends.append((bits(params), bits([state["ratio"], state["coefficient"]]), bits([state["exp_avg_sq"]])))
     assert ends[0] == ends[1]
 
 
@@ -574,8 +578,10 @@ NOTHING = Sized(
     untouched=((0, 3, 15), (4, 40, 10**6)),  # rows without gradients until stage 2 is well under way; a whole parameter
 )
 HARD = [
-    options(NOTHING, ratio=ratio, scale=scale, dead=dead, bias_correction=scale == "block")
-    for ratio, scale, dead in itertools.product(("variance", "denominator"), ("block", "tensor"), ("floor", "freeze"))
+    options(NOTHING, ratio=ratio, scale=scale, zero_variance=zero_variance, bias_correction=scale == "block")
+    for ratio, scale, zero_variance in itertools.product(
+        ("variance", "denominator"), ("block", "tensor"), ("floor", "hold")
+    )
 ]
 
 
@@ -589,8 +595,8 @@ def _everything_finite(rank, size, case):
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         tensors = [*params, *(t for own in optimizer.state_dict()["state"].values() for t in own.values())]
-        for space in optimizer._spaces:
-            tensors += [space.lamb.ratio, space.lamb.coefficient, space.lamb.average]
+        for state in optimizer.current.states:
+            tensors += [state[name] for name in ("ratio", "coefficient", "coefficient_average") if name in state]
         for tensor in tensors:
             assert tensor.isfinite().all(), f"step {step}, shape {tuple(tensor.shape)}"
         if step == case.options["freeze_step"]:
@@ -620,7 +626,7 @@ def test_no_gradient_but_one(ratio):
         params[0].grad, params[1].grad = None, None if step == 3 else torch.tensor([0.0, 1e-20, 0.0])
         quietly(optimizer.step)
         assert params[1].isfinite().all()
-        assert optimizer._spaces[0].lamb.ratio.isfinite().all()
+        assert not optimizer.compressing or optimizer.current.states[0]["ratio"].isfinite().all()
     assert optimizer.compressing
 
 
@@ -634,19 +640,21 @@ DEAD = Sized(
 
 
 @pytest.mark.parametrize("ratio", ["variance", "denominator"])
-@pytest.mark.parametrize("dead", ["floor", "freeze"])
+@pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_coordinates_without_a_variance(size, dead, ratio):
+def test_coordinates_without_a_variance(size, zero_variance, ratio):
     """`check` knows of the floor, of what never moves, of what stays out of the scale, and of what a ratio counts."""
-    case = options(DEAD, dead=dead, ratio=ratio, scale=("block", "tensor")[size % 2])
+    case = options(DEAD, zero_variance=zero_variance, ratio=ratio, scale=("block", "tensor")[size % 2])
     recorded = on_ranks(size, both_stages, case)
     check(case, recorded)
     first = recorded[0]
     moved = (first.x[-1][0] != first.x0[0]).all(axis=1)
     assert moved[3:].all()
-    assert moved[:3].all() if dead == "floor" else not (first.x[-1][0] != first.x0[0])[:3].any()
+    assert moved[:3].all() if zero_variance == "floor" else not (first.x[-1][0] != first.x0[0])[:3].any()
     assert np.array_equal(first.x[-1][2], first.x0[2])
-    if dead == "floor":  # where the fresh variance has grown from 0, so that its quotient would be the largest by far
+    if (
+        zero_variance == "floor"
+    ):  # where the fresh variance has grown from 0, so that its quotient would be the largest by far
         layout = LambSimulation(case, size).layout
         d, fresh = layout.unflatten(first.d[-1])[0], layout.unflatten(first.v[-1])[0]
         quotient = (1 / (d * (1 if first.gamma is None else first.gamma[0]))) ** 2 / fresh
@@ -702,7 +710,7 @@ def test_coefficients_are_averaged_from_where_lamb_began():
     assert optimizer.compressing
     expected = oracle.debiased(c, h, 3)
     assert len(set(expected.round(3))) > 2
-    np.testing.assert_allclose(numpy(optimizer._spaces[0].lamb.average), expected, rtol=1e-5)
+    np.testing.assert_allclose(numpy(optimizer.current.states[0]["coefficient_average"]), expected, rtol=1e-5)
 
 
 # freeze_step="auto"
@@ -744,7 +752,7 @@ def traced(rank, size, case):
         shares.append(optimizer.freeze_ratio)
         if optimizer.compressing:
             return Traced(averages, shares, step - 1, bits(params))
-        c = np.concatenate([numpy(space.lamb.average) for space in optimizer._spaces])
+        c = np.concatenate([numpy(state["coefficient_average"]) for state in optimizer.current.states])
         averages.append(c / (1 - case.options.get("coeff_beta", 0.9) ** step))
     return Traced(averages, shares, None, bits(params))
 
@@ -862,7 +870,7 @@ def test_limits_that_are_equal_are_fine():
     params = case.parameters()
     optimizer = case.build(params)
     run(case, 0, optimizer, params, 1, 9)
-    np.testing.assert_allclose(numpy(optimizer._spaces[0].lamb.coefficient), 0.4, rtol=1e-6)
+    np.testing.assert_allclose(numpy(optimizer.current.states[0]["coefficient"]), 0.4, rtol=1e-6)
 
 
 OTHERS = {
@@ -897,9 +905,9 @@ def test_ranks_that_disagree_are_told_so(size):
 
 
 def lamb_state(optimizer):
-    [space] = optimizer._spaces
-    own = {name: getattr(space.lamb, name) for name in ("average", "ratio")}
-    own |= {"gamma": space.gamma, "dense": space.dense_momentum, "counted": space.counted, "d": space.d}
+    [state] = optimizer.current.states
+    names = {"average": "coefficient_average", "dense": "first_momentum", "counted": "counted_bits", "d": "denominator"}
+    own = {name: state.get(names.get(name, name)) for name in (*names, "ratio", "gamma")}
     return {name: None if tensor is None else tensor.clone() for name, tensor in own.items()}
 
 
@@ -972,7 +980,7 @@ def resume_into_stage_2(case, folder):
     optimizer = case.build(params)
     run(case, 0, optimizer, params, 1, 5)
     torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, f"{folder}/state.pt")
-    average = numpy(optimizer._spaces[0].lamb.average)
+    average = numpy(optimizer.current.states[0]["coefficient_average"])
     saved = torch.load(f"{folder}/state.pt", weights_only=True)
     again = [nn.Parameter(value) for value in saved["model"]]
     resumed = case.build(again)

@@ -60,8 +60,8 @@ def measure(rank: int, size: int, kind: str) -> dict[str, float]:
     kept = sum(n for where, n in living().items() if where not in before) / NUMEL
     buffers = sum(
         messages.buffer.numel()
-        for space in optimizer._spaces
-        for messages in (space.exchange.sent, space.exchange.received, space.exchange.reply)
+        for exchange in (reducer.exchange for reducer in optimizer.current.reducers)
+        for messages in (exchange.sent, exchange.received, exchange.reply)
     )
     return {"state": kept - buffers / NUMEL, "buffers": buffers / NUMEL, "freeze": made[3], "step": made[5]}
 

@@ -1,7 +1,9 @@
 """What a user can get wrong: messages say what is wrong, why, and what to do; nothing hangs, nothing half happens."""
 
 import ast
+import dataclasses
 import inspect
+import pydoc
 import re
 import warnings
 from pathlib import Path
@@ -12,8 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from onebit import OneBitLamb
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.options import OptionArguments, Options
 from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -66,7 +67,7 @@ WRONG = [
     ("freeze_threshold", "high", ["freeze_threshold='high'", "between 0 and 1"]),
     ("freeze_window", 0, ["freeze_window=0", "1 or more", "None"]),
     ("freeze_window", 2.5, ["freeze_window=2.5", "1 or more"]),
-    ("dead", "alive", ["dead='alive'", "floor", "freeze"]),
+    ("zero_variance", "alive", ["zero_variance='alive'", "floor", "hold"]),
     ("scale", "row", ["scale", "'row'", "block", "tensor"]),
     ("norm", "l3", ["norm", "'l3'", "l1", "l2"]),
     ("chunks", 0, ["chunks=0", "positive", '"auto"']),
@@ -115,7 +116,7 @@ def test_an_unknown_keyword_is_a_type_error(kind):
         {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0},
         {"lr": torch.tensor(1e-3), "betas": [0.9, 0.99]},
         {"freeze_step": 0, "freeze_threshold": 0.5, "freeze_window": 1, "chunks": 3},
-        {"block_size": 32, "dead": "freeze", "scale": "tensor", "norm": "l2"},
+        {"block_size": 32, "zero_variance": "hold", "scale": "tensor", "norm": "l2"},
         {"block_size": 16384, "bias_correction": False, "master_weights": False, "weight_decay": 1},
     ],
 )
@@ -426,7 +427,7 @@ DIFFERENT = [
     ({"freeze_threshold": 0.9}, ["freeze_threshold", "0.9", "0.96"]),
     ({"freeze_window": 7}, ["freeze_window", "7", "1000"]),
     ({"bias_correction": False, "freeze_step": 5}, ["bias_correction", "False", "True"]),
-    ({"dead": "freeze"}, ["dead", "freeze", "floor"]),
+    ({"zero_variance": "hold"}, ["zero_variance", "hold", "floor"]),
     ({"scale": "tensor"}, ["scale", "tensor", "block"]),
     ({"norm": "l2"}, ["norm", "l2", "l1"]),
     ({"block_size": 64}, ["block_size", "64", "2048"]),
@@ -572,7 +573,35 @@ def test_the_page_of_options_has_every_argument_with_its_default_and_no_other():
         names, defaults = (re.findall("`([^`]+)`", cell) for cell in row[1:3])
         told |= dict(zip(names, map(ast.literal_eval, defaults), strict=True))
     real = {}
-    for kind in (OneBitOptimizer, OneBitLamb):
+    for kind in (onebit.OneBitAdam, onebit.OneBitLamb):
         arguments = inspect.signature(kind.__init__).parameters.values()
         real |= {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD}
     assert {name: default for name, default in real.items() if name not in ("self", "params")} == told
+
+
+@pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb])
+def test_the_signature_and_the_help_show_every_option(kind):
+    shown, help_text = inspect.signature(kind).parameters, pydoc.plain(pydoc.render_doc(kind))
+    described = (kind.__doc__ or "").replace("\n", ", ")
+    for field in dataclasses.fields(Options):
+        assert shown[field.name].default == field.default
+        assert f"{field.name}: {field.metadata['description']}" in help_text.replace("\n |  ", "\n").replace(" |  ", "")
+    for name in shown:
+        assert re.search(rf"(^|[ ,]){name}(, [a-z_0-9, ]+)?: [a-z0-9\"']", described), name
+
+
+def test_type_checkers_see_the_options_there_are():
+    assert OptionArguments.__annotations__.keys() - {"dead"} == {f.name for f in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize(("old", "new"), [("floor", "floor"), ("freeze", "hold")])
+@pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb])
+def test_dead_is_the_old_name_of_zero_variance(kind, old, new):
+    with pytest.warns(DeprecationWarning, match=f"pass zero_variance='{new}' for dead='{old}'") as caught:
+        optimizer = kind([nn.Parameter(torch.ones(3))], dead=old)
+    assert optimizer.setup.options.zero_variance == new
+    assert caught[0].filename == __file__
+    with pytest.raises(TypeError, match="zero_variance and dead are one argument"):
+        kind([nn.Parameter(torch.ones(3))], dead=old, zero_variance=new)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fredze_step'"):
+        kind([nn.Parameter(torch.ones(3))], fredze_step=3)

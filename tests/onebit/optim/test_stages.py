@@ -285,10 +285,10 @@ def both_stages(rank, size, case):
 
 
 def record(recorded, optimizer, params):
-    [space] = optimizer._spaces
-    recorded["e"].append(space.exchange.residual.left_out().double().numpy().copy())
-    recorded["E"].append(space.exchange.gathered_server_residual().double().numpy())
-    recorded["m"].append(decoded(space.exchange.replies))
+    [reducer] = optimizer.current.reducers
+    recorded["e"].append(reducer.exchange.residual.left_out().double().numpy().copy())
+    recorded["E"].append(reducer.exchange.gathered_server_residual().double().numpy())
+    recorded["m"].append(decoded(reducer.exchange.replies))
     recorded["x"].append(arrays([optimizer.state[p].get("master", p) for p in params]))
     for p in params:
         assert torch.equal(p, optimizer.state[p].get("master", p).to(p.dtype))
@@ -328,7 +328,7 @@ class Simulation:
     def freeze(self, m, v):
         """Stage 2 begins with m, nothing left out, and d."""
         options = self.case.options
-        self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("dead", "floor"))
+        self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
         self.live = self.layout.flatten(self.d) > 0
         scale, norm = options.get("scale", "block"), options.get("norm", "l1")
         self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.live)
@@ -511,17 +511,17 @@ EMBEDDING = Case(
 
 
 @pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("dead", ["floor", "freeze"])
+@pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_that_no_gradient_has_touched(size, dead, scale):
+def test_rows_that_no_gradient_has_touched(size, zero_variance, scale):
     """`check` knows of the floor, of what never moves, and of what stays out of the scale."""
-    case = options(EMBEDDING, dead=dead, scale=scale)
+    case = options(EMBEDDING, zero_variance=zero_variance, scale=scale)
     recorded = on_ranks(size, both_stages, case)
     check(case, recorded)
     before, after = recorded[0].warm.x[0], recorded[0].x[-1][0]
     moved = (after != before).all(axis=1)
     assert moved[3:].all()
-    assert moved[:3].all() if dead == "floor" else not (after != before)[:3].any()
+    assert moved[:3].all() if zero_variance == "floor" else not (after != before)[:3].any()
     assert np.array_equal(recorded[0].warm.x[2], recorded[0].x[-1][2])
 
 
@@ -529,7 +529,7 @@ def test_gradients_of_frozen_coordinates_change_nothing():
     """Neither the scale nor any parameter, however large."""
     ends = []
     for largest in (0.0, 1e6):
-        case = options(EMBEDDING, dead="freeze", scale="tensor")
+        case = options(EMBEDDING, zero_variance="hold", scale="tensor")
         params = case.parameters()
         optimizer = case.build(params)
         with warnings.catch_warnings():
@@ -545,10 +545,12 @@ def test_gradients_of_frozen_coordinates_change_nothing():
     assert ends[0] == ends[1]
 
 
-def freeze_warnings(rank, size, dead):
+def freeze_warnings(rank, size, zero_variance):
     params = EMBEDDING.parameters()
     names = list(zip(("embedding.weight", "a", "b", "c"), params, strict=True))
-    optimizer = onebit.OneBitAdam(names, freeze_step=6, dead=dead, process_group=the_group(size), block_size=32)
+    optimizer = onebit.OneBitAdam(
+        names, freeze_step=6, zero_variance=zero_variance, process_group=the_group(size), block_size=32
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, 12):
@@ -556,14 +558,14 @@ def freeze_warnings(rank, size, dead):
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("dead", ["floor", "freeze"])
+@pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_one_warning_names_the_parameters_and_counts(size, dead):
-    (told,), *others = on_ranks(size, freeze_warnings, dead)
+def test_one_warning_names_the_parameters_and_counts(size, zero_variance):
+    (told,), *others = on_ranks(size, freeze_warnings, zero_variance)
     assert "embedding.weight (24 of 96)" in told
     assert "b (7 of 7)" in told
     assert "a (" not in told and "c (" not in told
-    assert ("mean" in told) == (dead == "floor")
+    assert ("mean" in told) == (zero_variance == "floor")
     assert not any(others)
 
 

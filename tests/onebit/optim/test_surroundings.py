@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from onebit.collectives.transport.protocol import LocalTransport
+from tests.internals import forget_process_group
 from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -146,13 +148,10 @@ def late_group(rank: int, size: int, kind: str) -> tuple[int, bytes]:
     """The optimizer is made before anybody said which group it is for."""
     case = Case(kind, steps=6, options={"freeze_step": 3})
     params = case.parameters()
-    from onebit.collectives.transport.protocol import LocalTransport
-
-    optimizer = case.build(params)
-    optimizer._transport = LocalTransport()  # as it was where no group was there
-    optimizer._build()
+    optimizer = case.build(params, LocalTransport())
+    forget_process_group(optimizer)
     run(case, rank, optimizer, params, 1, case.steps)
-    return optimizer._transport.size, bits(params)
+    return optimizer.setup.transport.size, bits(params)
 
 
 @kinds

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.internals import parameter_names
 from tests.ranks import group, run_ranks, run_ranks_once
 
 BLOCK = 256
@@ -204,7 +205,7 @@ def test_names_are_those_of_the_model_wrapped_or_not():
             self.module = nn.Linear(2, 2, bias=False)
 
     state = onebit.OneBitState(Nested())
-    assert sorted(state._names.values()) == ["module.weight", "weight"]
+    assert sorted(parameter_names(state)) == ["module.weight", "weight"]
 
 
 def test_the_state_of_another_rank_is_refused():

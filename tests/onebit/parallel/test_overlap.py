@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.exchange import Exchange
+from tests.internals import break_scatter, join_flight
 from tests.onebit.runs import Case, bits, kinds, snapshot, unchanged
 from tests.ranks import group, run_ranks
 
@@ -47,8 +48,8 @@ def twins(rank: int, size: int, case: Case, clip_from: int = 99) -> dict[str, An
         for optimizer, params in runs:
             optimizer.zero_grad()
             backward(case, rank, params, step)
-            if optimizer._options.overlap:
-                early.append(optimizer._overlap.under_way)
+            if optimizer.setup.options.overlap:
+                early.append(optimizer.overlap.in_flight)
             if step >= clip_from:
                 optimizer.clip_grad_norm_(0.5)
             warned += told(optimizer, optimizer.step)
@@ -153,7 +154,7 @@ def with_ddp(rank: int, size: int, kind: str, view: bool, accumulate: int) -> di
                     ddp(torch.randn(3, 20, generator=source)).square().sum().backward()
             ddp(torch.randn(3, 20, generator=source)).square().sum().backward()
             if overlap and step > 3:
-                early.append(optimizer._overlap.under_way)
+                early.append(optimizer.overlap.in_flight)
             assert not told(optimizer, optimizer.step)
         found.append((bits(ddp.parameters()), optimizer.wire_bytes))
     return {"equal": found[0] == found[1], "early": early, "params": found[0]}
@@ -179,7 +180,7 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
     came = []
 
     def wait(grad: Tensor) -> None:
-        exchange: Exchange = optimizer._spaces[0].exchange
+        exchange: Exchange = optimizer.current.reducers[0].exchange
         a_chunk = exchange.wire_bytes
         stop = time.monotonic() + 20
         while time.monotonic() < stop and exchange.wire_bytes < before + 3 * nbytes:
@@ -191,7 +192,7 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
         loss = model(torch.ones(2, 20) * (rank + 1)).square().sum()
         if step == 3:
             before = optimizer.wire_bytes
-            nbytes = optimizer._spaces[0].exchange.format.nbytes * (size - 1)
+            nbytes = optimizer.current.reducers[0].exchange.format.nbytes * (size - 1)
             model.layers[0].weight.register_hook(wait)
         loss.backward()
         optimizer.step()
@@ -212,8 +213,8 @@ def disturbed(rank: int, size: int, case: Case, what: str) -> dict[str, Any]:
         for (optimizer, params), scaler in zip(runs, scalers, strict=True):
             optimizer.zero_grad()
             backward(case, rank, params, step, 8.0 if what == "scaler" else 1.0)
-            if optimizer._options.overlap:
-                early.append(optimizer._overlap.under_way)
+            if optimizer.setup.options.overlap:
+                early.append(optimizer.overlap.in_flight)
             match what:
                 case "clip":
                     said += told(optimizer, lambda o=optimizer: (o.clip_grad_norm_(0.5), o.step()))
@@ -262,8 +263,8 @@ def holding(rank: int, size: int, case: Case) -> dict[str, Any]:
                 backward(case, rank, params, step)
                 backward(case, rank, params, step + 50)
             backward(case, rank, params, step + 100)
-            if optimizer._options.overlap:
-                early.append(optimizer._overlap.under_way)
+            if optimizer.setup.options.overlap:
+                early.append(optimizer.overlap.in_flight)
             if step != 6:
                 said += told(optimizer, optimizer.step)
     (_, params), (_, theirs) = runs
@@ -308,7 +309,7 @@ def resumed(rank: int, size: int, case: Case) -> dict[str, Any]:
     for step in range(7, case.steps + 1):
         other.zero_grad()
         backward(case, rank, theirs, step)
-        early.append(other._overlap.under_way)
+        early.append(other.overlap.in_flight)
         other.step()
     return {"equal": bits(params) == bits(theirs), "early": early, "refused": refused}
 
@@ -328,14 +329,14 @@ def failing(rank: int, size: int) -> str:
         optimizer.zero_grad()
         backward(Case(), rank, params, step)
         if step == 5:
-            optimizer._overlap._flight._thread.join()
+            join_flight(optimizer)
         optimizer.step()
     optimizer.zero_grad()
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the network is gone")
 
-    optimizer._spaces[0].exchange._average_and_scatter = broken
+    break_scatter(optimizer.current.reducers[0].exchange, broken)
     backward(Case(), rank, params, 6)
     try:
         optimizer.step()

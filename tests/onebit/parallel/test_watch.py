@@ -18,7 +18,7 @@ from onebit.collectives.agreement import checksums, find_mismatches
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.parallel import watch
-from onebit.parallel.watch import shared
+from onebit.parallel.watch import shared_tensors
 from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -67,7 +67,7 @@ def test_a_checksum_is_of_bits_and_not_of_numbers() -> None:
 def look(optimizer: Any) -> str:
     """What a check says, with check_every=1."""
     try:
-        optimizer._watch.look(optimizer)
+        optimizer.watch.check(optimizer.setup, optimizer.current)
     except onebit.DivergenceError as error:
         return str(error)
     return ""
@@ -79,7 +79,7 @@ def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
     optimizer = case.build(params, group())
     run(case, rank, optimizer, params, 1, case.steps)
     told = {"": look(optimizer)}
-    for name, tensor in shared(optimizer):
+    for name, tensor in shared_tensors(optimizer.setup, optimizer.current):
         if not tensor.numel():
             continue
         if rank == 1:
@@ -87,7 +87,7 @@ def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
         told[name] = look(optimizer)
         if rank == 1:
             flip(tensor, 3, tensor.numel() - 1)
-    own = [s.exchange.residual.value for s in optimizer._spaces if s.exchange is not None]
+    own = [reducer.exchange.residual.value for reducer in optimizer.current.reducers]
     for residual in own:
         residual.add_(rank)
     return {"told": told, "own": look(optimizer)}
@@ -209,7 +209,7 @@ def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
 
 def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
     """In pieces that no parameter is a multiple of; then with another count of steps on one rank."""
-    watch._PIECE = 100
+    watch.REPAIR_BYTES = 100
     params = case.parameters()
     optimizer = case.build(params, group())
     run(case, rank, optimizer, params, 1, 3)
@@ -223,7 +223,7 @@ def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
         error = look(optimizer)
     right = bits(params) == before
     if rank == 2:
-        optimizer._counts[0] += 1
+        optimizer.current.stages.counts[0] += 1
     return {"error": error, "right": right, "count": look(optimizer)}
 
 
@@ -321,8 +321,8 @@ def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
         optimizer.step()
         optimizer.zero_grad()
         ended = time.perf_counter()
-        tensors = list(dict(shared(optimizer)).values())
-        assert not find_mismatches(optimizer._transport, tensors, CHECK)
+        tensors = list(dict(shared_tensors(optimizer.setup, optimizer.current)).values())
+        assert not find_mismatches(optimizer.setup.transport, tensors, CHECK)
         seconds.append((ended - began, time.perf_counter() - ended))
     steps, checks = zip(*seconds[4:], strict=True)
     return sum(p.numel() for p in model.parameters()), min(steps), min(checks)

@@ -23,14 +23,14 @@ def diagnosed(rank: int, size: int, case: Case) -> dict[str, Any]:
     early, v = optimizer.diagnostics(), [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
     run(case, rank, optimizer, params, 4, case.steps)
     late = optimizer.diagnostics()
-    (space,) = optimizer._spaces
-    e, server = space.exchange.residual.left_out(), space.exchange.gathered_server_residual()
+    (reducer,) = optimizer.current.reducers
+    e, server, state = reducer.exchange.residual.left_out(), reducer.exchange.gathered_server_residual(), reducer.state
     return {
         "early": early,
         "late": late,
         "variance": [float(x.norm()) for x in v],
-        "residual": [float(space.view(e, i).norm()) for i in range(len(params))],
-        "server": [float(space.view(server, i).square().sum()) for i in range(len(params))],
+        "residual": [float(state.cut(e, i).norm()) for i in range(len(params))],
+        "server": [float(state.cut(server, i).square().sum()) for i in range(len(params))],
     }
 
 

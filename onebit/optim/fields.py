@@ -1,0 +1,43 @@
+"""What an algorithm keeps from step to step, declared once. Saving, loading and its checks, the watch over the ranks
+and diagnostics follow from it: no algorithm writes a line for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Per = Literal["element", "parameter", "bit"]
+Values = Literal["finite", "non-negative", "whole", "any"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of state.
+
+    name: its key in `optimizer.state[p]` and in saved states.
+    per: one fp32 number an "element", one fp32 number a "parameter", or one "bit" an element, packed.
+    values: what a run can leave in it. A saved state with other values is refused.
+    initial: what it holds before the first step.
+    required: whether a saved state must have it.
+    always: False where an optimizer may do without it.
+    saved: False for what every step computes anew.
+    same_on_all_ranks: False for what is each rank's own.
+    shown_as: the name under which diagnostics show it, a field with one number an element by its norm.
+    """
+
+    name: str
+    per: Per = "element"
+    values: Values = "finite"
+    initial: float = 0.0
+    required: bool = True
+    always: bool = True
+    saved: bool = True
+    same_on_all_ranks: bool = True
+    shown_as: str | None = None
+
+
+MOMENTUM = Field("exp_avg")
+FIRST_MOMENTUM = Field("first_momentum", required=False, always=False)  # until the first compressed step was taken
+RESIDUAL = Field("residual", saved=False, same_on_all_ranks=False)  # saved by rank: see onebit.checkpoint.schema
+MASTER = Field("master", values="any", required=False, always=False)  # fp32 copy of 16-bit parameters

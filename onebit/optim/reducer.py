@@ -1,0 +1,94 @@
+"""m = compressed_all_reduce(b1 m + (1-b1) g), for the momentum of one flat state.
+
+What a rank leaves out is the field "residual". m is what the last exchange received: 1 bit an element, never fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.exchange import Chunk, Exchange
+from onebit.collectives.transport.protocol import Transport
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.wire import Messages, Norm, Scale
+from onebit.optim.fields import FIRST_MOMENTUM, RESIDUAL
+from onebit.optim.flat_state import FlatState
+
+
+class MomentumReducer:
+    """Residuals and messages of one flat state, and the way they go."""
+
+    def __init__(
+        self,
+        state: FlatState,
+        transport: Transport,
+        *,
+        scale: Scale,
+        norm: Norm,
+        live: Tensor | None = None,
+        gamma: Tensor | None = None,
+        keep_previous: bool = False,
+    ) -> None:
+        """The field "residual" of `state` is what this rank starts from.
+
+        live: uint8 [elements / 8], a bit for each coordinate that takes part; None where all do.
+        gamma: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1.
+        keep_previous: whether `previous` is wanted.
+        """
+        self.state, self.gamma = state, gamma
+        self.exchange = Exchange(state.layout, transport, state.device, scale, norm, value=state[RESIDUAL.name])
+        self.exchange.live = live
+        rows = self.exchange.replies.rows
+        self._previous = self.exchange.format.empty(rows, state.device) if keep_previous else None
+        self._arrived = False
+
+    @property
+    def replies(self) -> Messages:
+        """m of the last step."""
+        return self.exchange.replies
+
+    @property
+    def previous(self) -> Tensor | Messages:
+        """m of the step before: dense until a compressed step was taken."""
+        dense = self.state.get(FIRST_MOMENTUM.name)
+        assert self._previous is not None
+        return self._previous if dense is None else dense
+
+    def all_reduce(self, hyper: Tensor, flags: Tensor, use: Callable[[Chunk], None] | None = None) -> Messages:
+        """The new m. `use` is called for each chunk as soon as its part of m is there."""
+        if not self._arrived:
+            self.keep_previous_momentum()
+            return self.exchange.run(lambda chunk: self.compress(chunk, hyper, flags), use)
+        self._arrived = False
+        if use is not None:
+            for chunk in self.exchange.chunks:
+                use(chunk)
+        return self.replies
+
+    def momentum(self) -> list[Tensor]:
+        """m of the last step, decoded: fp32, a tensor a parameter. NaN where the step was not taken."""
+        state = self.state
+        flat = torch.zeros(state.layout.elements, dtype=torch.float32, device=state.device)
+        parts = [state.cut(flat, i) for i in range(len(state.params))]
+        state.backend.decode(state.layout.all(), self.replies, Pointers.to(state.layout, parts))
+        return parts
+
+    def compress(self, chunk: Chunk, hyper: Tensor, flags: Tensor) -> None:
+        """One chunk's messages of b1 m + (1-b1) g."""
+        live = self.exchange.live_in(chunk.span)
+        self.state.backend.compress(
+            chunk.span, self.state.gradients, chunk.replies, chunk.residual, hyper, flags, chunk.sent, live=live,
+            gamma=self.gamma,
+        )  # fmt: skip
+
+    def keep_previous_momentum(self) -> None:
+        """Before an exchange overwrites it."""
+        if self._previous is not None and FIRST_MOMENTUM.name not in self.state:
+            self._previous.buffer.copy_(self.replies.buffer)
+
+    def mark_arrived(self) -> None:
+        """This step's exchange has been made already, while backward computed: `all_reduce` has nothing to send."""
+        self._arrived = True

@@ -1,0 +1,90 @@
+"""What stays while an optimizer trains: its algorithm, options and ranks, and how its parameters are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.chunking import candidates, choose_chunks
+from onebit.collectives.transport.protocol import Transport
+from onebit.kernels.data.hyper import Hyper
+from onebit.optim import param_groups
+from onebit.optim.algorithm import Algorithm
+from onebit.optim.flat_state import FlatState
+from onebit.optim.freeze import FreezeRule
+from onebit.optim.options import Options
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Shared by an optimizer and all that saves, loads, checks and reports on it."""
+
+    name: str  # of the optimizer's class
+    algorithm: Algorithm
+    options: Options
+    transport: Transport
+    device: torch.device
+    groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
+    names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
+
+    def name_of(self, parameter: Tensor) -> str:
+        return param_groups.name_of(parameter, self.groups, self.names)
+
+    def hyper_rows(self, step: int) -> list[Hyper]:
+        """Every group's numbers at a step."""
+        return param_groups.hyper_rows(self.groups, step, self.options.bias_correction)
+
+    @property
+    def window(self) -> int:
+        """Steps between what the freeze rule compares."""
+        return self.options.freeze_window or round(1 / (1 - self.beta2))
+
+    @property
+    def beta2(self) -> float:
+        return max(group["betas"][1] for group in self.groups)
+
+    def freeze_rule(self, states: Sequence[FlatState]) -> FreezeRule:
+        return self.algorithm.freeze_rule(self.options, self.window, states)
+
+    def flat_states(self, chunks: Sequence[int] = ()) -> list[FlatState]:
+        """Empty ones for the parameters as they are now, a dtype each, with room for any number of chunks that may be
+        chosen, and for `chunks`."""
+        found = []
+        for params, groups in param_groups.by_dtype(self.groups):
+            state = FlatState(
+                params,
+                groups,
+                block_size=self.options.block_size,
+                ranks=self.transport.size,
+                chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
+                master_weights=self.options.master_weights,
+            )
+            state.copy_parameters_to_master()
+            found.append(state)
+        return found
+
+    def add_stage_1_fields(self, state: FlatState) -> None:
+        for each in self.algorithm.stage_1:
+            state.add(each)
+        state.scratch = self.algorithm.scratch(state)
+
+    def choose_chunks(self, state: FlatState) -> int:
+        """A collective call where "auto" has to be measured. Under a tensor scale the number of chunks is in the
+        numerics (one scale a message), so that nothing measured may choose it."""
+        options, numel = self.options, sum(state.numels)
+        if options.chunks != "auto":
+            return options.chunks
+        if options.scale == "tensor":
+            return 1
+        if options.overlap:  # what leaves early matters more than what a chunk costs
+            return max(self._possible_chunks(numel))
+        return choose_chunks(self.transport, numel, self.device, options.scale, options.norm, options.block_size)
+
+    def _possible_chunks(self, numel: int) -> list[int]:
+        if self.options.chunks != "auto":
+            return [self.options.chunks]
+        return candidates(numel, self.transport.size, self.options.block_size)

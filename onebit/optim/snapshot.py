@@ -1,0 +1,107 @@
+"""All that changes while an optimizer trains. Loading builds another snapshot; installing it swaps one reference.
+
+At the freeze nothing is copied. With no message received yet the momentum of the first compressed step must still
+come from exp_avg: c = beta1 m + (1 - beta1) g + e with e = 0 is the same sum as with m = 0 and e = beta1 m. So
+exp_avg, times beta1, becomes the first residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
+from onebit.optim.flat_state import FlatState, packed
+from onebit.optim.reducer import MomentumReducer
+from onebit.optim.setup import Setup
+from onebit.optim.stages import Stages
+
+ZeroCounts = list[tuple[str, int, int]]  # parameters with coordinates that had no variance: name, how many, of how many
+
+
+@dataclass
+class Part:
+    """The parameters of one dtype: their state, and in stage 2 their reducer."""
+
+    state: FlatState
+    reducer: MomentumReducer | None = None
+    fold_momentum_again: Callable[[], None] | None = None  # after a load: puts m into a residual that was cleared
+
+    def start_reducer(self, setup: Setup) -> None:
+        """Stage 2, from the field "residual"."""
+        live = setup.algorithm.live(self.state)
+        self.reducer = MomentumReducer(
+            self.state,
+            setup.transport,
+            scale=setup.options.scale,
+            norm=setup.options.norm,
+            live=None if live is None else packed(live),
+            gamma=setup.algorithm.gamma(self.state),
+            keep_previous=setup.algorithm.needs_previous_momentum,
+        )
+
+    def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What parameters have in common and every rank has the same."""
+        yield from self.state.shared_tensors()
+        if self.reducer is not None:
+            yield "the last message", self.reducer.replies.buffer
+            if self.reducer.exchange.live is not None:
+                yield "the mask of live coordinates", self.reducer.exchange.live
+
+
+@dataclass
+class Snapshot:
+    """Where a run has come to."""
+
+    parts: list[Part]
+    stages: Stages
+    bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
+    residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
+    ranks_agree: bool = field(default=False)  # whether all ranks were found to have the same model and options
+
+    @property
+    def states(self) -> list[FlatState]:
+        return [part.state for part in self.parts]
+
+    @property
+    def reducers(self) -> list[MomentumReducer]:
+        """In the order of `parts`; none in stage 1."""
+        return [part.reducer for part in self.parts if part.reducer is not None]
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.bytes_before + sum(reducer.exchange.wire_bytes for reducer in self.reducers)
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether the host has to know of every step: in stage 1, and until the first compressed step was taken."""
+        return not self.stages.compressing or any(FIRST_MOMENTUM.name in state for state in self.states)
+
+    def freeze(self, setup: Setup) -> ZeroCounts:
+        """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""
+        steps, algorithm = self.stages.steps, setup.algorithm
+        algorithm.check_freeze(self.states, steps)
+        rows = setup.hyper_rows(max(1, steps))
+        zeros: ZeroCounts = []
+        for part in self.parts:
+            state = part.state
+            state.set_chunks(setup.choose_chunks(state))
+            without = algorithm.on_freeze(state, rows, setup.options)
+            zeros += [(setup.name_of(state.params[i]), n, state.numels[i]) for i, n in without.items() if n]
+            if algorithm.needs_previous_momentum:
+                state.add(FIRST_MOMENTUM).copy_(state[MOMENTUM.name])
+            for i, group in enumerate(state.groups):
+                state.view(MOMENTUM.name, i).mul_(rows[group].beta1)
+            state.rename(MOMENTUM.name, RESIDUAL)
+            state.scratch = algorithm.scratch(state)
+            part.start_reducer(setup)
+        self.stages.compressing = True
+        return zeros
+
+    def drop_first_momentum(self) -> None:
+        """A compressed step was taken: from here on messages hold the momentum."""
+        for state in self.states:
+            if FIRST_MOMENTUM.name in state:
+                state.remove(FIRST_MOMENTUM.name)

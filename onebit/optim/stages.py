@@ -1,0 +1,91 @@
+"""Which step a run has come to, and when its stage 2 begins. The host learns of a step when the next one comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit.optim.flat_state import FlatState
+from onebit.optim.freeze import FreezeRule
+
+logger = logging.getLogger("onebit")
+
+
+class AsyncReadback:
+    """Numbers that a step leaves on the device and the host reads when the next step comes.
+
+    By then they have arrived, or arrive while the device has the next backward pass to do: it never runs dry.
+    """
+
+    def __init__(self) -> None:
+        self._host: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def start(self, values: Tensor) -> None:
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+        else:
+            self._host, self._arrived = values.clone(), None
+
+    def finish(self) -> list[float] | None:
+        """What was started since the last call, if anything was."""
+        if self._host is None:
+            return None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        host, self._host = self._host, None
+        return host.tolist()
+
+
+class Stages:
+    """Counts steps taken and skipped on the device, and asks the freeze rule when stage 1 ends."""
+
+    def __init__(
+        self, rule: FreezeRule, device: torch.device, *, steps: int = 0, skipped: int = 0, compressing: bool = False
+    ) -> None:
+        self.rule, self.compressing = rule, compressing
+        self.steps = steps  # taken, as far as the host knows: all but the last one
+        self.counts = torch.tensor([steps, skipped], dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._readback = AsyncReadback()
+
+    @property
+    def freeze_is_due(self) -> bool:
+        """Whether stage 2 begins with the coming step."""
+        return not self.compressing and self.rule.due(self.steps)
+
+    def count(self, flags: Tensor, states: Sequence[FlatState], groups: int, *, read: bool) -> None:
+        """A step ends: taken where flags, int32 [1], is 0, else skipped. `read`: whether the host will have to know."""
+        self.counts.index_add_(0, flags, self._one)
+        if read:
+            numbers = self.rule.measure(states, groups) if self._measures else []
+            self._readback.start(torch.cat([self.counts.double(), *numbers]))
+
+    def read_last_step(self, beta2s: Sequence[float]) -> bool:
+        """Whether there was a step to read of, and it was taken. beta2s: 0 where the variance is not bias-corrected."""
+        numbers = self._readback.finish()
+        if numbers is None:
+            return False
+        before, self.steps = self.steps, int(numbers[0])
+        if self.steps == before:
+            return False
+        if self._measures:
+            self.rule.add(self.steps, numbers[2:], beta2s)
+        return True
+
+    def log_progress(self) -> None:
+        """Every window, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
+        rule = self.rule
+        if self._measures and self.steps % rule.window == 0:
+            ratio = "not known yet" if rule.ratio is None else f"{rule.ratio:.4f}"
+            logger.info("step %d, stage 1: %s over %d steps is %s", self.steps, rule.what, rule.window, ratio)
+
+    @property
+    def _measures(self) -> bool:
+        return self.rule.automatic and not self.compressing
