@@ -12,15 +12,18 @@ FUZZ_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test check types format bench fuzz clean
+.PHONY: help demo test test-all check types format bench fuzz clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP)  ## train with 1 bit and without, side by side; DEMO_ARGS="--optimizer lamb"
 	@$(BIN)/onebit demo $(DEMO_ARGS)
 
-test: $(STAMP)  ## run the tests
+test: $(STAMP)  ## run the tests but the slow ones: six minutes at most on two quiet cores
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(STAMP) types  ## lint, formatting, types, layering
