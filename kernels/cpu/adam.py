@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from onebit.kernels.cpu.codec import Packed
+from onebit.kernels.cpu.messages import Packed
 from onebit.kernels.cpu.tiles import (
     Parameter,
     Scratch,
@@ -48,7 +48,7 @@ def adam_warmup(
 
     def work(tile: Tile, scratch: Scratch) -> None:
         for s in tile.segments:
-            g, x = gradient(grads, s, groups, scratch.room(0, tile)), Parameter(tile, s, params, master)
+            g, x = gradient(grads, s, groups, scratch.buffer(0, tile)), Parameter(tile, s, params, master)
             h = groups[s.group]
             adam_step(x.value, g, tile.cut(exp_avg, s), tile.cut(exp_avg_sq, s), h, h.lr, h.weight_decay)
             x.store()
@@ -90,10 +90,10 @@ def adam_update(
     for_tiles(span, replies.format.shard_blocks, 1, work, replies)
 
 
-def gradient(grads: Pointers, s: Segment, groups: list[Hyper], room: Tensor) -> Tensor:
-    """g' of a segment, in `room` where it is not the tensor itself."""
-    g = scaled(grads, s, room, groups[s.group].grad_scale)
-    return cut(room, s).zero_() if g is None else g
+def gradient(grads: Pointers, s: Segment, groups: list[Hyper], buffer: Tensor) -> Tensor:
+    """g' of a segment, in `buffer` where it is not the tensor itself."""
+    g = scaled(grads, s, buffer, groups[s.group].grad_scale)
+    return cut(buffer, s).zero_() if g is None else g
 
 
 def adam_step(x: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Hyper, lr: float, weight_decay: float = 0.0) -> None:

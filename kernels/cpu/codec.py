@@ -1,98 +1,123 @@
-"""Messages on the CPU, tile by tile: reading scales and bits, and encoding c into them."""
+"""compress, average and decode for CPU tensors.
+
+A sign times a scale is exact, so y + sigma * s rounds once with or without a fused multiply-add: `addcmul` gives the
+bits that the Triton kernels give.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import math
+
 import torch
 from torch import Tensor
 
-from onebit.kernels.cpu.tiles import Scratch, Tile, clear_dead, clear_tails, count_live
+from onebit.kernels.cpu.messages import Encoder, Packed
+from onebit.kernels.cpu.tiles import (
+    Scratch,
+    Tile,
+    cut,
+    for_tiles,
+    groups_of,
+    of_tile,
+    per_block,
+    pieces,
+    scaled,
+    segment_of,
+)
 from onebit.kernels.data.layout import Span
+from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
 
-class Packed:
-    """Messages, tile by tile. A scale is multiplied by `factor`, a number or [blocks of the messages, 1]."""
+def compress(
+    span: Span,
+    grads: Pointers,
+    momentum: Tensor | Messages | None,
+    residual: Residual,
+    hyper: Tensor,
+    flags: Tensor,
+    out: Messages,
+    *,
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
+) -> None:
+    """`onebit.kernels.reference.compress` in tiles."""
+    _write_headers(out, int(flags.max()))
+    if int(flags.max()):
+        return
+    groups = groups_of(hyper)
+    beta1 = per_block(span, groups, "beta1")
+    packed = Packed(momentum, beta1) if isinstance(momentum, Messages) else None
+    dense = momentum.view(span.count, -1) if isinstance(momentum, Tensor) else None
+    gammas = [1.0] * span.layout.parameters if gamma is None else gamma.tolist()
+    encoder = Encoder(span, residual, out, live)
 
-    def __init__(self, messages: Messages, factor: float | Tensor = 1.0) -> None:
-        scales = messages.scale_of_blocks()[:, None]
-        if isinstance(factor, Tensor) or factor != 1:
-            scales = scales * factor
-        self._scales = scales.view(messages.rows, -1, 1).unbind(0)
-        self._bits = list(messages.bits.numpy())
+    def work(tile: Tile, scratch: Scratch) -> None:
+        c, buffer = encoder.left_out(tile, scratch), scratch.buffer(0, tile)
+        for s in tile.segments:
+            h = groups[s.group]
+            y = scaled(grads, s, buffer, h.grad_scale, h.one_minus_beta1, gammas[s.parameter])
+            if momentum is None:
+                cut(c, s).add_(0 if y is None else y)
+            elif y is None:
+                cut(buffer, s).zero_()
+            elif y.data_ptr() != cut(buffer, s).data_ptr():
+                cut(buffer, s).copy_(y)
+        if packed is not None:
+            c.add_(buffer.addcmul_(scratch.signs(1, tile, packed.bits(tile)), packed.scales(tile)))
+        elif dense is not None:
+            c.add_(buffer.add_(torch.mul(tile.of(dense), of_tile(tile, beta1), out=scratch.buffer(1, tile))))
+        encoder.encode(tile, c, scratch)
 
-    def scales(self, tile: Tile, row: int | None = None) -> Tensor:
-        """[count, 1]"""
-        return self._scales[tile.row if row is None else row][tile.column : tile.column + tile.count]
-
-    def bits(self, tile: Tile, row: int | None = None) -> npt.NDArray[np.uint8]:
-        return self._bits[tile.row if row is None else row][tile.column : tile.column + tile.count].reshape(-1)
-
-
-class Encoder:
-    """c = y + e into bits, scales and residual. c is built where the residual lies."""
-
-    def __init__(self, span: Span, residual: Residual, out: Messages, live: Tensor | None) -> None:
-        self._residual, self._out, self._live = residual, out, live
-        self._value = residual.value.view(span.count, -1)
-        self._least = 1 if residual.scale is None else 0  # what a block's sum may be divided by, or added up to
-        self._counts = self._counted(span.counts())
-        self._bits, self._scales = list(out.bits.numpy()), out.scales[:, :, None].unbind(0)
-
-    def left_out(self, tile: Tile, scratch: Scratch) -> Tensor:
-        """e of a tile, to be made c in place. Room 1 is used."""
-        e = tile.of(self._value)
-        if self._residual.scale is not None:
-            e.addcmul_(scratch.signs(1, tile, _packed(tile, e, scratch)), self._residual.scale[tile.row], value=-1)
-        return e
-
-    def encode(self, tile: Tile, c: Tensor, scratch: Scratch) -> None:
-        """Room 1 is used."""
-        live, room = tile.live(self._live), scratch.room(1, tile)
-        clear_tails(tile, c)
-        clear_dead(c, live, room)
-        packed = _packed(tile, c, scratch)
-        if live is not None:
-            packed &= live.reshape(-1)
-        here = slice(tile.column, tile.column + tile.count)
-        self._bits[tile.row][here].reshape(-1)[:] = packed
-        l1 = self._out.format.norm == "l1"
-        magnitude = torch.abs(c, out=room) if l1 else torch.mul(c, c, out=room)
-        total = magnitude.sum(1, keepdim=True)
-        count = tile.of(self._counts) if live is None else self._counted(count_live(live))
-        if self._residual.scale is not None:
-            assert self._residual.partial is not None and self._residual.counted is not None
-            tile.of(self._residual.partial).copy_(total.view(-1))
-            tile.of(self._residual.counted).copy_(count.view(-1))
-            return
-        scale = torch.div(total, count, out=self._scales[tile.row][here])
-        if not l1:
-            scale.sqrt_()
-        c.addcmul_(scratch.signs(1, tile, packed), scale, value=-1)
-        clear_tails(tile, c)
-        clear_dead(c, live, room)
-
-    def _counted(self, counts: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.maximum(counts, self._least).astype(np.float32))[:, None]
-
-    def finish(self) -> None:
-        """With a tensor scale: each message's scale, from the sums and counts of its blocks."""
-        if self._residual.scale is None:
-            return
-        assert self._residual.partial is not None and self._residual.counted is not None
-        rows, blocks = self._out.rows, (self._residual.partial, self._residual.counted)
-        total, count = (each.view(rows, -1).sum(1) for each in blocks)
-        scale = total / count.clamp(min=1)
-        if self._out.format.norm == "l2":
-            scale.sqrt_()
-        self._out.scales.copy_(scale[:, None])
-        self._residual.scale.copy_(scale)
+    for_tiles(span, out.format.shard_blocks, 2, work)
+    encoder.finish()
 
 
-def _packed(tile: Tile, value: Tensor, scratch: Scratch) -> npt.NDArray[np.uint8]:
-    """The bits of a tile: 1 where the value is at least 0, none past a block's valid count."""
-    bits = np.greater_equal(value.numpy(), np.float32(0), out=scratch.truth(tile))
-    clear_tails(tile, bits)
-    return np.packbits(bits.reshape(-1), bitorder="little")
+def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
+    """`onebit.kernels.reference.average` in tiles."""
+    flag = int(received.flags.max())
+    _write_headers(out, flag)
+    if flag:
+        return
+
+    packed, encoder, mean = Packed(received), Encoder(span, residual, out, live), 1 / received.rows
+
+    def work(tile: Tile, scratch: Scratch) -> None:
+        total = scratch.signs(0, tile, packed.bits(tile, 0)).mul_(packed.scales(tile, 0))
+        for i in range(1, received.rows):
+            total.addcmul_(scratch.signs(1, tile, packed.bits(tile, i)), packed.scales(tile, i))
+        c = encoder.left_out(tile, scratch)
+        if received.rows & (received.rows - 1):
+            c.add_(total.mul_(mean))
+        else:  # a power of two: its multiple is exact, so that rounding once is rounding twice
+            c.add_(total, alpha=mean)
+        encoder.encode(tile, c, scratch)
+
+    for_tiles(span, span.count, 2, work)
+    encoder.finish()
+
+
+def decode(span: Span, messages: Messages, out: Pointers) -> None:
+    """`onebit.kernels.reference.decode` in tiles."""
+
+    accepted = torch.ones(messages.rows, dtype=torch.float32, device="cpu").masked_fill_(messages.flags != 0, math.nan)
+    packed = Packed(messages, accepted.repeat_interleave(messages.format.shard_blocks)[:, None])
+
+    def work(tile: Tile, scratch: Scratch) -> None:
+        signs, scales = scratch.signs(0, tile, packed.bits(tile)), packed.scales(tile)
+        for s in tile.segments:
+            x = segment_of(out, s)
+            for rows, part in () if x is None else pieces(tile, s, x):
+                sign = signs[rows, : part.shape[1]]
+                if part.dtype == torch.float32:
+                    torch.mul(sign, scales[rows], out=part)
+                else:
+                    part.copy_(sign.mul_(scales[rows]))
+
+    for_tiles(span, messages.format.shard_blocks, 1, work)
+
+
+def _write_headers(out: Messages, flag: int) -> None:
+    out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
+    out.flags.fill_(flag)

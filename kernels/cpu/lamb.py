@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.cpu.adam import adam_step, gradient
-from onebit.kernels.cpu.codec import Packed
+from onebit.kernels.cpu.messages import Packed
 from onebit.kernels.cpu.tiles import (
     Parameter,
     Scratch,
     Tile,
-    clear_dead,
+    clear_masked,
     clear_tails,
     cut,
     for_tiles,
@@ -54,8 +54,8 @@ def lamb_warmup(
 
     def norms(tile: Tile, scratch: Scratch) -> None:
         for s in tile.segments:
-            x, h, u = Parameter(tile, s, params, master).value, groups[s.group], cut(scratch.room(0, tile), s).zero_()
-            g = gradient(grads, s, groups, scratch.room(1, tile))
+            x, h, u = Parameter(tile, s, params, master).value, groups[s.group], cut(scratch.buffer(0, tile), s).zero_()
+            g = gradient(grads, s, groups, scratch.buffer(1, tile))
             adam_step(u, g, tile.cut(exp_avg, s), tile.cut(exp_avg_sq, s), h, lr=-1.0)
             if h.weight_decay:
                 u.add_(x, alpha=h.weight_decay)
@@ -73,7 +73,7 @@ def lamb_warmup(
         for s in tile.segments:
             h, x = groups[s.group], Parameter(tile, s, params, master)
             lr = h.lr * factors[s.parameter]
-            root = torch.sqrt(tile.cut(exp_avg_sq, s), out=cut(scratch.room(0, tile), s)).add_(h.eps / h.bias2)
+            root = torch.sqrt(tile.cut(exp_avg_sq, s), out=cut(scratch.buffer(0, tile), s)).add_(h.eps / h.bias2)
             if h.weight_decay:
                 x.value.add_(x.value, alpha=-lr * h.weight_decay)
             x.value.addcdiv_(tile.cut(exp_avg, s), root, value=-lr * h.bias1 / h.bias2)
@@ -108,14 +108,14 @@ def lamb_statistics(
     d, v_rows = d.view(span.count, -1), exp_avg_sq.view(span.count, -1)
 
     def work(tile: Tile, scratch: Scratch) -> None:
-        v, own, frozen = tile.of(v_rows), of_tile(tile, eps), scratch.room(0, tile)
+        v, own, frozen = tile.of(v_rows), of_tile(tile, eps), scratch.buffer(0, tile)
         moment.update(tile, v, scratch)
         scaled_d = tile.of(d) if gamma is None else torch.mul(tile.of(d), of_tile(tile, gammas), out=frozen)
         torch.reciprocal(scaled_d, out=frozen)
         if ratio == "variance":  # 1 / d is sqrt(v_T) + eps
             frozen.sub_(own).clamp_(min=0).square_().div_(v)
         else:
-            frozen.div_(torch.sqrt(v, out=scratch.room(1, tile)).add_(own))
+            frozen.div_(torch.sqrt(v, out=scratch.buffer(1, tile)).add_(own))
         largest = _largest(tile, frozen, live, scratch)
         if not bool(largest.isfinite().all()):  # v = 0 or d = 0 somewhere: these do not count
             frozen.masked_fill_((v <= 0) | (tile.of(d) <= 0), 0)
@@ -155,14 +155,14 @@ class _SecondMoment:
             ).square_() * rest2
 
     def update(self, tile: Tile, v: Tensor, scratch: Scratch) -> None:
-        """Rooms 0 and 1 are used."""
+        """v of a tile, in place. Overwrites scratch buffers 0 and 1."""
         beta2, bits = of_tile(tile, self._beta2), self._now.bits(tile)
         if self._before is not None:
             _decay(v, beta2, tile.of(self._stayed))
             v.addcmul_(scratch.floats(0, tile, bits ^ self._before.bits(tile)), tile.of(self._change))
         else:
             g = scratch.signs(0, tile, bits).mul_(self._now.scales(tile))
-            g.sub_(torch.mul(tile.of(self._dense), of_tile(tile, self._beta1), out=scratch.room(1, tile)))
+            g.sub_(torch.mul(tile.of(self._dense), of_tile(tile, self._beta1), out=scratch.buffer(1, tile)))
             _decay(v, beta2, g.square_().mul_(tile.of(self._factor)))
         clear_tails(tile, v)
 
@@ -176,7 +176,7 @@ def _decay(v: Tensor, beta2: float | Tensor, more: Tensor) -> None:
 
 
 def _largest(tile: Tile, value: Tensor, live: Tensor | None, scratch: Scratch) -> Tensor:
-    """Of each block, among valid and live elements. Room 1 is used."""
+    """The maximum of each block over its valid and live elements. Overwrites scratch buffer 1."""
     clear_tails(tile, value)
-    clear_dead(value, tile.live(live), scratch.room(1, tile))
+    clear_masked(value, tile.live(live), scratch.buffer(1, tile))
     return torch.amax(value, 1)

@@ -1,4 +1,4 @@
-"""A CPU pass, tile by tile: cutting a span, reaching parameters where they lie, scratch that stays in the cache.
+"""Running a CPU pass tile by tile: cutting a span, the parameters' parts of a tile, scratch that stays in the cache.
 
 A tile costs some twenty calls of a microsecond or two beside its sweeps, so what is the same for all tiles of a pass
 is made before the first, and what is the same in every step is made once.
@@ -63,18 +63,18 @@ class Tile:
 
 
 class Scratch:
-    """Room for a few tiles, reused from tile to tile."""
+    """Buffers of a tile each, reused from tile to tile."""
 
-    def __init__(self, blocks: int, block_size: int, rooms: int) -> None:
+    def __init__(self, blocks: int, block_size: int, buffers: int) -> None:
         self._blocks = blocks
-        self._rooms = [torch.empty(blocks, block_size, dtype=torch.float32, device="cpu") for _ in range(rooms)]
-        self._words = [room.numpy().reshape(-1, 8) for room in self._rooms]
+        self._buffers = [torch.empty(blocks, block_size, dtype=torch.float32, device="cpu") for _ in range(buffers)]
+        self._words = [buffer.numpy().reshape(-1, 8) for buffer in self._buffers]
         self._truth = np.empty((blocks, block_size), dtype=np.bool_)
 
-    def room(self, index: int, tile: Tile) -> Tensor:
+    def buffer(self, index: int, tile: Tile) -> Tensor:
         """[count, block_size]"""
-        room = self._rooms[index]
-        return room if tile.count == self._blocks else room[: tile.count]
+        buffer = self._buffers[index]
+        return buffer if tile.count == self._blocks else buffer[: tile.count]
 
     def truth(self, tile: Tile) -> npt.NDArray[np.bool_]:
         """bool [count, block_size]"""
@@ -83,12 +83,12 @@ class Scratch:
     def signs(self, index: int, tile: Tile, bits: npt.NDArray[np.uint8]) -> Tensor:
         """+1 and -1 for a tile of packed bits."""
         _SIGNS_OF_BYTE.take(bits, axis=0, out=self._words[index][: len(bits)], mode="clip")
-        return self.room(index, tile)
+        return self.buffer(index, tile)
 
     def floats(self, index: int, tile: Tile, bits: npt.NDArray[np.uint8]) -> Tensor:
         """1 and 0 for a tile of packed bits."""
         _FLOATS_OF_BYTE.take(bits, axis=0, out=self._words[index][: len(bits)], mode="clip")
-        return self.room(index, tile)
+        return self.buffer(index, tile)
 
 
 class Parameter:
@@ -108,18 +108,18 @@ class Parameter:
             self._home.copy_(self.value)
 
 
-def scaled(pointers: Pointers, s: Segment, room: Tensor, *factors: float) -> Tensor | None:
+def scaled(pointers: Pointers, s: Segment, buffer: Tensor, *factors: float) -> Tensor | None:
     """A segment times its factors, one after the other, in fp32: the tensor itself where that changes nothing, else
-    the segment's part of `room`. None where there is no tensor.
+    the segment's part of `buffer`. None where there is no tensor.
     """
     source = segment_of(pointers, s)
     if source is None:
         return None
     if source.dtype != torch.float32:
-        source = cut(room, s).copy_(source)
+        source = cut(buffer, s).copy_(source)
     for factor in factors:
         if factor != 1:
-            source = torch.mul(source, factor, out=cut(room, s))
+            source = torch.mul(source, factor, out=cut(buffer, s))
     return source
 
 
@@ -128,10 +128,10 @@ def segment_of(pointers: Pointers, s: Segment) -> Tensor | None:
     return None if tensor is None else tensor.view(-1)[s.start : s.stop]
 
 
-def cut(room: Tensor, s: Segment) -> Tensor:
+def cut(buffer: Tensor, s: Segment) -> Tensor:
     """A segment's part of a tile."""
-    flat, numel = room.view(-1), s.stop - s.start
-    return flat if numel == room.numel() else flat[s.offset : s.offset + numel]
+    flat, numel = buffer.view(-1), s.stop - s.start
+    return flat if numel == buffer.numel() else flat[s.offset : s.offset + numel]
 
 
 def pieces(tile: Tile, s: Segment, value: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -151,15 +151,16 @@ def sum_squares(tile: Tile, s: Segment, value: Tensor, out: Tensor) -> None:
 
 
 def clear_tails(tile: Tile, value: Tensor | npt.NDArray[np.bool_]) -> None:
+    """Set padding to 0."""
     for row in tile.tails:
         value[row, int(tile.counts[row]) :] = 0
 
 
-def clear_dead(value: Tensor, live: npt.NDArray[np.uint8] | None, room: Tensor) -> None:
-    """0 where `live` has no bit. `room` is overwritten."""
+def clear_masked(value: Tensor, live: npt.NDArray[np.uint8] | None, buffer: Tensor) -> None:
+    """Set `value` to 0 where `live` has no bit. `buffer` is overwritten."""
     if live is not None:
-        np.take(_MASKS_OF_BYTE, live.reshape(-1), axis=0, out=room.numpy().view(np.int32).reshape(-1, 8), mode="clip")
-        value.view(torch.int32).bitwise_and_(room.view(torch.int32))
+        np.take(_MASKS_OF_BYTE, live.reshape(-1), axis=0, out=buffer.numpy().view(np.int32).reshape(-1, 8), mode="clip")
+        value.view(torch.int32).bitwise_and_(buffer.view(torch.int32))
 
 
 def count_live(live: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
@@ -188,7 +189,7 @@ def of_owner(span: Span, values: Tensor) -> Tensor:
 
 
 def of_tile(tile: Tile, value: float | Tensor) -> float | Tensor:
-    """What `per_block` gave, for a tile."""
+    """A tile's part of a result of `per_block`."""
     return tile.of(value) if isinstance(value, Tensor) else value
 
 
@@ -207,16 +208,16 @@ def groups_of(hyper: Tensor) -> list[Hyper]:
 def for_tiles(
     span: Span,
     shard_blocks: int,
-    rooms: int,
+    buffers: int,
     work: Callable[[Tile, Scratch], None],
     accepted: Messages | None = None,
 ) -> None:
-    """Run `work` on every tile. A tile lies in one message; those that `accepted` flags are passed over."""
+    """Run `work` on every tile. Each lies in one message; tiles of messages flagged in `accepted` are skipped."""
     most = min(max(1, tuner.cpu_tile() // span.layout.block_size), shard_blocks)
-    passed_over = [False] * (span.count // shard_blocks) if accepted is None else (accepted.flags != 0).tolist()
-    scratch = Scratch(most, span.layout.block_size, rooms)
+    skipped = [False] * (span.count // shard_blocks) if accepted is None else (accepted.flags != 0).tolist()
+    scratch = Scratch(most, span.layout.block_size, buffers)
     for tile in _tiles(span, shard_blocks, most):
-        if not passed_over[tile.row]:
+        if not skipped[tile.row]:
             work(tile, scratch)
 
 

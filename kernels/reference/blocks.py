@@ -1,0 +1,65 @@
+"""A span as a matrix, one row a block: what every pass of the reference is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.layout import Span
+from onebit.kernels.data.pointers import Pointers
+
+
+def gather(span: Span, pointers: Pointers) -> Tensor:
+    """The tensors' elements in fp32 [blocks, block_size]; 0 in padding and where there is no tensor."""
+    flat = torch.zeros(span.elements, dtype=torch.float32, device=pointers.device)
+    for s in span.segments():
+        tensor = pointers.tensors[s.parameter]
+        if tensor is not None:
+            flat[s.offset : s.offset + s.stop - s.start] = tensor.view(-1)[s.start : s.stop]
+    return flat.view(span.count, -1)
+
+
+def scatter(span: Span, pointers: Pointers, step: Callable[[Tensor], Tensor]) -> None:
+    """Replace the tensors' elements x by step(x); step maps [blocks, block_size] to the same shape."""
+    flat = step(gather(span, pointers)).reshape(-1)
+    for s in span.segments():
+        tensor = pointers.tensors[s.parameter]
+        if tensor is not None:
+            tensor.view(-1)[s.start : s.stop] = flat[s.offset : s.offset + s.stop - s.start]
+
+
+def hyper_columns(span: Span, hyper: Tensor) -> Hyper:
+    """Each hyper-parameter as a column [blocks, 1] instead of a float."""
+    group = torch.from_numpy(span.layout.group[span.layout.owner(span.first, span.count)])
+    return Hyper._make(hyper[group.to(hyper.device)].unsqueeze(-1).unbind(1))
+
+
+def owner_of_blocks(span: Span, device: torch.device) -> Tensor:
+    """int64 [blocks]: the parameter that each block belongs to."""
+    return torch.from_numpy(span.layout.owner(span.first, span.count)).to(device)
+
+
+def parameter_column(span: Span, values: Tensor) -> Tensor:
+    """[blocks, 1]: from one value a parameter, the value of each block's parameter."""
+    return values[owner_of_blocks(span, values.device)][:, None]
+
+
+def element_mask(span: Span, device: torch.device, live: Tensor | None = None) -> Tensor:
+    """bool [blocks, block_size]: which elements are valid, and have their bit in the live mask where there is one."""
+    counts = torch.from_numpy(span.counts()).to(device)
+    mask = torch.arange(span.layout.block_size, device=device) < counts[:, None]
+    return mask if live is None else mask & unpack(live, span.layout.block_size)
+
+
+def unpack(packed: Tensor, block_size: int) -> Tensor:
+    """bool [blocks, block_size] from packed bits."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).view(-1, block_size) != 0
+
+
+def signed(positive: Tensor, scale: Tensor) -> Tensor:
+    """+scale where `positive`, -scale elsewhere."""
+    return torch.where(positive, scale, -scale)
