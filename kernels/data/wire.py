@@ -25,6 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.checks import is_one_of as is_one_of
 from onebit.kernels.data.layout import Layout
 
 Scale = Literal["block", "tensor"]
@@ -39,11 +40,6 @@ FLAGS_WORD = 1
 
 class MessageError(RuntimeError):
     """What has arrived is no message of this exchange."""
-
-
-def is_one_of(value: object, names: tuple[str, ...]) -> bool:
-    """Whatever `value` is: a tensor, say, can't be compared with a name."""
-    return isinstance(value, str) and value in names
 
 
 def _aligned(nbytes: int) -> int:

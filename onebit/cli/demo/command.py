@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from onebit.cli.arguments import whole_number_from
 from onebit.cli.demo import codec as demo_codec
 from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.ranks import DemoError, Launcher, lines_of
@@ -21,13 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.add_argument("--optimizer", choices=RATE, default=defaults.optimizer, help="default: %(default)s")
     parser.add_argument(
-        "--ranks", type=_between(2, 64), default=defaults.ranks, metavar="N", help="processes (default: %(default)s)"
+        "--ranks",
+        type=whole_number_from(2, 64),
+        default=defaults.ranks,
+        metavar="N",
+        help="processes (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=_between(10, 10_000), default=defaults.steps, metavar="N", help="default: %(default)s"
+        "--steps", type=whole_number_from(10, 10_000), default=defaults.steps, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
-        "--seed", type=_between(0, 2**31), default=defaults.seed, metavar="N", help="default: %(default)s"
+        "--seed", type=whole_number_from(0, 2**31), default=defaults.seed, metavar="N", help="default: %(default)s"
     )
     parser.add_argument("--codec", action="store_true", help="show the 1-bit codec instead, in a few seconds")
     parser.add_argument(
@@ -112,12 +116,3 @@ def _writing(out: Path) -> Iterator[None]:
         raise DemoError(
             f"the plot could not be written to {str(out)!r} ({error.strerror}): choose another --out", code=2
         ) from error
-
-
-def _between(least: int, most: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not re.fullmatch(r"\d{1,9}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
-        return int(text)
-
-    return number

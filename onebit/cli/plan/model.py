@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from onebit.collectives.chunking import candidates
+from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.data.wire import Format
 from onebit.kernels.tuning.workload import bytes_per_element
@@ -64,7 +65,7 @@ class Cluster:
             if each.name == "rates":
                 continue
             least = "0 or more" if "latency" in each.name else "above 0"
-            if not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in each.name))):
+            if not is_finite(value) or value < 0 or (value == 0 and "latency" not in each.name):
                 raise ValueError(f"{each.name} is {value}: it is a finite number {least}")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
@@ -129,13 +130,15 @@ class Model:
     local: float | None = None  # seconds of an optimizer's own work in any stage; None: what its passes take
 
     def __post_init__(self) -> None:
-        if self.elements < 1 or self.accumulation < 1:
-            raise ValueError(f"elements is {self.elements}, accumulation is {self.accumulation}: both are 1 or more")
+        if not is_whole(self.elements, least=1) or not is_whole(self.accumulation, least=1):
+            raise ValueError(
+                f"elements is {self.elements}, accumulation is {self.accumulation}: both are whole numbers, 1 or more"
+            )
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}: it is a share of the steps, from 0 to 1")
         for name in ("forward", "backward", "local"):
             seconds = getattr(self, name)
-            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            if seconds is not None and not (is_finite(seconds) and seconds >= 0):
                 raise ValueError(f"{name} is {seconds}: it is a finite time, 0 or more")
 
 
