@@ -45,7 +45,7 @@ def choose_chunks(
     transport.all_max(agreed, "agreeing on the number of chunks (all-reduce of one number)")
     if int(agreed) > 0:
         return int(agreed)
-    seconds = measure_chunks(transport, numel, device, scale, norm, block_size, options)
+    seconds = measure_chunks(transport, numel, device, scale=scale, norm=norm, block_size=block_size, options=options)
     best, _ = remember_chunks(transport, numel, device, seconds)
     if transport.rank == 0:
         table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
@@ -70,6 +70,7 @@ def measure_chunks(
     transport: Transport,
     numel: int,
     device: torch.device,
+    *,
     scale: Scale,
     norm: Norm,
     block_size: int,

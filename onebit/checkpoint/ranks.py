@@ -5,7 +5,6 @@ What they tell each other is JSON in uint8 tensors: nothing that comes from anot
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onebit.collectives.agreement import all_gather_values
+from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Transport, collective_errors
 from onebit.collectives.transport.torch import TorchTransport
@@ -55,14 +54,8 @@ class Together:
 
     def tell(self, value: Any) -> list[Any]:
         """`value`, which JSON can hold, of every rank. A collective call."""
-        if self.size == 1:
-            return [value]
         phase = "telling the ranks how a checkpoint went (all-gather)"
-        text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self._device)
-        lengths = all_gather_values(self._transport, length, phase).view(-1).tolist()
-        sent = torch.tensor(list(text.ljust(max(lengths))), dtype=torch.uint8, device=self._device)
-        return [json.loads(bytes(row.tolist())) for row in all_gather_values(self._transport, sent, phase).cpu()]
+        return all_gather_json(self._transport, self._device, value, phase)
 
     @contextmanager
     def inside_dcp(self, what: str) -> Iterator[None]:

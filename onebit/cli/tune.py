@@ -109,7 +109,17 @@ def _tune_chunks(
             show(options[options.index(chunks) + 1])
 
     show(options[0])
-    seconds = measure_chunks(transport, elements, device, "block", "l1", BLOCK_SIZE, options, measured, dtype)
+    seconds = measure_chunks(
+        transport,
+        elements,
+        device,
+        scale="block",
+        norm="l1",
+        block_size=BLOCK_SIZE,
+        options=options,
+        progress=measured,
+        dtype=dtype,
+    )
     best, saved = remember_chunks(transport, elements, device, seconds)
     for chunks, each in seconds.items():
         say(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")

@@ -105,6 +105,7 @@ def record(
 ) -> Recorded:
     """Run a case's steps, from step `first`, on this rank."""
     all_reduce = case.all_reduce(group, device) if all_reduce is None else all_reduce
+    all_reduce.prepare()
     states, results = [state_of(all_reduce)], []
     for step in range(first, case.steps):
         tensors = [x.to(device) for x in case.inputs(rank, step)]

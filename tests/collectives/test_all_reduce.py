@@ -217,6 +217,13 @@ def test_a_damaged_state_changes_nothing(damage):
     assert steps.same_state(before, steps.state_of(all_reduce))
 
 
+def test_the_numbers_of_a_damaged_state_are_shown():
+    all_reduce = CompressedAllReduce(100, chunks=1)
+    state = all_reduce.state_dict() | {"format": "seven", "wire_bytes": True}
+    with pytest.raises(ValueError, match=r"are numbers, not \[0, 1, 'seven', True\]"):
+        all_reduce.load_state_dict(state)
+
+
 def test_a_state_of_another_rank_is_refused():
     all_reduce = CompressedAllReduce(100, chunks=1)
     with pytest.raises(ValueError, match="saved by rank 1, this is rank 0"):

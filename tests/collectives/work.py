@@ -119,7 +119,7 @@ def replies_of(rank: int, size: int, case: Case) -> tuple[bytes, bytes]:
     all_reduce = case.all_reduce(group())
     (tensor,) = case.inputs(rank, 0)
     all_reduce(tensor)
-    exchange = all_reduce.exchange
+    exchange = all_reduce.prepare()
     messages = exchange.replies
     spread = torch.full_like(tensor, torch.nan)
     exchange.backend.decode(exchange.layout.all(), messages, Pointers.to(exchange.layout, [spread]))
@@ -130,7 +130,7 @@ def gathered_server(rank: int, size: int, case: Case) -> tuple[bytes, dict[str, 
     """E of all ranks as this rank gathered it, and its own state."""
     all_reduce = case.all_reduce(group())
     steps.record(case, rank, group(), all_reduce=all_reduce)
-    return all_reduce.exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
+    return all_reduce.prepare().gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
 
 
 def dtypes_differ(rank: int, size: int) -> str:
@@ -191,7 +191,7 @@ def watched(rank: int, size: int, case: Case, calls: int) -> tuple[list[str], in
         transport.events.clear()
         transport.sent = 0
         all_reduce(case.inputs(rank, call))
-    return transport.events, transport.sent, all_reduce.wire_bytes, all_reduce.exchange.format.nbytes
+    return transport.events, transport.sent, all_reduce.wire_bytes, all_reduce.prepare().format.nbytes
 
 
 def warned(rank: int, size: int, case: Case) -> list[str]:
@@ -375,7 +375,7 @@ def measuring(seconds: list[float]) -> Iterator[list[list[int]]]:
     real, clock = chunking.measure_chunks, chunking.time
 
     def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
-        measured.append(list(args[6]))
+        measured.append(list(kwargs["options"]))
         chunking.time = Clock(seconds)
         try:
             return real(*args, **kwargs)
@@ -399,7 +399,7 @@ def choices(
             transport = Watched(transport_for(group()))
             all_reduce = case.all_reduce(transport)
             before = len(measured)
-            made.append(Choice(all_reduce.chunks, len(measured) - before, transport.events))
+            made.append(Choice(all_reduce.prepare().layout.chunks, len(measured) - before, transport.events))
             if fresh:
                 tuner.forget()
     return made
@@ -429,11 +429,11 @@ def really_measured(
             transport,
             numel,
             torch.device("cpu"),
-            case.scale,
-            case.norm,
-            case.block_size,
-            options,
-            lambda chunks, s: seen.append((chunks, s)),
+            scale=case.scale,
+            norm=case.norm,
+            block_size=case.block_size,
+            options=options,
+            progress=lambda chunks, s: seen.append((chunks, s)),
         )
         assert list(seconds.items()) == seen
         return options, seen, steps.record(case, rank, group())
