@@ -12,10 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 from onebit.cli import main as cli
-from onebit.cli.demo import command as demo
-from onebit.cli.demo.ranks import DemoError
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.options import OPTIONS
+from onebit.report.plots import check_plot
 from tests.fuzz.mutate import Source, pick
 
 _WORDS = (
@@ -85,10 +84,8 @@ class CommandLine:
         room = Path(self.room.name)
         before = os.listdir(room)
         try:
-            demo._check_plot(room / name.replace("/", "_"))
-        except DemoError as error:
-            if error.code != 2:
-                raise
+            check_plot(room / name.replace("/", "_"))
+        except ValueError:
             return "plot, refused"
         finally:
             if os.listdir(room) != before:

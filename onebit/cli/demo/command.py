@@ -15,6 +15,7 @@ from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.ranks import DemoError, Launcher, lines_of
 from onebit.cli.demo.train import RATE, Settings, parse_line
 from onebit.cli.progress import Progress
+from onebit.report.plots import check_plot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,24 +89,10 @@ def train(settings: Settings, progress: Progress, launcher: Launcher | None = No
 
 
 def _check_plot(out: Path) -> bool:
-    """Whether there is matplotlib; a DemoError where it could not write `out`. Found out before the work."""
     try:
-        import matplotlib
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        return False
-    matplotlib.use("Agg")
-    kinds, kind = FigureCanvasBase.get_supported_filetypes(), out.suffix.lstrip(".").lower()
-    if kind not in kinds:
-        raise DemoError(f"a plot cannot be a {kind!r} file: choose another --out, such as onebit-demo.png", code=2)
-    there = out.exists()
-    with _writing(out):
-        out.open("ab").close()
-        if not there:
-            out.unlink()
-    return True
+        return check_plot(out)
+    except ValueError as error:
+        raise DemoError(f"{error}; choose another --out", code=2) from error
 
 
 @contextlib.contextmanager

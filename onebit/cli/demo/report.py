@@ -83,6 +83,9 @@ def describe(record: Record) -> str:
 
 def plot(record: Record, path: Path) -> None:
     """Losses above, bytes below, over the steps. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     assert record.end is not None

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from onebit.cli import main as cli
-from onebit.cli.demo import command as demo
 from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
 from onebit.cli.demo.ranks import Process
@@ -190,14 +189,6 @@ def test_a_plot_that_cannot_be_written_is_an_error_before_the_work(out, tmp_path
     assert cli.main(["demo", "--out", str(tmp_path / out)]) == 2
     captured = capsys.readouterr()
     assert "--out" in captured.err and "starting" not in captured.err
-
-
-def test_trying_where_the_plot_goes_leaves_what_is_there(tmp_path):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "plot.png"
-    assert demo._check_plot(out) and not out.exists()
-    out.write_bytes(b"before")
-    assert demo._check_plot(out) and out.read_bytes() == b"before"
 
 
 def record():
