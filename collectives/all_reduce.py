@@ -118,7 +118,15 @@ class CompressedAllReduce:
         self.transport.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
 
         def compress(chunk: Chunk) -> None:
-            backend.compress(chunk.span, x, None, chunk.residual, self._hyper, self._flags, chunk.sent)
+            backend.compress(
+                chunk.span,
+                x,
+                momentum=None,
+                residual=chunk.residual,
+                hyper=self._hyper,
+                flags=self._flags,
+                out=chunk.sent,
+            )
 
         exchange.run(compress, lambda chunk: backend.decode(chunk.span, chunk.replies, x))
         x.release()
@@ -194,7 +202,7 @@ class CompressedAllReduce:
 
     def _build(self, chunks: int) -> Exchange:
         layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size, chunks=chunks)
-        return Exchange(layout, self.transport, self.device, self._scale, self._norm)
+        return Exchange(layout, self.transport, self.device, scale=self._scale, norm=self._norm)
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:
         if tensors and tensors[0].device != self.device:

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and what goes wrong with them."""
+"""Arguments that several commands have in common, and what can be wrong with them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from onebit.cli import main as cli
+from onebit.cli.arguments import CommandError, pick_device
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.options import OPTIONS
 from onebit.report.plots import check_plot
@@ -93,43 +94,43 @@ class CommandLine:
         return "plot, accepted"
 
 
-_parser = functools.cache(cli._parser)  # most of a case's time
+_parser = functools.cache(cli.parser)  # most of a case's time
 
 
 def _main(words: list[str]) -> str:
-    """`onebit WORDS`: the plan without its plot, other commands that do nothing but look at the device."""
+    """`onebit WORDS`: the plan without its plot, other commands that do nothing but check the device."""
     started = []
 
     def run(arguments: argparse.Namespace) -> None:
         started.append(arguments)
         if arguments.command == "tune":
-            cli.pick_device(arguments.device)
+            pick_device(arguments.device)
         if arguments.command == "plan":
             arguments.plot = None
             plan.run(arguments)
 
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
-    told = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    errors = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
     with (
-        mock.patch.object(cli, "_COMMANDS", dict.fromkeys(cli._COMMANDS, run)),
-        mock.patch.object(cli, "_parser", _parser),
+        mock.patch.object(cli, "COMMANDS", dict.fromkeys(cli.COMMANDS, run)),
+        mock.patch.object(cli, "parser", _parser),
         contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stderr(errors),
     ):
         try:
             code = cli.main(words)
         except SystemExit as end:
             code = end.code  # type: ignore[assignment]
-    told.flush()
-    said = told.buffer.getvalue()  # type: ignore[attr-defined]
-    if code not in (0, 2) or (code == 2) != (b"error" in said) or b"Traceback" in said:
-        raise AssertionError(f"onebit {words} ended with {code} and said {said!r}")
+    errors.flush()
+    text = errors.buffer.getvalue()  # type: ignore[attr-defined]
+    if code not in (0, 2) or (code == 2) != (b"error" in text) or b"Traceback" in text:
+        raise AssertionError(f"onebit {words} ended with {code} and wrote {text!r}")
     return f"exit {code}"
 
 
 def _device(text: str) -> str:
     try:
-        cli.pick_device(text)
-    except cli.CommandError:
+        pick_device(text)
+    except CommandError:
         return "device, refused"
     return "device, accepted"

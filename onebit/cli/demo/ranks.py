@@ -57,10 +57,10 @@ class Process:
             lines.put(line.rstrip("\n"))
 
     def report(self) -> str:
-        """How it ended, and the last it had to say."""
-        code, said = self.running.returncode, self.last_lines()
+        """How it ended, and the last lines of its errors."""
+        code, last = self.running.returncode, self.last_lines()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
-        return "\n    ".join([f"{self.name} {how}" + ("; its last lines:" if said else ""), *said])
+        return "\n    ".join([f"{self.name} {how}" + ("; its last lines:" if last else ""), *last])
 
     def last_lines(self) -> list[str]:
         self._errors.seek(0)

@@ -135,7 +135,15 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
         losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
         counted = None if LOCAL in os.environ else [run.counted for run in runs]
         mean, sent = _mean(list(losses), device), [run.sent for run in runs]
-        _print_line(rank, Step(step, runs[1].compressing, mean, list(seconds), sent, counted))
+        done = Step(
+            step=step,
+            compressing=runs[1].compressing,
+            losses=mean,
+            seconds=list(seconds),
+            sent=sent,
+            counted=counted,
+        )
+        _print_line(rank, done)
     windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
     _print_line(rank, End(_mean([run.held_out_loss(windows) for run in runs], device)))
 

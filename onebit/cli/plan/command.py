@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
-    """What the options, the file and the presets together say."""
+    """The options, the file and the presets, merged."""
     values: dict[str, Any] = {"dtype": "float16"}
     for preset in (MODELS.get(arguments.model), CLUSTERS.get(arguments.cluster)):
         values |= _parsed(preset or {}, "preset")

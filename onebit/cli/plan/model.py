@@ -36,7 +36,7 @@ from onebit.kernels.data.wire import Format
 from onebit.kernels.tuning.workload import bytes_per_element
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
-SLOWEST, FASTEST = 1e6, 1e13  # bit/s: where `pays_below` looks
+SLOWEST, FASTEST = 1e6, 1e13  # bit/s: the range of `pays_below`
 Overlap = Literal["none", "uncompressed", "both"]
 
 
@@ -127,7 +127,7 @@ class Model:
     optimizer: Literal["adam", "lamb"] = "adam"
     warmup: float = 0.15  # share of the steps that are stage 1
     overlap: Overlap = "uncompressed"
-    local: float | None = None  # seconds of an optimizer's own work in any stage; None: what its passes take
+    local: float | None = None  # seconds of an optimizer's own work in any stage; None: those of its passes
 
     def __post_init__(self) -> None:
         if not is_whole(self.elements, least=1) or not is_whole(self.accumulation, least=1):
@@ -144,7 +144,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds, taken apart. `communication` is what neither backward nor passes hide."""
+    """Seconds, part by part. `communication` is what neither backward nor passes hide."""
 
     forward: float
     backward: float
@@ -171,13 +171,20 @@ def message_bytes(elements: int, ranks: int, chunks: int = 1) -> int:
 
 
 def exchange(elements: int, cluster: Cluster, itemsize: int, chunks: int, use: str | None) -> tuple[float, float]:
-    """Seconds of `Exchange.run` with a pass `use` on the replies, and how many of them the passes take."""
+    """Seconds of `Exchange.run` with a pass `use` on the replies, and the seconds of its passes alone."""
     size = message_bytes(elements, cluster.gpus, chunks) / chunks
     part = elements / chunks
     compress = pass_seconds("compress", part, cluster, itemsize)
     average = pass_seconds("average", part / cluster.gpus, cluster, itemsize)
     used = pass_seconds(use, part, cluster, itemsize) if use else 0.0
-    total = pipelined(chunks, compress, cluster.all_to_all(size), average, cluster.all_gather(size), used)
+    total = pipelined(
+        chunks,
+        compress=compress,
+        gather=cluster.all_to_all(size),
+        average=average,
+        scatter=cluster.all_gather(size),
+        use=used,
+    )
     return total, chunks * (compress + average + used)
 
 
@@ -201,7 +208,7 @@ def compressed_all_reduce(elements: int, cluster: Cluster, itemsize: int = 4, ch
     """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
     options = candidates(elements, cluster.gpus, BLOCK_SIZE) if chunks is None else [chunks]
     scan = pass_seconds("scan", elements, cluster, itemsize) + cluster.agreement()
-    return scan + min(exchange(elements, cluster, itemsize, c, "decode")[0] for c in options)
+    return scan + min(exchange(elements, cluster, itemsize, chunks=c, use="decode")[0] for c in options)
 
 
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
@@ -222,16 +229,16 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     if chunks is None:
         options = candidates(model.elements, cluster.gpus, BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
-    n, itemsize = model.elements, model.itemsize
+    n, itemsize, hides = model.elements, model.itemsize, model.overlap == "both"
     if model.local is not None:
         size = message_bytes(n, cluster.gpus, chunks) / chunks
         time = chunks * (cluster.all_to_all(size) + cluster.all_gather(size))
-        return replace(_step(model, time, 0.0, model.overlap == "both", cluster.agreement()), chunks=chunks)
+        return replace(_step(model, time, 0.0, hides=hides, agreement=cluster.agreement()), chunks=chunks)
     adam = model.optimizer == "adam"
-    total, passes = exchange(n, cluster, itemsize, chunks, "adam_update" if adam else None)
+    total, passes = exchange(n, cluster, itemsize, chunks=chunks, use="adam_update" if adam else None)
     after = [] if adam else ["lamb_statistics", "lamb_update"]
     local = _scan(model, cluster) + passes + sum(pass_seconds(name, n, cluster, itemsize) for name in after)
-    return replace(_step(model, total - passes, local, model.overlap == "both", cluster.agreement()), chunks=chunks)
+    return replace(_step(model, total - passes, local, hides=hides, agreement=cluster.agreement()), chunks=chunks)
 
 
 def end_to_end(model: Model, cluster: Cluster) -> float:

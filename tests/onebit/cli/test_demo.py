@@ -166,7 +166,7 @@ def test_a_process_that_does_not_end_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         (["--ranks", "0"], "from 2 to 64"),
         (["--ranks", "1"], "from 2 to 64"),
@@ -176,11 +176,11 @@ def test_a_process_that_does_not_end_is_killed(tmp_path):
         (["--optimizer", "sgd"], "'adam'"),
     ],
 )
-def test_a_wrong_option_is_named(options, told, capsys):
+def test_a_wrong_option_is_named(options, message, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", *options])
     assert stop.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["missing/plot.png", "plot.unknown", "plot", ".", "/proc/plot.png"])
@@ -198,7 +198,7 @@ def record():
     for i in range(1, 7):
         sent = [4_000_000 * i, 4_000_000 * min(i, 2) + 100_000 * max(0, i - 2)]
         losses, seconds = [5.0 - i / 2, 5.5 - i / 2], [0.5, 0.25 if i > 2 else 0.5]
-        made.add(Step(i, i > 2, losses, seconds, sent, [b + 1_000_000 for b in sent]))
+        made.add(Step(i, i > 2, losses, seconds, sent=sent, counted=[b + 1_000_000 for b in sent]))
     made.add(End([1.5, 1.25]))
     return made
 
@@ -229,11 +229,11 @@ def test_what_rank_0_prints_is_what_is_read(prefix):
 
 def test_the_text_is_split_and_the_model_sees_no_future():
     text = Text()
-    assert len(text._held) == (len(text._held) + len(text._train)) // 10
+    assert len(text.held) == (len(text.held) + len(text.train)) // 10
     windows = text.batch(3, torch.Generator().manual_seed(0))
     assert windows.shape == (3, LENGTH + 1) and int(windows.max()) < text.letters
-    torch.testing.assert_close(text.held_out(5)[0], text._held[: LENGTH + 1])
-    torch.testing.assert_close(text.held_out(5)[-1], text._held[-LENGTH - 1 :])
+    torch.testing.assert_close(text.held_out(5)[0], text.held[: LENGTH + 1])
+    torch.testing.assert_close(text.held_out(5)[-1], text.held[-LENGTH - 1 :])
     torch.manual_seed(0)
     model = Transformer(text.letters)
     other = windows.clone()
