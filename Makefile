@@ -18,7 +18,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP)  ## train with 1 bit and without, side by side; DEMO_ARGS="--optimizer lamb"
-	@$(BIN)/onebit demo $(DEMO_ARGS)
+	@mkdir -p build
+	@$(BIN)/onebit demo --out build/onebit-demo.png $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests but the slow ones: six minutes at most on two quiet cores
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same thing, and hold the same bits? A difference is an error on every rank, not a hang."""
+"""Do all ranks have the same options, and hold the same bits? A difference is an error on every rank, not a hang."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.collectives.transport.protocol import Transport
+from onebit.kernels.data.wire import MessageError
 
-_NBYTES = 2048
+_MOST_JSON = 2**24  # bytes of one rank's text
 _PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy
 _PRIME = 1000003
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,25 +22,49 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def agree(transport: Transport, device: torch.device, facts: Mapping[str, float | str]) -> None:
     """Compare `facts` over all ranks; raise a ValueError on each that names who differs and in what."""
-    text = json.dumps(facts, sort_keys=True).encode()
-    if len(text) > _NBYTES:
-        raise ValueError(f"{len(text)} bytes of facts to compare, {_NBYTES} at most")
-    sent = torch.tensor(list(text.ljust(_NBYTES)), dtype=torch.uint8, device=device)
-    everyone = all_gather_values(transport, sent, "comparing the ranks' layouts (all-gather)")
-    texts = [bytes(row.tolist()).rstrip() for row in everyone.cpu()]
+    everyone = all_gather_json(transport, device, dict(facts), "comparing the ranks' layouts (all-gather)")
+    texts = [json.dumps(each, sort_keys=True) for each in everyone]
     if len(set(texts)) == 1:
         return
-    usual = json.loads(Counter(texts).most_common(1)[0][0])
-    reference = next(rank for rank, t in enumerate(texts) if json.loads(t) == usual)
+    reference = texts.index(Counter(texts).most_common(1)[0][0])
+    usual = everyone[reference]
     differences = [
         f"rank {rank} has {name} {theirs.get(name)!r} where rank {reference} has {usual.get(name)!r}"
-        for rank, theirs in enumerate(map(json.loads, texts))
+        for rank, theirs in enumerate(everyone)
         for name in sorted(usual.keys() | theirs.keys())
         if theirs.get(name) != usual.get(name)
     ]
     raise ValueError(
         f"the ranks do not agree: {'; '.join(differences)}. Give every rank the same model and the same options"
     )
+
+
+def all_gather_json(transport: Transport, device: torch.device, value: Any, phase: str) -> list[Any]:
+    """`value`, which JSON can hold, of every rank. Nothing that comes from another rank is unpickled.
+
+    Lengths first, then the texts, padded. A MessageError where a length or a text can't be what a rank has sent: no
+    damaged length makes this rank allocate what no machine has.
+    """
+    text = json.dumps(value).encode()
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    lengths = all_gather_values(transport, length, phase).view(-1).tolist()
+    for rank, each in enumerate(lengths):
+        if not 0 < each <= _MOST_JSON or (rank == transport.rank and each != len(text)):
+            raise MessageError(
+                f"{phase}: rank {rank} announces {each} bytes, where 1 to {_MOST_JSON} are possible and this rank has "
+                f"{len(text)}: the message was damaged on the way, or the rank runs another onebit"
+            )
+    sent = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    found = []
+    for rank, row in enumerate(all_gather_values(transport, sent, phase).cpu()):
+        try:
+            found.append(json.loads(row.numpy().tobytes()))
+        except ValueError as error:
+            raise MessageError(
+                f"{phase}: what came from rank {rank} is no JSON ({error}): it was damaged on the way, or the rank "
+                f"runs another onebit"
+            ) from error
+    return found
 
 
 def all_gather_values(transport: Transport, values: Tensor, phase: str) -> Tensor:

@@ -9,7 +9,6 @@ so that over T calls the sum of the results differs from the sum of the means by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -20,10 +19,16 @@ from onebit.collectives.agreement import agree
 from onebit.collectives.chunking import choose_chunks
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.transport import transport_for
+from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Format, Norm, Scale
+
+_OTHER_TENSORS = (
+    "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
+    "block_size, scale, norm and number of ranks it was saved with"
+)
 
 
 class CompressedAllReduce:
@@ -35,7 +40,7 @@ class CompressedAllReduce:
     numel: elements of the tensor, or of each tensor of a list.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any group,
         this process alone.
-    chunks: pipeline stages; "auto" measures a few on the group at the first call and remembers the best.
+    chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
 
     A tensor with inf, NaN or a value beyond 2^40 on any rank gives NaN on every rank, as an uncompressed mean of inf
     would, and leaves the residuals as they were.
@@ -52,10 +57,10 @@ class CompressedAllReduce:
         chunks: int | Literal["auto"] = "auto",
         process_group: Any = None,
     ) -> None:
-        if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
+        if not is_one_of(chunks, ("auto",)) and not is_whole(chunks, least=1):
             raise ValueError(f'chunks must be a positive number or "auto", got {chunks!r}')
-        numels = [numel] if isinstance(numel, Integral) else numel
-        if not isinstance(numels, Sequence) or not all(isinstance(n, Integral) for n in numels):
+        numels: Any = [numel] if is_whole(numel) else numel
+        if not isinstance(numels, Sequence) or not all(map(is_whole, numels)):
             raise TypeError(f"numel={numel!r:.80}: it must be a number of elements, or a list of them")
         self.numels = [int(n) for n in numels]
         self.device = torch.device(device)
@@ -69,23 +74,33 @@ class CompressedAllReduce:
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hyper = hyper_table([Hyper()], self.device)
         self._pointers: Pointers | None = None
-        self._exchange = None if chunks == "auto" else self._built(chunks)
+        self._exchange = None if chunks == "auto" else self._build(int(chunks))
 
-    @property
-    def exchange(self) -> Exchange:
-        """Buffers and residuals. With chunks="auto" the first use measures, on all ranks together."""
+    def prepare(self) -> Exchange:
+        """Buffers and residuals, as the first call makes them. With chunks="auto" a collective call on all ranks."""
         if self._exchange is None:
-            common = facts(self.numels, self._block_size, "auto", self._scale, self._norm)
+            common = facts(self.numels, block_size=self._block_size, chunks="auto", scale=self._scale, norm=self._norm)
             agree(self.transport, self.device, common)
             chunks = choose_chunks(
-                self.transport, sum(self.numels), self.device, self._scale, self._norm, self._block_size
+                self.transport,
+                sum(self.numels),
+                self.device,
+                scale=self._scale,
+                norm=self._norm,
+                block_size=self._block_size,
             )
-            self._exchange = self._built(chunks)
+            self._exchange = self._build(chunks)
         return self._exchange
 
     @property
-    def chunks(self) -> int:
-        return self.exchange.layout.chunks
+    def exchange(self) -> Exchange | None:
+        """Buffers and residuals. None with chunks="auto" before the first call, `prepare` or `load_state_dict`."""
+        return self._exchange
+
+    @property
+    def chunks(self) -> int | None:
+        """Pipeline stages; None as long as `exchange` is."""
+        return None if self._exchange is None else self._exchange.layout.chunks
 
     @property
     def wire_bytes(self) -> int:
@@ -94,8 +109,8 @@ class CompressedAllReduce:
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
-        x = self._point([tensors] if isinstance(tensors, Tensor) else list(tensors))
-        exchange = self.exchange
+        x = self._bind([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        exchange = self.prepare()
         exchange.agree({"dtype": str(x.dtype)})
         backend = exchange.backend
         self._flags.zero_()
@@ -103,17 +118,31 @@ class CompressedAllReduce:
         self.transport.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
 
         def compress(chunk: Chunk) -> None:
-            backend.compress(chunk.span, x, None, chunk.residual, self._hyper, self._flags, chunk.sent)
+            backend.compress(
+                chunk.span,
+                x,
+                momentum=None,
+                residual=chunk.residual,
+                hyper=self._hyper,
+                flags=self._flags,
+                out=chunk.sent,
+            )
 
         exchange.run(compress, lambda chunk: backend.decode(chunk.span, chunk.replies, x))
         x.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals; every rank saves its own. A collective before the first use with chunks="auto"."""
-        exchange = self.exchange
+        """This rank's residuals; every rank saves its own.
+
+        With chunks="auto" and before the first call there are none: chunks is 0, and loading such a state sets the
+        residuals to zero. This is no collective call.
+        """
+        exchange = self._exchange
+        if exchange is None:
+            return {"rank": self.transport.rank, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
         own = {
             "rank": self.transport.rank,
-            "chunks": self.chunks,
+            "chunks": exchange.layout.chunks,
             "format": exchange.format.fingerprint,
             "wire_bytes": exchange.wire_bytes,
         }
@@ -121,19 +150,24 @@ class CompressedAllReduce:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
-        missing = {"rank", "chunks", "format", "wire_bytes", "residual", "server_residual"} - state.keys()
+        names = {"rank", "chunks", "format", "wire_bytes"}
+        unused = state.get("chunks") == 0
+        missing = (names if unused else {*names, "residual", "server_residual"}) - state.keys()
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         residuals = dict(state)
         numbers = [residuals.pop(name) for name in ("rank", "chunks", "format", "wire_bytes")]
-        if not all(isinstance(n, int) for n in numbers):
-            raise ValueError("rank, chunks, format and wire_bytes are numbers, not {numbers}: it was damaged")
+        if not all(map(is_whole, numbers)):
+            raise ValueError(f"rank, chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
         rank, chunks, form, wire_bytes = numbers
         if rank != self.transport.rank:
             raise ValueError(
                 f"the state was saved by rank {rank}, this is rank {self.transport.rank}: residuals are each rank's "
                 f"own. Save on every rank, and load what the same rank saved"
             )
+        if chunks == 0:
+            self._load_unused(form, wire_bytes, residuals)
+            return
         exchange = self._exchange
         if exchange is None or exchange.layout.chunks != chunks:
             if self._chunks not in ("auto", chunks):
@@ -141,22 +175,36 @@ class CompressedAllReduce:
                     f"the state was saved with chunks={chunks}, this all-reduce has chunks={self._chunks}: pass "
                     f"chunks={chunks} or chunks='auto'"
                 )
-            exchange = self._built(chunks)
+            exchange = self._build(chunks)
         exchange.check_state_dict(residuals)
         if form != exchange.format.fingerprint:
-            raise ValueError(
-                "the state was saved for tensors of other sizes or with other options: build the all-reduce with the "
-                "numel, block_size, scale, norm and number of ranks it was saved with"
-            )
+            raise ValueError(_OTHER_TENSORS)
         exchange.load_state_dict(residuals)
         exchange.wire_bytes = wire_bytes
         self._exchange = exchange
 
-    def _built(self, chunks: int) -> Exchange:
-        layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size, chunks=chunks)
-        return Exchange(layout, self.transport, self.device, self._scale, self._norm)
+    def _load_unused(self, form: int, wire_bytes: int, residuals: dict[str, Any]) -> None:
+        """The state of an all-reduce that was never called: residuals of zero."""
+        if residuals or wire_bytes:
+            raise ValueError(f"a state with chunks=0 holds no {next(iter(residuals), 'wire_bytes')}: it was damaged")
+        if form != self._unchunked:
+            raise ValueError(_OTHER_TENSORS)
+        if self._exchange is not None:
+            for tensor in self._exchange.state_dict().values():
+                tensor.zero_()
+            self._exchange.wire_bytes = 0
 
-    def _point(self, tensors: list[Tensor]) -> Pointers:
+    @property
+    def _unchunked(self) -> int:
+        """A fingerprint of the tensors, options and ranks, before the number of chunks is known."""
+        layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size)
+        return Format.of(layout, self._scale, self._norm).fingerprint
+
+    def _build(self, chunks: int) -> Exchange:
+        layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size, chunks=chunks)
+        return Exchange(layout, self.transport, self.device, scale=self._scale, norm=self._norm)
+
+    def _bind(self, tensors: list[Tensor]) -> Pointers:
         if tensors and tensors[0].device != self.device:
             raise ValueError(
                 f"the tensors are on {tensors[0].device}, this all-reduce was built for {self.device}: pass "

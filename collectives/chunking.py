@@ -1,4 +1,4 @@
-"""How many chunks: measured once on the real group, agreed by all ranks, remembered by rank 0.
+"""How many chunks: measured once on the real group, the same on all ranks, kept in rank 0's cache.
 
 More chunks overlap more of the packing with the network and pay more latency; which wins depends on both.
 """
@@ -38,24 +38,22 @@ def choose_chunks(
     options = candidates(numel, transport.size, block_size)
     if transport.size == 1 or len(options) == 1:
         return 1
-    remembered = 0
+    cached = 0
     if transport.rank == 0:
-        remembered = shared_cache().get(_key(transport, numel, device)).get("chunks", 0)
-    agreed = torch.tensor([remembered if remembered in options else 0], dtype=torch.int32, device=device)
-    transport.all_max(agreed, "agreeing on the number of chunks (all-reduce of one number)")
-    if int(agreed) > 0:
-        return int(agreed)
-    seconds = measure_chunks(transport, numel, device, scale, norm, block_size, options)
-    best, _ = remember_chunks(transport, numel, device, seconds)
+        cached = shared_cache().get(_key(transport, numel, device)).get("chunks", 0)
+    chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=device)
+    transport.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
+    if int(chunks) > 0:
+        return int(chunks)
+    seconds = measure_chunks(transport, numel, device, scale=scale, norm=norm, block_size=block_size, options=options)
+    best, _ = save_chunks(transport, numel, device, seconds)
     if transport.rank == 0:
         table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
         logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
     return best
 
 
-def remember_chunks(
-    transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]
-) -> tuple[int, bool]:
+def save_chunks(transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]) -> tuple[int, bool]:
     """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
     best = min(seconds, key=lambda c: (seconds[c], c))
     saved = transport.rank > 0 or shared_cache().put(_key(transport, numel, device), {"chunks": best})
@@ -70,6 +68,7 @@ def measure_chunks(
     transport: Transport,
     numel: int,
     device: torch.device,
+    *,
     scale: Scale,
     norm: Norm,
     block_size: int,
@@ -86,13 +85,15 @@ def measure_chunks(
     seconds = {}
     for chunks in options:
         layout = Layout([numel], block_size=block_size, ranks=transport.size, chunks=chunks)
-        exchange = Exchange(layout, transport, device, scale, norm)
+        exchange = Exchange(layout, transport, device, scale=scale, norm=norm)
         x = Pointers.to(layout, [tensor])
 
         def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
             backend = exchange.backend
             exchange.run(
-                lambda c: backend.compress(c.span, x, None, c.residual, hyper, flags, c.sent),
+                lambda c: backend.compress(
+                    c.span, x, momentum=None, residual=c.residual, hyper=hyper, flags=flags, out=c.sent
+                ),
                 lambda c: backend.decode(c.span, c.replies, x),
             )
 

@@ -4,8 +4,8 @@
     average   rank k averages what came for its shard, compresses it with its own residual
     scatter   every rank receives every shard                                               (all-gather)
 
-(paper 001, figure 3.) While chunk j is on the network, chunk j + 1 is compressed and chunk j - 1 averaged. All
-collectives start here, in one order, which is the same on all ranks.
+(1-bit Adam (Tang et al. 2021), figure 3.) While chunk j is on the network, chunk j + 1 is compressed and chunk j - 1
+averaged. All collectives start here, in one order, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Chunk:
 
 
 def facts(numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm) -> dict[str, int | str]:
-    """What ranks must have in common to understand each other."""
+    """What must be the same on all ranks for one to read another's messages."""
     return {
         "parameters": len(numels),
         "elements": sum(numels),
@@ -89,7 +89,13 @@ class Exchange:
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
         if not self._agreed:
             layout, form = self.layout, self.format
-            common = facts(layout.numel.tolist(), layout.block_size, layout.chunks, form.scale, form.norm)
+            common = facts(
+                layout.numel.tolist(),
+                block_size=layout.block_size,
+                chunks=layout.chunks,
+                scale=form.scale,
+                norm=form.norm,
+            )
             agree(self.transport, self.device, {**common, **(more or {})})
             self._agreed = True
 
@@ -154,15 +160,15 @@ class Exchange:
         layout, ranks = self.layout, self.layout.ranks
         span, shard = layout.chunk(index), layout.shard(index, self.transport.rank)
         return Chunk(
-            index,
-            span,
-            shard,
-            self.residual.part(span.first, span, self.format),
-            self.server_residual.part(index * layout.shard_blocks, shard, self.format),
-            self.sent.slice(index * ranks, ranks),
-            self.received.slice(index * ranks, ranks),
-            self.reply.slice(index, 1),
-            self.replies.slice(index * ranks, ranks),
+            index=index,
+            span=span,
+            shard=shard,
+            residual=self.residual.part(span.first, span, self.format),
+            server_residual=self.server_residual.part(index * layout.shard_blocks, shard, self.format),
+            sent=self.sent.slice(index * ranks, ranks),
+            received=self.received.slice(index * ranks, ranks),
+            reply=self.reply.slice(index, 1),
+            replies=self.replies.slice(index * ranks, ranks),
         )
 
     def gathered_server_residual(self) -> Tensor:

@@ -1,10 +1,11 @@
-"""Taking an exchange back: where gradients are found not to be finite only after the first messages have left.
+"""Restoring an exchange, where gradients are found not to be finite only after the first messages have left.
 
-`Exchange.run` leaves state as it was when every message of a step says so. Messages that leave one by one can't know
-of gradients that are still to come. So what an exchange changes is copied first, and put back where a step is skipped.
+`Exchange.run` leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
+first are sent before the last gradients are there to be checked. So what an exchange changes is copied first, and
+restored where a step is skipped.
 
-A second residual buffer: 4 + 4/N + 1/8 B an element. Bytes moved an element: reads 4, writes 4; on a GPU putting back
-is decided on the device, which reads 8 and writes 4 more.
+A second residual buffer: 4 + 4/N + 1/8 B an element. Bytes moved an element: reads 4, writes 4; on a GPU the device
+decides whether to restore, which reads 8 and writes 4 more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MPI through mpi4py. Buffers are the host's; device buffers go as they are where the MPI says it takes them."""
+"""MPI through mpi4py. Buffers are the host's; device buffers go as they are where the MPI says that it accepts them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class MpiTransport:
             )
         self.rank, self.size = self.communicator.Get_rank(), self.communicator.Get_size()
         self.timeout = timeout
-        self.cuda_aware = _takes_cuda(self.communicator)
+        self.cuda_aware = _accepts_cuda(self.communicator)
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
         source, landing = self._send_buffer(sent), self._landing(out)
         request = self.communicator.Ialltoall(_spec(source), _spec(landing))
-        return MpiWork(request, phase, self.timeout, source, landing, out)
+        return MpiWork(request, phase, self.timeout, source=source, landing=landing, out=out)
 
     def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
         source, landing = self._send_buffer(sent), self._landing(out)
         request = self.communicator.Iallgather(_spec(source), _spec(landing))
-        return MpiWork(request, phase, self.timeout, source, landing, out)
+        return MpiWork(request, phase, self.timeout, source=source, landing=landing, out=out)
 
     def all_max(self, values: Tensor, phase: str) -> None:
         host = values.cpu()
         result = torch.empty_like(host)
         request = self.communicator.Iallreduce(host.numpy(), result.numpy(), op=MPI.MAX)
-        MpiWork(request, phase, self.timeout, host, result, values).wait()
+        MpiWork(request, phase, self.timeout, source=host, landing=result, out=values).wait()
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
         """Rank k adds shard k and sends it to all: the same bits on each, which MPI's Allreduce does not promise, and
@@ -72,7 +72,7 @@ class MpiTransport:
         if not tensor.is_cuda:
             return tensor
         if self.cuda_aware:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of streams
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI does not wait for streams
             return tensor
         return tensor.cpu()
 
@@ -107,8 +107,8 @@ def _spec(tensor: Tensor) -> Any:
     return [tensor if tensor.is_cuda else tensor.numpy(), MPI.BYTE]
 
 
-def _takes_cuda(communicator: Any) -> bool:
-    """MPI 4.1 lists the kinds of memory it takes in a communicator's info."""
+def _accepts_cuda(communicator: Any) -> bool:
+    """MPI 4.1 lists the kinds of memory that it accepts in a communicator's info."""
     info = communicator.Get_info()
     try:
         kinds = info.Get("mpi_memory_alloc_kinds") or ""

@@ -47,23 +47,23 @@ class TorchTransport:
         host = _to_pinned(values) if self._staged(values) else values
         with collective_errors(phase, self.name):
             work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return TorchWork(work, phase, self.name, host, host.view(-1), values)
+        return TorchWork(work, phase, self.name, source=host, landing=host.view(-1), out=values)
 
     def duplicate(self) -> Transport:
         if self.group is dist.group.WORLD:
             return TorchTransport(dist.new_group(timeout=self._timeout, backend=self.name))
-        self._know_as_many_groups()
+        self._make_as_many_groups()
         ranks = dist.get_process_group_ranks(self.group)
         return TorchTransport(dist.new_group(ranks, self._timeout, self.name, use_local_synchronization=True))
 
-    def _know_as_many_groups(self) -> None:
-        """Where only its members make a group, torch names it by how many groups a process knows: the name on all
-        ranks has to be the same, so those that know fewer make some of themselves alone."""
-        known = dist.distributed_c10d._world.pg_names
+    def _make_as_many_groups(self) -> None:
+        """Where only its members make a group, torch names it by how many groups a process has: the name on all ranks
+        has to be the same, so those that have fewer make some of themselves alone."""
+        groups = dist.distributed_c10d._world.pg_names
         device = torch.device("cuda" if self.name == "nccl" else "cpu")
-        most = torch.tensor([len(known)], dtype=torch.int64, device=device)
+        most = torch.tensor([len(groups)], dtype=torch.int64, device=device)
         self.all_max(most, "counting process groups (all-reduce of one number)")
-        while len(known) < int(most):
+        while len(groups) < int(most):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     @property
@@ -79,7 +79,7 @@ class TorchTransport:
             landing, source = _pinned_like(landing), _to_pinned(source)
         with collective_errors(phase, self.name):
             work = collective(landing, source, group=self.group, async_op=True)
-        return TorchWork(work, phase, self.name, source, landing, out)
+        return TorchWork(work, phase, self.name, source=source, landing=landing, out=out)
 
     def _staged(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self.name == "gloo"

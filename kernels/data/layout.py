@@ -17,13 +17,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from onebit.kernels.data.checks import is_whole
 
 BLOCK_SIZE = 2048
 MOST_BLOCK_SIZE = 16384
@@ -65,7 +66,7 @@ class Layout:
         check_block_size(block_size)
         if len(numels) == 0:
             raise ValueError("the layout got no parameters: pass at least one tensor to compress or optimize")
-        if not all(_is_whole(n) for n in (ranks, chunks, *numels)):
+        if not all(is_whole(n) for n in (ranks, chunks, *numels)):
             raise TypeError(f"ranks={ranks!r:.80}, chunks={chunks!r:.80} and every numel must be whole numbers")
         if sum(numels) > MOST_ELEMENTS or ranks > MOST_RANKS:
             raise ValueError(f"{sum(numels)} elements on {ranks} ranks: no machine has memory for so many")
@@ -77,7 +78,7 @@ class Layout:
             raise ValueError(f"chunks={chunks}: a pipeline has at most {MOST_CHUNKS} stages, and a few are best")
         if groups is not None and len(groups) != len(numels):
             raise ValueError(f"got {len(groups)} group indices for {len(numels)} parameters: pass one for each")
-        self.block_size, self.ranks, self.chunks = block_size, ranks, chunks
+        self.block_size, self.ranks, self.chunks = block_size, int(ranks), int(chunks)
         self.numel = np.asarray(numels, dtype=np.int64)
         self.group = np.asarray(groups if groups is not None else [0] * len(numels), dtype=np.int64)
         ends = np.cumsum(-(-self.numel // block_size))
@@ -173,10 +174,6 @@ class Span:
     def segments(self) -> Iterator[Segment]:
         """The parameters' elements that lie in this span, in order; padding is in none of them."""
         return self.layout.segments(self.first, self.count)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_block_size(block_size: int) -> None:

@@ -26,6 +26,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.checks import is_one_of
 from onebit.kernels.data.layout import Layout
 
 Scale = Literal["block", "tensor"]
@@ -40,11 +41,6 @@ FLAGS_WORD = 1
 
 class MessageError(RuntimeError):
     """The bytes received are not a message of this exchange."""
-
-
-def is_one_of(value: object, names: tuple[str, ...]) -> bool:
-    """Whether `value` is one of these strings. False for what is not a string, such as a tensor."""
-    return isinstance(value, str) and value in names
 
 
 def _aligned(nbytes: int) -> int:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from onebit.checkpoint.schema import VERSION, Saved
+from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
-from onebit.kernels.data.wire import Scale, is_one_of
+from onebit.kernels.data.wire import Scale
 from onebit.optim.fields import Field, Values
 
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
@@ -78,7 +78,7 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
 
 def _check_trace(trace: object) -> None:
     good = isinstance(trace, (list, tuple)) and all(isinstance(row, (list, tuple)) and row for row in trace)
-    if not good or not all(_is_finite(n) for row in trace for n in row):  # type: ignore[attr-defined]
+    if not good or not all(is_finite(n) for row in trace for n in row):  # type: ignore[attr-defined]
         raise TypeError(f"trace is not a list of lists of numbers: {_DAMAGED}")
     if any(len(row) != len(trace[0]) for row in trace[1:]):  # type: ignore[index]
         raise ValueError(f"trace has rows of different lengths: {_DAMAGED}")
@@ -118,7 +118,7 @@ def steps_of(own: Saved) -> int:
 
 
 def whole_number(value: object, what: str, least: int, most: int) -> int:
-    number = float(value) if not isinstance(value, bool) and _is_finite(value) else math.nan  # type: ignore[arg-type]
+    number = float(value) if is_finite(value) else math.nan  # type: ignore[arg-type]
     if not number.is_integer() or not least <= number <= most:
         raise ValueError(f"{what} is {_shown(value)} in the state, not a whole number of {least} or more: {_DAMAGED}")
     return int(value)  # type: ignore[call-overload]
@@ -151,10 +151,3 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
 def _shown(value: object) -> str:
     """Not every tensor can show what is in it."""
     return f"a {type(value).__name__}" if isinstance(value, Tensor) else f"{value!r:.60}"
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # an int beyond any float
-        return False

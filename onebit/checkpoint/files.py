@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from onebit.kernels.data.checks import is_whole
+
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
 VERSION = 1
@@ -113,7 +115,7 @@ class Manifest:
         if not isinstance(found, dict) or found.get("kind") != _KIND:
             raise ValueError(f"{path} was not written by onebit.save: it is another program's, or damaged. {_NEXT}")
         version = found.get("version")
-        if version != VERSION or isinstance(version, bool):
+        if not is_whole(version, VERSION, VERSION):
             raise ValueError(
                 f"{path} has version {version!r} of the format, this onebit reads {VERSION}: load it with the onebit "
                 f"that saved it"
@@ -157,11 +159,7 @@ def _checked(path: Path, found: Mapping[str, Any]) -> tuple[str, dict[str, tuple
 def _is_file(item: tuple[str, Any]) -> bool:
     name, own = item
     plain = _FILE.fullmatch(name) is not None and name not in (".", "..")
-    return plain and isinstance(own, list) and len(own) == 2 and _is_size(own[0]) and isinstance(own[1], str)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return plain and isinstance(own, list) and len(own) == 2 and is_whole(own[0], least=0) and isinstance(own[1], str)
 
 
 def _nothing_in(folder: Path) -> str:

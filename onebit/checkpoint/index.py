@@ -29,11 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from onebit.checkpoint.files import INDEX, Manifest, read
+from onebit.kernels.data.checks import is_whole
 
 KeyPath = tuple[str | int, ...]
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_DIMENSIONS = 64
+_MOST = 2**62 - 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _index(manifest: Manifest) -> Metadata:
     for key, entry in index.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), list) or not entry["path"]:
             raise _damaged(path, f"{key!r} has no path")
-        if not all(isinstance(step, str) or _is_whole(step) for step in entry["path"]):
+        if not all(isinstance(step, str) or is_whole(step, 0, _MOST) for step in entry["path"]):
             raise _damaged(path, f"{key!r} has a path of other things than names and numbers")
         made.planner_data[key] = tuple(entry["path"])
         pieces = list(_pieces(path, key, entry, manifest.files))
@@ -145,12 +147,8 @@ def _tensor(path: Path, key: str, entry: Mapping[str, Any], pieces: list[Piece])
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
-
-
 def _are_whole(values: object) -> bool:
-    return isinstance(values, list) and all(map(_is_whole, values))
+    return isinstance(values, list) and all(is_whole(value, 0, _MOST) for value in values)
 
 
 def _damaged(path: Path, why: str) -> ValueError:

@@ -1,11 +1,10 @@
-"""Ranks that save or load together: what fails on one is an error on all, and none waits for ever.
+"""Ranks that save or load one checkpoint: what fails on one is an error on all, and none waits for ever.
 
-What they tell each other is JSON in uint8 tensors: nothing that comes from another rank is unpickled here.
+What they exchange is JSON in uint8 tensors: nothing that comes from another rank is unpickled here.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onebit.collectives.agreement import all_gather_values
+from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Transport, collective_errors
 from onebit.collectives.transport.torch import TorchTransport
@@ -24,7 +23,7 @@ T = TypeVar("T")
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
 
 
-class Together:
+class CheckpointRanks:
     """The ranks of an optimizer, as torch.distributed.checkpoint needs them."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -37,15 +36,15 @@ class Together:
         self._transport = transport if self.group is not None else transport_for(None)
         self.rank, self.size, self._device = self._transport.rank, self._transport.size, device
 
-    def do(self, work: Callable[[], T]) -> T:
+    def on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns here. Where it fails on any rank, its error is raised on every rank."""
         own, failure = None, None
         try:
             own = work()
         except Exception as error:
             failure = error
-        told = self.tell(None if failure is None else [_kind(failure), str(failure)])
-        failed = {rank: each for rank, each in enumerate(told) if each is not None}
+        answers = self.all_gather(None if failure is None else [_kind(failure), str(failure)])
+        failed = {rank: each for rank, each in enumerate(answers) if each is not None}
         if failed:
             kind, text = failed.get(self.rank) or failed[min(failed)]
             if len(failed) < self.size:
@@ -53,16 +52,10 @@ class Together:
             raise _KINDS.get(kind, RuntimeError)(text) from failure
         return own  # type: ignore[return-value]
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """`value`, which JSON can hold, of every rank. A collective call."""
-        if self.size == 1:
-            return [value]
-        phase = "telling the ranks how a checkpoint went (all-gather)"
-        text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self._device)
-        lengths = all_gather_values(self._transport, length, phase).view(-1).tolist()
-        sent = torch.tensor(list(text.ljust(max(lengths))), dtype=torch.uint8, device=self._device)
-        return [json.loads(bytes(row.tolist())) for row in all_gather_values(self._transport, sent, phase).cpu()]
+        phase = "exchanging how a checkpoint went (all-gather)"
+        return all_gather_json(self._transport, self._device, value, phase)
 
     @contextmanager
     def inside_dcp(self, what: str) -> Iterator[None]:
@@ -71,9 +64,9 @@ class Together:
             with collective_errors(what, self._transport.name):
                 yield
         except CheckpointException as error:
-            told = {rank: cause for rank, (cause, _) in error.failures.items()}
-            kind = OSError if any(isinstance(cause, OSError) for cause in told.values()) else ValueError
-            reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(told.items()))
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            kind = OSError if any(isinstance(cause, OSError) for cause in causes.values()) else ValueError
+            reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(causes.items()))
             raise kind(f"{what} failed ({reasons})") from None
 
 

@@ -133,8 +133,8 @@ class _Restoration:
         state, reducer, setup = part.state, part.reducer, self._setup
         assert reducer is not None
         self._check_messages(state, saved, there)
-        rank, ranks = setup.transport.rank, range(there.ranks)
-        same = (there.fingerprint, there.ranks) == (state.layout.fingerprint, setup.transport.size)
+        rank, ranks = setup.topology.replicas.rank, range(there.ranks)
+        same = (there.fingerprint, there.ranks) == (state.layout.fingerprint, setup.topology.replicas.size)
         holds = [all(residual_name(r) in own for own in saved) for r in ranks]
         if same and holds[rank]:
             _put_residuals(reducer, saved, there, [rank])
@@ -180,7 +180,7 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     """Whether a state is cut as this optimizer would cut it, so that every rank's residuals are its own."""
     options = setup.options
     return (
-        numbers.get("ranks") == setup.transport.size
+        numbers.get("ranks") == setup.topology.replicas.size
         and numbers["block_size"] == options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
     )

@@ -33,7 +33,7 @@ from onebit.checkpoint import files
 from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
-from onebit.checkpoint.ranks import Together
+from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.schema import PROGRESS, progress_of, rank_of, residual_name, server_residual_name
 from onebit.optim.optimizer import OneBitOptimizer
@@ -47,18 +47,18 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     A checkpoint that is in `folder` already stays until this one is whole, then goes. What the ranks can't write is an
     OSError on all of them.
     """
-    ranks, folder = Together(optimizer.setup.transport, optimizer.setup.device), Path(folder)
+    ranks, folder = CheckpointRanks(optimizer.setup.topology.replicas, optimizer.setup.device), Path(folder)
     state = {"model": _inner(model).state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
-    state = ranks.do(lambda: _plain(state))
-    data = ranks.tell([layout["fingerprint"], files.new_name()])
-    ranks.do(lambda: _agree_on_layout(data))
+    state = ranks.on_all(lambda: _plain(state))
+    data = ranks.all_gather([layout["fingerprint"], files.new_name()])
+    ranks.on_all(lambda: _agree_on_layout(data))
     name = data[0][1]
-    ranks.do(lambda: _make_room(folder, name, ranks.rank))
+    ranks.on_all(lambda: _make_room(folder, name, ranks.rank))
     with ranks.inside_dcp(_SAVING), _quiet():
         metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), process_group=ranks.group)
-    found = ranks.tell(ranks.do(lambda: _finish(folder / name, metadata, ranks)))
-    ranks.do(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
+    found = ranks.all_gather(ranks.on_all(lambda: _finish(folder / name, metadata, ranks)))
+    ranks.on_all(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> None:
@@ -67,27 +67,27 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     The same number of ranks continues bit for bit; another number with the mean of the residuals. A checkpoint that is
     damaged, another program's or another model's is a ValueError or TypeError on every rank and changes nothing.
     """
-    ranks, inner = Together(optimizer.setup.transport, optimizer.setup.device), _inner(model)
+    ranks, inner = CheckpointRanks(optimizer.setup.topology.replicas, optimizer.setup.device), _inner(model)
     here = inner.state_dict()
-    manifest = ranks.do(lambda: files.Manifest(Path(folder)))
-    seen = ranks.tell(manifest.checksum)
-    ranks.do(lambda: _agree_on_folder(Path(folder), seen))
-    ranks.do(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
-    ranks.do(lambda: manifest.check_files(ranks.rank, ranks.size))
-    source = ranks.do(lambda: _Source(manifest, ranks))
+    manifest = ranks.on_all(lambda: files.Manifest(Path(folder)))
+    seen = ranks.all_gather(manifest.checksum)
+    ranks.on_all(lambda: _agree_on_folder(Path(folder), seen))
+    ranks.on_all(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
+    ranks.on_all(lambda: manifest.check_files(ranks.rank, ranks.size))
+    source = ranks.on_all(lambda: _Source(manifest, ranks))
     loaded = _optimizer_state(source, optimizer)
     state = {"model": {name: _room_like(value) for name, value in here.items()}}
     source.fill(state)
-    install = ranks.do(lambda: optimizer.prepare_load(loaded))
+    install = ranks.on_all(lambda: optimizer.prepare_load(loaded))
     inner.load_state_dict(state["model"])
     install()
 
 
 def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What this rank needs of the optimizer's state."""
-    paths, group = source.paths, optimizer.setup.transport
+    paths, group = source.paths, optimizer.setup.topology.replicas
     found = source.read(k for k, p in paths.items() if p[1] == "param_groups")
-    numbers = source.ranks.do(lambda: _numbers({paths[k]: v for k, v in found.items()}))
+    numbers = source.ranks.on_all(lambda: _numbers({paths[k]: v for k, v in found.items()}))
     own_residual, own_server = residual_name(group.rank), server_residual_name(group.rank)
     servers = {k for k, p in paths.items() if str(p[-1]).startswith("server_residual_of_rank_")}
     residuals: dict[int, list[str]] = {}
@@ -95,14 +95,14 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         if (rank := rank_of(path[-1])) is not None:
             residuals.setdefault(rank, []).append(key)
     others = {k for own in residuals.values() for k in own}
-    if source.ranks.do(lambda: same_cut(optimizer.setup, numbers)):
+    if source.ranks.on_all(lambda: same_cut(optimizer.setup, numbers)):
         others = {k for k in others if paths[k][-1] != own_residual}
         others |= {k for k in servers if paths[k][-1] != own_server}
         found |= source.read(k for k in paths if k not in found and k not in others)
     else:
         found |= source.read(k for k in paths if k not in found and k not in others)
         found |= _mean_residuals(source, residuals)
-    return source.ranks.do(lambda: _nested({paths[k]: v for k, v in found.items()}))
+    return source.ranks.on_all(lambda: _nested({paths[k]: v for k, v in found.items()}))
 
 
 def _numbers(groups: Mapping[KeyPath, Any]) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 class _Source:
-    """A checkpoint that was checked, and the ranks that read it together."""
+    """A checkpoint that was checked, and the ranks that read it."""
 
-    def __init__(self, manifest: files.Manifest, ranks: Together) -> None:
+    def __init__(self, manifest: files.Manifest, ranks: CheckpointRanks) -> None:
         self.manifest, self.ranks, self.index = manifest, ranks, Reader(manifest).index
         paths: dict[str, KeyPath] = self.index.planner_data
         self.paths = {k: p for k, p in paths.items() if p[0] == "optimizer" and len(p) > 1}
@@ -194,7 +194,7 @@ def _make_room(folder: Path, name: str, rank: int) -> None:
         (folder / name).mkdir()
 
 
-def _finish(data: Path, metadata: Any, ranks: Together) -> dict[str, list[Any]]:
+def _finish(data: Path, metadata: Any, ranks: CheckpointRanks) -> dict[str, list[Any]]:
     """This rank's files, on the disk, and what is in them."""
     names = {at.relative_path for at in metadata.storage_data.values()}
     own = [name for name in sorted(names) if _writer(name) % ranks.size == ranks.rank]
@@ -218,8 +218,8 @@ def _commit(folder: Path, name: str, found: Mapping[str, list[Any]], layout: Map
         files.prune(folder)
 
 
-def _agree_on_layout(told: list[list[str]]) -> None:
-    others = [rank for rank, (fingerprint, _) in enumerate(told) if fingerprint != told[0][0]]
+def _agree_on_layout(answers: list[list[str]]) -> None:
+    others = [rank for rank, (fingerprint, _) in enumerate(answers) if fingerprint != answers[0][0]]
     if others:
         raise ValueError(
             f"ranks {others} have another model or other options than rank 0: give every rank the same, and save again"

@@ -57,7 +57,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
         for i, p in enumerate(state.params):
             saved[p] = {"step": step.clone(), **{name: state.view(name, i) for name in names}}
         if part.reducer is not None:
-            messages = _save_messages(part.reducer, setup.transport.rank)
+            messages = _save_messages(part.reducer, setup.topology.replicas.rank)
             for p, own in zip(state.params, messages, strict=True):
                 saved[p] |= own
     return saved
@@ -68,7 +68,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
     return {
         "version": VERSION,
         "optimizer": setup.name,
-        "ranks": setup.transport.size,
+        "ranks": setup.topology.replicas.size,
         "steps": int(stages.counts[0]),
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,

@@ -1,13 +1,15 @@
-"""Arguments that several commands take, and what goes wrong with them."""
+"""Arguments that several commands have in common, and what can be wrong with them."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 
 import torch
 
 from onebit.kernels import backend
+from onebit.kernels.data.checks import is_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,14 +22,30 @@ class CommandError(Exception):
 
 def whole_number(text: str) -> int:
     """16777216, 16_777_216 or 2**24; up to 2**40, a memory no machine has"""
-    power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
-    try:
-        value = int(power[1]) ** int(power[2]) if power else int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= 2**40:
+    value = _parse(text)
+    if value is None or not is_whole(value, 1, 2**40):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to 2**40: write 16777216 or 2**24")
     return value
+
+
+def whole_number_from(least: int, most: int) -> Callable[[str], int]:
+    """Reads a whole number between these limits, written in the same ways."""
+
+    def number(text: str) -> int:
+        value = _parse(text)
+        if value is None or not is_whole(value, least, most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
+        return value
+
+    return number
+
+
+def _parse(text: str) -> int | None:
+    power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
+    try:
+        return int(power[1]) ** int(power[2]) if power else int(text)
+    except ValueError:
+        return None
 
 
 def pick_device(text: str) -> torch.device:

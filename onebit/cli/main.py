@@ -14,13 +14,14 @@ from onebit.cli.plan import command as plan
 from onebit.cli.plan.command import PlanError
 from onebit.cli.progress import Progress
 
+# perf imports the names of onebit.cli.arguments and onebit.cli.progress from here, for now.
 __all__ = ["DTYPES", "CommandError", "Progress", "main", "pick_device", "whole_number"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
-        _COMMANDS[arguments.command](arguments)
+        COMMANDS[arguments.command](arguments)
     except (CommandError, DemoError, PlanError) as error:
         print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
         return error.code
@@ -29,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    made = argparse.ArgumentParser(
         prog="onebit", description="Communication-compressed training: 1 bit a value on the wire."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | tune | plan")
+    commands = made.add_subparsers(dest="command", required=True, metavar="demo | tune | plan")
     demo.add_arguments(
         commands.add_parser(
             "demo",
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
             "which compression pays. Every constant can be replaced.",
         )
     )
-    return parser
+    return made
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -70,4 +72,4 @@ def _tune(arguments: argparse.Namespace) -> None:
     tune.run(arguments, Progress())
 
 
-_COMMANDS = {"demo": _demo, "tune": _tune, "plan": plan.run}
+COMMANDS = {"demo": _demo, "tune": _tune, "plan": plan.run}

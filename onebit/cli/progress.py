@@ -1,4 +1,4 @@
-"""Says what is going on: one line rewritten in place on a terminal, plain lines elsewhere."""
+"""Progress of a command: one line rewritten in place on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`onebit tune`: measures how kernels and exchanges run fastest here, and remembers it for every later run.
+"""`onebit tune`: measures how kernels and exchanges run fastest here, and caches it for every later run.
 
 Alone it measures the kernels of one device. Under torchrun one rank of each machine does that for its machine, and
-then all ranks measure together in how many chunks they exchange fastest.
+then all ranks measure in how many chunks they exchange fastest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
-from onebit.collectives.chunking import candidates, measure_chunks, remember_chunks
+from onebit.collectives.chunking import candidates, measure_chunks, save_chunks
 from onebit.collectives.transport import transport_for
 from onebit.kernels import backend
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace, progress: Progress) -> None:
             "chunks are measured on a group of ranks: start it on each machine with "
             "torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
         )
-    saved = _tune_device(arguments, pick_device(arguments.device), progress, _say)
-    _say(f"\n{_where(saved)}")
-    _say("Chunks are measured on a group of ranks: torchrun --nproc-per-node=<ranks> -m onebit tune")
+    saved = _tune_device(arguments, pick_device(arguments.device), progress, _write)
+    _write(f"\n{_where(saved)}")
+    _write("Chunks are measured on a group of ranks: torchrun --nproc-per-node=<ranks> -m onebit tune")
 
 
 def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:
@@ -76,27 +76,27 @@ def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:
 
 def _tune_group(arguments: argparse.Namespace, device: torch.device, local: int, progress: Progress) -> None:
     first = dist.get_rank() == 0
-    say: Callable[[str], None] = _say if first else _say_nothing
+    write: Callable[[str], None] = _write if first else _write_nothing
     saved = True
     if arguments.only != "chunks":
         if local == 0:  # one rank a machine: measured beside each other, ranks would slow each other down
-            saved = _tune_device(arguments, device, progress if first else None, say)
-            say("")
+            saved = _tune_device(arguments, device, progress if first else None, write)
+            write("")
         dist.barrier()
         tuner.forget()  # the others of this machine find the choices in the cache
     if arguments.only != "kernels":
-        saved &= _tune_chunks(arguments, device, progress if first else None, say)
-    say(f"\n{_where(saved)}")
+        saved &= _tune_chunks(arguments, device, progress if first else None, write)
+    write(f"\n{_where(saved)}")
     dist.barrier()
 
 
 def _tune_chunks(
-    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, say: Callable[[str], None]
+    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, write: Callable[[str], None]
 ) -> bool:
     """How many chunks suit the network between the ranks."""
     transport, dtype, elements = transport_for(), DTYPES[arguments.dtype], arguments.elements
     options = candidates(elements, transport.size, BLOCK_SIZE)
-    say(f"Chunks of an exchange: {transport.name}, {transport.size} ranks on {device.type}, {elements:,} elements")
+    write(f"Chunks of an exchange: {transport.name}, {transport.size} ranks on {device.type}, {elements:,} elements")
 
     def show(chunks: int) -> None:
         if progress is not None:
@@ -109,39 +109,49 @@ def _tune_chunks(
             show(options[options.index(chunks) + 1])
 
     show(options[0])
-    seconds = measure_chunks(transport, elements, device, "block", "l1", BLOCK_SIZE, options, measured, dtype)
-    best, saved = remember_chunks(transport, elements, device, seconds)
+    seconds = measure_chunks(
+        transport,
+        elements,
+        device,
+        scale="block",
+        norm="l1",
+        block_size=BLOCK_SIZE,
+        options=options,
+        progress=measured,
+        dtype=dtype,
+    )
+    best, saved = save_chunks(transport, elements, device, seconds)
     for chunks, each in seconds.items():
-        say(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
+        write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
     return saved
 
 
 def _tune_device(
-    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, say: Callable[[str], None]
+    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, write: Callable[[str], None]
 ) -> bool:
     elements = arguments.elements
-    say(f"{device_name(device)}, {arguments.dtype}, {elements:,} elements")
+    write(f"{device_name(device)}, {arguments.dtype}, {elements:,} elements")
     try:
         on = _tune_cpu if device.type == "cpu" else _tune_gpu
-        return on(device, DTYPES[arguments.dtype], elements, progress, say)
+        return on(device, DTYPES[arguments.dtype], elements, progress=progress, write=write)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         raise CommandError(f"not enough memory for {elements:,} elements: use a smaller --elements") from error
 
 
 def _tune_cpu(
-    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, say: Callable[[str], None]
+    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, write: Callable[[str], None]
 ) -> bool:
     names, threads = " and ".join(tuner.CPU_PASSES), torch.get_num_threads()
     with _shown(progress, names, len(tuner.cpu_candidates())) as trying:
         choice = tuner.tune_cpu(dtype, elements, trying=trying)
     passes = Workload(elements, device, dtype=dtype).passes(backend(device))
     nbytes = sum(passes[name].bytes for name in tuner.CPU_PASSES)
-    say(f"\n{names}, {threads} thread{'s' * (threads > 1)}\n{_table(choice, nbytes)}")
+    write(f"\n{names}, {threads} thread{'s' * (threads > 1)}\n{_table(choice, nbytes)}")
     return choice.saved
 
 
 def _tune_gpu(
-    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, say: Callable[[str], None]
+    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, write: Callable[[str], None]
 ) -> bool:
     saved = True
     for i, kernel in enumerate(tuner.PASS_OF, start=1):
@@ -150,7 +160,7 @@ def _tune_gpu(
             choice = tuner.tune(kernel, device, dtype, elements, trying=trying)
         nbytes = tuner.kernel_pass(kernel, device, dtype, elements).bytes
         saved &= choice.saved
-        say(f"\n{kernel} (timed in the pass {tuner.PASS_OF[kernel]})\n{_table(choice, nbytes)}")
+        write(f"\n{kernel} (timed in the pass {tuner.PASS_OF[kernel]})\n{_table(choice, nbytes)}")
     return saved
 
 
@@ -195,9 +205,9 @@ def _where(saved: bool) -> str:
     return f"Written to {path}" if saved else f"Not written to {path}: the choices end with this command"
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     print(text, flush=True)
 
 
-def _say_nothing(text: str) -> None:
+def _write_nothing(text: str) -> None:
     pass

@@ -41,18 +41,18 @@ class Gradients:
     def average(
         self,
         states: Sequence[FlatState],
-        transport: Transport,
+        replicas: Transport,
         unscale: Tensor | None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
-        if transport.size == 1 or unchanged(self._averaged, states):
+        if replicas.size == 1 or unchanged(self._averaged, states):
             return
         for state in states:
             for p in state.params:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads = [p.grad for p in state.params if p.grad is not None]
-            average_(grads, transport, unscale, wire_dtype=wire_dtype)
+            average_(grads, replicas, unscale, wire_dtype=wire_dtype)
         self._averaged = versions_of(states)
 
     def were_checked(self, states: Sequence[FlatState]) -> bool:
@@ -62,7 +62,7 @@ class Gradients:
     def check_finite(
         self,
         states: Sequence[FlatState],
-        transport: Transport,
+        everyone: Transport,
         hyper: Tensor,
         found_inf: Tensor | int | None,
         squares: Tensor | None = None,
@@ -81,7 +81,7 @@ class Gradients:
             state.backend.scan(state.layout.all(), state.gradients, hyper, self.flags, by_block)
             if squares is not None and by_block is not None:
                 squares += by_block.sum(dtype=torch.float64)
-        transport.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
+        everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
         self._checked = versions_of(states)
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:

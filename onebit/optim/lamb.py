@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
-from onebit.kernels.data.wire import is_one_of
 from onebit.optim.adam import DENOMINATOR, VARIANCE, nonzero
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState, packed
 from onebit.optim.freeze import FreezeRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.options import OptionArguments, Options, is_number, shows_options
+from onebit.optim.options import LARGEST_FLOAT, OptionArguments, Options, shows_options
 from onebit.optim.reducer import MomentumReducer
 
 Ratio = Literal["variance", "denominator"]
@@ -58,18 +58,18 @@ class Lamb(Algorithm):
     needs_previous_momentum = True
 
     def __post_init__(self) -> None:
-        if not is_number(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
+        if not is_finite(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
             raise ValueError(
                 f"coeff_beta={self.coeff_beta!r}: it averages coefficients and must be at least 0 and below 1"
             )
         bounds = {"coeff": (self.min_coeff, self.max_coeff), "factor": (self.factor_min, self.factor_max)}
         for name, (least, most) in bounds.items():
-            if not is_number(least) or not is_number(most) or not 0 < least <= most:
+            if not is_finite(least, LARGEST_FLOAT) or not is_finite(most, LARGEST_FLOAT) or not 0 < least <= most:
                 raise ValueError(
                     f"min and max of {name} are {least!r} and {most!r}: they bound it, and must be above 0, finite, "
                     f"and in this order"
                 )
-        if not is_number(self.factor_threshold) or not 0 < self.factor_threshold < 1:
+        if not is_finite(self.factor_threshold) or not 0 < self.factor_threshold < 1:
             raise ValueError(
                 f"factor_threshold={self.factor_threshold!r}: it bounds the change of the ratio in a step and must lie "
                 f"between 0 and 1"

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.checkpoint import restore, schema
-from onebit.collectives.transport import transport_for
+from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
@@ -60,11 +60,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         **options: Unpack[OptionArguments],
     ) -> None:
-        chosen, transport = Options.of(options), transport_for(process_group)
+        chosen, topology = Options.of(options), Topology.of(process_group)
         self._built = False
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
-        self.setup = Setup(type(self).__name__, algorithm, chosen, transport, device, self.param_groups)
+        self.setup = Setup(type(self).__name__, algorithm, chosen, topology, device, self.param_groups)
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
@@ -160,9 +160,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
         self._average_and_check_gradients(squares)
         if self.compressing:
-            transport = self.setup.transport
-            transport.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
-            squares /= transport.size
+            everyone = self.setup.topology.everyone
+            everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
+            squares /= everyone.size
         return self.gradients.clip(squares.sqrt().float(), max_norm)[0]
 
     @contextmanager
@@ -254,20 +254,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def join_default_group(self) -> None:
         """Use the default process group, where it was made only after the optimizer."""
-        if self._process_group is not None or not isinstance(self.setup.transport, LocalTransport):
+        if self._process_group is not None or not isinstance(self.setup.topology.everyone, LocalTransport):
             return
         if not dist.is_initialized():
             return
-        transport = transport_for(None)
-        if transport.size == 1:
-            self._process_group = transport
+        topology = Topology.of(None)
+        if topology.everyone.size == 1:
+            self._process_group = topology.everyone
             return
         if self.compressing:
             raise ValueError(
-                f"a process group of {transport.size} ranks was made when this optimizer was in stage 2 already, as "
-                f"one rank alone: call init_process_group before the first step and before load_state_dict"
+                f"a process group of {topology.everyone.size} ranks was made when this optimizer was in stage 2 already, "
+                f"as one rank alone: call init_process_group before the first step and before load_state_dict"
             )
-        self.setup = replace(self.setup, transport=transport)
+        self.setup = replace(self.setup, topology=topology)
         self._build()
 
     def _start(self) -> None:
@@ -299,8 +299,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         setup, states = self.setup, self.current.states
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
         if not self.compressing and not self.averaged_by_ddp:
-            self.gradients.average(states, setup.transport, unscale, setup.options.gradient_dtype)
-        self.gradients.check_finite(states, setup.transport, self.write_hyper(unscale), found_inf, squares)
+            self.gradients.average(states, setup.topology.replicas, unscale, setup.options.gradient_dtype)
+        self.gradients.check_finite(states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares)
 
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be."""
@@ -324,13 +324,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             if self.compressing:
                 self.current.drop_first_momentum()
                 self._show_state()
-            elif self.setup.transport.rank == 0:
+            elif self.setup.topology.everyone.rank == 0:
                 stages.log_progress()
 
     def _freeze(self) -> None:
         zeros = self.current.freeze(self.setup)
         self._show_state()
-        if self.setup.transport.rank == 0:
+        if self.setup.topology.everyone.rank == 0:
             zero_variance = self.setup.options.zero_variance
             self.after_step.append(partial(report_freeze, self.current.stages.steps, zeros, zero_variance))
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
-from onebit.kernels.data.wire import Format, Norm, Scale, is_one_of
+from onebit.kernels.data.wire import Format, Norm, Scale
 from onebit.warning import warn
 
 ZeroVariance = Literal["floor", "hold"]
 OnDivergence = Literal["raise", "broadcast"]
 
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
+_MOST_STEPS = 2**31
 
 
 class OptionArguments(TypedDict, total=False):
@@ -101,33 +102,33 @@ class Options:
         return cls(**arguments)
 
     def __post_init__(self) -> None:
-        if not is_one_of(self.freeze_step, ("auto",)) and not _whole(self.freeze_step, least=0):
+        if not is_one_of(self.freeze_step, ("auto",)) and not is_whole(self.freeze_step, least=0, most=_MOST_STEPS):
             raise ValueError(
                 f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, or "
                 f'"auto". Papers use 15 to 25 % of all steps'
             )
-        if not is_number(self.freeze_threshold) or not 0 < self.freeze_threshold < 1:
+        if not is_finite(self.freeze_threshold, LARGEST_FLOAT) or not 0 < self.freeze_threshold < 1:
             raise ValueError(
                 f"freeze_threshold={self.freeze_threshold!r}: it bounds the ratio of two variances from below and "
                 f"must lie between 0 and 1; the papers use 0.96"
             )
-        if self.freeze_window is not None and not _whole(self.freeze_window, least=1):
+        if self.freeze_window is not None and not is_whole(self.freeze_window, least=1, most=_MOST_STEPS):
             raise ValueError(
                 f"freeze_window={self.freeze_window!r}: it is the number of steps between the two variances that "
                 f"are compared, 1 or more; None takes 1 / (1 - beta2)"
             )
         if not is_one_of(self.zero_variance, get_args(ZeroVariance)):
             raise ValueError(f"zero_variance={self.zero_variance!r}: it must be one of {get_args(ZeroVariance)}")
-        if not is_number(self.variance_floor) or not 0 <= self.variance_floor <= 1:
+        if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(
                 f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "
                 f"part of the mean of its parameter's, and must lie between 0 (as the papers have it) and 1"
             )
-        if not is_one_of(self.chunks, ("auto",)) and not _whole(self.chunks, least=1, most=MOST_CHUNKS):
+        if not is_one_of(self.chunks, ("auto",)) and not is_whole(self.chunks, least=1, most=MOST_CHUNKS):
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
-        if not _whole(self.check_every, least=0):
+        if not is_whole(self.check_every, least=0, most=_MOST_STEPS):
             raise ValueError(
                 f"check_every={self.check_every!r}: it is the number of steps between two checks that all ranks hold "
                 f"the same bits, and must be a whole number; 0 never checks"
@@ -172,13 +173,13 @@ def check_group(group: Mapping[str, Any]) -> None:
         if lr.is_meta or lr.is_complex() or lr.is_quantized or lr.layout is not torch.strided:
             raise ValueError(f"lr is a tensor of {lr.dtype} without a value: a learning rate is one number")
         lr = float(lr)
-    if not is_number(lr) or lr < 0:
+    if not is_finite(lr, LARGEST_FLOAT) or lr < 0:
         raise ValueError(f"lr={lr!r}: a learning rate is a finite number, 0 or more")
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_finite(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
-    if not is_number(eps) or eps < 0:
+    if not is_finite(eps, LARGEST_FLOAT) or eps < 0:
         raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
-    if not is_number(decay) or decay < 0:
+    if not is_finite(decay, LARGEST_FLOAT) or decay < 0:
         raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
 
 
@@ -195,12 +196,3 @@ def warn_if_early(options: Options, beta2: float) -> None:
 
 def _is_16_bits(value: object) -> bool:
     return isinstance(value, torch.dtype) and value in (torch.bfloat16, torch.float16)
-
-
-def _whole(value: object, least: int, most: int = 2**31) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def is_number(value: object) -> bool:
-    """As kernels hold it: a finite fp32."""
-    return isinstance(value, Real) and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.chunking import candidates, choose_chunks
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.topology import Topology
 from onebit.kernels.data.hyper import Hyper
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
@@ -26,7 +26,7 @@ class Setup:
     name: str  # of the optimizer's class
     algorithm: Algorithm
     options: Options
-    transport: Transport
+    topology: Topology
     device: torch.device
     groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
@@ -59,7 +59,7 @@ class Setup:
                 params,
                 groups,
                 block_size=self.options.block_size,
-                ranks=self.transport.size,
+                ranks=self.topology.replicas.size,
                 chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
                 master_weights=self.options.master_weights,
             )
@@ -82,9 +82,11 @@ class Setup:
             return 1
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
-        return choose_chunks(self.transport, numel, self.device, options.scale, options.norm, options.block_size)
+        return choose_chunks(
+            self.topology.replicas, numel, self.device, options.scale, options.norm, options.block_size
+        )
 
     def _possible_chunks(self, numel: int) -> list[int]:
         if self.options.chunks != "auto":
             return [self.options.chunks]
-        return candidates(numel, self.transport.size, self.options.block_size)
+        return candidates(numel, self.topology.replicas.size, self.options.block_size)

@@ -34,7 +34,7 @@ class Part:
         live = setup.algorithm.live(self.state)
         self.reducer = MomentumReducer(
             self.state,
-            setup.transport,
+            setup.topology.replicas,
             scale=setup.options.scale,
             norm=setup.options.norm,
             live=None if live is None else packed(live),

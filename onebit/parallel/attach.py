@@ -34,7 +34,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"there is nothing to attach: the optimizer averages gradients itself"
         )
     inner.join_default_group()
-    theirs, ours = transport_for(model.process_group), inner.setup.transport
+    theirs, ours = transport_for(model.process_group), inner.setup.topology.replicas
     if (theirs.rank, theirs.size) != (ours.rank, ours.size):
         raise ValueError(
             f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "

@@ -181,21 +181,21 @@ def local(bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 def _cuts(reducer: CompressedAllReduce) -> list[slice]:
     """Where each parameter's blocks lie in a flat buffer."""
-    layout = reducer.exchange.layout
+    layout = reducer.prepare().layout
     starts = (layout.first * layout.block_size).tolist()
     return [slice(a, b) for a, b in itertools.pairwise([*starts, layout.used_blocks * layout.block_size])]
 
 
 def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple[Tensor, Tensor]]:
     """Each parameter's residual on this rank, and its servers' residual, gathered from all ranks."""
-    worker = reducer.exchange.residual.value
-    server = reducer.exchange.gathered_server_residual()
+    worker = reducer.prepare().residual.value
+    server = reducer.prepare().gathered_server_residual()
     return {name: (worker[cut], server[cut]) for name, cut in zip(names, _cuts(reducer), strict=True)}
 
 
 def _put(reducer: CompressedAllReduce, residuals: Iterable[tuple[Tensor, Tensor] | None]) -> None:
     """Set each parameter's residuals; None leaves zeros."""
-    exchange = reducer.exchange
+    exchange = reducer.prepare()
     server = torch.zeros_like(exchange.residual.value)
     for cut, pair in zip(_cuts(reducer), residuals, strict=True):
         if pair is not None:

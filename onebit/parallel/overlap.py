@@ -76,10 +76,10 @@ class Overlap:
     def enable(self) -> None:
         """Stage 2 has begun, or another state was loaded: a collective call."""
         setup, current = self._host.setup, self._host.current
-        if not self._wanted or setup.transport.size == 1 or self._snapshot is current:
+        if not self._wanted or setup.topology.replicas.size == 1 or self._snapshot is current:
             return
         self._remove_hooks()
-        self._transport = self._transport or setup.transport.duplicate()
+        self._transport = self._transport or setup.topology.replicas.duplicate()
         for reducer in current.reducers:
             reducer.exchange.agree()
         self._snapshot = current

@@ -64,7 +64,7 @@ def optimizer(comm: Any, overlap: bool = False) -> list[Any]:
     """Both stages of 1-bit Adam: each rank's parameters at the end."""
     case = ADAM.but(options={**ADAM.options, "overlap": overlap})
     params = case.parameters()
-    run(case, comm.rank, case.build(params, comm), params, 1, case.steps)
+    run(case, comm.rank, case.build(params, comm), params, first=1, last=case.steps)
     return comm.gather([p.tolist() for p in params])
 
 
@@ -77,7 +77,7 @@ def disagreement(comm: Any) -> list[str]:
 
 
 def outsider(comm: Any) -> list[list[str]]:
-    """What a rank is told that is in no communicator."""
+    """The error of a rank that is in no communicator."""
     from mpi4py import MPI
 
     mine = comm.Split(0 if comm.rank else MPI.UNDEFINED)
@@ -90,7 +90,7 @@ def outsider(comm: Any) -> list[list[str]]:
 
 
 def absence(comm: Any) -> list[str]:
-    """Rank 0 comes late; what the others are told, and whether in time."""
+    """Rank 0 comes late; the error of the others, and whether it came in time."""
     from onebit.collectives.transport.mpi import MpiTransport
 
     transport = MpiTransport(comm, timeout=30 if comm.rank == 0 else 1)

@@ -105,6 +105,7 @@ def record(
 ) -> Recorded:
     """Run a case's steps, from step `first`, on this rank."""
     all_reduce = case.all_reduce(group, device) if all_reduce is None else all_reduce
+    all_reduce.prepare()
     states, results = [state_of(all_reduce)], []
     for step in range(first, case.steps):
         tensors = [x.to(device) for x in case.inputs(rank, step)]
@@ -120,7 +121,7 @@ def worker_residual(case: Case, ranks: int, state: dict[str, Any]) -> np.ndarray
 
 
 def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.ndarray:
-    """E over the whole space, put together from the shards of all ranks."""
+    """E over the whole space, built from the shards of all ranks."""
     plan = case.plan(ranks)
     whole = np.zeros(plan.size)
     for rank, state in enumerate(states):
@@ -159,16 +160,24 @@ def check(case: Case, recorded: list[Recorded]) -> None:
             size = np.abs(ys[rank]) + np.abs(started[0][rank]) + scale
             e = worker_residual(case, ranks, after[rank])
             where = f"the worker residual of rank {rank} after step {t}"
-            turned |= _compare(e, simulation.worker[rank], c, scale, size, plan.valid, where)
+            turned |= _compare(e, simulation.worker[rank], c, scale=scale, size=size, valid=plan.valid, what=where)
         if turned.any():
             continue  # what rounding turned is in this step's average
         C, scale = _whole(plan, simulation.scattered)
         size = sum(_whole(plan, messages)[1] for messages in simulation.gathered) / ranks + np.abs(started[1]) + scale
         E = server_residual(case, ranks, after)
-        turned = _compare(E, simulation.server, C, scale, size, plan.valid, f"the server residual after step {t}")
+        turned = _compare(
+            E,
+            simulation.server,
+            C,
+            scale=scale,
+            size=size,
+            valid=plan.valid,
+            what=f"the server residual after step {t}",
+        )
         got = plan.flatten(values(case, result))
         size = size + np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
-        turned |= _compare(got, expected, C, scale, size, plan.valid, f"the result of step {t}")
+        turned |= _compare(got, expected, C, scale=scale, size=size, valid=plan.valid, what=f"the result of step {t}")
         compared += 1
     assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
 

@@ -38,7 +38,7 @@ def averaged(
     with pytest.MonkeyPatch.context() as patch:
         add = transport.all_sum
         patch.setattr(transport, "all_sum", lambda flat, phase: sums.append(flat.nbytes) or add(flat, phase))
-        average_(given, transport, factor, bucket_bytes, wire and getattr(torch, wire))
+        average_(given, transport, factor, bucket_bytes=bucket_bytes, wire_dtype=wire and getattr(torch, wire))
     return [(t / (scales[rank] if scales else 1)).double().numpy() for t in given], sum(sums)
 
 
@@ -89,7 +89,7 @@ def check(answers: list[tuple[list[np.ndarray], int]], size: int, dtype: str, wi
 
 
 def compared(rank: int, size: int, other: list[tuple[int, int, int]]) -> str:
-    """What this rank is told where (rank, tensor, element) differ."""
+    """The error of this rank where (rank, tensor, element) differ."""
     given = tensors(7, "float32")
     for who, tensor, element in other:
         if who == rank:
@@ -102,7 +102,7 @@ def compared(rank: int, size: int, other: list[tuple[int, int, int]]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ([], ""),
         ([(1, 4, 33)], "number 4 has other values on rank 1 than"),
@@ -110,9 +110,9 @@ def compared(rank: int, size: int, other: list[tuple[int, int, int]]) -> str:
         ([(2, 1, 399), (2, 0, 3)], "number 0 has other values on rank 2 than on the rest, and so have 1 more"),
     ],
 )
-def test_a_difference_in_one_element_is_told_to_every_rank(other: list[Any], told: str) -> None:
+def test_a_difference_in_one_element_is_an_error_on_every_rank(other: list[Any], message: str) -> None:
     for text in run_ranks(3, compared, other):
-        assert told in text
+        assert message in text
         assert bool(text) == bool(other)
 
 

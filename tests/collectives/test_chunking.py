@@ -1,4 +1,4 @@
-"""chunks="auto": measured once on the group, the same on all ranks, remembered; foreign entries count for nothing."""
+"""chunks="auto": measured once on the group, the same on all ranks, cached; foreign entries count for nothing."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.chunking import CANDIDATES, candidates
-from tests.collectives import steps, work
+from tests.collectives import steps, work_chunks
 from tests.collectives.steps import Case
 from tests.ranks import run_ranks
 
@@ -15,7 +15,7 @@ SIZE = 3
 CASE = Case((12_288,), 32, chunks="auto", steps=2)  # 8 chunks * 3 ranks * 16 blocks * 32 elements
 ALL = [1, 2, 4, 8]
 SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
-COMPARED = [f"{event} comparing the ranks' layouts (all-gather)" for event in ("start", "wait")]
+COMPARED = 2 * [f"{event} comparing the ranks' layouts (all-gather)" for event in ("start", "wait")]  # lengths, text
 BEST = 2  # of the slowest rank's seconds: 9, 5, 9, 9
 
 
@@ -56,22 +56,22 @@ def test_candidates_have_a_chunk_worth_its_latency():
     assert candidates(10**12, 64, 2048) == list(CANDIDATES)
 
 
-def test_all_ranks_take_what_the_slowest_likes_best(folders):
-    (choice,) = agreed(run_ranks(SIZE, work.choices, [CASE], folders, SECONDS))
+def test_all_ranks_use_what_is_fastest_for_the_slowest(folders):
+    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
     assert (choice.chunks, choice.measured) == (BEST, 1)
     assert entries(folders[0]) == {KEY: {"chunks": BEST}}
 
 
 def test_of_equally_fast_ones_the_fewest_chunks(folders):
-    (choice,) = agreed(run_ranks(SIZE, work.choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
+    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
     assert choice.chunks == 2
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_measured_once_and_remembered(folders, fresh):
+def test_measured_once_and_cached(folders, fresh):
     """By rank 0 for all: other ranks may have caches of their own, or none."""
     similar = replace(CASE, numels=(12_000, 500), scale="tensor")
-    first, *later = agreed(run_ranks(SIZE, work.choices, [CASE, CASE, similar], folders, SECONDS, fresh))
+    first, *later = agreed(run_ranks(SIZE, work_chunks.choices, [CASE, CASE, similar], folders, SECONDS, fresh))
     assert (first.chunks, first.measured) == (BEST, 1)
     for choice in later:
         assert (choice.chunks, choice.measured) == (BEST, 0)
@@ -80,22 +80,22 @@ def test_measured_once_and_remembered(folders, fresh):
 
 def test_another_size_is_measured_anew(folders):
     larger = replace(CASE, numels=(40_000,))
-    first, second = agreed(run_ranks(SIZE, work.choices, [CASE, larger], folders, SECONDS))
+    first, second = agreed(run_ranks(SIZE, work_chunks.choices, [CASE, larger], folders, SECONDS))
     assert (first.measured, second.measured) == (1, 1)
     assert len(entries(folders[0])) == 2
 
 
-def test_rank_0_remembers_for_all(folders):
-    """Whatever the others remember."""
+def test_the_cache_of_rank_0_counts_for_all(folders):
+    """Whatever is in the caches of the others."""
     write(folders[0], KEY, {"chunks": 4})
     write(folders[1], KEY, {"chunks": 8})
-    (choice,) = agreed(run_ranks(SIZE, work.choices, [CASE], folders, SECONDS))
+    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
     assert (choice.chunks, choice.measured) == (4, 0)
 
 
-def test_what_only_another_rank_remembers_counts_for_nothing(folders):
+def test_the_cache_of_another_rank_counts_for_nothing(folders):
     write(folders[1], KEY, {"chunks": 8})
-    (choice,) = agreed(run_ranks(SIZE, work.choices, [CASE], folders, SECONDS))
+    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
     assert (choice.chunks, choice.measured) == (BEST, 1)
 
 
@@ -115,19 +115,19 @@ def test_what_only_another_rank_remembers_counts_for_nothing(folders):
 )
 def test_a_foreign_value_is_measured_over(folders, foreign):
     write(folders[0], KEY, foreign)
-    (choice,) = agreed(run_ranks(SIZE, work.choices, [CASE], folders, SECONDS))
+    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
     assert (choice.chunks, choice.measured) == (BEST, 1)
     assert entries(folders[0])[KEY] == {"chunks": BEST}
 
 
 @pytest.mark.parametrize("size, numels", [(1, (12_288,)), (SIZE, (3_071,))], ids=["one rank", "a small tensor"])
 def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, numels):
-    (choice,) = agreed(run_ranks(size, work.choices, [replace(CASE, numels=numels)], folders, SECONDS))
-    assert choice == work.Choice(1, 0, COMPARED)
+    (choice,) = agreed(run_ranks(size, work_chunks.choices, [replace(CASE, numels=numels)], folders, SECONDS))
+    assert choice == work_chunks.Choice(1, 0, COMPARED)
 
 
 def test_a_real_measurement_and_a_run_with_what_it_chose(folders):
-    answers = run_ranks(SIZE, work.really_measured, CASE, folders[0])
+    answers = run_ranks(SIZE, work_chunks.really_measured, CASE, folders[0])
     options, seen, _ = answers[0]
     assert options == ALL and [chunks for chunks, _ in seen] == ALL
     assert all(seconds > 0 for _, seconds in seen)
@@ -140,13 +140,13 @@ def test_a_real_measurement_and_a_run_with_what_it_chose(folders):
 
 def test_a_state_brings_its_number_of_chunks():
     """No measurement, and no collective: one rank may load alone."""
-    answers = run_ranks(SIZE, work.loaded_alone, replace(CASE, numels=(700,), chunks=5), 1)
+    answers = run_ranks(SIZE, work_chunks.loaded_alone, replace(CASE, numels=(700,), chunks=5), 1)
     assert answers == [None, (5, 0, True), None]
 
 
 def test_a_state_with_other_chunks_than_those_in_use_replaces_them():
     saved, other = (CompressedAllReduce(500, block_size=32, chunks=chunks) for chunks in (3, "auto"))
-    assert other.chunks == 1
+    assert other.prepare().layout.chunks == 1
     other.load_state_dict(saved.state_dict())
     assert other.chunks == 3
 

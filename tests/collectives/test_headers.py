@@ -9,20 +9,20 @@ from onebit.kernels.data.wire import MessageError
 
 
 class Flipping(LocalTransport):
-    """Flips a bit of the header of what it carries."""
+    """Flips a bit of the header of the messages it carries."""
 
     def __init__(self, collective: str, bit: int) -> None:
         self.collective, self.bit = collective, bit
 
     def all_to_all(self, out, sent, phase):
-        return self._carry("all_to_all", out, sent)
+        return self._carry("all_to_all", out, sent, phase)
 
     def all_gather(self, out, sent, phase):
-        return self._carry("all_gather", out, sent)
+        return self._carry("all_gather", out, sent, phase)
 
-    def _carry(self, collective, out, sent):
+    def _carry(self, collective, out, sent, phase):
         out.copy_(sent)
-        if collective == self.collective:
+        if collective == self.collective and "comparing" not in phase:
             out[0, self.bit // 8] ^= 1 << self.bit % 8
         return Done()
 

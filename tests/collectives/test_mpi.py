@@ -95,7 +95,7 @@ def test_the_simulation_and_gloos_bytes(found, name):
 
 def adam_over_gloo(rank, size):
     params = mpi_main.ADAM.parameters()
-    run(mpi_main.ADAM, rank, mpi_main.ADAM.build(params, group()), params, 1, mpi_main.ADAM.steps)
+    run(mpi_main.ADAM, rank, mpi_main.ADAM.build(params, group()), params, first=1, last=mpi_main.ADAM.steps)
     return [p.tolist() for p in params]
 
 

@@ -87,7 +87,7 @@ def test_an_error_of_the_backend_names_the_phase():
     x = torch.zeros(1, dtype=torch.uint8)
     error = RuntimeError("[gloo/pair.cc:534] Connection closed by peer\nmore of it")
     with pytest.raises(CollectiveError) as caught:
-        TorchWork(Broken(error), PHASE, "gloo", x, x, x).wait()
+        TorchWork(Broken(error), PHASE, "gloo", source=x, landing=x, out=x).wait()
     text = str(caught.value)
     assert text.startswith(PHASE) and "(gloo: [gloo/pair.cc:534] Connection closed by peer)" in text
     assert "\n" not in text and "checkpoint" in text

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit.collectives import CollectiveError, CompressedAllReduce, chunking
+from onebit.collectives import CompressedAllReduce
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Transport, Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.tuning import tuner
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
 from tests.ranks import group
@@ -40,7 +35,7 @@ def recorded_but(rank: int, size: int, case: Case, left_out: int) -> Recorded:
     """Without one step."""
     all_reduce = case.all_reduce(group())
     before = steps.record(replace(case, steps=left_out), rank, group(), all_reduce=all_reduce)
-    after = steps.record(case, rank, group(), left_out + 1, all_reduce)
+    after = steps.record(case, rank, group(), first=left_out + 1, all_reduce=all_reduce)
     return Recorded(before.states + after.states[1:], before.results + after.results)
 
 
@@ -89,7 +84,7 @@ def resumed(rank: int, size: int, case: Case, stop: int, auto: bool) -> tuple[Re
     other = replace(case, chunks="auto") if auto else case
     loaded = other.all_reduce(group())
     loaded.load_state_dict(torch.load(file, weights_only=True))
-    return whole, steps.record(case, rank, group(), stop, loaded)
+    return whole, steps.record(case, rank, group(), first=stop, all_reduce=loaded)
 
 
 def refused(rank: int, size: int, case: Case, wrong: dict[str, dict[str, Any]], drop: str) -> dict[str, Any]:
@@ -108,7 +103,8 @@ def refused(rank: int, size: int, case: Case, wrong: dict[str, dict[str, Any]], 
             error = str(caught)
         outcomes[name] = (error, steps.same_state(before, steps.state_of(all_reduce)))
     later = [
-        steps.record(replace(case, steps=case.steps + 1), rank, group(), case.steps, a) for a in (all_reduce, twin)
+        steps.record(replace(case, steps=case.steps + 1), rank, group(), first=case.steps, all_reduce=a)
+        for a in (all_reduce, twin)
     ]
     outcomes["goes on"] = ("", later[0].result_bytes == later[1].result_bytes)
     return outcomes
@@ -119,7 +115,7 @@ def replies_of(rank: int, size: int, case: Case) -> tuple[bytes, bytes]:
     all_reduce = case.all_reduce(group())
     (tensor,) = case.inputs(rank, 0)
     all_reduce(tensor)
-    exchange = all_reduce.exchange
+    exchange = all_reduce.prepare()
     messages = exchange.replies
     spread = torch.full_like(tensor, torch.nan)
     exchange.backend.decode(exchange.layout.all(), messages, Pointers.to(exchange.layout, [spread]))
@@ -130,7 +126,7 @@ def gathered_server(rank: int, size: int, case: Case) -> tuple[bytes, dict[str, 
     """E of all ranks as this rank gathered it, and its own state."""
     all_reduce = case.all_reduce(group())
     steps.record(case, rank, group(), all_reduce=all_reduce)
-    return all_reduce.exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
+    return all_reduce.prepare().gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
 
 
 def dtypes_differ(rank: int, size: int) -> str:
@@ -191,7 +187,7 @@ def watched(rank: int, size: int, case: Case, calls: int) -> tuple[list[str], in
         transport.events.clear()
         transport.sent = 0
         all_reduce(case.inputs(rank, call))
-    return transport.events, transport.sent, all_reduce.wire_bytes, all_reduce.exchange.format.nbytes
+    return transport.events, transport.sent, all_reduce.wire_bytes, all_reduce.prepare().format.nbytes
 
 
 def warned(rank: int, size: int, case: Case) -> list[str]:
@@ -252,188 +248,3 @@ def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
         one.wait()
     answers = first, second, everyone, greatest, floats
     return *(answer.tolist() for answer in answers), [values.tolist() for values in sums]
-
-
-@dataclass
-class Outcome:
-    """How a rank's run ended: the error ("" if none), and the seconds from what went wrong to it."""
-
-    error: str
-    seconds: float
-    steps: int
-
-
-def run_until_error(rank: int, size: int, case: Case, who: int, phase: str, how: str) -> Outcome:
-    """Steps until an error. Rank `who` dies, or stays away, where `phase` would start for the second time."""
-    met = []
-
-    def hook(name: str) -> None:
-        met.append(phase in name)
-        if rank == who and sum(met) == 2 and met[-1]:
-            time.sleep(0.5)  # the others have finished what came before
-            if how == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3600)
-
-    all_reduce = case.all_reduce(Watched(transport_for(group()), hook=hook))
-    return _until_error(rank, case, all_reduce)
-
-
-def run_until_killed(rank: int, size: int, case: Case, who: int, after: float) -> Outcome:
-    """Rank `who` is killed at no particular moment, some seconds after its first step."""
-    kill = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-    def hook(phase: str) -> None:
-        if rank == who and "scatter" in phase and kill.ident is None:
-            kill.start()
-
-    return _until_error(rank, case, case.all_reduce(Watched(transport_for(group()), hook=hook)))
-
-
-def _until_error(rank: int, case: Case, all_reduce: CompressedAllReduce) -> Outcome:
-    for step in range(case.steps):
-        tensors, start = case.inputs(rank, step), time.monotonic()
-        try:
-            all_reduce(tensors)
-        except CollectiveError as error:
-            return Outcome(str(error), time.monotonic() - start, step)
-    return Outcome("", 0.0, case.steps)
-
-
-def disagree(rank: int, size: int, cases: dict[int, Case]) -> tuple[str, bool]:
-    """Ranks in `cases` want something else than the rest (-1). The error; and the group still works afterwards."""
-    case = cases.get(rank, cases[-1])
-    tensors = case.inputs(rank, 0)
-    kept = [t.clone() for t in tensors]
-    error = ""
-    try:
-        case.all_reduce(group())(tensors)
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    untouched = all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
-    if error.startswith("ValueError"):
-        steps.record(cases[-1], rank, group())
-    return error, untouched
-
-
-def agreed_again(rank: int, size: int, case: Case) -> list[str]:
-    """The phases of two calls."""
-    transport = Watched(transport_for(group()))
-    all_reduce = case.all_reduce(transport)
-    for step in range(2):
-        all_reduce(case.inputs(rank, step))
-    return [event for event in transport.events if "start comparing" in event]
-
-
-def never_come(rank: int, size: int, case: Case, who: int) -> Outcome:
-    """Rank `who` joins the group and does nothing."""
-    if rank == who:
-        time.sleep(3600)
-    return _until_error(rank, case, case.all_reduce(group()))
-
-
-@contextmanager
-def cache_folder(folder: str) -> Iterator[None]:
-    """A rank's cache, as a process that has read nothing yet sees it."""
-    before = os.environ.get("ONEBIT_CACHE_DIR", "")
-    os.environ["ONEBIT_CACHE_DIR"] = folder
-    tuner.forget()
-    try:
-        yield
-    finally:
-        os.environ["ONEBIT_CACHE_DIR"] = before
-        tuner.forget()
-
-
-class Clock:
-    """Gives the seconds of each number of chunks in turn, however long it really takes."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        ends = [t for s in seconds for t in [0.0, s] * RUNS]
-        self.readings = iter(ends)
-
-    def perf_counter(self) -> float:
-        return next(self.readings)
-
-
-RUNS = 3  # timed for each number of chunks
-
-
-@dataclass
-class Choice:
-    """The chunks of one object, how often the candidates were measured for it, and the phases of its collectives."""
-
-    chunks: int
-    measured: int
-    phases: list[str]
-
-
-@contextmanager
-def measuring(seconds: list[float]) -> Iterator[list[list[int]]]:
-    """Replace the clock, and note the options of every measurement."""
-    measured: list[list[int]] = []
-    real, clock = chunking.measure_chunks, chunking.time
-
-    def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
-        measured.append(list(args[6]))
-        chunking.time = Clock(seconds)
-        try:
-            return real(*args, **kwargs)
-        finally:
-            chunking.time = clock
-
-    chunking.measure_chunks = measure
-    try:
-        yield measured
-    finally:
-        chunking.measure_chunks = real
-
-
-def choices(
-    rank: int, size: int, cases: list[Case], folders: list[str], seconds: list[list[float]], fresh: bool = False
-) -> list[Choice]:
-    """Choose for one case after the other; `fresh`: as processes of their own."""
-    made = []
-    with cache_folder(folders[rank]), measuring(seconds[rank]) as measured:
-        for case in cases:
-            transport = Watched(transport_for(group()))
-            all_reduce = case.all_reduce(transport)
-            before = len(measured)
-            made.append(Choice(all_reduce.chunks, len(measured) - before, transport.events))
-            if fresh:
-                tuner.forget()
-    return made
-
-
-def loaded_alone(rank: int, size: int, case: Case, who: int) -> tuple[int, int, bool] | None:
-    """Rank `who` loads a state into an object that would measure: no other rank takes part."""
-    saved = case.all_reduce(group())
-    steps.record(case, rank, group(), all_reduce=saved)
-    if rank != who:
-        return None
-    with measuring([]) as measured:
-        loaded = replace(case, chunks="auto").all_reduce(group())
-        loaded.load_state_dict(saved.state_dict())
-        return loaded.chunks, len(measured), steps.same_state(steps.state_of(saved), steps.state_of(loaded))
-
-
-def really_measured(
-    rank: int, size: int, case: Case, folder: str
-) -> tuple[list[int], list[tuple[int, float]], Recorded]:
-    """Nothing replaced: what `onebit tune` shows, then a run that chooses by itself."""
-    seen: list[tuple[int, float]] = []
-    with cache_folder(folder):
-        transport, numel = transport_for(group()), sum(case.numels)
-        options = chunking.candidates(numel, size, case.block_size)
-        seconds = chunking.measure_chunks(
-            transport,
-            numel,
-            torch.device("cpu"),
-            case.scale,
-            case.norm,
-            case.block_size,
-            options,
-            lambda chunks, s: seen.append((chunks, s)),
-        )
-        assert list(seconds.items()) == seen
-        return options, seen, steps.record(case, rank, group())

@@ -18,7 +18,7 @@ from tests.onebit.runs import OPTIMIZERS
 LAUNCHERS = "ranks,torchrun,lab"
 
 
-def said(outcome: Outcome) -> str:
+def phases_named(outcome: Outcome) -> str:
     """The phase that each survivor named, and after how long."""
     parts = []
     for rank, raised in outcome.survivors.items():
@@ -49,9 +49,9 @@ def main() -> int:
             problems = outcome.problems(combination.fault)
             struck, failed = struck + 1, failed + bool(problems)
             verdict = "bit-exact" if not problems else "FAILED: " + "; ".join(problems)
-            print(f"{struck:3}/{len(everything)} {combination}\n        {said(outcome)}; {verdict}", flush=True)
+            print(f"{struck:3}/{len(everything)} {combination}\n        {phases_named(outcome)}; {verdict}", flush=True)
     good, minutes = struck - failed, (time.monotonic() - began) / 60
-    print(f"{good} of {struck} combinations: survivors told in time, restarts bit-exact ({minutes:.1f} minutes)")
+    print(f"{good} of {struck} combinations: survivors raised in time, restarts bit-exact ({minutes:.1f} minutes)")
     return 1 if failed else 0
 
 

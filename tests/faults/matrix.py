@@ -1,8 +1,8 @@
-"""Faults struck one after the other, each followed by a restart from the last checkpoint; who was told what.
+"""Faults struck one after the other, each followed by a restart from the last checkpoint.
 
 ranks       processes of `tests.ranks`, forked from a server that has imported all there is: a second or two each
 torchrun    one torchrun for both: it sees the ranks fail, and starts all of them again
-lab         hosts of the network lab, for faults of the network: a link is taken down, the ranks are started again
+lab         hosts of the network lab, for faults of the network: a link goes down, the ranks are started again
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def strike(combination: Combination, expected: list[str], lab: NetworkLab | None
     kind, fault = combination.kind, combination.fault
     with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
         if combination.launcher == "ranks":
-            told = run_ranks_once(
+            raised_by = run_ranks_once(
                 RANKS, struck, (kind, folder, fault), group_timeout=TIMEOUT, expect_dead=[fault.victim]
             )
             ended = run_ranks_once(RANKS, undisturbed, (kind, folder))
-            return Outcome({r: told[r] for r in range(RANKS) if r != fault.victim}, ended == expected)
+            return Outcome({r: raised_by[r] for r in range(RANKS) if r != fault.victim}, ended == expected)
         if combination.launcher == "torchrun":
             _under_torchrun(kind, fault, folder)
         else:
@@ -104,10 +104,10 @@ def _arguments(kind: str, folder: str | Path, fault: Fault | None) -> list[str]:
 
 
 def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
-    """It ends all ranks as soon as it sees that one has failed. It looks every three seconds, so that the others come
-    to say what they were told."""
+    """It ends all ranks as soon as it sees that one has failed. It checks every three seconds, so that the others can
+    still write their errors."""
     options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1", "--monitor-interval=3"]
-    if any("--shutdown-timeout" in action.option_strings for action in get_args_parser()._actions):
+    if "--shutdown-timeout" in get_args_parser().format_help():
         options.append("--shutdown-timeout=1")  # for a stopped rank, which SIGTERM does not end
     command = [sys.executable, "-m", "torch.distributed.run", *options, *_arguments(kind, folder, fault)]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the restarted ranks find the addresses of the dead ones
@@ -135,11 +135,11 @@ def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
 
 
 def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:
-    """By the ranks of `tests.faults.training`. One that is cut off lives, and must be told as well."""
-    told: dict[int, Raised | None] = {}
+    """By the ranks of `tests.faults.training`. One that is cut off lives, and must raise as well."""
+    raised_by: dict[int, Raised | None] = {}
     for rank in range(RANKS):
         file = folder / f"raised-{rank}"
         if rank != fault.victim or fault.how == "cut":
-            told[rank] = Raised(**json.loads(file.read_text())) if file.exists() else None
+            raised_by[rank] = Raised(**json.loads(file.read_text())) if file.exists() else None
     ended = [file.read_text() if (file := folder / f"end-{rank}").exists() else "" for rank in range(RANKS)]
-    return Outcome(told, ended == expected)
+    return Outcome(raised_by, ended == expected)

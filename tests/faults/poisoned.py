@@ -33,11 +33,11 @@ LRS = (1e-2, 3e-3)  # of the two param groups, at their highest
 class Plan:
     kind: str
     steps: int = 2000
-    freeze: int = 300  # steps taken, not steps seen
+    freeze: int = 300  # optimizer steps, skipped ones not counted
     resume_every: int = 200
     share: float = 0.05  # of the steps
     ranks: int = 4
-    look_every: int = 10
+    record_every: int = 10
 
     @property
     def case(self) -> Case:
@@ -90,8 +90,8 @@ def train(rank: int, size: int, plan: Plan, folder: str, poisoned: bool) -> Reco
             params[p].grad.view(-1)[element] = value
         optimizer.step()
         record.params.append(zlib.crc32(bits(params)))
-        if optimizer.compressing and step % plan.look_every == 0:
-            look(optimizer, step, record)
+        if optimizer.compressing and step % plan.record_every == 0:
+            record_norms(optimizer, step, record)
         if poisoned and step % plan.resume_every == 0:
             params, optimizer = resumed(case, params, optimizer, f"{folder}/step-{step}")
             record.resumed += 1
@@ -100,7 +100,7 @@ def train(rank: int, size: int, plan: Plan, folder: str, poisoned: bool) -> Reco
     return record
 
 
-def look(optimizer: Any, step: int, record: Record) -> None:
+def record_norms(optimizer: Any, step: int, record: Record) -> None:
     found = optimizer.diagnostics().values()
     record.steps.append(step)
     record.residuals.append(math.hypot(*(row["residual_norm"] for row in found)))

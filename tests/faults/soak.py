@@ -28,7 +28,7 @@ from tests.onebit.runs import OPTIMIZERS
 from tests.ranks import group, run_ranks_once
 
 RANKS = 2
-FIRST, MARKS = 100, 40  # the step from which nothing may grow; how often is looked after it
+FIRST, MARKS = 100, 40  # the step from which nothing may grow; the number of marks after it
 FREEZE = 50
 SLACK = {"memory": 4096, "blocks": 2000, "objects": 100, "handles": 0, "threads": 0}  # less than 20,000 leaks
 FLAT = 512  # kB, over the second half of a long run: before that torch's flight recorder fills, 2,000 collectives
@@ -36,7 +36,7 @@ FLAT = 512  # kB, over the second half of a long run: before that torch's flight
 
 @dataclass(frozen=True)
 class Mark:
-    """What a rank holds after a step: kB of its own, blocks allocated by Python, objects that its collector knows."""
+    """What a rank holds after a step: kB of its own, blocks allocated by Python, objects of its garbage collector."""
 
     step: int
     memory: int
@@ -48,7 +48,7 @@ class Mark:
 
 
 def soak(rank: int, size: int, kind: str, steps: int, aloud: bool = False) -> list[Mark]:
-    """Adam with DDP, LAMB alone; gradients are clipped, the learning rate is scheduled, the watch looks."""
+    """Adam with DDP, LAMB alone; gradients are clipped, the learning rate is scheduled, the watch checks."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 8))
     if kind == "OneBitAdam":
@@ -61,7 +61,7 @@ def soak(rank: int, size: int, kind: str, steps: int, aloud: bool = False) -> li
     source = torch.Generator().manual_seed(rank)
     at = {FIRST, *(FIRST + round(i * (steps - FIRST) / MARKS) for i in range(1, MARKS + 1))}
     marks = []
-    gc.freeze()  # what there is by now is not looked through at every mark
+    gc.freeze()  # what there is by now is not counted again at every mark
     for step in range(1, steps + 1):
         x = torch.randn(16, 32, generator=source)
         loss = (model(x) - x[:, :8].sin()).square().mean()
@@ -84,7 +84,15 @@ def mark(step: int, optimizer: Any) -> Mark:
     gc.collect()
     (memory,) = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
     handles, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-    return Mark(step, int(memory), sys.getallocatedblocks(), len(gc.get_objects()), handles, threads, residual)
+    return Mark(
+        step,
+        memory=int(memory),
+        blocks=sys.getallocatedblocks(),
+        objects=len(gc.get_objects()),
+        handles=handles,
+        threads=threads,
+        residual=residual,
+    )
 
 
 def problems(marks: list[Mark]) -> list[str]:

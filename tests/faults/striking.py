@@ -107,7 +107,7 @@ class _Struck:
 
 
 def strike_of(how: How, folder: Path) -> Callable[[], None]:
-    """What a rank does to itself; one that is cut off says so, and goes on when its link is down."""
+    """What a rank does to itself; one that is cut off leaves a file, and goes on when its link is down."""
 
     def be_cut() -> None:
         (folder / "struck").touch()

@@ -1,4 +1,4 @@
-"""A bit that flips on the wire: where ranks then hold different bits the next check says so, elsewhere nobody can.
+"""A bit that flips on the wire: where ranks then hold different bits the next check finds it, elsewhere nothing can.
 
 in the all-gather, on its way to one rank      that rank moves otherwise: found
 in stage 1's all-reduce, at one rank           found
@@ -82,7 +82,7 @@ def damaged(rank: int, size: int, case: Case, phase: str, place: str) -> dict[st
                 transport.due = phase != "residual"
                 if phase == "residual":
                     optimizer.current.reducers[0].exchange.residual.value[0] += 0.5
-            take(case, rank, optimizer, params, step)
+            take(case, rank, optimizer, params, step=step)
             found["params"].append(bits(params))
     except onebit.DivergenceError as error:
         found["error"] = str(error)

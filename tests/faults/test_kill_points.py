@@ -1,4 +1,4 @@
-"""Ranks that die or stop: the others are told, and the run goes on from its last checkpoint bit for bit.
+"""Ranks that die or stop: the others raise, and the run goes on from its last checkpoint bit for bit.
 
 Some of the points; `python -m tests.faults` strikes at all of them, under torchrun and in the network lab too.
 """
@@ -42,7 +42,7 @@ def test_all_points_of_both_stages_are_in_the_matrix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "part"),
     [
         (Outcome({0: Raised(f"{SCATTER} 1) did not end", 0.1)}, False), "does not end as an undisturbed one"),
         (Outcome({0: Raised("", 0.0)}, True), "rank 0 raised nothing"),
@@ -51,6 +51,6 @@ def test_all_points_of_both_stages_are_in_the_matrix() -> None:
         (Outcome({0: Raised(f"{SCATTER} 1) did not end", 2 * TIMEOUT + 1)}, True), "rank 0 waited 9.0 s"),
     ],
 )
-def test_what_went_wrong_is_said(outcome: Outcome, said: str) -> None:
+def test_what_went_wrong_is_named(outcome: Outcome, part: str) -> None:
     (problem,) = outcome.problems(Fault("kill", 6, 1))
-    assert said in problem
+    assert part in problem

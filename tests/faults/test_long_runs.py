@@ -16,7 +16,7 @@ from tests.onebit.runs import kinds
 
 @kinds
 def test_a_poisoned_run_ends_as_if_it_had_not_been_poisoned(kind: str) -> None:
-    plan = Plan(kind, steps=160, freeze=30, resume_every=40, share=0.1, look_every=2)
+    plan = Plan(kind, steps=160, freeze=30, resume_every=40, share=0.1, record_every=2)
     ranks, problems = poisoned.run(plan)
     assert not problems
     assert ranks[0].resumed == 4
@@ -39,11 +39,14 @@ def test_nothing_grows(kind: str) -> None:
         assert not soak.problems(marks)
 
 
-FLAT = [Mark(step, 50_000, 10_000, 200, 16, 5, 1.0) for step in range(100, 2100, 100)]
+FLAT = [
+    Mark(step, memory=50_000, blocks=10_000, objects=200, handles=16, threads=5, residual=1.0)
+    for step in range(100, 2100, 100)
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "part"),
     [
         ("memory", 50_600, "memory goes on growing: 50000 kB at step 1100, now 50600"),
         ("blocks", 30_000, "blocks grew"),
@@ -54,7 +57,7 @@ FLAT = [Mark(step, 50_000, 10_000, 200, 16, 5, 1.0) for step in range(100, 2100,
         ("residual", float("nan"), "residuals grew"),
     ],
 )
-def test_what_grew_is_said(name: str, value: Any, said: str) -> None:
+def test_what_grew_is_named(name: str, value: Any, part: str) -> None:
     assert not soak.problems(FLAT)
     (problem,) = soak.problems([*FLAT[:-1], replace(FLAT[-1], **{name: value})])
-    assert said in problem
+    assert part in problem

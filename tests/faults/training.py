@@ -38,7 +38,7 @@ def case_of(kind: str) -> Case:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a survivor was told, and how long it waited in that step."""
+    """The error of a survivor, and how long it waited in that step."""
 
     error: str
     seconds: float
@@ -54,11 +54,11 @@ def train(case: Case, transport: Striking, folder: Path) -> str:
         onebit.load(folder / f"step-{done}", model, optimizer)
     for step in range(done + 1, case.steps + 1):
         transport.step = step
-        take(case, transport.rank, optimizer, params, step)
+        take(case, transport.rank, optimizer, params, step=step)
         if step % SAVE_EVERY == 0:
             onebit.save(folder / f"step-{step}", model, optimizer)
             if transport.rank == 0:
-                tell_saved(folder, step)
+                write_latest(folder, step)
     return digest({"params": params, "state": optimizer.state_dict()})
 
 
@@ -76,7 +76,7 @@ def last_saved(folder: Path) -> int:
     return int(latest.read_text()) if latest.exists() else 0
 
 
-def tell_saved(folder: Path, step: int) -> None:
+def write_latest(folder: Path, step: int) -> None:
     new = folder / "latest.new"
     new.write_text(str(step))
     os.replace(new, folder / "latest")

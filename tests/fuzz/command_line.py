@@ -12,15 +12,15 @@ from pathlib import Path
 from unittest import mock
 
 from onebit.cli import main as cli
-from onebit.cli.demo import command as demo
-from onebit.cli.demo.ranks import DemoError
+from onebit.cli.arguments import CommandError, pick_device
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.options import OPTIONS
+from onebit.report.plots import check_plot
 from tests.fuzz.mutate import Source, pick
 
 _WORDS = (
     "demo", "tune", "plan", "--help", "-h", "--optimizer", "adam", "lamb", "--ranks", "2", "64", "65", "1", "0", "-1",
-    "--steps", "10", "10001", "400", "--seed", "2147483648", "--bandwidth", "1gbit", "100mbit", "--codec", "--out",
+    "--steps", "10", "10001", "400", "--seed", "2147483648", "1gbit", "100mbit", "--codec", "--out",
     "a.png", "a.exe", ".", "", "a", "--device", "cpu", "cuda", "cuda:99", "cuda:-1", "meta", "mps", "auto", "--dtype",
     "float32", "float64", "--elements", "2**24", "2**99", "99**99", "1_000", "1e6", "--", "--elements=", "--out=x.png",
     "--ran", "@file", "%s", "{}", "\u0663", "\udc80", "é", "\n", "-",
@@ -85,10 +85,8 @@ class CommandLine:
         room = Path(self.room.name)
         before = os.listdir(room)
         try:
-            demo._check_plot(room / name.replace("/", "_"))
-        except DemoError as error:
-            if error.code != 2:
-                raise
+            check_plot(room / name.replace("/", "_"))
+        except ValueError:
             return "plot, refused"
         finally:
             if os.listdir(room) != before:
@@ -96,43 +94,43 @@ class CommandLine:
         return "plot, accepted"
 
 
-_parser = functools.cache(cli._parser)  # most of a case's time
+_parser = functools.cache(cli.parser)  # most of a case's time
 
 
 def _main(words: list[str]) -> str:
-    """`onebit WORDS`: the plan without its plot, other commands that do nothing but look at the device."""
+    """`onebit WORDS`: the plan without its plot, other commands that do nothing but check the device."""
     started = []
 
     def run(arguments: argparse.Namespace) -> None:
         started.append(arguments)
         if arguments.command == "tune":
-            cli.pick_device(arguments.device)
+            pick_device(arguments.device)
         if arguments.command == "plan":
             arguments.plot = None
             plan.run(arguments)
 
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
-    told = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    errors = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
     with (
-        mock.patch.object(cli, "_COMMANDS", dict.fromkeys(cli._COMMANDS, run)),
-        mock.patch.object(cli, "_parser", _parser),
+        mock.patch.object(cli, "COMMANDS", dict.fromkeys(cli.COMMANDS, run)),
+        mock.patch.object(cli, "parser", _parser),
         contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stderr(errors),
     ):
         try:
             code = cli.main(words)
         except SystemExit as end:
             code = end.code  # type: ignore[assignment]
-    told.flush()
-    said = told.buffer.getvalue()  # type: ignore[attr-defined]
-    if code not in (0, 2) or (code == 2) != (b"error" in said) or b"Traceback" in said:
-        raise AssertionError(f"onebit {words} ended with {code} and said {said!r}")
+    errors.flush()
+    text = errors.buffer.getvalue()  # type: ignore[attr-defined]
+    if code not in (0, 2) or (code == 2) != (b"error" in text) or b"Traceback" in text:
+        raise AssertionError(f"onebit {words} ended with {code} and wrote {text!r}")
     return f"exit {code}"
 
 
 def _device(text: str) -> str:
     try:
-        cli.pick_device(text)
-    except cli.CommandError:
+        pick_device(text)
+    except CommandError:
         return "device, refused"
     return "device, accepted"

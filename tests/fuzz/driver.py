@@ -22,7 +22,7 @@ from tests.fuzz.options import Arguments
 from tests.fuzz.states import States
 from tests.fuzz.wire import Wire
 
-TARGETS: dict[str, Callable[[], Any]] = {  # a target's `case(source)` says what came of one case, or raises
+TARGETS: dict[str, Callable[[], Any]] = {  # a target's `case(source)` returns what came of one case, or raises
     "wire": Wire,
     "options": Arguments,
     "states": States,
@@ -71,13 +71,15 @@ class Fuzzer:
         self.outcomes[name, outcome] += 1
         return None
 
-    def run(self, numbers: Iterator[int], until: float, tell: Callable[[int], None] = lambda number: None) -> list[str]:
+    def run(
+        self, numbers: Iterator[int], until: float, on_case: Callable[[int], None] = lambda number: None
+    ) -> list[str]:
         """What was wrong, at most a few."""
         found: list[str] = []
         for number in numbers:
             if time.monotonic() > until or len(found) >= 5:
                 break
-            tell(number)
+            on_case(number)
             if (wrong := self.case(number)) is not None:
                 found.append(wrong)
         return found
@@ -91,10 +93,10 @@ def work(job: int, jobs: int, given: dict[str, Any], at: Any, pipe: Connection) 
     numbers = iter(range(given["first"] + job, given["first"] + given["cases"], jobs))
     places = at.get_obj()
 
-    def tell(number: int) -> None:
+    def on_case(number: int) -> None:
         places[job] = number
 
-    found = fuzzer.run(numbers, time.monotonic() + given["seconds"], tell)
+    found = fuzzer.run(numbers, time.monotonic() + given["seconds"], on_case)
     pipe.send((fuzzer.outcomes, found))
 
 

@@ -71,7 +71,7 @@ class States:
 
 
 def goes_on(run: Run) -> None:
-    """A step from what was loaded. That it can't be taken may be said, but only so."""
+    """A step from what was loaded. It may be refused, but only by a documented error."""
     try:
         run.on(5, 5)
     except ValueError as error:

@@ -12,7 +12,7 @@ import pytest
 
 from onebit.checkpoint import checks, restore
 from onebit.checkpoint.files import Manifest
-from onebit.cli import main as cli
+from onebit.cli.arguments import CommandError
 from onebit.kernels.data.wire import Messages
 from onebit.optim import options
 from tests.fuzz import __main__ as command
@@ -76,7 +76,7 @@ def plant_number(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_exit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cli.CommandError, "code", 3)
+    patch.setattr(CommandError, "code", 3)
 
 
 PLANTED = {

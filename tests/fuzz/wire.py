@@ -1,4 +1,4 @@
-"""Messages of random bytes: what reads them writes nowhere else, agrees with its oracle, and knows foreign headers."""
+"""Messages of random bytes: what reads them writes nowhere else, agrees with its oracle, refuses foreign headers."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _update(source: Source, layout: Layout, span: Any, messages: Messages) -> No
     d = Guarded(source, [span.elements])
     other, before = params.copy(), messages.buffer.clone()
     hyper = hyper_table([Hyper(lr=0.1, weight_decay=pick(source, (0.0, 0.5)))])
-    cpu.adam_update(span, Pointers.to(layout, params.tensors), d.tensors[0], messages, None, hyper)
-    reference.adam_update(span, Pointers.to(layout, other.tensors), d.tensors[0], messages, None, hyper)
+    cpu.adam_update(span, Pointers.to(layout, params.tensors), d.tensors[0], messages, master=None, hyper=hyper)
+    reference.adam_update(span, Pointers.to(layout, other.tensors), d.tensors[0], messages, master=None, hyper=hyper)
     if _moderate(messages):
         _compare(params.tensors, other.tensors, exact=False)
     _unharmed(messages, before, params, other, d)

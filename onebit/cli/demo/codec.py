@@ -40,7 +40,15 @@ class Codec:
         run, span = backend(self.device), self.layout.all()
         source = Pointers.to(self.layout, values, "gradient")
         flags = torch.zeros(1, dtype=torch.int32)
-        run.compress(span, source, None, self.residual, hyper_table([Hyper()]), flags, self.message)
+        run.compress(
+            span,
+            source,
+            momentum=None,
+            residual=self.residual,
+            hyper=hyper_table([Hyper()]),
+            flags=flags,
+            out=self.message,
+        )
         arrived = [torch.empty_like(v) for v in values]
         run.decode(span, self.message, Pointers.to(self.layout, arrived))
         return arrived
@@ -78,7 +86,14 @@ def measure() -> Findings:
             total += torch.cat([p / t for p, t in zip(part, TYPICAL, strict=True)])  # every layer counts alike
         with_feedback.append(_relative(kept - sent, sent))
         without_feedback.append(_relative(dropped - sent, sent))
-    return Findings(NUMEL * len(TYPICAL), block.nbytes, once[0], once[1], with_feedback, without_feedback)
+    return Findings(
+        values=NUMEL * len(TYPICAL),
+        message_bytes=block.nbytes,
+        block_errors=once[0],
+        tensor_errors=once[1],
+        with_feedback=with_feedback,
+        without_feedback=without_feedback,
+    )
 
 
 def describe(found: Findings) -> str:

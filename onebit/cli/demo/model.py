@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydoc_data.topics import topics
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
@@ -10,26 +12,24 @@ LENGTH = 64
 
 
 class Text:
-    """What `help()` knows of the language, cut into windows: the last tenth is held out."""
+    """The text of Python's `help()`, cut into windows: the last tenth is held out."""
 
     def __init__(self) -> None:
-        from pydoc_data.topics import topics  # not imported where only the codec is shown
-
         letters = "\n\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
         known, tokens = torch.frombuffer(bytearray(letters), dtype=torch.uint8).unique(return_inverse=True)
         self.letters = len(known)
         held = len(tokens) // 10
-        self._train, self._held = tokens[:-held], tokens[-held:]
+        self.train, self.held = tokens[:-held], tokens[-held:]
 
     def batch(self, size: int, source: torch.Generator) -> Tensor:
         """`size` windows from anywhere in the text to train on."""
-        starts = torch.randint(len(self._train) - LENGTH, (size, 1), generator=source)
-        return self._train[starts + torch.arange(LENGTH + 1)]
+        starts = torch.randint(len(self.train) - LENGTH, (size, 1), generator=source)
+        return self.train[starts + torch.arange(LENGTH + 1)]
 
     def held_out(self, size: int) -> Tensor:
         """`size` windows spread evenly over the text that nobody trains on."""
-        starts = torch.linspace(0, len(self._held) - LENGTH - 1, size).long()
-        return self._held[starts.unsqueeze(1) + torch.arange(LENGTH + 1)]
+        starts = torch.linspace(0, len(self.held) - LENGTH - 1, size).long()
+        return self.held[starts.unsqueeze(1) + torch.arange(LENGTH + 1)]
 
 
 class Transformer(nn.Module):

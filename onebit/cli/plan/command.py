@@ -19,6 +19,7 @@ from typing import Any
 from onebit.cli.plan.model import Cluster, Model
 from onebit.cli.plan.options import CLUSTERS, ITEMSIZES, MODEL_OPTIONS, MODELS, OPTIONS, help_of
 from onebit.cli.plan.report import describe, plot, results
+from onebit.report.plots import check_plot
 
 
 class PlanError(Exception):
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
-    """What the options, the file and the presets together say."""
+    """The options, the file and the presets, merged."""
     values: dict[str, Any] = {"dtype": "float16"}
     for preset in (MODELS.get(arguments.model), CLUSTERS.get(arguments.cluster)):
         values |= _parsed(preset or {}, "preset")
@@ -77,12 +78,11 @@ def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
 def _check_plot(out: Path) -> None:
     """Found out before the work."""
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ModuleNotFoundError as error:
-        raise PlanError("--plot needs matplotlib: pip install matplotlib") from error
-    kind = out.suffix.lstrip(".").lower()
-    if kind not in FigureCanvasBase.get_supported_filetypes():
-        raise PlanError(f"a plot cannot be a {kind!r} file: choose another --plot, such as plan.png")
+        drawable = check_plot(out)
+    except ValueError as error:
+        raise PlanError(f"{error}; choose another --plot") from error
+    if not drawable:
+        raise PlanError("--plot needs matplotlib: pip install matplotlib")
 
 
 def _from_file(path: Path) -> dict[str, Any]:

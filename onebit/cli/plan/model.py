@@ -30,12 +30,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from onebit.collectives.chunking import candidates
+from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.data.wire import Format
 from onebit.kernels.passes import bytes_per_element
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
-SLOWEST, FASTEST = 1e6, 1e13  # bit/s: where `pays_below` looks
+SLOWEST, FASTEST = 1e6, 1e13  # bit/s: the range of `pays_below`
 Overlap = Literal["none", "uncompressed", "both"]
 
 
@@ -64,7 +65,7 @@ class Cluster:
             if each.name == "rates":
                 continue
             least = "0 or more" if "latency" in each.name else "above 0"
-            if not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in each.name))):
+            if not is_finite(value) or value < 0 or (value == 0 and "latency" not in each.name):
                 raise ValueError(f"{each.name} is {value}: it is a finite number {least}")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
@@ -126,22 +127,24 @@ class Model:
     optimizer: Literal["adam", "lamb"] = "adam"
     warmup: float = 0.15  # share of the steps that are stage 1
     overlap: Overlap = "uncompressed"
-    local: float | None = None  # seconds of an optimizer's own work in any stage; None: what its passes take
+    local: float | None = None  # seconds of an optimizer's own work in any stage; None: those of its passes
 
     def __post_init__(self) -> None:
-        if self.elements < 1 or self.accumulation < 1:
-            raise ValueError(f"elements is {self.elements}, accumulation is {self.accumulation}: both are 1 or more")
+        if not is_whole(self.elements, least=1) or not is_whole(self.accumulation, least=1):
+            raise ValueError(
+                f"elements is {self.elements}, accumulation is {self.accumulation}: both are whole numbers, 1 or more"
+            )
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}: it is a share of the steps, from 0 to 1")
         for name in ("forward", "backward", "local"):
             seconds = getattr(self, name)
-            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            if seconds is not None and not (is_finite(seconds) and seconds >= 0):
                 raise ValueError(f"{name} is {seconds}: it is a finite time, 0 or more")
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds, taken apart. `communication` is what neither backward nor passes hide."""
+    """Seconds, part by part. `communication` is what neither backward nor passes hide."""
 
     forward: float
     backward: float
@@ -168,13 +171,20 @@ def message_bytes(elements: int, ranks: int, chunks: int = 1) -> int:
 
 
 def exchange(elements: int, cluster: Cluster, itemsize: int, chunks: int, use: str | None) -> tuple[float, float]:
-    """Seconds of `Exchange.run` with a pass `use` on the replies, and how many of them the passes take."""
+    """Seconds of `Exchange.run` with a pass `use` on the replies, and the seconds of its passes alone."""
     size = message_bytes(elements, cluster.gpus, chunks) / chunks
     part = elements / chunks
     compress = pass_seconds("compress", part, cluster, itemsize)
     average = pass_seconds("average", part / cluster.gpus, cluster, itemsize)
     used = pass_seconds(use, part, cluster, itemsize) if use else 0.0
-    total = pipelined(chunks, compress, cluster.all_to_all(size), average, cluster.all_gather(size), used)
+    total = pipelined(
+        chunks,
+        compress=compress,
+        gather=cluster.all_to_all(size),
+        average=average,
+        scatter=cluster.all_gather(size),
+        use=used,
+    )
     return total, chunks * (compress + average + used)
 
 
@@ -198,7 +208,7 @@ def compressed_all_reduce(elements: int, cluster: Cluster, itemsize: int = 4, ch
     """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
     options = candidates(elements, cluster.gpus, BLOCK_SIZE) if chunks is None else [chunks]
     scan = pass_seconds("scan", elements, cluster, itemsize) + cluster.agreement()
-    return scan + min(exchange(elements, cluster, itemsize, c, "decode")[0] for c in options)
+    return scan + min(exchange(elements, cluster, itemsize, chunks=c, use="decode")[0] for c in options)
 
 
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
@@ -219,16 +229,16 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     if chunks is None:
         options = candidates(model.elements, cluster.gpus, BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
-    n, itemsize = model.elements, model.itemsize
+    n, itemsize, hides = model.elements, model.itemsize, model.overlap == "both"
     if model.local is not None:
         size = message_bytes(n, cluster.gpus, chunks) / chunks
         time = chunks * (cluster.all_to_all(size) + cluster.all_gather(size))
-        return replace(_step(model, time, 0.0, model.overlap == "both", cluster.agreement()), chunks=chunks)
+        return replace(_step(model, time, 0.0, hides=hides, agreement=cluster.agreement()), chunks=chunks)
     adam = model.optimizer == "adam"
-    total, passes = exchange(n, cluster, itemsize, chunks, "adam_update" if adam else None)
+    total, passes = exchange(n, cluster, itemsize, chunks=chunks, use="adam_update" if adam else None)
     after = [] if adam else ["lamb_statistics", "lamb_update"]
     local = _scan(model, cluster) + passes + sum(pass_seconds(name, n, cluster, itemsize) for name in after)
-    return replace(_step(model, total - passes, local, model.overlap == "both", cluster.agreement()), chunks=chunks)
+    return replace(_step(model, total - passes, local, hides=hides, agreement=cluster.agreement()), chunks=chunks)
 
 
 def end_to_end(model: Model, cluster: Cluster) -> float:

@@ -18,17 +18,20 @@ PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 _BERT_LARGE = {"elements": "340e6", "dtype": "float16", "overlap": "none"}
 MODELS: dict[str, dict[str, str]] = {
-    # paper 001, Table 1: Ethernet, 64 GPUs, batch 1024; Table 2: 23K of 152K steps are warmup
+    # 1-bit Adam (Tang et al. 2021), Table 1: Ethernet, 64 GPUs, batch 1024; Table 2: 23K of 152K steps are warmup
     "bert-large": _BERT_LARGE | {"forward": "35.71", "backward": "60.81", "optimizer": "adam", "warmup": "0.1513"},
-    # paper 003, Table 5: Ethernet, 256 GPUs, batch 64K in 16 micro-batches; section 6: 1000 of 5993 steps
+    # 1-bit LAMB (Li et al. 2021), Table 5: Ethernet, 256 GPUs, batch 64K in 16 micro-batches; section 6: 1000 of 5993
+    # steps are warmup
     "bert-large-lamb": _BERT_LARGE
     | {"forward": "27.8", "backward": "57.4", "accumulation": "16", "optimizer": "lamb", "warmup": "0.1669"},
 }
 _V100 = {"memory": "900"}  # its data sheet
 CLUSTERS: dict[str, dict[str, str]] = {
-    # paper 001, section 3.1: 4 GPUs a node, 4.1 Gbit/s by iperf. Assumed: latency. Fitted to Table 1, one node: intra
+    # 1-bit Adam (Tang et al. 2021), section 3.1: 4 GPUs a node, 4.1 Gbit/s by iperf. Assumed: latency. Fitted to its
+    # Table 1, one node: intra
     "ethernet-v100": _V100 | {"gpus_per_node": "4", "network": "4.1gbit", "latency": "50", "intra": "4.25"},
-    # section 3.1: 8 GPUs a node. Assumed: latency. Fitted to Table 1, one node: intra; 8 nodes, batch 1024: network
+    # The same section: 8 GPUs a node. Assumed: latency. Fitted to Table 1, one node: intra; to 8 nodes, batch 1024:
+    # network
     "infiniband-v100": _V100 | {"gpus_per_node": "8", "network": "30.9gbit", "latency": "5", "intra": "42.3"},
 }
 
@@ -113,7 +116,7 @@ MODEL_OPTIONS = {
 CLUSTER_OPTIONS = {
     "gpus": Option(count, "in all"),
     "gpus_per_node": Option(count, "that share a node's network (default: 8)"),
-    "network": Option(rate, "what arrives of what a node sends, by iperf say: 100gbit, 4.1gbit"),
+    "network": Option(rate, "what arrives of what a node sends, by iperf for one: 100gbit, 4.1gbit"),
     "latency": Option(number, "of a message between nodes", "us", 1e-6),
     "intra": Option(number, "sent by a GPU within its node", "GB/s", 1e9),
     "intra_latency": Option(number, "of a message within a node", "us", 1e-6),

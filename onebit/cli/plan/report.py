@@ -1,4 +1,4 @@
-"""What `onebit plan` shows: the steps taken apart, bytes, speed-ups, constants, and a plot."""
+"""What `onebit plan` shows: the parts of each step, bytes, speed-ups, constants, and a plot."""
 
 from __future__ import annotations
 
@@ -146,11 +146,19 @@ def plot(model: Model, cluster: Cluster, path: Path) -> None:
     counts = gpu_counts(cluster)
     grown = [replace(cluster, gpus=n) for n in counts]
     _times(time, model, counts, grown)
-    _ratios(scale, model, counts, grown, cluster.gpus, "Speed-up, more GPUs", "GPUs")
+    _ratios(scale, model, counts, grown, here=cluster.gpus, title="Speed-up, more GPUs", xlabel="GPUs")
     speeds = rates()
     gbit = [x / 1e9 for x in speeds]
     others = [replace(cluster, network=x) for x in speeds]
-    _ratios(network, model, gbit, others, cluster.network / 1e9, f"Speed-up, {cluster.gpus} GPUs", "Gbit/s a node")
+    _ratios(
+        network,
+        model,
+        gbit,
+        others,
+        here=cluster.network / 1e9,
+        title=f"Speed-up, {cluster.gpus} GPUs",
+        xlabel="Gbit/s a node",
+    )
     figure.suptitle(
         f"Predicted: {model.elements:,} elements, {cluster.gpus_per_node} GPUs a node, "
         f"{cluster.network / 1e9:.4g} Gbit/s a node"

@@ -52,7 +52,7 @@ def loading(rank: int, size: int, case: Case, folder: str, more: int) -> dict[st
 def mean_residual(optimizer: Any) -> list[np.ndarray]:
     """mean_i e_i + E of each parameter: what the next messages have to make up for."""
     found = []
-    transport = optimizer.setup.transport
+    transport = optimizer.setup.topology.replicas
     for reducer in optimizer.current.reducers:
         mean, state = reducer.exchange.residual.left_out().clone(), reducer.state
         transport.all_sum(mean, "adding up residuals in a test").wait()

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and what it says when it cannot."""
+"""The command line: what it prints, what it writes, and its errors."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ import torch
 
 from onebit.cli import main as cli
 from onebit.cli import tune
+from onebit.cli.arguments import pick_device, whole_number, whole_number_from
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -70,9 +71,9 @@ def test_tune_goes_through_every_kernel_of_a_gpu(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert captured.out.count("blocks 2, warps 8") == captured.out.count("5.0 GB/s   <- chosen") == len(tuned)
     assert captured.out.count("does not run here") == len(tuned)
-    said = captured.err.splitlines()  # not a terminal: a plain line each
-    assert [re.search(r"candidate (\d)", line)[1] for line in said] == ["1", "2"] * len(tuned)
-    assert said[0].startswith(f"[1/{len(tuned)}] compress_kernel: blocks 4, warps 4")
+    lines = captured.err.splitlines()  # not a terminal: a plain line each
+    assert [re.search(r"candidate (\d)", line)[1] for line in lines] == ["1", "2"] * len(tuned)
+    assert lines[0].startswith(f"[1/{len(tuned)}] compress_kernel: blocks 4, warps 4")
     assert "\033" not in captured.err + captured.out
 
 
@@ -85,7 +86,7 @@ def test_tune_fails_where_nothing_runs(monkeypatch, capsys):
 
 def test_progress_is_rewritten_in_place_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = cli.Progress()
+    progress = Progress()
     progress.show("one")
     progress.show("two")
     progress.clear()
@@ -94,9 +95,7 @@ def test_progress_is_rewritten_in_place_on_a_terminal(monkeypatch, capsys):
 
 def test_auto_takes_a_gpu_where_there_is_one():
     there = torch.cuda.is_available()
-    assert cli.pick_device("auto") == (
-        torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu")
-    )
+    assert pick_device("auto") == (torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -123,10 +122,18 @@ def test_a_wrong_command_exits_with_2(arguments, capsys):
 
 
 def test_numbers():
-    assert [cli.whole_number(t) for t in ("7", "2**24", "1_000", " 10**3 ")] == [7, 2**24, 1000, 1000]
+    assert [whole_number(t) for t in ("7", "2**24", "1_000", " 10**3 ")] == [7, 2**24, 1000, 1000]
     for text in ("-1", "0", "0**2", "2**", "2**2**2", "1.5", "2**999"):
         with pytest.raises(argparse.ArgumentTypeError):
-            cli.whole_number(text)
+            whole_number(text)
+
+
+def test_numbers_between_limits():
+    read = whole_number_from(0, 2**10)
+    assert [read(text) for text in ("0", "7", "2**10", "1_000")] == [0, 7, 1024, 1000]
+    for text in ("-1", "1025", "2**11", "1.5", "", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match="from 0 to 1,024"):
+            read(text)
 
 
 def test_the_installed_command():
@@ -172,9 +179,9 @@ def test_chunks_alone_are_measured_on_a_group_alone(tmp_path, capsys):
 def test_tune_shows_each_candidate_of_the_cpu_before_it_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(cli, "Progress", lambda: Progress(plain_seconds=0))
     assert cli.main(["tune", "--device", "cpu", "--elements", "4096"]) == 0
-    said = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     count = len(tuner.cpu_candidates())
-    assert [re.search(r"tile (\d+), candidate", line)[1] for line in said] == [
+    assert [re.search(r"tile (\d+), candidate", line)[1] for line in lines] == [
         str(c.tile) for c in tuner.cpu_candidates()
     ]
-    assert said[-1].endswith(f"candidate {count} of {count}")
+    assert lines[-1].endswith(f"candidate {count} of {count}")

@@ -151,7 +151,7 @@ def late_group(rank: int, size: int, kind: str) -> tuple[int, bytes]:
     optimizer = case.build(params, LocalTransport())
     forget_process_group(optimizer)
     run(case, rank, optimizer, params, 1, case.steps)
-    return optimizer.setup.transport.size, bits(params)
+    return optimizer.setup.topology.replicas.size, bits(params)
 
 
 @kinds

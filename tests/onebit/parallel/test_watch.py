@@ -322,7 +322,7 @@ def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
         optimizer.zero_grad()
         ended = time.perf_counter()
         tensors = list(dict(shared_tensors(optimizer.setup, optimizer.current)).values())
-        assert not find_mismatches(optimizer.setup.transport, tensors, CHECK)
+        assert not find_mismatches(optimizer.setup.topology.replicas, tensors, CHECK)
         seconds.append((ended - began, time.perf_counter() - ended))
     steps, checks = zip(*seconds[4:], strict=True)
     return sum(p.numel() for p in model.parameters()), min(steps), min(checks)

@@ -1,0 +1,86 @@
+"""What ranks send each other to compare: JSON of any length, and errors that name the ranks that differ."""
+
+import pytest
+import torch
+
+from onebit.collectives.agreement import agree, all_gather_json
+from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import LocalTransport
+from onebit.kernels.data.wire import MessageError
+from tests.ranks import group, run_ranks
+
+CPU = torch.device("cpu")
+VALUES = [None, "", "é\n ", 0, [1, 2.5, {"a": None}], {"text": 5000 * "x"}, 100_000 * "\u2603", True]
+
+
+def gathered(rank, size, offset):
+    """Each rank gives another one of the values."""
+    transport = transport_for(group())
+    return all_gather_json(transport, CPU, VALUES[(rank + offset) % len(VALUES)], "a phase")
+
+
+@pytest.mark.parametrize("offset", range(len(VALUES)))
+def test_json_of_every_rank(offset):
+    expected = [VALUES[(rank + offset) % len(VALUES)] for rank in range(3)]
+    assert run_ranks(3, gathered, offset) == [expected] * 3
+
+
+def test_one_rank_gets_what_json_makes_of_its_value():
+    assert all_gather_json(LocalTransport(), CPU, {"pair": (1, 2)}, "a phase") == [{"pair": [1, 2]}]
+
+
+def agreed(rank, size, everyone):
+    try:
+        agree(transport_for(group()), CPU, everyone[rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_facts_of_any_length():
+    """A run of many parameters has more of them than 2,048 bytes."""
+    facts = {f"option {i}": i / 7 for i in range(500)}
+    assert run_ranks(3, agreed, [facts] * 3) == ["", "", ""]
+    other = {**facts, "option 77": "eleven", "only here": 1}
+    for error in run_ranks(3, agreed, [facts, other, facts]):
+        assert error.startswith(
+            "the ranks do not agree: rank 1 has only here 1 where rank 0 has None; rank 1 has option"
+        )
+        assert "rank 1 has option 77 'eleven' where rank 0 has 11.0" in error
+
+
+def test_the_order_of_facts_means_nothing():
+    assert run_ranks(2, agreed, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == ["", ""]
+
+
+class Damaging(LocalTransport):
+    """Replaces what arrives by one of the all-gathers: the first carries lengths, the second texts."""
+
+    def __init__(self, number, damage):
+        self.left, self.damage = number, damage
+
+    def all_gather(self, out, sent, phase):
+        work = super().all_gather(out, sent, phase)
+        self.left -= 1
+        if self.left == 0:
+            self.damage(out)
+        return work
+
+
+def flip(bit):
+    def damage(out):
+        out[0, bit // 8] ^= 1 << bit % 8
+
+    return damage
+
+
+@pytest.mark.parametrize("bit", [*range(0, 64, 7), 63])
+def test_a_damaged_length_is_an_error_and_takes_no_memory(bit):
+    with pytest.raises(MessageError, match="a phase: rank 0 announces"):
+        all_gather_json(Damaging(1, flip(bit)), CPU, {"a": 1}, "a phase")
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_damaged_text_is_an_error(bit):
+    with pytest.raises(MessageError, match="a phase: what came from rank 0 is no JSON"):
+        all_gather_json(Damaging(2, flip(bit)), CPU, {"a": 1}, "a phase")

@@ -1,0 +1,70 @@
+"""What an all-reduce sends: how many bytes, in which order, and what is kept of it."""
+
+import numpy as np
+import pytest
+
+from tests.collectives import steps, work
+from tests.collectives.steps import Case
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_wire_bytes_are_what_the_transport_was_given(size, scale):
+    """16 bytes of header, 4 a scale, 1 bit an element, rounded to 16; to every other rank, twice a chunk."""
+    case = Case((20_000, 2049), 2048, chunks=2, scale=scale)
+    plan = case.plan(size)
+    blocks = plan.blocks // (size * case.chunks)
+    scales = blocks if scale == "block" else 1
+    message = 16 + -(-4 * scales // 16) * 16 + -(-blocks * 2048 // 8 // 16) * 16
+    expected = 2 * (size - 1) * case.chunks * message
+    for _, sent, counted, nbytes in run_ranks(size, work.watched, case, 3):
+        assert nbytes == message
+        assert sent == expected
+        assert counted == 3 * expected
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_28th_of_the_bytes_of_a_ring_all_reduce_in_fp32(size):
+    numel = 2_000_000
+    case = Case((numel,), 2048, chunks=4)
+    ring = 2 * (size - 1) / size * 4 * numel
+    for _, sent, _, _ in run_ranks(size, work.watched, case, 1):
+        assert 0 < sent <= ring / 28
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_pipeline_in_one_order_on_all_ranks(size):
+    """Chunk j + 1 is under way before anyone waits for chunk j; collectives start in the same order everywhere."""
+    every = [events for events, *_ in run_ranks(size, work.watched, Case((1000,), chunks=3), 2)]
+    assert all(events == every[0] for events in every)
+    g, s = ([f"the {name} of chunk {j})" for j in range(3)] for name in GATHER_SCATTER)
+    assert every[0] == [
+        "all_max agreeing on finite values (all-reduce of one number)",
+        f"start {g[0]}", f"start {g[1]}",
+        f"wait {g[0]}", f"start {s[0]}", f"start {g[2]}",
+        f"wait {g[1]}", f"start {s[1]}", f"wait {s[0]}",
+        f"wait {g[2]}", f"start {s[2]}", f"wait {s[1]}",
+        f"wait {s[2]}",
+    ]  # fmt: skip
+
+
+GATHER_SCATTER = ("gather phase (all-to-all", "scatter phase (all-gather")
+
+
+def test_the_replies_are_kept_as_received():
+    """What an optimizer reads after an exchange: every rank's shard of every chunk, in the order of the space."""
+    for decoded, result in run_ranks(3, work.replies_of, Case((2000,), chunks=3)):
+        assert decoded == result
+
+
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_the_server_residuals_of_all_ranks_in_the_order_of_the_space(chunks, scale):
+    case = Case((300, 63), chunks=chunks, scale=scale, steps=3)
+    answers = run_ranks(3, work.gathered_server, case)
+    expected = steps.server_residual(case, 3, [state for _, state in answers])
+    assert np.any(expected)
+    for gathered, _ in answers:
+        valid = case.plan(3).valid  # with a tensor scale padding keeps what it is given
+        np.testing.assert_allclose(np.frombuffer(gathered, np.float32)[valid], expected[valid], atol=1e-6)
