@@ -74,7 +74,7 @@ def naive(rank: int, size: int, warmup: int, feedback: bool) -> tuple[list[np.nd
     first = [p.grad.clone() for p in params]
     take(CASE, rank, optimizer, params, warmup + 2)
     sizes = sorted({float(x) for p in params for x in p.grad.abs().view(-1)})
-    left = optimizer._all_reduce.exchange.residual.value
+    left = optimizer.all_reduce.exchange.residual.value
     assert bool((left != 0).any()) == feedback
     assert all(len(g.abs().unique()) == 1 for g in first)
     return after, sizes, optimizer.wire_bytes
