@@ -1,8 +1,10 @@
 """Layers point one way: kernels <- collectives <- onebit <- perf, tests. One module, one name."""
 
 import ast
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,9 +41,23 @@ def imports(source: str) -> set[str]:
     return names
 
 
+def named_modules(source: str) -> set[str]:
+    """Modules that a source names in strings: one that is its dotted name, or what follows -m, in it or in a list."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)):
+                names |= {text} if re.fullmatch(r"(onebit|perf|tests)(\.\w+)+", text) else set()
+                names |= set(re.findall(r"(?:^|\s)-m\s*([a-z_][\w.]*)", text))
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                texts = [item.value if isinstance(item, ast.Constant) else None for item in items]
+                names |= {b for a, b in pairwise(texts) if a == "-m" and isinstance(b, str)}
+    return names
+
+
 def violations(layer: str, source: str) -> set[str]:
-    """Imports that `source`, a file of `layer`, must not have."""
-    names = imports(source)
+    """Imports that `source`, a file of `layer`, must not have, and modules of higher layers that it starts."""
+    names = imports(source) | named_modules(source)
     upward = {name for name in names if inside(name, OWN) and not inside(name, MAY[layer])}
     foreign = {name for name in names if inside(name, MAY_NOT.get(layer, set()))}
     relative = {name for name in names if name.startswith(".")}
@@ -88,6 +104,14 @@ def test_layers_point_one_way(layer, path):
         ("onebit", "import tests.ranks"),
         ("onebit", "import kernels"),
         ("perf", "from collectives import all_reduce"),
+        ("onebit", "lab = ['perf.lab', '--hosts']"),
+        ("onebit", "run([sys.executable, '-m', 'perf'])"),
+        ("onebit", "run(f'{python} -m perf.lab --hosts {n}')"),
+        ("onebit", "importlib.import_module('tests.ranks')"),
+        ("collectives", "start('-mperf.lab')"),
+        ("collectives", "start('onebit.cli.main')"),
+        ("kernels", "start(('-m', 'onebit', 'tune'))"),
+        ("perf", "module = 'tests.faults.training'"),
     ],
 )
 def test_a_wrong_import_is_found(layer, source):
@@ -103,6 +127,10 @@ def test_a_wrong_import_is_found(layer, source):
         ("collectives", "import torch.distributed as dist\nfrom onebit.kernels import wire"),
         ("onebit", "from torch.optim import Optimizer\nfrom onebit.collectives import all_reduce"),
         ("perf", "from onebit.kernels import compress\nfrom perf import plots"),
+        ("perf", "run(['-m', 'perf.lab', '-m', 'onebit.cli.demo.train'])"),
+        ("onebit", "start(['onebit.cli.demo.train'])"),
+        ("onebit", "'a record of perf.kernels: its rates'"),
+        ("onebit", "'Tests. -maximum perf.'"),
     ],
 )
 def test_a_right_import_is_not(layer, source):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from onebit.cli.demo import codec as demo_codec
 from onebit.cli.demo import report as demo_report
-from onebit.cli.demo.ranks import DemoError, lines_of
-from onebit.cli.demo.train import RATE, Settings, heard
+from onebit.cli.demo.ranks import DemoError, Launcher, lines_of
+from onebit.cli.demo.train import RATE, Settings, parse_line
 from onebit.cli.progress import Progress
 
 
@@ -29,19 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=_between(0, 2**31), default=defaults.seed, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument(
-        "--bandwidth",
-        metavar="RATE",
-        help="of the links between ranks, such as 1gbit or 100mbit: each rank gets a host of its own in the "
-        "repository's network lab (as root on Linux)",
-    )
     parser.add_argument("--codec", action="store_true", help="show the 1-bit codec instead, in a few seconds")
     parser.add_argument(
         "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
     )
 
 
-def run(arguments: argparse.Namespace, progress: Progress) -> None:
+def run(
+    arguments: argparse.Namespace, progress: Progress, *, bandwidth: str | None = None, launcher: Launcher | None = None
+) -> None:
+    """Train, print the table, write the plot. launcher: see `lines_of`. bandwidth: of its links, for the launcher."""
     start, out = time.perf_counter(), arguments.out
     draw: Callable[[Path], None]
     drawable = _check_plot(out)
@@ -49,7 +46,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> None:
         found = demo_codec.measure()
         text, draw = demo_codec.describe(found), partial(demo_codec.plot, found)
     else:
-        record = _train(arguments, progress)
+        record = train(settings_of(arguments, bandwidth), progress, launcher)
         text, draw = demo_report.describe(record), partial(demo_report.plot, record)
     print(text)
     if drawable:
@@ -59,14 +56,24 @@ def run(arguments: argparse.Namespace, progress: Progress) -> None:
     print(f"Took {time.perf_counter() - start:.0f} s")
 
 
-def _train(arguments: argparse.Namespace, progress: Progress) -> demo_report.Record:
-    settings = Settings(arguments.optimizer, arguments.ranks, arguments.steps, arguments.seed, arguments.bandwidth)
+def settings_of(arguments: argparse.Namespace, bandwidth: str | None = None) -> Settings:
+    return Settings(
+        optimizer=arguments.optimizer,
+        ranks=arguments.ranks,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        bandwidth=bandwidth,
+    )
+
+
+def train(settings: Settings, progress: Progress, launcher: Launcher | None = None) -> demo_report.Record:
+    """All that the ranks print. A DemoError where one fails."""
     record = demo_report.Record(settings)
     progress.show(f"starting {settings.ranks} ranks ...")
     try:
-        with contextlib.closing(lines_of(settings)) as lines:
+        with contextlib.closing(lines_of(settings, launcher)) as lines:
             for line in lines:
-                record.add(heard(line))
+                record.add(parse_line(line))
                 if record.steps:
                     progress.tick(demo_report.progress_line(record))
     finally:

@@ -1,4 +1,4 @@
-"""The demo's processes: a rank each on this machine, or on the hosts of the network lab; none outlives the demo."""
+"""The demo's processes: a rank each on this machine, or what a launcher starts; none outlives the demo."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -14,17 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from onebit.cli.demo.train import MARK, Settings
+from onebit.cli.demo.train import LOCAL, MARK, Settings
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 TAIL_LINES = 50
 
 
@@ -57,7 +54,7 @@ class Process:
 
     def _read(self, lines: queue.Queue[str]) -> None:
         for line in self.running.stdout or ():
-            lines.put(re.sub(r"^\[rank \d+\] ", "", line.rstrip("\n")))  # the lab says who
+            lines.put(line.rstrip("\n"))
 
     def report(self) -> str:
         """How it ended, and the last it had to say."""
@@ -86,27 +83,29 @@ class Process:
                 stream.close()
 
 
-class Lab(Process):
-    """The network lab, whose own errors say which rank, or what this machine lacks."""
-
-    def report(self) -> str:
-        return "\n".join(self.last_lines()) or super().report()
+Launcher: TypeAlias = Callable[[Settings, list[str], queue.Queue[str]], Process]
 
 
-def lines_of(settings: Settings) -> Generator[str, None, None]:
-    """What the ranks write, until all have ended. A DemoError where one fails; whatever happens, none runs on."""
+def lines_of(settings: Settings, launcher: Launcher | None = None) -> Generator[str, None, None]:
+    """What the ranks write, until all have ended. A DemoError where one fails; whatever happens, none runs on.
+
+    launcher: starts all ranks elsewhere than on this machine, `launcher(settings, module_and_arguments, lines)`: one
+    process that runs `python -m module arguments` settings.ranks times, each with the variables RANK, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT (rank 0 listens there), that puts what they print into `lines`, and fails where one of
+    them does. It may print a prefix before each line, such as the rank.
+    """
     lines: queue.Queue[str] = queue.Queue()
     processes: list[Process] = []
     with handling({signal.SIGTERM: _exit, getattr(signal, "SIGHUP", signal.SIGTERM): _exit}):
         try:
-            if settings.bandwidth is None:
+            if launcher is None:
                 # The demo holds the store: its port is bound when it is chosen, and rank 0 may die like any other.
                 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 for rank in range(settings.ranks):
                     env = _environment(settings, rank, store.port)
                     processes.append(Process(f"rank {rank}", _module(settings), env, lines))
             else:
-                processes.append(_lab(settings, lines))
+                processes.append(launcher(settings, _module(settings), lines))
             yield from _until_the_end(processes, lines)
         finally:
             _stop(processes)
@@ -135,7 +134,7 @@ def _stop(processes: list[Process]) -> None:
         for process in processes:
             if process.running.poll() is None:
                 process.running.terminate()
-        deadline = time.monotonic() + 10  # the lab takes its hosts down
+        deadline = time.monotonic() + 10  # a launcher ends its ranks
         for process in processes:
             process.end(deadline)
 
@@ -154,22 +153,9 @@ def _environment(settings: Settings, rank: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(settings.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        LOCAL: "1",
     }
     return {**torchrun, **(loopback[0] if loopback else {})}
-
-
-def _lab(settings: Settings, lines: queue.Queue[str]) -> Lab:
-    """The network lab starts the ranks, each on a host of its own. It comes with the repository, not the package."""
-    if not (REPOSITORY / "perf" / "lab").exists():
-        raise DemoError(
-            "--bandwidth needs the network lab, which is in onebit's repository and not in the installed package: "
-            "clone it and run `make demo` or `pip install -e .` there",
-            code=2,
-        )
-    lab = ["perf.lab", "--hosts", str(settings.ranks), "--rate", str(settings.bandwidth)]
-    options = ["--launcher", "env", "--timeout", str(4 * 3600), "--", "-m"]
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return Lab("the network lab", [*lab, *options, *_module(settings)], {"PYTHONPATH": path}, lines)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

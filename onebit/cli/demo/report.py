@@ -11,11 +11,15 @@ from onebit.cli.demo.model import LENGTH
 from onebit.cli.demo.train import BATCH, End, Settings, Start, Step
 
 GREY, BLUE = "#7f7f7f", "#1f77b4"
+NOTE = (
+    "\n\nThe ranks of one machine exchange data at the speed of its memory, so that times say little here: what fewer\n"
+    "bytes save shows on a network."
+)
 
 
 @dataclass
 class Record:
-    """What the ranks have told so far."""
+    """What the ranks have printed so far."""
 
     settings: Settings
     start: Start | None = None
@@ -69,16 +73,11 @@ def describe(record: Record) -> str:
     note = f"{seconds[0] / seconds[1]:.1f} times faster" if seconds[0] > 1.1 * seconds[1] else ""
     rows.append(("time a step, stage 2", *(f"{1e3 * s:.0f} ms" for s in seconds), note))
     table = "\n".join(f"  {what:<24}{a:>12}{b:>14}   {c}".rstrip() for what, a, b, c in rows)
-    tip = (
-        ""
-        if settings.bandwidth
-        else "\n\nHere ranks talk at memory speed. Over a slow link: onebit demo --bandwidth 100mbit"
-    )
     where = f"links of {settings.bandwidth}" if settings.bandwidth else f"{start.backend} on {start.device}"
     return (
         f"{settings.ranks} ranks, {where}; a transformer of {start.elements:,} parameters on Python's documentation,\n"
         f"{settings.steps} steps of {settings.ranks} x {BATCH} x {LENGTH} characters, seed {settings.seed}; "
-        f"1 bit from step {record.freeze} on\n\n{table}{tip}"
+        f"1 bit from step {record.freeze} on\n\n{table}{NOTE if record.steps[-1].counted is None else ''}"
     )
 
 

@@ -27,6 +27,7 @@ from onebit.cli.demo.model import Text, Transformer, loss_of
 from onebit.optim.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
+LOCAL = "ONEBIT_DEMO_LOCAL"  # set where the parent is on this machine, holds the store, and ends its ranks
 BATCH = 16
 HELD_OUT = 512
 BETAS = (0.9, 0.98)
@@ -40,7 +41,7 @@ class Settings:
     ranks: int = 2
     steps: int = 400
     seed: int = 0
-    bandwidth: str | None = None  # of the network lab's links; None without a lab
+    bandwidth: str | None = None  # of the links, where a launcher puts every rank on a host of its own
 
     @property
     def freeze_step(self) -> int:
@@ -84,7 +85,11 @@ class Run:
         self.model = DistributedDataParallel(Transformer(letters).to(device))
         self.optimizer = _optimizer(settings, compress, self.model)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, RATE[settings.optimizer], settings.steps, pct_start=0.1, cycle_momentum=False
+            self.optimizer,
+            max_lr=RATE[settings.optimizer],
+            total_steps=settings.steps,
+            pct_start=max(0.1, 2 / settings.steps),  # with one step of rising rates it divides by zero
+            cycle_momentum=False,
         )
         self.elements = sum(p.numel() for p in self.model.parameters())
         self._ring = round(2 * (settings.ranks - 1) / settings.ranks * 4 * self.elements)
@@ -124,27 +129,27 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
     text = Text()
     runs = [Run(settings, compress, text.letters, device) for compress in (False, True)]
     source = torch.Generator().manual_seed(1000 * settings.seed + rank)
-    _tell(rank, Start(device.type, dist.get_backend(), runs[0].elements))
+    _print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements))
     for step in range(1, settings.steps + 1):
         windows = text.batch(BATCH, source).to(device)
         losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
-        counted = [run.counted for run in runs] if settings.bandwidth else None
+        counted = None if LOCAL in os.environ else [run.counted for run in runs]
         mean, sent = _mean(list(losses), device), [run.sent for run in runs]
-        _tell(rank, Step(step, runs[1].compressing, mean, list(seconds), sent, counted))
+        _print_line(rank, Step(step, runs[1].compressing, mean, list(seconds), sent, counted))
     windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
-    _tell(rank, End(_mean([run.held_out_loss(windows) for run in runs], device)))
+    _print_line(rank, End(_mean([run.held_out_loss(windows) for run in runs], device)))
 
 
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
-    if settings.bandwidth is None:
+    if LOCAL in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= settings.ranks
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=rank == 0 and settings.bandwidth is not None)  # else the parent holds it
+    store = TCPStore(host, port, is_master=rank == 0 and LOCAL not in os.environ)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,
@@ -187,22 +192,23 @@ def _mean(losses: list[Tensor], device: torch.device) -> list[float]:
     return [float(x) for x in total / dist.get_world_size()]
 
 
-def _tell(rank: int, what: Start | Step | End) -> None:
+def _print_line(rank: int, what: Start | Step | End) -> None:
     if rank == 0:
         print(MARK + json.dumps({type(what).__name__: asdict(what)}), flush=True)
 
 
-def heard(line: str) -> Start | Step | End | None:
-    """What a rank has told; None of any other line."""
-    if not line.startswith(MARK):
+def parse_line(line: str) -> Start | Step | End | None:
+    """What rank 0 has printed, behind whatever prefix its launcher gives it; None of any other line."""
+    _, mark, text = line.partition(MARK)
+    if not mark:
         return None
-    ((kind, fields),) = json.loads(line[len(MARK) :]).items()
+    ((kind, fields),) = json.loads(text).items()
     known: dict[str, type[Start | Step | End]] = {"Start": Start, "Step": Step, "End": End}
     return known[kind](**fields)
 
 
 def _interface_bytes() -> int:
-    """What the host's interface has sent, in the network lab."""
+    """What the interface that Gloo uses has sent so far, on a host with no other traffic."""
     counter = Path("/sys/class/net", os.environ.get("GLOO_SOCKET_IFNAME", "none"), "statistics/tx_bytes")
     return int(counter.read_text()) if counter.exists() else 0
 
