@@ -118,8 +118,8 @@ class Forgets(CompressedAllReduce):
     """No error feedback."""
 
     def __call__(self, x):
-        self.exchange.residual.value.zero_()
         super().__call__(x)
+        self.exchange.residual.value.zero_()
 
 
 class Differs(CompressedAllReduce):
