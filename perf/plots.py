@@ -1,46 +1,74 @@
-"""Plots of benchmarks: panels side by side in one PNG, the same look everywhere. Needs matplotlib."""
+"""Plots of benchmarks: panels side by side in one PNG, the same look everywhere. Drawing needs matplotlib."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLORS = {"fp32": "#7f7f7f", "fp16": "#ff7f0e", "bf16": "#9467bd", "1 bit": "#1f77b4"}
-COLORS |= {"PowerSGD": "#2ca02c", "1-bit Adam": "#1f77b4", "1-bit LAMB": "#17becf"}
-PARTS = {"forward": "#aec7e8", "backward": "#1f77b4", "step": "#2ca02c", "all-reduce": "#d62728"}
-TARGET = "#d62728"
+GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
+COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": "#9467bd", "1 bit": BLUE}
+COLORS |= {"PowerSGD": GREEN, "1-bit Adam": BLUE, "1-bit LAMB": "#17becf"}
+PARTS = {"forward": "#aec7e8", "backward": BLUE, "step": GREEN, "all-reduce": RED}
+TARGET = RED
+MISSING = "No plot: matplotlib is not installed. For one: pip install matplotlib"
 Draw = Callable[[Any], None]  # draws on a matplotlib Axes
 
 
-def save(path: Path, panels: Sequence[Draw], title: str = "") -> None:
-    """Draw one panel after the other, left to right."""
+def available() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_if_possible(draw: Callable[[], Sequence[Path]]) -> None:
+    """Print the paths of the plots that `draw` makes, or how to get matplotlib."""
+    if available():
+        print(*draw(), sep="\n")
+    else:
+        print(MISSING)
+
+
+def save(path: Path, panels: Sequence[Draw], title: str = "", size: tuple[float, float] = (5.5, 4.2)) -> Path:
+    """Draw one panel after the other, left to right; `size` is that of a panel, in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (5.5 * len(panels), 4.2)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    width, height = size[0] * len(panels), size[1]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(width, height), layout="constrained", squeeze=False)
     for draw, on in zip(panels, axes[0], strict=True):
         draw(on)
-    figure.suptitle(textwrap.fill(title, 55 * len(panels)))
+    if title:
+        figure.suptitle(textwrap.fill(title, round(10 * width)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return path
+
+
+class Styles:
+    """The color of a curve, and a line style that no other curve of that color has yet."""
+
+    def __init__(self) -> None:
+        self._left: dict[str | None, Iterator[str]] = {}
+
+    def of(self, name: str) -> tuple[str | None, str]:
+        """By what stands before a comma in the name."""
+        color = COLORS.get(name.partition(",")[0])
+        return color, next(self._left.setdefault(color, itertools.cycle(("-", "--", ":", "-."))))
 
 
 def lines(
     title: str, xlabel: str, ylabel: str, curves: Mapping[str, Sequence[tuple[float, float]]], logy: bool = True
 ) -> Draw:
-    """A panel of curves over a logarithmic axis; what stands before a comma in a name is its color."""
+    """A panel of curves over a logarithmic axis."""
 
     def draw(axes: Any) -> None:
-        styles: dict[str | None, Iterator[str]] = {}
+        styles = Styles()
         for name, points in curves.items():
-            color = COLORS.get(name.partition(",")[0])
-            style = next(styles.setdefault(color, itertools.cycle(("-", "--", ":", "-."))))
+            color, style = styles.of(name)
             axes.plot(*zip(*sorted(points), strict=True), style, marker="o", label=name, color=color)
         axes.set_xscale("log")
         if max(x for points in curves.values() for x, _ in points) < 1000:
@@ -80,7 +108,7 @@ def bars(title: str, ylabel: str, values: Mapping[str, float], notes: Mapping[st
     return draw
 
 
-def marked(draw: Draw, points: Sequence[tuple[float, float]], label: str) -> Draw:
+def with_targets(draw: Draw, points: Sequence[tuple[float, float]], label: str) -> Draw:
     """The panel with the values to reach."""
 
     def drawn(axes: Any) -> None:

@@ -264,8 +264,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             return
         if self.compressing:
             raise ValueError(
-                f"a process group of {topology.everyone.size} ranks was made when this optimizer was in stage 2 already, "
-                f"as one rank alone: call init_process_group before the first step and before load_state_dict"
+                f"a process group of {topology.everyone.size} ranks was made when this optimizer was in stage 2 "
+                f"already, as one rank alone: call init_process_group before the first step and before "
+                f"load_state_dict"
             )
         self.setup = replace(self.setup, topology=topology)
         self._build()

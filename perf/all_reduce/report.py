@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onebit.kernels.tuning.machine import device_name, provenance
+from onebit.kernels.tuning.machine import provenance
 from perf import plots
-from perf.all_reduce.ranks import KINDS, ONE_BIT, Row
-from perf.lab.network import parse_rate
+from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.lab.rates import rate_bits
+from perf.records import machine, slug, write_record
+from perf.tables import cell
+from perf.targets import Target, as_json, check_status
 
 STANDARD = {
     "hosts": [4],
@@ -29,29 +27,14 @@ SPEED_TARGETS = {"1gbit": 4.0, "100mbit": 12.0}  # times fp32's speed: 4 hosts, 
 SPEED_TARGET_HOSTS, SPEED_TARGET_ELEMENTS = 4, 25_000_000
 BYTES_TARGETS = {"fp32": 28.0, "fp16": 14.0}  # times fewer bytes
 BYTES_TARGET_ELEMENTS = 2**21  # and more: in less, barriers and headers count
-UNSHAPED = "unshaped"
-
-
-@dataclass(frozen=True)
-class Target:
-    what: str
-    reached: float
-    needed: float
-
-    @property
-    def met(self) -> bool:
-        return self.reached >= self.needed
-
-    def __str__(self) -> str:
-        return f"{self.reached:.1f} times {self.what}, to reach {self.needed:g}: {'met' if self.met else 'missed'}"
 
 
 def by_kind(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """The rows of one size on one network together."""
-    together: dict[tuple[int, str | None, int], dict[str, Row]] = {}
+    """A group for each size on each network: its rows by kind."""
+    groups: dict[tuple[int, str | None, int], dict[str, Row]] = {}
     for row in rows:
-        together.setdefault((row.hosts, row.rate, row.elements), {})[row.kind] = row
-    return list(together.values())
+        groups.setdefault((row.hosts, row.rate, row.elements), {})[row.kind] = row
+    return list(groups.values())
 
 
 def faster(group: dict[str, Row], kind: str) -> float | None:
@@ -121,7 +104,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     return found
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
     """Time against size, speed-up against bandwidth, bytes on the wire: each as far as it was measured."""
     groups = by_kind(rows)
     own = [group[ONE_BIT] for group in groups]
@@ -141,7 +124,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     if speeds:
         shown = plots.lines(f"Speed-up, {largest:,} elements", "link, Gbit/s", "times as fast as", speeds, logy=False)
         goals = [(rate_bits(r) or 0, x) for r, x in SPEED_TARGETS.items()] if largest == SPEED_TARGET_ELEMENTS else []
-        panels.append(plots.marked(shown, [(bits / 1e9, x) for bits, x in goals], "target, fp32, 4 hosts"))
+        panels.append(plots.with_targets(shown, [(bits / 1e9, x) for bits, x in goals], "target, fp32, 4 hosts"))
     biggest = sizes[-1]
     sent = {kind: 1e-6 * nbytes for kind in (*KINDS, ONE_BIT) if (nbytes := biggest[kind].bytes)}
     if sent:
@@ -149,10 +132,10 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
         panels.append(
             plots.bars(f"Bytes on the wire, {biggest[ONE_BIT].elements:,} elements", "MB a call and rank", sent, notes)
         )
-    plots.save(path, panels, title)
+    return plots.save(path, panels, title)
 
 
-def slug(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
+def record_name(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
     """The record's file name: the device, and in what it differs from the standard run."""
     parts = ["all_reduce", group["device"]]
     if not arguments.lab:
@@ -163,33 +146,19 @@ def slug(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
             parts += [name, *map(str, value)]
     if arguments.chunks != STANDARD["chunks"]:
         parts += ["chunks", str(arguments.chunks)]
-    return "-".join(re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") for part in parts)
+    return slug(*parts)
 
 
 def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | None) -> dict[str, Any]:
     return {
         **group,
         "lab": arguments.lab,
-        "cpu": device_name(torch.device("cpu")),
-        "cpu_count": os.cpu_count(),
+        **machine(),
         "load_before": load,
         "chunks": arguments.chunks,
         "repeats": arguments.repeats,
         **provenance(),
     }
-
-
-def shaped(rate: str | None) -> str | None:
-    """What the network lab calls it."""
-    return None if rate == UNSHAPED else rate
-
-
-def rate_bits(rate: str | None) -> int | None:
-    return parse_rate(shaped(rate))
-
-
-def cell(value: float | None, form: str, unit: float = 1) -> str:
-    return f"{'-':>{form.partition('.')[0]}}" if value is None else f"{value * unit:{form}}"
 
 
 def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> int:
@@ -201,16 +170,10 @@ def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any]
     reached = targets(rows)
     print("".join(f"\n{target}" for target in reached))
     record: dict[str, Any] = _about(arguments, group, load)
-    record["targets"] = [{**asdict(target), "met": target.met} for target in reached]
+    record["targets"] = as_json(reached)
     record["rows"] = [asdict(row) for row in rows]
-    path = arguments.out / f"{slug(arguments, group)}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path = arguments.out / f"{record_name(arguments, group)}.json"
+    write_record(path, record)
     print(f"\n{path}")
-    try:
-        plot(rows, where, path.with_suffix(".png"))
-        print(path.with_suffix(".png"))
-    except ModuleNotFoundError:
-        print("No plot: matplotlib is not installed. For one: pip install matplotlib")
-    if arguments.check and not reached:
-        print("perf.all_reduce: --check: no target speaks of these hosts, rates and elements", file=sys.stderr)
-    return int(arguments.check and (not reached or any(not target.met for target in reached)))
+    plots.draw_if_possible(lambda: [plot(rows, where, path.with_suffix(".png"))])
+    return check_status("perf.all_reduce", reached, arguments.check)

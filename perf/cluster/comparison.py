@@ -4,20 +4,16 @@
     python -m perf.cluster --lab      also measures in the lab (root on Linux), 4 or 5 minutes, and keeps a record
 
 In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared. The network's rate is that
-of the links times 0.956, the share of it that is payload (perf.lab). The latency is that of all-reduces of 1024
+of the links times 0.956, the share of it that is payload (perf.lab.rates). The latency is that of all-reduces of 1024
 elements, the rates of the passes are those of one process alone, before and after the ranks run. A rank has the
-machine's cores divided by the ranks, at most one. The model is told how many chunks the ranks chose. Times, those of
-passes too, are the least of several: what else the machine does is not what the model is of.
+machine's cores divided by the ranks, at most one. The number of chunks is what the ranks chose. Times, those of passes
+too, are the least of several: the model knows nothing of what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,27 +22,30 @@ from typing import Any
 
 import torch
 
-from onebit.cli import main as cli
+from onebit.cli.arguments import whole_number
 from onebit.cli.plan import command as plan
-from onebit.cli.plan import report as plan_report
 from onebit.cli.plan.model import Cluster, compressed_all_reduce
+from onebit.cli.plan.report import plot as plot_plan
+from onebit.cli.progress import Progress
 from onebit.kernels import cpu
 from onebit.kernels.passes import bytes_per_element
-from onebit.kernels.tuning.machine import device_name, provenance
+from onebit.kernels.tuning.machine import provenance
 from onebit.kernels.tuning.workload import Workload
-from perf.all_reduce import benchmark as all_reduce
-from perf.all_reduce.ranks import KINDS, ONE_BIT, Row, WrongResult
-from perf.cluster import papers as cluster_papers
-from perf.cluster.papers import BAND, Compared, by_kind, median_error
+from perf import plots
+from perf.all_reduce.benchmark import run_lab
+from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.cluster.papers import BAND, Compared, all_reduces, by_kind, median_error, speed_ups
 from perf.cluster.plots import plot_lab, plot_papers
-from perf.cluster.report import PLANNED, page
-from perf.lab.network import LabUnavailable, RankFailed, parse_rate
+from perf.cluster.report import PLANNED, Labs, page
+from perf.command import add_out, exit_status, host_count, make_folder, shaped_rate
+from perf.lab.rates import PAYLOAD, parse_rate
+from perf.records import cpu_name, load_average, machine, read_record, slug, write_record
 
-PAYLOAD = 0.956  # perf.lab
 SMALL = 1024  # elements of an all-reduce that is nothing but latency
 PASSES, PASS_RUNS = ("scan", "compress", "average", "decode"), 30
 STANDARD = {"hosts": [2, 3, 4], "rates": ["100mbit", "300mbit", "1gbit"], "elements": 2**23, "repeats": 5}
-RESULTS, PAGE = Path("perf/results"), Path("docs/cluster_model.md")
+PAGE = Path("docs/cluster_model.md")
+LABS = "cluster_model-lab-"  # how the names of the lab's records begin
 
 
 def pass_rates(ranks: int, elements: int) -> dict[str, float]:
@@ -70,9 +69,9 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(arguments: argparse.Namespace, progress: cli.Progress) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A record: rows of perf.all_reduce, the passes' rates and the latency, all of this run."""
-    load = round(os.getloadavg()[0], 2)
+    load = load_average()
     settings = {"elements": [SMALL, arguments.elements], "chunks": "auto", "phases": False, "timeout": 600}
     rates: dict[str, dict[str, float]] = {}
     rows: list[Row] = []
@@ -81,13 +80,13 @@ def measure(arguments: argparse.Namespace, progress: cli.Progress) -> dict[str, 
         progress.show(f"passes of one of {hosts} ranks")
         before = pass_rates(hosts, arguments.elements)
         wanted = argparse.Namespace(**{**vars(arguments), **settings, "hosts": [hosts]})
-        found, group = all_reduce.run_lab(wanted, progress)
+        found, group = run_lab(wanted, progress)
         rows += found
         after = pass_rates(hosts, arguments.elements)
         rates[str(hosts)] = {name: max(before[name], after[name]) for name in PASSES}
     return {
         **group,
-        "cpu_count": os.cpu_count(),
+        "cpu_count": machine()["cpu_count"],
         "load_before": load,
         "repeats": arguments.repeats,
         **provenance(),
@@ -106,7 +105,7 @@ def latency(rows: Sequence[Row]) -> float:
 def compare(record: dict[str, Any]) -> list[Compared]:
     """Milliseconds of every row of a record but the small ones."""
     found = []
-    for row in (Row(**each) for each in record["rows"]):
+    for row in (Row.of(each) for each in record["rows"]):
         if row.elements == SMALL or not row.calls:
             continue
         cluster = Cluster(
@@ -129,35 +128,29 @@ def compare(record: dict[str, Any]) -> list[Compared]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: no figures, or with --check a median error above the target. 2: this can't be measured here."""
     arguments = _parser().parse_args(argv)
-    progress = cli.Progress()
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        if arguments.lab:
-            path = arguments.out / f"cluster_model-lab-{_slug(device_name(torch.device('cpu')))}.json"
-            path.write_text(json.dumps(measure(arguments, progress), indent=1) + "\n", encoding="utf-8")
-            print(path)
-        return _report(arguments)
-    except (LabUnavailable, OSError, ValueError) as error:
-        print(f"perf.cluster: error: {error}", file=sys.stderr)
-        return 2
-    except (WrongResult, RankFailed, TimeoutError) as error:
-        print(f"perf.cluster: no figures: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status("perf.cluster", lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    make_folder(arguments.out)
+    if arguments.lab:
+        path = arguments.out / f"{LABS}{slug(cpu_name())}.json"
+        write_record(path, measure(arguments, Progress()))
+        print(path)
+    return report(arguments)
 
 
 def lab_records(out: Path) -> dict[Path, dict[str, Any]]:
-    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("cluster_model-lab-*.json"))}
+    return {path: read_record(path) for path in sorted(out.glob(f"{LABS}*.json"))}
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> int:
     """The page, the plots, and a line for each comparison."""
-    reduces, speed_ups = cluster_papers.all_reduces(), cluster_papers.speed_ups()
+    reduces, speeds = all_reduces(), speed_ups()
     labs = {path: (record, compare(record)) for path, record in lab_records(arguments.out).items()}
     medians = {
         "the papers' all-reduces": (median_error(reduces), BAND["papers"]),
-        "the papers' speed-ups": (median_error(speed_ups), BAND["papers"]),
+        "the papers' speed-ups": (median_error(speeds), BAND["papers"]),
         **{
             f"{path}, {kind}": (median_error(each), BAND["lab"])
             for path, (_, rows) in labs.items()
@@ -165,34 +158,24 @@ def _report(arguments: argparse.Namespace) -> int:
         },
     }
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
-    arguments.page.write_text(page(reduces, speed_ups, labs, arguments.page, arguments.out), encoding="utf-8")
+    arguments.page.write_text(page(reduces, speeds, labs, arguments.page, arguments.out), encoding="utf-8")
     print(arguments.page)
-    try:
-        plot_papers(reduces, speed_ups, arguments.out / "cluster_model-papers.png")
-        parser = argparse.ArgumentParser()
-        plan.add_arguments(parser)
-        planned = plan.planned(parser.parse_args(PLANNED.split()[2:]))
-        plan_report.plot(*planned, arguments.out / "cluster_model-plan.png")
-        for path, (record, rows) in labs.items():
-            plot_lab(rows, record["device"], path.with_suffix(".png"))
-    except ModuleNotFoundError:
-        print("No plots: matplotlib is not installed. For them: pip install matplotlib")
+    plots.draw_if_possible(lambda: _plots(arguments.out, reduces, speeds, labs))
     for what, (error, most) in medians.items():
         verdict = "met" if error <= most else "missed"
         print(f"{what}: median error {100 * error:.1f} %, to reach {100 * most:.0f} %: {verdict}")
     return int(arguments.check and any(error > most for error, most in medians.values()))
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _rate(text: str) -> str:
-    try:
-        parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def _plots(out: Path, reduces: Sequence[Compared], speeds: Sequence[Compared], labs: Labs) -> list[Path]:
+    planned, parser = out / "cluster_model-plan.png", argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    plot_plan(*plan.planned(parser.parse_args(PLANNED.split()[2:])), planned)
+    return [
+        plot_papers(reduces, speeds, out / "cluster_model-papers.png"),
+        planned,
+        *(plot_lab(rows, record["device"], path.with_suffix(".png")) for path, (record, rows) in labs.items()),
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -200,11 +183,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m perf.cluster", description="The cluster model against the papers' tables and the lab."
     )
     parser.add_argument("--lab", action="store_true", help="measure in the network lab first: root on Linux")
-    parser.add_argument("--hosts", nargs="+", type=cli.whole_number, default=STANDARD["hosts"], help="such as 2 4")
-    parser.add_argument("--rates", nargs="+", type=_rate, default=STANDARD["rates"], help="such as 100mbit 1gbit")
-    parser.add_argument("--elements", type=cli.whole_number, default=STANDARD["elements"])
-    parser.add_argument("--repeats", type=cli.whole_number, default=STANDARD["repeats"], help="calls of each kind")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of records and plots")
+    parser.add_argument("--hosts", nargs="+", type=host_count, default=STANDARD["hosts"], help="such as 2 4")
+    parser.add_argument("--rates", nargs="+", type=shaped_rate, default=STANDARD["rates"], help="such as 100mbit 1gbit")
+    parser.add_argument("--elements", type=whole_number, default=STANDARD["elements"])
+    parser.add_argument("--repeats", type=whole_number, default=STANDARD["repeats"], help="calls of each kind")
+    add_out(parser, "records and plots")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a median error is above its target")
     return parser

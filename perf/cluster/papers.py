@@ -1,9 +1,9 @@
-"""The papers' measured steps, and what the cluster model says of them.
+"""The steps measured by 1-bit Adam (Tang et al. 2021) and 1-bit LAMB (Li et al. 2021), and what the model predicts.
 
 Clusters are the presets of `onebit plan`: of their constants `network` of Ethernet is the papers', latencies and the
-memory are assumed, and `intra` of both and `network` of InfiniBand are fitted to three rows of paper 001's Table 1.
-The other rows of Table 1 and all of paper 003's are predictions. In the speed-ups the optimizer's own work in stage 2
-is taken to be what the tables give for stage 1 ("Step"), as the papers do not say; nothing is hidden or pipelined.
+memory are assumed, and `intra` of both and `network` of InfiniBand are fitted to three rows of 1-bit Adam's Table 1.
+The other rows of Table 1 and all of 1-bit LAMB's are predictions. In the speed-ups the optimizer's own work in stage 2
+is assumed to be what the tables give for stage 1 ("Step"), as the papers do not say; nothing is hidden or pipelined.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from statistics import median
 from onebit.cli.plan.model import Cluster, Model, stage_2, uncompressed
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
 
-ELEMENTS = 340_000_000  # BERT-Large: paper 001 and 003, "340M params"
-ITEMSIZE = 2  # paper 001, section 7.1: "for FP16 training"
+ELEMENTS = 340_000_000  # BERT-Large: "340M params" in both papers
+ITEMSIZE = 2  # 1-bit Adam, section 7.1: "for FP16 training"
+ADAM_TABLE, LAMB_TABLE = "1-bit Adam, Table 1", "1-bit LAMB, Table 5"
 
 # network, nodes, GPUs, batch a GPU, batch, accumulation, then ms: forward, backward all-reduce, backward everything
 # else, step; and the all-reduce's percentage of all
@@ -60,7 +61,7 @@ FITTED = {("Ethernet", 4, 64), ("InfiniBand", 8, 128), ("InfiniBand", 64, 1024)}
 
 @dataclass(frozen=True)
 class Profile:
-    """A row of a table: milliseconds of a step, taken apart."""
+    """A row of a table: milliseconds of the parts of a step."""
 
     source: str
     network: str
@@ -76,7 +77,7 @@ class Profile:
 
     @property
     def fitted(self) -> bool:
-        return self.source == "001, Table 1" and (self.network, self.gpus, self.batch) in FITTED
+        return self.source == ADAM_TABLE and (self.network, self.gpus, self.batch) in FITTED
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def rows_of(source: str, table: str) -> list[Profile]:
     return found
 
 
-PROFILES = [*rows_of("001, Table 1", TABLE_1), *rows_of("003, Table 5", TABLE_5)]
+PROFILES = [*rows_of(ADAM_TABLE, TABLE_1), *rows_of(LAMB_TABLE, TABLE_5)]
 
 
 def cluster_of(network: str, gpus: int) -> Cluster:
@@ -113,13 +114,10 @@ def cluster_of(network: str, gpus: int) -> Cluster:
     return Cluster(gpus=gpus, **{name: CLUSTER_OPTIONS[name].parse(text) for name, text in preset.items()})
 
 
-# What stands behind larger errors.
+# The reasons of larger errors.
 OUTLIERS = {
-    (
-        "003, Table 5",
-        "Ethernet",
-    ): "from 4 nodes on, 1.5 to 1.6 times Table 1's time with as many GPUs: a slower network",
-    ("003, Table 5", "InfiniBand"): "one node of 8, where Table 1 has 28 ms: no constant fits both",
+    (LAMB_TABLE, "Ethernet"): "from 4 nodes on, 1.5 to 1.6 times Table 1's time with as many GPUs: a slower network",
+    (LAMB_TABLE, "InfiniBand"): "one node of 8, where Table 1 has 28 ms: no constant fits both",
 }
 LARGE_ERROR = 0.25
 BAND = {"papers": 0.25, "lab": 0.20}  # a median error at most
@@ -144,7 +142,7 @@ def flat_ring(cluster: Cluster, size: float) -> float:
 
 
 def as_by_the_cable(cluster: Cluster, size: float) -> float:
-    """The model with what paper 001 says of InfiniBand, "close to theoretical peak": 100 Gbit/s."""
+    """The model with 1-bit Adam's words on InfiniBand, "close to theoretical peak": 100 Gbit/s."""
     return (replace(cluster, network=100e9) if cluster.gpus_per_node == 8 else cluster).all_reduce(size)
 
 
@@ -162,20 +160,20 @@ def speed_up(forward: float, backward: float, step: float, gpus: int) -> float:
 
 
 def end_to_end(stage_2_speed_up: float, warmup: float) -> float:
-    """Paper 003, section 6."""
+    """1-bit LAMB, section 6."""
     return 1 / (warmup + (1 - warmup) / stage_2_speed_up)
 
 
 HIDDEN, SHORT, LONG = 1024, 128, 512
-WARMUP_512 = 107 / 555  # paper 003, section 6
+WARMUP_512 = 107 / 555  # 1-bit LAMB, section 6
 # Operations a token of a layer are 24 h^2 + 4 s h: hidden size h, sequence s.
 LONGER = LONG / SHORT * (24 * HIDDEN + 4 * LONG) / (24 * HIDDEN + 4 * SHORT)
 
 
 def speed_ups() -> list[Compared]:
-    """Stage 2's and whole runs', by Figures 5 (001) and 3 (003) and the text around them, on Ethernet."""
-    one, sixteen = _profile("001, Table 1", 64, 64), _profile("001, Table 1", 64, 1024)
-    small, large = _profile("003, Table 5", 256, 8192), _profile("003, Table 5", 256, 65536)
+    """Of stage 2 and of whole runs on Ethernet: Figure 5 of 1-bit Adam, Figure 3 of 1-bit LAMB and their text."""
+    one, sixteen = _profile(ADAM_TABLE, 64, 64), _profile(ADAM_TABLE, 64, 1024)
+    small, large = _profile(LAMB_TABLE, 256, 8192), _profile(LAMB_TABLE, 256, 65536)
     tokens = (3 * 384 / SHORT - 1) / 15  # from batch 1 to batch 16 of sequences of 128
     squad = [a + tokens * (b - a) for a, b in ((one.forward, sixteen.forward), (one.backward, sixteen.backward))]
     bert = speed_up(sixteen.forward, sixteen.backward, sixteen.step, 64)
@@ -185,25 +183,31 @@ def speed_ups() -> list[Compared]:
     lamb_64k = speed_up(large.forward, large.backward, large.step, 256)
     lamb_32k = speed_up(LONGER * large.forward / 2, LONGER * large.backward / 2, large.step, 256)
     as_8k = "Table 5's row of 256 GPUs, batch 8K"
-    scaled = (
-        f"{as_8k}, forward and backward times {LONGER:.2f} for the longer sequence, by operations: no profile of it"
-    )
-    return [
-        Compared("001: BERT-Large, stage 2", bert, 5.48, note="64 GPUs, Table 1's largest; the text names none"),
-        Compared(
-            "001: SQuAD, stage 2", tuned, 6.17, note="32 GPUs; no profile of SQuAD: 3 x 384 tokens (assumed) by Table 1"
-        ),
-        Compared("003: sequence 128, stage 2", lamb, 4.5, note=as_8k),
-        Compared("003: sequence 512, stage 2", lamb_long, 3.0, note=scaled),
-        Compared("001: BERT-Large, run", end_to_end(bert, 23 / 152), 3.3, note="warmup 23K of 152K steps"),
-        Compared("001: SQuAD, run", end_to_end(tuned, 400 / 1848), 2.9, note="warmup 400 of 1848 steps"),
-        Compared("003: sequence 128, run", end_to_end(lamb, 1000 / 5993), 2.8, note="warmup 1000 of 5993 steps"),
-        Compared("003: batch 64K, run", end_to_end(lamb_64k, 1000 / 5993), 2.0, note="Figure 3(d), by throughput"),
-        Compared("003: batch 64K, run", end_to_end(lamb_64k, 1000 / 5993), 2.2, note="Table 4, by the clock"),
-        Compared(
-            "003: sequence 512, batch 32K, run", end_to_end(lamb_32k, WARMUP_512), 1.5, note="Figure 3(g), Table 4"
-        ),
+    scaled = f"forward and backward times {LONGER:.2f} for the longer sequence, by operations: no profile of it"
+    tokens_of = "no profile of SQuAD: 3 x 384 tokens (assumed) by Table 1"
+    bert_run, tuned_run = end_to_end(bert, 23 / 152), end_to_end(tuned, 400 / 1848)
+    lamb_run, lamb_64k_run = end_to_end(lamb, 1000 / 5993), end_to_end(lamb_64k, 1000 / 5993)
+    adam_rows = [
+        ("BERT-Large, stage 2", bert, 5.48, "64 GPUs, Table 1's largest; the text names none"),
+        ("SQuAD, stage 2", tuned, 6.17, f"32 GPUs; {tokens_of}"),
+        ("BERT-Large, run", bert_run, 3.3, "warmup 23K of 152K steps"),
+        ("SQuAD, run", tuned_run, 2.9, "warmup 400 of 1848 steps"),
     ]
+    lamb_rows = [
+        ("sequence 128, stage 2", lamb, 4.5, as_8k),
+        ("sequence 512, stage 2", lamb_long, 3.0, f"{as_8k}, {scaled}"),
+        ("sequence 128, run", lamb_run, 2.8, "warmup 1000 of 5993 steps"),
+        ("batch 64K, run", lamb_64k_run, 2.0, "Figure 3(d), by throughput"),
+        ("batch 64K, run", lamb_64k_run, 2.2, "Table 4, by the clock"),
+        ("sequence 512, batch 32K, run", end_to_end(lamb_32k, WARMUP_512), 1.5, "Figure 3(g), Table 4"),
+    ]
+    papers = {"1-bit Adam": adam_rows, "1-bit LAMB": lamb_rows}
+    found = [
+        Compared(f"{paper}: {what}", predicted, measured, note=note)
+        for paper, rows in papers.items()
+        for what, predicted, measured, note in rows
+    ]
+    return sorted(found, key=lambda row: row.what.endswith("run"))  # stage 2 first
 
 
 def median_error(rows: Sequence[Compared], fitted: bool = False) -> float:

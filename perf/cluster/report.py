@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS, CONSTANTS
-from perf.cluster import papers as cluster_papers
-from perf.cluster.papers import BAND, Compared, by_kind, median_error
+from perf.cluster.papers import (
+    BAND,
+    LAMB_TABLE,
+    Compared,
+    all_reduces,
+    as_by_the_cable,
+    by_kind,
+    counted_once,
+    flat_ring,
+    median_error,
+)
+from perf.tables import markdown
 
 Labs = Mapping[Path, tuple[dict[str, Any], Sequence[Compared]]]
 PLANNED = "onebit plan --model bert-large --cluster ethernet-v100 --gpus 64 --plot plan.png"
 
 HEAD = """# The cluster model
+
+{conclusion}
 
 Written by `python -m perf.cluster`; with `--lab` it measures in the network lab first. The model is that of
 `onebit plan`; its equations stand in [onebit/cli/plan/model.py](../onebit/cli/plan/model.py). An error is predicted /
@@ -22,29 +35,23 @@ measured - 1; a median is of the errors' sizes.
 
 ## Constants
 
-| option of `onebit plan` | default | source |
-| --- | ---: | --- |
 {defaults}
 
 The clusters of the papers (`--cluster`), V100s with 900 GB/s of memory by the data sheet; latencies are assumed:
 
-| constant | ethernet-v100 | infiniband-v100 | source |
-| --- | ---: | ---: | --- |
 {clusters}
 
-Three numbers are fitted, each to one row of paper 001's Table 1. The other rows of Table 1 and all rows of paper 003
-are predictions.
+Three numbers are fitted, each to one row of Table 1 in 1-bit Adam (Tang et al. 2021). The other rows of Table 1 and all
+rows of Table 5 in 1-bit LAMB (Li et al. 2021) are predictions.
 
 """
 
 PAPERS = """## The papers' all-reduces
 
 BERT-Large's 340 million gradients in fp16, 680 MB. Median error {median:.1%} over the {count} rows that nothing was
-fitted to; {table_5:.1%} over paper 003's alone; {once:.1%} where rows of one paper with the same nodes count once.
+fitted to; {table_5:.1%} over 1-bit LAMB's alone; {once:.1%} where rows of one paper with the same nodes count once.
 {target}
 
-| measured in | predicted, ms | measured, ms | error | |
-| --- | ---: | ---: | ---: | --- |
 {rows}
 
 The papers call InfiniBand's effective bandwidth "close to theoretical peak", 100 Gbit/s. Their all-reduces do not reach
@@ -60,8 +67,6 @@ all-reduce that sends the fewest bytes: it is the harder one to beat.
 Median error {speed_ups:.1%}, of stage 2's four {stage_2:.1%}. Forward, backward and step times are those of the tables,
 all communication is predicted. The papers' texts name no number of GPUs for their highest speed-ups.
 
-| | predicted | measured | error | |
-| --- | ---: | ---: | ---: | --- |
 {speed_up_rows}
 
 The papers do not give the time of a step's own work in stage 2; here it is that of stage 1. A run's speed-up is
@@ -93,10 +98,8 @@ LAB = """## The network lab: {device}, {cores} cores
 Median errors: {medians}. At most {band:.0%} each was to be reached: {verdict}. From [{name}]({path}), measured
 {measured}, load before {load}; the least of {repeats} calls a row. Nothing is fitted to these rows: the rate is 95.6 %
 of the link's, the latency, {latency:.0f} us, that of all-reduces of 1024 elements, the rates of the passes those of one
-process alone, in the same run. The model is told the number of chunks.
+process alone, in the same run. The number of chunks is the one that the ranks chose.
 
-| measured in | predicted, ms | measured, ms | error |
-| --- | ---: | ---: | ---: |
 {rows}
 
 ![predicted and measured]({plot})
@@ -106,69 +109,109 @@ process alone, in the same run. The model is told the number of chunks.
 
 def page(reduces: Sequence[Compared], speed_ups: Sequence[Compared], labs: Labs, where: Path, out: Path) -> str:
     """`out` is the folder of the plots."""
-    cable = cluster_papers.all_reduces(cluster_papers.as_by_the_cable)
-    between = [row for row in cable if "InfiniBand" in row.what and "1 x 8" not in row.what]
-    median = median_error(reduces)
-    text = HEAD.format(defaults=_defaults(), clusters=_clusters()) + PAPERS.format(
-        median=median,
-        count=sum(not row.fitted for row in reduces),
-        table_5=median_error([row for row in reduces if row.what.startswith("003")]),
-        once=median_error(cluster_papers.counted_once(reduces)),
-        target=f"At most {BAND['papers']:.0%} was to be reached: {_verdict(median, BAND['papers'])}.",
-        rows="\n".join(_row(row, "{:,.0f}") + f" {_note(row)} |" for row in reduces),
-        cable=median_error(cable),
-        cable_alone=median_error(between),
-        ring=median_error(cluster_papers.all_reduces(cluster_papers.flat_ring)),
-        speed_ups=median_error(speed_ups),
-        stage_2=median_error([row for row in speed_ups if row.what.endswith("stage 2")]),
-        speed_up_rows="\n".join(_row(row, "{:.2f} x") + f" {row.note} |" for row in speed_ups),
-        plot=_link(out / "cluster_model-papers.png", where),
-    )
+    text = HEAD.format(
+        conclusion=conclusion(reduces, speed_ups, labs), defaults=_defaults(), clusters=_clusters()
+    ) + _papers(reduces, speed_ups, _link(out / "cluster_model-papers.png", where))
     text += MORE.format(command=PLANNED, plot=_link(out / "cluster_model-plan.png", where))
     for path, (record, rows) in labs.items():
-        medians = {kind: median_error(each) for kind, each in by_kind(rows).items()}
-        text += LAB.format(
-            device=record["device"],
-            cores=record["cpu_count"],
-            medians=", ".join(f"{kind} {median:.1%}" for kind, median in medians.items()),
-            band=BAND["lab"],
-            verdict=_verdict(max(medians.values()), BAND["lab"]),
-            name=path.name,
-            path=_link(path, where),
-            measured=record["measured"],
-            load=record["load_before"],
-            repeats=record["repeats"],
-            latency=1e6 * record["latency_s"],
-            rows="\n".join(_row(row, "{:,.1f}") for row in rows),
-            plot=_link(path.with_suffix(".png"), where),
-        )
+        text += _lab(path, record, rows, where)
     return (text if labs else text + NO_LAB).rstrip() + "\n"
 
 
-def _defaults() -> str:
-    return "\n".join(
-        f"| `--{name.replace('_', '-')}` | {CLUSTER_OPTIONS[name].show(each.default)} | {each.metadata['source']} |"
-        for name, each in CONSTANTS.items()
+def conclusion(reduces: Sequence[Compared], speed_ups: Sequence[Compared], labs: Labs) -> str:
+    """What the errors of all comparisons come to, in three lines."""
+    errors = {
+        "the papers' all-reduces": (median_error(reduces), BAND["papers"]),
+        "their speed-ups on Ethernet": (median_error(speed_ups), BAND["papers"]),
+    }
+    for record, rows in labs.values():
+        worst = max(median_error(each) for each in by_kind(rows).values())
+        errors[f"all-reduces in the network lab on {record['device']}"] = (worst, BAND["lab"])
+    medians = [f"{error:.1%} for {what} (target: {most:.0%})" for what, (error, most) in errors.items()]
+    met = all(error <= most for error, most in errors.values())
+    compared = [*reduces, *speed_ups, *(row for _, rows in labs.values() for row in rows)]
+    worst_row = max((row for row in compared if not row.fitted), key=lambda row: abs(row.error))
+    text = (
+        f"The model of `onebit plan` has median errors of {_listed(medians)}: {'all met' if met else 'not all met'}. "
+        f"Its largest error is {worst_row.error:+.0%}, for {worst_row.what}."
+    )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+
+
+def _papers(reduces: Sequence[Compared], speed_ups: Sequence[Compared], plot: str) -> str:
+    cable = all_reduces(as_by_the_cable)
+    between = [row for row in cable if "InfiniBand" in row.what and "1 x 8" not in row.what]
+    median = median_error(reduces)
+    return PAPERS.format(
+        median=median,
+        count=sum(not row.fitted for row in reduces),
+        table_5=median_error([row for row in reduces if row.what.startswith(LAMB_TABLE)]),
+        once=median_error(counted_once(reduces)),
+        target=f"At most {BAND['papers']:.0%} was to be reached: {_verdict(median, BAND['papers'])}.",
+        rows=_table(["measured in", "predicted, ms", "measured, ms"], reduces, "{:,.0f}", notes=True),
+        cable=median_error(cable),
+        cable_alone=median_error(between),
+        ring=median_error(all_reduces(flat_ring)),
+        speed_ups=median_error(speed_ups),
+        stage_2=median_error([row for row in speed_ups if row.what.endswith("stage 2")]),
+        speed_up_rows=_table(["", "predicted", "measured"], speed_ups, "{:.2f} x", notes=True),
+        plot=plot,
     )
 
 
+def _lab(path: Path, record: Mapping[str, Any], rows: Sequence[Compared], where: Path) -> str:
+    medians = {kind: median_error(each) for kind, each in by_kind(rows).items()}
+    return LAB.format(
+        device=record["device"],
+        cores=record["cpu_count"],
+        medians=", ".join(f"{kind} {median:.1%}" for kind, median in medians.items()),
+        band=BAND["lab"],
+        verdict=_verdict(max(medians.values()), BAND["lab"]),
+        name=path.name,
+        path=_link(path, where),
+        measured=record["measured"],
+        load=record["load_before"],
+        repeats=record["repeats"],
+        latency=1e6 * record["latency_s"],
+        rows=_table(["measured in", "predicted, ms", "measured, ms"], rows, "{:,.1f}"),
+        plot=_link(path.with_suffix(".png"), where),
+    )
+
+
+def _defaults() -> str:
+    rows = [
+        [f"`--{name.replace('_', '-')}`", CLUSTER_OPTIONS[name].show(each.default), each.metadata["source"]]
+        for name, each in CONSTANTS.items()
+    ]
+    return markdown(["option of `onebit plan`", "default", "source"], rows, numbers=(1,))
+
+
 def _clusters() -> str:
-    rows = {
-        "gpus_per_node": "paper 001, section 3.1",
-        "network": "Ethernet: paper 001, section 3.1, by iperf. InfiniBand: fitted, 8 nodes, batch 1024",
+    sources = {
+        "gpus_per_node": "1-bit Adam, section 3.1",
+        "network": "Ethernet: 1-bit Adam, section 3.1, by iperf. InfiniBand: fitted, 8 nodes, batch 1024",
         "intra": "fitted, one node each",
         "latency": "assumed",
     }
-    lines = []
-    for name, source in rows.items():
+    rows = []
+    for name, source in sources.items():
         values = (f"{CLUSTERS[each][name]} {CLUSTER_OPTIONS[name].unit}" for each in CLUSTERS)
-        cells = " | ".join(value.replace("gbit", " Gbit/s").strip() for value in values)
-        lines.append(f"| `--{name.replace('_', '-')}` | {cells} | {source} |")
-    return "\n".join(lines)
+        cells = (value.replace("gbit", " Gbit/s").strip() for value in values)
+        rows.append([f"`--{name.replace('_', '-')}`", *cells, source])
+    return markdown(["constant", *CLUSTERS, "source"], rows, numbers=(1, 2))
 
 
-def _row(row: Compared, form: str) -> str:
-    return f"| {row.what} | {form.format(row.predicted)} | {form.format(row.measured)} | {row.error:+.0%} |"
+def _table(head: Sequence[str], rows: Sequence[Compared], form: str, notes: bool = False) -> str:
+    """Predicted beside measured, the error and, with `notes`, a remark."""
+    lines = []
+    for row in rows:
+        figures = [form.format(row.predicted), form.format(row.measured), f"{row.error:+.0%}"]
+        lines.append([row.what, *figures, *([_note(row)] if notes else [])])
+    return markdown([*head, "error", *([""] if notes else [])], lines, numbers=(1, 2, 3))
 
 
 def _note(row: Compared) -> str:

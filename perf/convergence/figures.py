@@ -12,16 +12,16 @@ from perf.convergence.plan import SWEEPS, SWEPT, TASKS, VARIANTS, family_of
 from perf.convergence.records import Records, losses
 
 COLORS = {
-    "adam": "#7f7f7f",
-    "onebit_adam": "#1f77b4",
-    "frozen_adam": "#2ca02c",
-    "naive_adam": "#ff7f0e",
-    "naive_adam_start": "#d62728",
-    "lamb": "#7f7f7f",
-    "onebit_lamb": "#1f77b4",
-    "lamb_basic": "#ff7f0e",
+    "adam": plots.GREY,
+    "onebit_adam": plots.BLUE,
+    "frozen_adam": plots.GREEN,
+    "naive_adam": plots.ORANGE,
+    "naive_adam_start": plots.RED,
+    "lamb": plots.GREY,
+    "onebit_lamb": plots.BLUE,
+    "lamb_basic": plots.ORANGE,
 }
-SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be told apart
+SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be distinguished
 
 
 def draw(

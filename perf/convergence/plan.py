@@ -101,7 +101,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What tells it from the others of its task: the standard is not told."""
+        """The settings in which it differs from its task's standard run."""
         usual = asdict(Run.standard(self.task, self.variant, self.seed))
         differs = [f"{key}={value}" for key, value in asdict(self).items() if value != usual[key]]
         return "-".join([self.variant, *differs, f"seed={self.seed}"])

@@ -1,14 +1,14 @@
-"""Where runs of the convergence study are kept, a JSON file each, and which of them belong together."""
+"""The records of the convergence study: a JSON file for each run, grouped by variant, seed and sweep."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from perf.convergence.plan import SWEPT, TASKS, VARIANTS, Run, points
+from perf.records import read_record
 
 Record = Mapping[str, Any]
 Records = dict[int, Record]  # by seed
@@ -22,14 +22,14 @@ def record_path(out: Path, run: Run) -> Path:
 def load(path: Path, run: Run) -> Record | None:
     """A run's record, if it is there and was made with these settings."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
     except (OSError, ValueError):
         return None
     return record if record.get("config") == asdict(run) else None
 
 
 def found(out: Path, run: Run) -> Records:
-    """What is there of a run, by seed."""
+    """The records of a run, by seed."""
     runs = [replace(run, seed=seed) for seed in SEEDS]
     records = {run.seed: load(record_path(out, run), run) for run in runs}
     return {seed: record for seed, record in records.items() if record}
@@ -68,4 +68,4 @@ def losses(records: Records) -> list[float]:
 
 def every_record(out: Path) -> list[Record]:
     paths = sorted(path for task in TASKS for path in (out / task).glob("*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [read_record(path) for path in paths]

@@ -1,16 +1,19 @@
-"""What the convergence study makes of its runs: a page of tables and figures."""
+"""The page of the convergence study: its conclusion, tables and figures."""
 
 from __future__ import annotations
 
-import json
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
+from perf import plots
+from perf.convergence import figures
 from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, family_of, has_stages
 from perf.convergence.records import Record, Records, every_record, main_runs, sweep_runs
+from perf.records import read_record
+from perf.tables import markdown
 from perf.train_step import volume
 
 TOLERANCE = 0.05  # of the formula
@@ -18,11 +21,13 @@ BITS = (32, 16)
 
 HEAD = """# Convergence
 
+{conclusion}
+
 Written by `python -m perf.convergence` from the runs in `{out}`; with `--report` it only writes. {hardware}
 
 Optimizers of a task share the model's start, the data's order and the schedule (linear warmup over a tenth of the
 steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a family the learning rate. Ranks are
-processes joined by Gloo. A loss is that of the validation data after the last step, mean and standard deviation over
+processes, over Gloo. A loss is that of the validation data after the last step, mean and standard deviation over
 seeds, which decide the model's start and the data's order. "Difference" is between runs of the same seed. "Within": the
 mean is at most that of the baseline plus the baseline's standard deviation. Every run in the folder counts. Where
 `freeze_step="auto"`, `freeze_window` is 5 % of the steps.
@@ -53,16 +58,16 @@ def within(records: Records, baseline: Records) -> str:
     return "yes" if mean(own) <= mean(theirs) + stdev(theirs) else "no"
 
 
+def differences(records: Records, baseline: Records) -> list[float]:
+    """Of losses, over the seeds that both have."""
+    return [records[seed]["loss"] - baseline[seed]["loss"] for seed in sorted(records.keys() & baseline.keys())]
+
+
 def difference(records: Records, baseline: Records) -> str:
-    pairs = [records[seed]["loss"] - baseline[seed]["loss"] for seed in sorted(records.keys() & baseline.keys())]
+    pairs = differences(records, baseline)
     if not pairs:
         return "-"
     return f"{mean(pairs):+.3f}" + (f" ± {stdev(pairs):.3f}" if len(pairs) > 1 else "")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main_table(task: str, runs: Mapping[str, Records]) -> str:
@@ -74,7 +79,7 @@ def main_table(task: str, runs: Mapping[str, Records]) -> str:
         compared = ["-", "-"] if variant == family_of(variant) else [f(records, baseline) for f in (difference, within)]
         row = [VARIANTS[variant], "-" if freeze is None else str(freeze), cell(records), str(len(records)), *compared]
         rows.append(row + ([cell(records, "accuracy", ".1f", 100)] if TASKS[task].accuracy else []))
-    return table(head + (["accuracy, %"] if TASKS[task].accuracy else []), rows)
+    return markdown(head + (["accuracy, %"] if TASKS[task].accuracy else []), rows)
 
 
 def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
@@ -91,7 +96,7 @@ def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
             row += [cell(plain) if plain else "-", _with_freeze(ours) if ours else "-"]
             row += [f(ours, plain) if ours and plain else "-" for f in (difference, within)[: 1 if lone else 2]]
         rows.append(row)
-    return "One seed.\n\n" + table(head, rows).replace(" (one seed)", "") if lone else table(head, rows)
+    return "One seed.\n\n" + markdown(head, rows).replace(" (one seed)", "") if lone else markdown(head, rows)
 
 
 def _with_freeze(records: Records) -> str:
@@ -130,7 +135,7 @@ def volume_table(runs: Mapping[str, Records]) -> str:
             note = "yes" if close else f"no ({unpadded / formula - 1:+.1%} without padding)"
             row += [f"{formula:.2f} x", f"{measured:.2f} x", f"{measured / formula - 1:+.1%}", note]
         rows.append(row)
-    return table(head, rows) if rows else ""
+    return markdown(head, rows) if rows else ""
 
 
 def padding_note(runs: Mapping[str, Records]) -> str:
@@ -166,26 +171,53 @@ def command(tasks: Sequence[str], sweeps: Sequence[str], seeds: int, ranks: int)
     return f"python -m perf.convergence {options}" + (f" --ranks {ranks}" if ranks != 2 else "")
 
 
-def summary(out: Path, ranks: int) -> str:
-    """A row a task and family: is 1 bit within, and how far off are those that leave something out?"""
-    rows = []
-    for task, of in TASKS.items():
+def comparisons(out: Path, ranks: int) -> Iterator[tuple[str, str, dict[str, Records]]]:
+    """Task, family and the family's runs, wherever the 1-bit optimizer and its baseline were both run."""
+    for task in TASKS:
         runs = main_runs(out, task, ranks)
         for family in ("adam", "lamb"):
-            plain, ours = runs.get(family), runs.get(f"onebit_{family}")
-            if plain and ours:
-                others = [
-                    f"{VARIANTS[v]}: {difference(r, plain)}"
-                    for v, r in runs.items()
-                    if family_of(v) == family and v not in (family, f"onebit_{family}")
-                ]
-                row = [of.title, VARIANTS[family], cell(plain), cell(ours), difference(ours, plain)]
-                rows.append([*row, within(ours, plain), "<br>".join(others)])
+            if family in runs and f"onebit_{family}" in runs:
+                yield task, family, {v: records for v, records in runs.items() if family_of(v) == family}
+
+
+def conclusion(out: Path, ranks: int) -> str:
+    """How 1-bit optimizers and naive compression compare with the baselines, in three lines."""
+    ours, naive = [], []
+    for task, family, runs in comparisons(out, ranks):
+        plain = runs[family]
+        if pairs := differences(runs[f"onebit_{family}"], plain):
+            close = within(runs[f"onebit_{family}"], plain) == "yes"
+            ours.append((mean(pairs), close, f"{VARIANTS[family]}, {TASKS[task].title}"))
+        if pairs := differences(runs.get("naive_adam_start", {}), plain):
+            naive.append(mean(pairs))
+    if not ours:
+        return "No 1-bit optimizer has been run on a seed of its baseline yet."
+    worst, _, where = max(ours)
+    text = (
+        f"With 1 bit the validation loss is within one standard deviation of the uncompressed optimizer's, or better, "
+        f"in {sum(close for _, close, _ in ours)} of {len(ours)} comparisons; the largest mean difference is "
+        f"{worst:+.3f} ({where})."
+    )
+    if naive:
+        text += f" {VARIANTS['naive_adam_start']}: {min(naive):+.3f} to {max(naive):+.3f}."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def summary(out: Path, ranks: int) -> str:
+    """A row for each task and family: whether 1 bit is within, and the differences of the ablations."""
+    rows = []
+    for task, family, runs in comparisons(out, ranks):
+        plain, ours = runs[family], runs[f"onebit_{family}"]
+        others = [
+            f"{VARIANTS[v]}: {difference(r, plain)}" for v, r in runs.items() if v not in (family, f"onebit_{family}")
+        ]
+        row = [TASKS[task].title, VARIANTS[family], cell(plain), cell(ours), difference(ours, plain)]
+        rows.append([*row, within(ours, plain), "<br>".join(others)])
     head = ["task", "baseline", "its loss", "1-bit's loss", "difference", "within, or better", "others' difference"]
-    return table(head, rows) if rows else ""
+    return markdown(head, rows) if rows else ""
 
 
-def sections(out: Path, docs: Path, ranks: int, figures: Any) -> Iterator[str]:
+def sections(out: Path, docs: Path, ranks: int) -> Iterator[str]:
     for task, of in TASKS.items():
         runs = main_runs(out, task, ranks)
         if not runs:
@@ -196,7 +228,7 @@ def sections(out: Path, docs: Path, ranks: int, figures: Any) -> Iterator[str]:
         yield main_table(task, runs)
         yield ratio_note(runs)
         yield remark(out, task)
-        for path in figures(task, runs, swept) if figures else ():
+        for path in figures.draw(out, task, runs, swept) if plots.available() else ():
             yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
         for sweep, table_of in swept.items():
             yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, table_of)}"
@@ -219,17 +251,17 @@ def ratio_note(runs: Mapping[str, Records]) -> str:
 
 
 def remark(out: Path, task: str) -> str:
-    """What someone who looked at these runs has written of them, beside them."""
+    """What has been written about these runs, in a file beside them."""
     path = out / f"{task}.md"
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def counted_volume(out: Path) -> str:
-    """What perf.train_step.volume has found, if its record is there."""
+    """The result of perf.train_step.volume, if its record is there."""
     path = out.parent / volume.RECORD.name
     if not path.exists():
         return ""
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_record(path)
     share = record["freeze_step"] / record["steps"]
     return (
         f"## Bytes of a whole run, by the interfaces' counters\n\n{record['hosts']} hosts of a network lab, "
@@ -240,29 +272,18 @@ def counted_volume(out: Path) -> str:
 
 
 def report(out: Path, docs: Path, ranks: int) -> str:
-    """Write the page and its figures; where they are."""
+    """Write the page and its figures; its path."""
     records = every_record(out)
     if not records:
         raise ValueError(
             f"there are no runs in {str(out)!r}: leave --report out to make some, or name their folder with --out"
         )
-    try:
-        import matplotlib  # noqa: F401
-
-        from perf.convergence import figures as convergence_figures
-
-        def figures(task: str, runs: Any, swept: Any) -> list[Path]:
-            return convergence_figures.draw(out, task, runs, swept)
-    except ModuleNotFoundError:
-        figures = None
     parts = [
-        HEAD.format(out=os.path.relpath(out), hardware=hardware(records)),
+        HEAD.format(conclusion=conclusion(out, ranks), out=os.path.relpath(out), hardware=hardware(records)),
         summary(out, ranks),
-        *sections(out, docs, ranks, figures),
+        *sections(out, docs, ranks),
         counted_volume(out),
     ]
     docs.parent.mkdir(parents=True, exist_ok=True)
     docs.write_text("\n\n".join(part.strip("\n") for part in parts if part) + "\n", encoding="utf-8")
-    return f"{docs}" + (
-        "" if figures else "\nNo figures: matplotlib is not installed. For them: pip install matplotlib"
-    )
+    return f"{docs}" if plots.available() else f"{docs}\n{plots.MISSING}"

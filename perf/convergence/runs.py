@@ -1,20 +1,10 @@
-"""One run of the convergence study: an optimizer trains a task's model on several ranks, processes joined by Gloo."""
+"""One run of the convergence study: an optimizer trains a task's model on this process's group of ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import os
-import signal
-import socket
-import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -29,14 +19,10 @@ from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
 from perf.convergence.plan import TASKS, VARIANTS, Run
 from perf.convergence.tasks import Items, Prepared, Task
 
-Say = Callable[[int, float], None]  # steps done, training loss
+Show = Callable[[int, float], None]  # steps done, training loss
 WEIGHT_DECAY = 0.01
 LR_WARMUP = 0.1  # of the steps
 VALIDATIONS, RECORDS = 10, 50  # a run
-
-
-class RunFailed(RuntimeError):
-    """What went wrong on which rank."""
 
 
 def lr_at(run: Run, step: int) -> float:
@@ -47,7 +33,8 @@ def lr_at(run: Run, step: int) -> float:
 
 def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     """Outside DDP: each averages gradients itself as long as it does not compress."""
-    params, common = list(model.parameters()), {"lr": run.lr, "weight_decay": WEIGHT_DECAY}
+    params = list(model.parameters())
+    common: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY}
     window = max(1, run.steps // 20) if run.freeze == "auto" else None
     staged = {**common, "freeze_step": run.freeze, "freeze_window": window, "chunks": 1}
     match run.variant:
@@ -61,6 +48,7 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
         case "frozen_adam":
             return FrozenAdam(params, **staged)
         case "naive_adam":
+            assert isinstance(run.freeze, int)
             return NaiveAdam(params, warmup=run.freeze, **common)
         case "naive_adam_start":
             return NaiveAdam(params, **common)
@@ -74,9 +62,9 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def compresses(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that was taken last went over the wire with 1 bit an element."""
+    """Whether the last step sent 1 bit an element."""
     if isinstance(optimizer, NaiveAdam):
-        return optimizer.taken > optimizer.warmup
+        return optimizer.steps_done > optimizer.warmup
     compressing = isinstance(optimizer, (OneBitAdam, OneBitLamb)) and optimizer.compressing
     return compressing and not isinstance(optimizer, FrozenAdam)
 
@@ -115,8 +103,8 @@ def validate(task: Task, model: nn.Module, valid: Items, rank: int, size: int) -
     return loss / n, hits / n
 
 
-def train(run: Run, prepared: Prepared, say: Say) -> dict[str, Any]:
-    """What a record says of a run."""
+def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
+    """The record of a run."""
     task, rank, size = TASKS[run.task], dist.get_rank(), dist.get_world_size()
     torch.manual_seed(run.seed)
     model = task.model(prepared).train()
@@ -137,14 +125,14 @@ def train(run: Run, prepared: Prepared, say: Say) -> dict[str, Any]:
         if step % max(1, run.steps // RECORDS) == 0:
             train_curve.append((step, mean_over_ranks([sum(since) / len(since)])[0]))
             since = []
-            say(*train_curve[-1])
+            show(*train_curve[-1])
         if step % max(1, run.steps // VALIDATIONS) == 0:
             valid_curve.append((step, validate(task, model, some, rank, size)[0]))
             ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
-    loss, accuracy = validate(task, model, prepared.valid, rank, size)
+    final_loss, accuracy = validate(task, model, prepared.valid, rank, size)
     return {
         "data": prepared.about,
-        "loss": loss,
+        "loss": final_loss,
         "accuracy": accuracy if task.accuracy else None,
         "train": train_curve,
         "valid": valid_curve,
@@ -175,81 +163,3 @@ def volume(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, uncompr
         "compressed_bytes": sent,
         "skipped_steps": int(getattr(optimizer, "skipped_steps", 0)),
     }
-
-
-def launch(run: Run, data: Path, say: Say) -> Mapping[str, Any]:
-    """Train on ranks of their own; `data` is a file that torch.save made of Prepared's fields."""
-    forking = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forking else "spawn")
-    if forking:
-        context.set_forkserver_preload(["perf.convergence.runs", "onebit.kernels.cpu"])
-    with tempfile.TemporaryDirectory(prefix="onebit-convergence-") as folder:
-        ranks = {}
-        try:
-            for rank in range(run.ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_rank, args=(rank, run, data, Path(folder, "meet"), theirs))
-                with _one_thread_each():
-                    process.start()
-                theirs.close()
-                ranks[ours] = (rank, process)
-            return _listen(ranks, say)
-        finally:
-            for pipe, (_, process) in ranks.items():
-                process.kill()
-                process.join()
-                pipe.close()
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """The environment of the server from which ranks are forked: read when torch is imported."""
-    before = os.environ.copy()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        os.environ.update(before)
-
-
-def _listen(ranks: Mapping[Connection, tuple[int, Any]], say: Say) -> Mapping[str, Any]:
-    found: dict[int, Any] = {}
-    while len(found) < len(ranks):
-        for pipe in wait([pipe for pipe, (rank, _) in ranks.items() if rank not in found]):
-            rank = ranks[pipe][0]
-            try:
-                what, value = pipe.recv()
-            except EOFError:
-                what, value = "error", "died"
-            if what == "error":
-                raise RunFailed(f"rank {rank}: {value}")
-            if what == "progress":
-                say(*value)
-            else:
-                found[rank] = value
-    return found[0]
-
-
-def _rank(rank: int, run: Run, data: Path, meet: Path, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's
-    threading.Thread(target=_end_with_driver, args=(pipe,), daemon=True).start()
-    torch.set_num_threads(1)
-    try:
-        if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
-        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=run.ranks)
-        prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
-        record = train(run, prepared, lambda *said: rank or pipe.send(("progress", said)))
-        dist.barrier()
-        dist.destroy_process_group()
-        pipe.send(("done", record))
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-
-
-def _end_with_driver(pipe: Connection) -> None:
-    try:
-        pipe.recv()
-    except (EOFError, OSError):
-        os._exit(1)

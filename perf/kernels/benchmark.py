@@ -9,20 +9,15 @@ the same threads. Each pass is first checked against the reference on a small mo
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
 import torch
 
-from onebit.cli import main as cli
+from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
 from onebit.kernels import backend, reference
 from onebit.kernels.data import layout
@@ -31,16 +26,15 @@ from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.timing import median_seconds
 from onebit.kernels.tuning.workload import Workload
+from perf import plots
+from perf.command import WrongResult, add_out, exit_status, make_folder
 from perf.kernels import local_step
+from perf.records import machine, slug, write_record
 
 RANKS = 8
 ODD_SIZES = (1, 7, 63, 1000, 2049, 40_000)
 # Percent of the copy's bytes a second that a pass is to reach.
 TARGETS = {"cpu": {"compress": 25.0, "adam_update": 40.0, "lamb_update": 40.0}, "cuda": dict.fromkeys(PASSES, 90.0)}
-
-
-class WrongResult(Exception):
-    """A pass does not compute what the reference computes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def check(setting: Setting) -> None:
         expected[name].run()
         right = theirs.outputs()
         for what, tensor in ours.outputs().items():
-            loose = {"rtol": 1e-4, "atol": 1e-5} if tensor.dtype == torch.float32 else {}
+            loose: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if tensor.dtype == torch.float32 else {}
             try:  # a message is NaN until it is written
                 torch.testing.assert_close(tensor, right[what], **loose, equal_nan=True)
             except AssertionError as error:
@@ -95,7 +89,7 @@ def check(setting: Setting) -> None:
 
 def measure(setting: Setting, progress: Progress | None = None) -> tuple[float, list[Row]]:
     """The copy's GB/s, and a row for every pass."""
-    copies, taken = [], {}
+    copies, timings = [], {}
     for i, name in enumerate(PASSES, start=1):
         if progress is not None:
             progress.tick(f"[{i}/{len(PASSES)}] {name}")
@@ -103,14 +97,14 @@ def measure(setting: Setting, progress: Progress | None = None) -> tuple[float, 
         # average works on one shard: a model that makes this shard as large as what the others work on.
         numel = setting.elements * (RANKS if name == "average" else 1)
         work = setting.workload(numel).passes(setting.module)[name]
-        taken[name] = work.bytes, median_seconds(work.run, setting.device, setting.repeats)
+        timings[name] = work.bytes, median_seconds(work.run, setting.device, setting.repeats)
     copy = statistics.median(copies)
     targets = TARGETS[setting.device.type]
     if setting.module is reference or setting.elements < _standard_elements(setting.device):
         targets = {}  # a small copy runs from the cache
     rows = [
         Row(name, nbytes, seconds, nbytes / seconds / 1e9, 100 * nbytes / seconds / 1e9 / copy, targets.get(name))
-        for name, (nbytes, seconds) in taken.items()
+        for name, (nbytes, seconds) in timings.items()
     ]
     return copy, rows
 
@@ -126,30 +120,26 @@ def table(copy: float, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"{'copy':<16} {'':>9} {'':>9} {copy:>8.1f} {100:>10.1f}"])
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    import matplotlib
+def panel(rows: Sequence[Row], title: str) -> plots.Draw:
+    """Bars of percent of the copy, and the percent to reach."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def draw(axes: Any) -> None:
+        bars = axes.bar([r.name for r in rows], [r.percent_of_copy for r in rows], color=plots.BLUE)
+        axes.bar_label(bars, fmt="%.0f")
+        for i, row in enumerate(rows):
+            if row.target_percent is not None:
+                axes.hlines(row.target_percent, i - 0.45, i + 0.45, color=plots.TARGET, label="target")
+        axes.axhline(100, color="#888888", linewidth=1, linestyle=":", label="plain copy")
+        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(named.values(), named.keys(), loc="upper left")
+        axes.set(ylabel="bytes a second, percent of a copy", title=title, ylim=(0, None))
+        axes.tick_params(axis="x", rotation=20)
 
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    bars = axes.bar([r.name for r in rows], [r.percent_of_copy for r in rows], color="#1f77b4")
-    axes.bar_label(bars, fmt="%.0f")
-    for i, row in enumerate(rows):
-        if row.target_percent is not None:
-            axes.hlines(row.target_percent, i - 0.45, i + 0.45, color="#d62728", label="target")
-    axes.axhline(100, color="#888888", linewidth=1, linestyle=":", label="plain copy")
-    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(named.values(), named.keys(), loc="upper left")
-    axes.set(ylabel="bytes a second, percent of a copy", title=title, ylim=(0, None))
-    axes.tick_params(axis="x", rotation=20)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return draw
 
 
-def slug(setting: Setting, threads: int) -> str:
+def record_name(setting: Setting, threads: int) -> str:
     """The record's file name: the device, and in what it differs from the standard run."""
-    name = re.sub(r"[^a-z0-9]+", "-", device_name(setting.device).lower()).strip("-")
     extras = [
         (str(setting.dtype).removeprefix("torch."), setting.dtype != torch.float32),
         (f"{setting.scale}-scale", setting.scale != "block"),
@@ -159,27 +149,22 @@ def slug(setting: Setting, threads: int) -> str:
         (f"2-{setting.elements.bit_length() - 1}", setting.elements != _standard_elements(setting.device)),
         ("reference", setting.module is reference),
     ]
-    return "-".join([name, *(text for text, there in extras if there)])
+    return slug(device_name(setting.device), *(text for text, there in extras if there))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1: no figures, since a result is wrong. 2: this can't be measured here."""
     arguments = _parser().parse_args(argv)
     threads = torch.get_num_threads()
+    torch.set_num_threads(arguments.threads)
     try:
-        setting = _setting(arguments)
-        torch.set_num_threads(arguments.threads)
-        return _run(setting, arguments)
-    except (cli.CommandError, ValueError) as error:
-        print(f"perf.kernels: error: {error}", file=sys.stderr)
-        return 2
-    except WrongResult as error:
-        print(f"perf.kernels: no figures, since a result is wrong. {error}", file=sys.stderr)
-        return 1
+        return exit_status("perf.kernels", lambda: run(arguments))
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(setting: Setting, arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    setting = _setting(arguments)
     check(setting)
     gpu = setting.device.type == "cuda"
     where = device_name(setting.device) + ("" if gpu else f", threads: {arguments.threads}")
@@ -194,24 +179,18 @@ def _run(setting: Setting, arguments: argparse.Namespace) -> int:
     if gpu and setting.module is not reference:
         record["bert_large_step"] = local_step.measure(setting.device, setting.repeats)
         print(f"\n{local_step.table(record['bert_large_step'])}")
-    out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{slug(setting, arguments.threads)}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    make_folder(arguments.out)
+    path = arguments.out / f"{record_name(setting, arguments.threads)}.json"
+    write_record(path, record)
     print(f"\n{path}")
-    try:
-        plot(rows, where, path.with_suffix(".png"))
-        print(path.with_suffix(".png"))
-    except ModuleNotFoundError:
-        print("No plot: matplotlib is not installed. For one: pip install matplotlib")
+    plots.draw_if_possible(lambda: [plots.save(path.with_suffix(".png"), [panel(rows, where)], size=(9, 4))])
     return 0
 
 
 def _about(setting: Setting, arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     return {
         "device": device_name(setting.device),
-        "cpu": device_name(torch.device("cpu")),
-        "cpu_count": os.cpu_count(),
+        **machine(),
         "threads": arguments.threads,
         "backend": kind,
         "elements": setting.elements,
@@ -238,13 +217,13 @@ def _standard_elements(device: torch.device) -> int:
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
-    device = cli.pick_device(arguments.device)
+    device = pick_device(arguments.device)
     module = reference if arguments.backend == "reference" else backend(device)
     kind = {"cpu": "cpu", "cuda": "triton"}[device.type]
     if arguments.backend not in ("auto", "reference", kind):
-        raise cli.CommandError(f"the {arguments.backend} backend does not run on {device}: use {kind} or reference")
+        raise CommandError(f"the {arguments.backend} backend does not run on {device}: use {kind} or reference")
     return Setting(
-        device, module, arguments.elements or _standard_elements(device), cli.DTYPES[arguments.dtype],
+        device, module, arguments.elements or _standard_elements(device), DTYPES[arguments.dtype],
         arguments.scale, arguments.norm, arguments.block_size, arguments.repeats,
     )  # fmt: skip
 
@@ -253,12 +232,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.kernels", description="Every pass against a plain copy.")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
     parser.add_argument("--backend", choices=("auto", "cpu", "triton", "reference"), default="auto")
-    parser.add_argument("--elements", type=cli.whole_number, help="2**24 on a CPU, 2**28 on a GPU")
-    parser.add_argument("--threads", type=cli.whole_number, default=1, help="on a CPU (default: 1)")
-    parser.add_argument("--dtype", choices=cli.DTYPES, default="float32", help="of parameters and gradients")
+    parser.add_argument("--elements", type=whole_number, help="2**24 on a CPU, 2**28 on a GPU")
+    parser.add_argument("--threads", type=whole_number, default=1, help="on a CPU (default: 1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
     parser.add_argument("--scale", choices=get_args(Scale), default="block")
     parser.add_argument("--norm", choices=get_args(Norm), default="l1")
-    parser.add_argument("--block-size", type=cli.whole_number, default=layout.BLOCK_SIZE)
-    parser.add_argument("--repeats", type=cli.whole_number, default=20, help="runs a median is taken of")
-    parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the record and the plot")
+    parser.add_argument("--block-size", type=whole_number, default=layout.BLOCK_SIZE)
+    parser.add_argument("--repeats", type=whole_number, default=20, help="runs in a median (default: %(default)s)")
+    add_out(parser, "the record and the plot")
     return parser

@@ -13,7 +13,6 @@ compared where Triton's version is the record's; elsewhere no kernel may spill, 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -27,6 +26,8 @@ from onebit.kernels import gpu
 from onebit.kernels.gpu import aot
 from onebit.kernels.gpu.launch import Launch, recorded
 from onebit.kernels.tuning.machine import provenance, triton_version
+from perf.command import add_out, exit_status, make_folder
+from perf.records import read_record, write_record
 
 TARGET = "sm_90"
 WIDE = 16  # bytes: the widest access
@@ -128,19 +129,24 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1: with --check, a kernel is worse than the record. 2: no record can be read or written."""
     arguments = _parser().parse_args(argv)
+    return exit_status("perf.kernels.static_account", lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.out / f"static-{TARGET}.json"
     progress = Progress()
     rows = account(progress)
     progress.clear()
     print(f"Triton {triton_version()}, {TARGET}\n\n{table(rows)}\n")
     if arguments.check:
-        lines = compare(rows, json.loads(path.read_text(encoding="utf-8")))
+        lines = compare(rows, read_record(path))
         print("\n".join(lines) if lines else f"No kernel is worse than {path}")
         return int(bool(lines))
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    make_folder(arguments.out)
     record = {"target": TARGET, **provenance(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, record)
     print(path)
     return 0
 
@@ -161,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         description=f"Registers, accesses and instructions of the kernels on {TARGET}.",
     )
     parser.add_argument("--check", action="store_true", help="compare with the record, and write nothing")
-    parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the record")
+    add_out(parser, "the record")
     return parser
 
 

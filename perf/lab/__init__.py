@@ -1,1 +1,1 @@
-"""The network lab: hosts on one machine, joined by links of a given rate."""
+"""The network lab: hosts on one machine, connected by links of a given rate."""

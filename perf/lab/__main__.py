@@ -2,6 +2,6 @@
 
 import sys
 
-from perf.lab.network import main
+from perf.lab.command import main
 
 sys.exit(main())

@@ -88,7 +88,7 @@ def remove(namespaces: Sequence[str]) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """A process's start time, which tells it from a later one with its pid; None if there is none."""
+    """A process's start time, which distinguishes it from a later one with its pid; None if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,61 +1,41 @@
-"""N hosts on one Linux machine, joined by links of a given rate: a network to prove the collectives on.
+"""N hosts on one Linux machine, connected by links of a given rate: a network to test the collectives on.
 
 A host is a network namespace with one interface, eth0: a veth pair whose other end is a port of a bridge in a
 namespace of its own. The root namespace gets no interface, address or route; the hosts reach only each other,
 at 10.77.0.1 and up. `tc ... tbf` shapes a link both ways: egress at eth0, and egress at the bridge's port.
 
 Measured on 2 cores, one TCP flow, 50 Mbit/s to 10 Gbit/s: 95.6 % of the rate is payload; headers are the
-rest, as tbf counts 1514 bytes for 1448 of payload. The burst, which a rested link lets through at once, is
+rest, as tbf counts 1514 bytes for 1448 of payload. The burst, which an idle link lets through at once, is
 64 KiB (one GSO packet) and 0.5 ms at the rate: without the latter 10 Gbit/s falls to 3. The queue holds 20
 ms, at least 1 MiB. TCP runs reno, which every kernel has, whatever the machine's default. There is no added
 delay: few kernels have netem.
 
 `bytes_sent` reads eth0's tx_bytes: payload and headers, where a GSO packet of up to 64 KiB counts one header.
 IPv6 is off on eth0, so that an idle link stays silent.
-
-    python -m perf.lab --hosts 4 --rate 1gbit -- script.py args
-    python -m perf.lab --selftest
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from perf.lab.namespaces import LabUnavailable, check_available, execute, new_prefix, remove, sweep_stale
-from perf.lab.processes import OnLine, Rank, RankFailed, Run, exit_on, held_signals, set_handlers
+from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, set_handlers
+from perf.lab.rates import parse_rate
 
 INTERFACE = "eth0"
-PROBE = str(Path(__file__).with_name("probe.py"))
 TUNE = """echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"""
 
 log = logging.getLogger("perf.lab")
-
-
-def parse_rate(rate: str | None) -> int | None:
-    """Bits per second of "100mbit", "2.5gbit", ...; None, an unshaped link, stays None."""
-    if rate is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.strip().lower())
-    bits = round(float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]) if match else 0
-    if not 1_000_000 <= bits <= 100_000_000_000:
-        raise ValueError(
-            f"rate {rate!r} is not a link rate from 1mbit to 100gbit: "
-            'write a number and a unit, as "100mbit" or "2.5gbit", or None for an unshaped link'
-        )
-    return bits
 
 
 class NetworkLab:
@@ -119,7 +99,7 @@ class NetworkLab:
     ) -> Run:
         """Start `python argv` (a script, or "-m" and a module; arguments) on every host; host k is rank k.
 
-        "torchrun" starts one agent a host; they meet in a static rendezvous on host 0. "env" starts the ranks
+        "torchrun" starts one agent a host, with a static rendezvous on host 0. "env" starts the ranks
         directly, with torchrun's variables, in half the time. `on_line(rank, line)` gets output as it comes, in
         which torchrun's agents mix their own lines: mark yours.
         """
@@ -169,14 +149,14 @@ class NetworkLab:
         common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **interface}
         if launcher == "torchrun":
             agent = f"-m torch.distributed.run --nnodes={self.hosts} --node-rank={rank} --nproc-per-node=1"
-            meet = f"--master-addr={self.address(0)} --master-port={port} --local-addr={self.address(rank)}"
-            return [sys.executable, *agent.split(), *meet.split(), *argv], {**common, **env}
+            rendezvous = f"--master-addr={self.address(0)} --master-port={port} --local-addr={self.address(rank)}"
+            return [sys.executable, *agent.split(), *rendezvous.split(), *argv], {**common, **env}
         own = {"RANK": str(rank), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}
         return [sys.executable, *argv], {**common, **own, **master, **env}
 
     def _build(self) -> None:
-        began, told = time.monotonic(), False
+        began, logged = time.monotonic(), False
         for name in sweep_stale():
             log.info("removed %s, left by a lab that was killed", name)
         execute("ip", "-batch", "-", lines=[f"netns add {name}" for name in (self.bridge, *self.namespaces)])
@@ -194,8 +174,8 @@ class NetworkLab:
                 f"link set {INTERFACE} up",
             ]
             execute("ip", "-n", name, "-batch", "-", lines=up)
-            if not told and time.monotonic() - began > 1:
-                told = True
+            if not logged and time.monotonic() - began > 1:
+                logged = True
                 log.info("setting up %d hosts ...", self.hosts)
         if self._bits is not None:
             self._shape()
@@ -210,59 +190,3 @@ class NetworkLab:
         execute("tc", "-n", self.bridge, "-batch", "-", lines=ports)
         for name in self.namespaces:
             execute("tc", "-n", name, "-batch", "-", lines=[command.format(INTERFACE)])
-
-
-def measure_all_reduce(lab: NetworkLab) -> list[float]:
-    """Gbit/s each rank sends in Gloo's all_reduce of 4 MB in fp32: 2 (N - 1) / N of the tensor a call."""
-    ranks = lab.run([PROBE], timeout=120)
-    return [float(line.split()[1]) for rank in ranks for line in rank.lines if line.startswith("all_reduce ")]
-
-
-def _selftest(hosts: int) -> None:
-    with NetworkLab(hosts) as lab:
-        for rate in ("100mbit", "1gbit", "10gbit"):
-            lab.set_rate(rate)
-            ranks = " ".join(f"{value:.3f}" for value in measure_all_reduce(lab))
-            print(f"shaped to {rate}: each rank sends {ranks} Gbit/s in a Gloo fp32 all_reduce", flush=True)
-
-
-def _run_command(options: argparse.Namespace, command: list[str]) -> None:
-    with NetworkLab(options.hosts, options.rate) as lab:
-        print(f"{options.hosts} hosts, links of {options.rate or 'any rate'}; starting ...", flush=True)
-        try:
-            lab.run(
-                command,
-                timeout=options.timeout,
-                launcher=options.launcher,
-                on_line=lambda rank, line: print(f"[rank {rank}] {line}", flush=True),
-            )
-        finally:
-            for host, sent in enumerate(lab.bytes_sent()):
-                print(f"host {host} sent {sent:,} bytes")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 when a rank failed or this machine cannot hold a lab."""
-    parser = argparse.ArgumentParser("python -m perf.lab", description="Run a script on a network lab.")
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", help='of each link, both ways: "100mbit", "1gbit", ...; without it, unshaped')
-    parser.add_argument("--launcher", choices=("torchrun", "env"), default="torchrun")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds the run may take (default: 600)")
-    parser.add_argument("--selftest", action="store_true", help="measured against shaped rates, with Gloo")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py args, or -- -m module args")
-    options = parser.parse_args(argv)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        if options.selftest:
-            _selftest(options.hosts)
-        elif command:
-            _run_command(options, command)
-        else:
-            parser.error("say what to run on the hosts, `-- script.py args`, or --selftest")
-    except (LabUnavailable, RankFailed, TimeoutError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0

@@ -1,1 +1,1 @@
-"""A training step taken apart, compressed and not."""
+"""The parts of a training step, compressed and not."""

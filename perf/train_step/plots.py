@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from perf import plots
-from perf.all_reduce.report import rate_bits
-from perf.train_step.ranks import Row
+from perf.lab.rates import rate_bits
+from perf.train_step.measure import Row
 from perf.train_step.report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
 from perf.train_step.variants import BASELINE, UNCOMPRESSED, VARIANTS
 
 LIKE_OTHERS = ("bf16", "adam-1", "adam-1-bf16", "adam-2-bf16", "lamb-1")  # in bytes: left out of curves over rates
-SHOWN_FROM = 0.1  # of the steps: before, losses fall too far to be told apart
+SHOWN_FROM = 0.1  # of the steps: before, losses fall too far to be distinguished
 
 
 def draw(record: Record, title: str) -> list[Path]:
@@ -59,17 +57,16 @@ def parts_of(row: Row) -> dict[str, float]:
 
 
 def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
-    """The mean over seeds; the first steps, up to the freeze, do without signs in all of them."""
+    """The mean over seeds; up to the freeze no variant compresses."""
 
     def panel(axes: Any) -> None:
         freeze = record.runs[0].freeze
-        styles: dict[str | None, Iterator[str]] = {}
+        styles = plots.Styles()
         for name, curve in timed_curves(group, record.runs).items():
             own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
             times = [seconds_after(group, name, freeze, step) for step, _ in own]
             title = VARIANTS[name].title
-            color = plots.COLORS.get(title.partition(",")[0])
-            style = next(styles.setdefault(color, itertools.cycle(("-", "--", ":"))))
+            color, style = styles.of(title)
             label = f"{title.replace(', stage 2', '')}: {own[-1][1]:.3f}"
             axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
         frozen = seconds_after(group, UNCOMPRESSED, freeze, freeze)

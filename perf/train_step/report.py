@@ -1,26 +1,24 @@
-"""What the training-step benchmark makes of what it found: a record, tables, targets."""
+"""The record, the tables and the targets of the training-step benchmark."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
-from onebit.cli import main as cli
+from onebit.cli.arguments import pick_device
 from onebit.kernels.tuning.machine import device_name, provenance
-from perf.all_reduce.report import Target, cell, rate_bits
-from perf.train_step.ranks import Row, Run
-from perf.train_step.variants import BASELINE, LEARN_AS, OURS, POWERSGD, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.lab.rates import PAYLOAD, rate_bits
+from perf.records import cpu_name, machine, read_record, slug, write_record
+from perf.tables import cell
+from perf.targets import Target, as_json
+from perf.train_step.measure import Row, Run
+from perf.train_step.variants import BASELINE, OURS, POWERSGD, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -44,16 +42,16 @@ class Record:
         self.path, self.about, self._of_rows = path, dict(about), about
         self.rows: list[Row] = []
         self.runs: list[Run] = []
-        self.heard = False
+        self.changed = False
         self._kept = True  # rows are still those of an earlier command
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = read_record(path)
             self.about |= before
             self.rows = [Row.of(row) for row in before["rows"]]
             self.runs = [Run.of(run) for run in before["runs"]]
 
     def add(self, found: Row | Run | Mapping[str, Any]) -> None:
-        self.heard = True
+        self.changed = True
         if isinstance(found, Row):
             if self._kept:
                 self.rows, self._kept = [], False
@@ -66,19 +64,15 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        targets = [{**asdict(target), "met": target.met} for target in self.targets()]
         rows, runs = ([asdict(x) for x in these] for these in (self.rows, self.runs))
-        text = json.dumps({**self.about, "targets": targets, "rows": rows, "runs": runs}, indent=1) + "\n"
-        partial = self.path.with_suffix(".part")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path)
+        write_record(self.path, {**self.about, "targets": as_json(self.targets()), "rows": rows, "runs": runs})
 
     def targets(self) -> list[Target]:
         return [*speed_targets(self.rows), *loss_targets(self.rows, self.runs)]
 
 
 def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
-    """What was measured at one rate together; slow links first."""
+    """A group for each rate: its rows by variant; slow links first."""
     rates = dict.fromkeys(row.rate for row in rows)
     groups = [(rate, {row.variant: row for row in rows if row.rate == rate}) for rate in rates]
     return sorted(groups, key=lambda group: rate_bits(group[0]) or math.inf)
@@ -86,18 +80,18 @@ def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
 
 def link_for(share: float, row: Row) -> str:
     """The rate at which the all-reduce takes this share of the step: from bytes where the link was no limit (of its
-    bits 95.6 % are what the interface counts, see perf.lab), else from the time that it took.
+    bits 95.6 % are what the interface counts, see perf.lab.rates), else from its measured time.
     """
     if not row.bytes:
         raise ValueError("--share needs bytes by an interface's counter: measure in the lab")
     wanted = (row.forward + row.backward + row.step) * share / (1 - share)
     bits = rate_bits(row.rate)
-    needed = 8 * row.bytes / 0.956 / wanted if bits is None else bits * row.all_reduce / wanted
+    needed = 8 * row.bytes / PAYLOAD / wanted if bits is None else bits * row.all_reduce / wanted
     return f"{needed / 1e6:.3g}mbit"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The columns of Table 1 (paper 001)."""
+    """The columns of Table 1 in 1-bit Adam (Tang et al. 2021)."""
     lines = [
         f"{'':38} | {'milliseconds':^52} | all-reduce |    MB a step | times as",
         f"{'rate':>9} {'':28} | {'forward':>9} {'all-reduce':>11} {'backward':>9} {'step':>9} {'total':>10} | "
@@ -139,7 +133,7 @@ def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
     found = []
     for rate, group in by_rate(rows):
         curves = timed_curves(group, runs)
-        for other, ours in itertools.product(POWERSGD, (OURS, *LEARN_AS)):
+        for other, ours in itertools.product(POWERSGD, (OURS, *TRAIN_AS)):
             if other not in curves or ours not in curves:
                 continue
             last, loss = curves[other][-1]
@@ -182,9 +176,9 @@ def mean_curves(runs: Sequence[Run]) -> Curves:
 
 
 def timed_curves(group: Group, runs: Sequence[Run]) -> Curves:
-    """Of what was timed on this network; of what learns the same bit for bit, the same curve."""
+    """Of variants timed on this network; those that train alike bit for bit share a curve."""
     curves = mean_curves(runs)
-    curves |= {name: curves[like] for name, like in LEARN_AS.items() if like in curves}
+    curves |= {name: curves[like] for name, like in TRAIN_AS.items() if like in curves}
     return {name: curve for name, curve in curves.items() if timed(group, name)}
 
 
@@ -200,33 +194,31 @@ def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
         + " ".join(f"{f's at {rate}':>15}" for rate, _ in networks),
     ]
     trained = [*mean_curves(runs)]
-    trained += [n for n, like in LEARN_AS.items() if like in trained and any(timed(group, n) for _, group in networks)]
+    trained += [n for n, like in TRAIN_AS.items() if like in trained and any(timed(group, n) for _, group in networks)]
     for name in trained:
-        losses = [run.loss for run in runs if run.variant == LEARN_AS.get(name, name)]
-        took = " ".join(
+        losses = [run.loss for run in runs if run.variant == TRAIN_AS.get(name, name)]
+        totals = " ".join(
             cell(seconds_after(group, name, freeze, steps) if timed(group, name) else None, "15.0f")
             for _, group in networks
         )
         spread = f"{mean(losses):10.4f} {min(losses):8.4f} {max(losses):8.4f}"
-        lines.append(f"{VARIANTS[name].title:28} | {len(losses):5} | {spread} | {took}".rstrip())
+        lines.append(f"{VARIANTS[name].title:28} | {len(losses):5} | {spread} | {totals}".rstrip())
     return "\n".join(lines)
 
 
 def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
     return {
         "lab": arguments.lab,
-        "cpu": device_name(torch.device("cpu")),
-        "cpu_count": os.cpu_count(),
+        **machine(),
         "load_before": load,
         **{name: getattr(arguments, name) for name in ("width", "layers", "batch", "repeats")},
         **provenance(),
     }
 
 
-def slug(arguments: argparse.Namespace) -> str:
+def record_name(arguments: argparse.Namespace) -> str:
     """The record's file name: the machine, and its own name or in what it differs from the standard run."""
-    device = torch.device("cpu") if arguments.lab else cli.pick_device(arguments.device)
-    parts = ["train_step", device_name(device)]
+    parts = ["train_step", cpu_name() if arguments.lab else device_name(pick_device(arguments.device))]
     if arguments.name:
         parts += [arguments.name]
     else:
@@ -235,7 +227,7 @@ def slug(arguments: argparse.Namespace) -> str:
             value = getattr(arguments, name)
             if value != STANDARD[name]:
                 parts += [name, *(map(str, value) if isinstance(value, list) else [str(value)])]
-    return "-".join(re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") for part in parts)
+    return slug(*parts)
 
 
 def missing(arguments: argparse.Namespace, record: Record) -> list[tuple[str, int]]:

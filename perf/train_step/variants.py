@@ -1,4 +1,4 @@
-"""What the training step is measured and trained with: a model, and the ways of averaging what it learns from.
+"""What the training step is measured and trained with: a model, and the ways of averaging its gradients.
 
 PowerSGD is used as torch documents it: error feedback and warm start on, plain all-reduce for as many steps as 1-bit
 Adam's stage 1 takes, the default compression rate below which a tensor is sent as it is. Its hook starts a bucket's
@@ -34,7 +34,7 @@ Model = DistributedDataParallel
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and of a rank's batch. 6.3 M elements by default: messages outlast a link's burst and latency."""
+    """Of the model and of a rank's batch. 6.3 M elements by default: sending takes longer than a link's burst."""
 
     width: int = 256
     layers: int = 8
@@ -123,11 +123,11 @@ VARIANTS = {
 UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
 POWERSGD = ("powersgd-1", "powersgd-4")
 TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, "adam-2-bf16")  # whose losses are compared
-LEARN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
+TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
 
 
-class Watched:
-    """A transport that marks when something is waited for, and when it has come."""
+class TimedTransport:
+    """A transport that marks the start and the end of each wait."""
 
     def __init__(self, mark: Mark, inner: Transport | None = None) -> None:
         self.inner, self._mark = transport_for(inner), mark
@@ -135,33 +135,33 @@ class Watched:
         self.waits: list[tuple[Any, Any]] = []
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return WatchedWork(self, self.inner.all_to_all(out, sent, phase))
+        return TimedWork(self, self.inner.all_to_all(out, sent, phase))
 
     def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return WatchedWork(self, self.inner.all_gather(out, sent, phase))
+        return TimedWork(self, self.inner.all_gather(out, sent, phase))
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
-        return WatchedWork(self, self.inner.all_sum(values, phase))
+        return TimedWork(self, self.inner.all_sum(values, phase))
 
     def all_max(self, values: Tensor, phase: str) -> None:
-        self.watch(lambda: self.inner.all_max(values, phase))
+        self.time(lambda: self.inner.all_max(values, phase))
 
     def duplicate(self) -> Transport:
         """Its waits count as this one's: `step` waits for the thread that waits."""
-        other = Watched(self._mark, self.inner.duplicate())
+        other = TimedTransport(self._mark, self.inner.duplicate())
         other.waits = self.waits
         return other
 
-    def watch(self, wait: Callable[[], None]) -> None:
+    def time(self, wait: Callable[[], None]) -> None:
         before = self._mark()
         wait()
         self.waits.append((before, self._mark()))
 
 
 @dataclass(frozen=True)
-class WatchedWork:
-    transport: Watched
+class TimedWork:
+    transport: TimedTransport
     work: Work
 
     def wait(self) -> None:
-        self.transport.watch(self.work.wait)
+        self.transport.time(self.work.wait)

@@ -4,14 +4,12 @@
 
 Each run takes the same steps on a network lab's hosts, of which it keeps `share` in stage 1. What an uncompressed run
 sends over what 1-bit Adam sends is compared with 1 / (w + (1 - w) / bits), w the share of stage 1, bits the size of a
-gradient (1-bit Adam, section 7.1). Counters have headers, acknowledgements and each run's own start in them.
+gradient (1-bit Adam, Tang et al. 2021, section 7.1). Counters include headers, acknowledgements and each run's start.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +20,20 @@ import torch.distributed as dist
 from torch import nn
 
 import onebit
-from onebit.cli import main as cli
+from onebit.cli.arguments import whole_number
+from onebit.cli.progress import Progress
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.kernels.tuning.machine import device_name, provenance
-from perf.lab.network import LabUnavailable, NetworkLab, RankFailed
+from onebit.kernels.tuning.machine import provenance
+from perf.command import exit_status, host_count
+from perf.lab.network import NetworkLab
+from perf.lab.workers import run_workers
+from perf.records import RESULTS, cpu_name, write_record
+from perf.tables import markdown
 
 DTYPES = {32: torch.float32, 16: torch.float16}
 TOLERANCE = 0.05
-RECORD = Path("perf/results/volume.json")
-ROOT = Path(__file__).resolve().parents[2]
+RECORD = RESULTS / "volume.json"
 
 
 def formula(share: float, bits: int) -> float:
@@ -56,24 +58,22 @@ def take_steps(bits: int, freeze_step: int | None, elements: int, steps: int) ->
     dist.destroy_process_group()
 
 
-def measure(arguments: argparse.Namespace, progress: cli.Progress) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Bytes that all hosts have sent, of each run."""
     freeze_step = round(arguments.share * arguments.steps)
     sent = {}
     with NetworkLab(arguments.hosts) as lab:
         for bits in DTYPES:
             for name, last in (("uncompressed", None), ("onebit_adam", freeze_step)):
-                progress.show(f"{name}, gradients of {bits} bits")
                 before = sum(lab.bytes_sent())
                 numbers = (bits, -1 if last is None else last, arguments.elements, arguments.steps)
                 argv = ("-m", "perf.train_step.volume", "--worker", ",".join(map(str, numbers)))
-                path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-                lab.run(argv, timeout=arguments.timeout, launcher="env", env={"PYTHONPATH": path})
+                run_workers(lab, argv, f"{name}, gradients of {bits} bits", arguments.timeout, progress)
                 sent[f"{name} {bits}"] = sum(lab.bytes_sent()) - before
     progress.clear()
     return {
         "hosts": arguments.hosts, "elements": arguments.elements, "steps": arguments.steps, "freeze_step": freeze_step,
-        "sent": sent, "cpu": device_name(torch.device("cpu")), **provenance(),
+        "sent": sent, "cpu": cpu_name(), **provenance(),
     }  # fmt: skip
 
 
@@ -84,12 +84,20 @@ def rows(record: dict[str, Any]) -> list[tuple[int, float, float]]:
 
 
 def table(record: dict[str, Any]) -> str:
-    lines = ["| gradients | formula | measured | difference | within 5 % |", "| --- | --- | --- | --- | --- |"]
+    lines = []
     for bits, expected, found in rows(record):
         off = found / expected - 1
         verdict = "yes" if abs(off) <= TOLERANCE else "no"
-        lines.append(f"| fp{bits} | {expected:.2f} x | {found:.2f} x | {off:+.1%} | {verdict} |")
-    return "\n".join(lines)
+        lines.append([f"fp{bits}", f"{expected:.2f} x", f"{found:.2f} x", f"{off:+.1%}", verdict])
+    return markdown(["gradients", "formula", "measured", "difference", "within 5 %"], lines)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    record = measure(arguments, Progress())
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_record(arguments.out, record)
+    print(f"{table(record)}\n{arguments.out}")
+    return int(any(abs(found / expected - 1) > TOLERANCE for _, expected, found in rows(record)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_step.volume", description="Bytes of a whole run by the counters."
     )
-    parser.add_argument("--hosts", type=cli.whole_number, default=2)
-    parser.add_argument("--elements", type=cli.whole_number, default=4_000_000)
-    parser.add_argument("--steps", type=cli.whole_number, default=50)
+    parser.add_argument("--hosts", type=host_count, default=2)
+    parser.add_argument("--elements", type=whole_number, default=4_000_000)
+    parser.add_argument("--steps", type=whole_number, default=50)
     parser.add_argument("--share", type=float, default=0.2, help="of the steps in stage 1 (default: 0.2)")
-    parser.add_argument("--timeout", type=cli.whole_number, default=600, help="seconds a run may take")
+    parser.add_argument("--timeout", type=whole_number, default=600, help="seconds a run may take")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -111,18 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not 0 < arguments.share < 1:
         parser.error(f"--share {arguments.share}: the share of the steps in stage 1 lies between 0 and 1")
-    try:
-        record = measure(arguments, cli.Progress())
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except (LabUnavailable, OSError, ValueError) as error:
-        print(f"perf.train_step.volume: error: {error}", file=sys.stderr)
-        return 2
-    except (RankFailed, TimeoutError) as error:
-        print(f"perf.train_step.volume: no figures, since a rank failed: {error}", file=sys.stderr)
-        return 1
-    print(f"{table(record)}\n{arguments.out}")
-    return int(any(abs(found / expected - 1) > TOLERANCE for _, expected, found in rows(record)))
+    return exit_status("perf.train_step.volume", lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -12,25 +12,16 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce
-from perf.all_reduce import benchmark as all_reduce
-from perf.all_reduce import ranks as all_reduce_ranks
-from perf.all_reduce import report as all_reduce_report
-from perf.all_reduce.ranks import KINDS, ONE_BIT, Ranks, Row, WrongResult
-from perf.lab import network as network_lab
-from perf.lab.network import LabUnavailable, NetworkLab
+from perf.all_reduce import benchmark, measure, report
+from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.command import WrongResult
+from perf.lab import network
+from perf.lab.namespaces import LabUnavailable
+from perf.ranks import Ranks
 from tests.ranks import run_ranks, run_ranks_once
 
 CPU = torch.device("cpu")
 ELEMENTS = 2**21
-
-
-@pytest.fixture(scope="module")
-def lab():
-    try:
-        with NetworkLab(2):
-            pass
-    except LabUnavailable as why:
-        pytest.skip(str(why))
 
 
 def silent(text):
@@ -46,12 +37,12 @@ SMALL = [replace(r, elements=2**16) for r in FAST]
 
 
 @pytest.fixture(scope="module")
-def measured(lab, tmp_path_factory):
+def measured(lab_available, tmp_path_factory):
     """One run in the lab: its exit status, what it printed, its record and the path of that."""
     out = tmp_path_factory.mktemp("all_reduce") / "new"
     arguments = ["--lab", "--rates=1gbit", f"--elements={ELEMENTS}", "--repeats=2", "--phases", "--check"]
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = all_reduce.main([*arguments, f"--out={out}"])
+        status = benchmark.main([*arguments, f"--out={out}"])
     (path,) = out.glob("*.json")
     return status, text.getvalue(), json.loads(path.read_text()), path
 
@@ -85,21 +76,20 @@ def test_a_run_writes_a_table_a_record_and_a_plot(measured):
     compressed = record["rows"][0]
     assert compressed["chunks"] in (1, 2, 4, 8)
     assert {"scan", "compress", "all-to-all", "average", "all-gather", "decode"} <= compressed["phases"].keys()
-    assert 8e-9 * record["rows"][1]["bytes"] / record["rows"][1]["seconds"] < 1.1  # within the rate, but for a burst
 
 
 @pytest.mark.netlab
-def test_a_wrong_result_in_the_lab_gets_no_figure(lab, tmp_path, monkeypatch, capsys):
+def test_a_wrong_result_in_the_lab_gets_no_figure(lab_available, tmp_path, monkeypatch, capsys):
     """Ranks whose compressed all-reduce does nothing."""
     script = tmp_path / "broken.py"
     script.write_text(
-        "import sys\nfrom perf.all_reduce import benchmark, ranks\n"
-        "ranks.CompressedAllReduce.__call__ = lambda self, x: None\nsys.exit(benchmark.main())\n"
+        "import sys\nfrom perf.all_reduce import benchmark, measure\n"
+        "measure.CompressedAllReduce.__call__ = lambda self, x: None\nsys.exit(benchmark.main())\n"
     )
-    monkeypatch.setattr(all_reduce, "WORKER", (str(script),))
+    monkeypatch.setattr(benchmark, "WORKER", (str(script),))
     out = tmp_path / "out"
     arguments = ["--lab", "--hosts=2", "--rates=unshaped", "--elements=5000", f"--out={out}"]
-    assert all_reduce.main(arguments) == 1
+    assert benchmark.main(arguments) == 1
     captured = capsys.readouterr()
     assert "no figures, since a result is wrong: 2 hosts, unshaped: the ranks' results" in captured.err
     assert not captured.out and not any(out.iterdir())
@@ -112,7 +102,7 @@ def checked(rank, size, broken, elements, chunks):
     ]
     average = kind(elements, chunks=chunks)
     try:
-        all_reduce_ranks.check(Ranks(CPU, silent), average, elements)
+        measure.check(Ranks(CPU, silent), average, elements)
     except WrongResult as error:
         return str(error)
     return ""
@@ -128,8 +118,8 @@ class Forgets(CompressedAllReduce):
     """No error feedback."""
 
     def __call__(self, x):
-        self.exchange.residual.value.zero_()
         super().__call__(x)
+        self.exchange.residual.value.zero_()
 
 
 class Differs(CompressedAllReduce):
@@ -166,7 +156,7 @@ def test_a_right_all_reduce_passes_the_check(elements, chunks):
 
 
 def main_on_a_group(rank, size, arguments):
-    return all_reduce.main(arguments)
+    return benchmark.main(arguments)
 
 
 def test_it_measures_on_the_group_it_finds(tmp_path):
@@ -179,19 +169,19 @@ def test_it_measures_on_the_group_it_finds(tmp_path):
     assert [r["chunks"] for r in record["rows"] if r["kind"] == ONE_BIT] == [2, 2]
     for r in record["rows"]:
         assert r["seconds"] > 0 and r["rate"] is None
-        assert r["bytes"] is None  # no interface of their own: not measured, so not told
+        assert r["bytes"] is None  # no interface of their own
 
 
 def refusing(rank, size, arguments):
-    right = all_reduce_ranks.dist.all_reduce
+    right = measure.dist.all_reduce
 
     def refuse(tensor, *args, **kwargs):
         if tensor.dtype == torch.bfloat16:
             raise RuntimeError("Invalid scalar type")
         return right(tensor, *args, **kwargs)
 
-    all_reduce_ranks.dist.all_reduce = refuse
-    return all_reduce.main(arguments)
+    measure.dist.all_reduce = refuse
+    return benchmark.main(arguments)
 
 
 def test_a_type_that_the_backend_refuses_is_said_and_not_estimated(tmp_path):
@@ -201,32 +191,32 @@ def test_a_type_that_the_backend_refuses_is_said_and_not_estimated(tmp_path):
     rows = {r["kind"]: r for r in json.loads(path.read_text())["rows"]}
     assert rows["bf16"]["seconds"] is None and rows["bf16"]["error"] == "Invalid scalar type"
     assert rows["fp16"]["seconds"] > 0
-    assert "bf16 was not measured: Invalid scalar type" in all_reduce_report.table([Row(**r) for r in rows.values()])
+    assert "bf16 was not measured: Invalid scalar type" in report.table([Row(**r) for r in rows.values()])
 
 
 def test_targets_speak_of_what_was_measured():
-    met = all_reduce_report.targets(FAST)
+    met = report.targets(FAST)
     assert [(t.needed, t.met) for t in met] == [(4, True), (28, True), (14, True)]
     assert met[0].reached == pytest.approx(4.2)
     assert str(met[0]).startswith("4.2 times as fast as fp32 (4 hosts, 1gbit") and str(met[0]).endswith(
         "to reach 4: met"
     )
     slow = [replace(r, rate="100mbit") for r in FAST]
-    assert next((t.needed, t.met) for t in all_reduce_report.targets(slow)) == (12, False)
-    assert str(all_reduce_report.targets(slow)[0]).endswith("to reach 12: missed")
+    assert next((t.needed, t.met) for t in report.targets(slow)) == (12, False)
+    assert str(report.targets(slow)[0]).endswith("to reach 12: missed")
     for other in ({"hosts": 2}, {"rate": "10gbit"}, {"elements": 2**24}, {"rate": None}):
-        assert [t.needed for t in all_reduce_report.targets([replace(r, **other) for r in FAST])] == [28, 14]
-    assert all_reduce_report.targets(SMALL) == []
-    assert all_reduce_report.targets([replace(r, seconds=None, bytes=None) for r in FAST]) == []
+        assert [t.needed for t in report.targets([replace(r, **other) for r in FAST])] == [28, 14]
+    assert report.targets(SMALL) == []
+    assert report.targets([replace(r, seconds=None, bytes=None) for r in FAST]) == []
 
 
 def test_a_missed_target_is_an_error_only_with_check(tmp_path, monkeypatch, capsys):
     group = {"device": "Some CPU", "backend": "gloo", "ranks": 4, "threads": 1}
     slow = [replace(r, seconds=1.0) for r in FAST]
     for rows, status, says in ((FAST, 0, "met"), (slow, 1, "missed"), (SMALL, 1, "no target speaks")):
-        monkeypatch.setattr(all_reduce, "run_lab", lambda *_, rows=rows: (rows, group))
-        assert all_reduce.main(["--lab", f"--out={tmp_path}"]) == 0
-        assert all_reduce.main(["--lab", f"--out={tmp_path}", "--check"]) == status
+        monkeypatch.setattr(benchmark, "run_lab", lambda *_, rows=rows: (rows, group))
+        assert benchmark.main(["--lab", f"--out={tmp_path}"]) == 0
+        assert benchmark.main(["--lab", f"--out={tmp_path}", "--check"]) == status
         captured = capsys.readouterr()
         assert says in captured.out + captured.err
     assert (tmp_path / "all_reduce-some-cpu.json").exists()
@@ -244,26 +234,26 @@ def test_every_panel_is_drawn(tmp_path):
     without_bytes = [replace(r, bytes=None, rate=None) for r in FAST]
     for name, rows in (("all", many), ("one", FAST), ("group", without_bytes)):
         path = tmp_path / f"{name}.png"
-        all_reduce_report.plot(rows, name, path)
+        report.plot(rows, name, path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(all_reduce_report.table(many).splitlines()) == 2 + 2 * 3 * 2
-    assert all(len(line) <= 140 for line in all_reduce_report.table(many).splitlines())
+    assert len(report.table(many).splitlines()) == 2 + 2 * 3 * 2
+    assert all(len(line) <= 140 for line in report.table(many).splitlines())
 
 
 def test_rows_survive_json():
     before = row(phases={"scan": 0.1}, chunks=2)
     after = json.loads(json.dumps(asdict(before)))
-    assert Row(**{**after, "calls": tuple(after["calls"])}) == before
+    assert Row.of(after) == before
 
 
 def test_arguments_are_parsed():
-    parsed = all_reduce._arguments(
+    parsed = benchmark.parse_arguments(
         ["--lab", "--hosts=2,8", "--rates=100mbit,2.5Gbit,unshaped", "--elements=2**20,25_000_000", "--chunks=3"]
     )
     assert parsed.hosts == [2, 8] and parsed.rates == ["100mbit", "2.5gbit", "unshaped"]
     assert parsed.elements == [2**20, 25_000_000] and parsed.chunks == 3
-    assert all_reduce._arguments(["--lab"]).chunks == "auto"
-    assert all_reduce._arguments(["--lab"]).hosts == [4]
+    assert benchmark.parse_arguments(["--lab"]).chunks == "auto"
+    assert benchmark.parse_arguments(["--lab"]).hosts == [4]
 
 
 @pytest.mark.parametrize(
@@ -281,26 +271,26 @@ def test_arguments_are_parsed():
 )
 def test_wrong_arguments_are_refused(arguments, says, capsys):
     with pytest.raises(SystemExit) as caught:
-        all_reduce.main(arguments)
+        benchmark.main(arguments)
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
 
 
 def test_an_unwritable_folder_is_refused_before_measuring(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(all_reduce, "run_lab", lambda *_: pytest.fail("it measured"))
-    assert all_reduce.main(["--lab", f"--out={tmp_path / 'file'}"]) == 2
+    monkeypatch.setattr(benchmark, "run_lab", lambda *_: pytest.fail("it measured"))
+    assert benchmark.main(["--lab", f"--out={tmp_path / 'file'}"]) == 2
     assert "is no folder to write to" in capsys.readouterr().err
 
 
 def test_without_a_group_or_a_lab_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert all_reduce.main(["--device=cpu", f"--out={tmp_path}"]) == 2
+    assert benchmark.main(["--device=cpu", f"--out={tmp_path}"]) == 2
     assert "start it with torchrun, or give it --lab" in capsys.readouterr().err
 
     def unavailable():
         raise LabUnavailable("the network lab needs Linux, not darwin: run it there, as root")
 
-    monkeypatch.setattr(network_lab, "check_available", unavailable)
-    assert all_reduce.main(["--lab", f"--out={tmp_path}"]) == 2
+    monkeypatch.setattr(network, "check_available", unavailable)
+    assert benchmark.main(["--lab", f"--out={tmp_path}"]) == 2
     assert "perf.all_reduce: error: the network lab needs Linux" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 
 from perf import bench
 from perf.bench import Section, of_kernels, of_targets
+from perf.targets import Target
 
 ROOT = Path(__file__).parents[2]
 WRITES = """
@@ -66,7 +67,7 @@ def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sectio
     sections(first=WRITES, second=WRITES)
     assert bench.main(["--out", str(tmp_path)]) == 0 and found() == ["first"] * 2 + ["second"] * 2
     assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2 + ["first"] * 2
-    monkeypatch.setattr(bench, "device_name", lambda device: "another")
+    monkeypatch.setattr(bench, "cpu_name", lambda: "another")
     assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2
 
 
@@ -85,14 +86,14 @@ def test_an_unknown_section(capsys):
 
 def test_each_section_reads_the_records_that_are_kept():
     kernels = json.loads((ROOT / "perf/results/amd-epyc.json").read_text())
-    assert [needed for _, needed, _ in of_kernels(kernels)] == [25.0, 40.0, 40.0]
+    assert [target.needed for target in of_kernels(kernels)] == [25.0, 40.0, 40.0]
     step = {"times_faster_than_adamw_fused": 1.5, "times_faster_than_eager": 9.0}
     assert of_kernels({"passes": [], "bert_large_step": step}) == [
-        ("step of BERT-Large: times AdamW(fused)'s speed", 1.0, 1.5),
-        ("step of BERT-Large: times the eager operations' speed", 8.0, 9.0),
+        Target("step of BERT-Large: times AdamW(fused)'s speed", reached=1.5, needed=1.0),
+        Target("step of BERT-Large: times the eager operations' speed", reached=9.0, needed=8.0),
     ]
     network = json.loads((ROOT / "perf/results/all_reduce-amd-epyc.json").read_text())
-    assert [needed for _, needed, _ in of_targets(network)] == [12.0, 4.0, 28.0, 14.0]
+    assert [target.needed for target in of_targets(network)] == [12.0, 4.0, 28.0, 14.0]
 
 
 def test_make_bench_runs_it():

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.cli import main as cli
-from perf.convergence import data as convergence_data
-from perf.convergence import records as convergence_records
-from perf.convergence import report as convergence_report
-from perf.convergence import study as convergence
+from onebit.cli.progress import Progress
+from perf.convergence import data, records, report, study
 from perf.convergence.data import DataMissing
+from perf.convergence.launch import launch
 from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, Run, plan
-from perf.convergence.runs import RunFailed, batch_of, launch, lr_at, share
+from perf.convergence.runs import batch_of, lr_at, share
+from perf.lab.processes import RankFailed
 
 RUN = Run.standard("quick", "onebit_adam", 0)
 
@@ -50,7 +49,7 @@ def record(run: Run, loss: float, **more: Any) -> dict[str, Any]:
 
 
 def write(out: Path, run: Run, loss: float, **more: Any) -> None:
-    path = convergence_records.record_path(out, run)
+    path = records.record_path(out, run)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record(run, loss, **more)))
 
@@ -82,20 +81,20 @@ def test_the_learning_rate_rises_and_falls_to_almost_0() -> None:
 
 
 def test_text_splits_into_spans() -> None:
-    train, valid = convergence_data.spans(1000, every=10, length=20)
+    train, valid = data.spans(1000, every=10, length=20)
     assert sorted([*train, *valid]) == list(range(1000)) and len(valid) == 100
-    assert bytes(convergence_data.tokenize(["é1"], 256).astype(np.uint8)).decode() == "é1"
+    assert bytes(data.tokenize(["é1"], 256).astype(np.uint8)).decode() == "é1"
 
 
 def test_a_folder_of_ones_own_is_read(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.txt").write_text("one")
-    assert convergence_data.prose(tmp_path) == "one\n\ntwo"
+    assert data.prose(tmp_path) == "one\n\ntwo"
     for part, n in (("train", 3), ("t10k", 2)):
         images = bytes(16) + bytes(range(n)) * 784
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
         (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + bytes(range(n))))
-    found = convergence_data.fashion(tmp_path)
+    found = data.fashion(tmp_path)
     assert found["train"][0].shape == (3, 28, 28) and found["t10k"][1].tolist() == [0, 1]
 
 
@@ -104,23 +103,23 @@ def test_strings_of_r_packages_are_read() -> None:
         b"\x00\x04\x00\x09" + struct.pack(">i", len(s)) + s for s in (b"It is a truth", b"", b"\xc3\xa9")
     )
     stream = b"1234" + zlib.compress(b"X\n" + bytes(30) + strings)
-    assert list(convergence_data._lazy_load(2 * stream)) == 2 * ["It is a truth\n\né"]
+    assert list(data.r_strings(2 * stream)) == 2 * ["It is a truth\n\né"]
 
 
 def test_missing_data_are_one_line_that_says_how_to_get_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(convergence_data, "roots", lambda given: [tmp_path])
+    monkeypatch.setattr(data, "roots", lambda given: [tmp_path])
     with pytest.raises(DataMissing, match="apt-get download dataset-fashion-mnist"):
         TASKS["images"].prepare(None)
-    assert convergence.main(["--tasks=images", "--seeds=1", f"--out={tmp_path}"]) == 2
+    assert study.main(["--tasks=images", "--seeds=1", f"--out={tmp_path}"]) == 2
     assert "apt-get download dataset-fashion-mnist" in capsys.readouterr().err.splitlines()[-1]
 
 
-def study(out: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Run], dict[str, Any]]) -> convergence.Study:
-    monkeypatch.setattr(convergence, "launch", lambda r, data, say: run(r))
-    monkeypatch.setattr(convergence.Study, "_prepared", lambda self, task: Path())
-    return convergence.Study(out, None, cli.Progress())
+def study_of(out: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Run], dict[str, Any]]) -> study.Study:
+    monkeypatch.setattr(study, "launch", lambda r, data, show: run(r))
+    monkeypatch.setattr(study.Study, "prepared_data", lambda self, task: Path())
+    return study.Study(out, None, Progress())
 
 
 def test_a_study_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +132,13 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: p
         return {"loss": 1.0}
 
     with pytest.raises(KeyboardInterrupt):
-        study(tmp_path, monkeypatch, one).run(runs)
+        study_of(tmp_path, monkeypatch, one).run(runs)
     assert made == runs[:5]
-    rest = study(tmp_path, monkeypatch, lambda run: made.append(run) or {"loss": 1.0})
+    rest = study_of(tmp_path, monkeypatch, lambda run: made.append(run) or {"loss": 1.0})
     assert rest.run(runs) == len(runs) - 5 and made == runs
     assert rest.run(runs) == 0 and made == runs
     assert rest.run([replace(runs[0], lr=0.5)]) == 1  # other settings are another run
-    convergence_records.record_path(tmp_path, runs[3]).write_text("{half")
+    records.record_path(tmp_path, runs[3]).write_text("{half")
     assert rest.run(runs) == 1 and made[-1] == runs[3]
 
 
@@ -149,20 +148,20 @@ def test_within_one_standard_deviation_or_better(tmp_path: Path, losses: tuple[f
         write(tmp_path, Run.standard("quick", "adam", seed), loss, compressed_bytes=0)
     for seed, loss in enumerate(losses):
         write(tmp_path, replace(RUN, seed=seed), loss)
-    runs = convergence_records.main_runs(tmp_path, "quick", 2)
-    assert convergence_report.within(runs["onebit_adam"], runs["adam"]) == verdict
-    assert f"| {verdict} |" in convergence_report.main_table("quick", runs)
-    assert convergence_report.within({0: runs["onebit_adam"][0]}, runs["adam"]) == "one seed: open"
+    runs = records.main_runs(tmp_path, "quick", 2)
+    assert report.within(runs["onebit_adam"], runs["adam"]) == verdict
+    assert f"| {verdict} |" in report.main_table("quick", runs)
+    assert report.within({0: runs["onebit_adam"][0]}, runs["adam"]) == "one seed: open"
 
 
 def test_volume_is_held_against_the_formula() -> None:
     small = record(RUN, 2.0)
     for bits, formula in ((32, 1 / (0.2 + 0.8 / 32)), (16, 1 / (0.2 + 0.8 / 16))):
-        expected, measured = convergence_report.reduction(small, bits)
+        expected, measured = report.reduction(small, bits)
         assert expected == pytest.approx(formula)
         assert 0.99 * formula < measured < formula  # scales cost 1.6 % of stage 2
     padded = {**small, "padded": 2 * small["elements"], "compressed_bytes": 2 * small["compressed_bytes"]}
-    row = convergence_report.volume_table({"onebit_adam": {0: padded}})
+    row = report.volume_table({"onebit_adam": {0: padded}})
     assert "without padding" in row and "-0." in row
 
 
@@ -172,28 +171,30 @@ def test_the_page_has_tables_figures_and_commands(tmp_path: Path, capsys: pytest
         write(tmp_path / "out", run, 2.0 + 0.01 * run.seed)
     (tmp_path / "out" / "lm.md").write_text("A remark on these runs.\n")
     arguments = ["--report", f"--out={tmp_path / 'out'}", f"--docs={docs}"]
-    assert convergence.main(arguments) == 0 and str(docs) in capsys.readouterr().out
+    assert study.main(arguments) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
     assert "python -m perf.convergence --tasks lm --sweeps main,freeze --seeds 2" in page
     for name in ("lm", "lm-sweeps"):
         assert f"(../out/{name}.png)" in page and (tmp_path / "out" / f"{name}.png").exists()
     assert "a cpu, 2 cores" in page and "| auto |" in page and "workers" not in page
     assert page.count("A remark on these runs.") == 1
-    assert convergence.main(["--report", f"--out={tmp_path / 'none'}"]) == 2
+    assert page.startswith("# Convergence\n\nWith 1 bit the validation loss is within one standard deviation")
+    assert "in 2 of 2 comparisons; the largest mean difference is +0.000" in " ".join(page.split())
+    assert study.main(["--report", f"--out={tmp_path / 'none'}"]) == 2
 
 
 def test_a_sweep_compares_runs_of_the_same_seeds(tmp_path: Path) -> None:
     """The main comparison has seeds that the sweep has not."""
     for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:
         write(tmp_path, run, 2.0 + 0.01 * run.seed)
-    runs = convergence_records.sweep_runs(tmp_path, "lm", "freeze", 2)
+    runs = records.sweep_runs(tmp_path, "lm", "freeze", 2)
     assert {tuple(records) for at in runs.values() for records in at.values()} == {(0,)}
-    text = convergence_report.sweep_table("freeze", runs)
+    text = report.sweep_table("freeze", runs)
     assert text.startswith("One seed.") and "| standard | 2.000 | 2.000 | +0.000 |" in text and "open" not in text
 
 
-def test_a_rank_that_fails_is_told_of(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"(?s)rank \d: .*No such file"):
+def test_a_rank_that_fails_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank \d: .*No such file"):
         launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
 
 
@@ -201,7 +202,7 @@ def test_a_rank_that_fails_is_told_of(tmp_path: Path) -> None:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("convergence")
     variants = "adam,onebit_adam,naive_adam_start,lamb,onebit_lamb"
-    assert convergence.main(["--quick", f"--variants={variants}", "--seeds=1", f"--out={out}"]) == 0
+    assert study.main(["--quick", f"--variants={variants}", "--seeds=1", f"--out={out}"]) == 0
     return out
 
 
@@ -212,7 +213,7 @@ class TestQuick:
     @staticmethod
     def of(out: Path, variant: str) -> Any:
         run = Run.standard("quick", variant, 0)
-        return convergence_records.load(convergence_records.record_path(out, run), run)
+        return records.load(records.record_path(out, run), run)
 
     @pytest.mark.parametrize("family", ["adam", "lamb"])
     def test_1_bit_learns_as_its_baseline_does(self, quick: Path, family: str) -> None:
@@ -228,7 +229,7 @@ class TestQuick:
 
     @pytest.mark.parametrize("variant", ["onebit_adam", "onebit_lamb"])
     def test_bytes_are_those_of_the_formula(self, quick: Path, variant: str) -> None:
-        formula, measured = convergence_report.reduction(self.of(quick, variant), 32)
+        formula, measured = report.reduction(self.of(quick, variant), 32)
         assert abs(measured / formula - 1) < 0.05
 
     def test_the_ratios_of_lamb_are_in_its_record_and_on_the_page(self, quick: Path) -> None:
@@ -242,6 +243,6 @@ class TestQuick:
         assert f"{found['ratio'][-1][2]:.2f} at its end" in page and "(one seed)" in page
 
     def test_nothing_is_run_twice(self, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(convergence, "launch")
-        assert convergence.main(["--quick", "--variants=adam,onebit_lamb", "--seeds=1", f"--out={quick}"]) == 0
+        monkeypatch.delattr(study, "launch")
+        assert study.main(["--quick", "--variants=adam,onebit_lamb", "--seeds=1", f"--out={quick}"]) == 0
         assert "1-bit LAMB" in (quick / "convergence.md").read_text()

@@ -8,14 +8,14 @@ import torch
 
 from onebit.kernels import cpu, reference
 from onebit.kernels.passes import PASSES
-from perf.kernels import benchmark as kernels
-from perf.kernels import local_step
+from perf.command import WrongResult
+from perf.kernels import benchmark, local_step
 
 CPU = torch.device("cpu")
 
 
 def small(module=cpu, **other):
-    return kernels.Setting(CPU, module, 4096, repeats=2, **other)
+    return benchmark.Setting(CPU, module, 4096, repeats=2, **other)
 
 
 def broken(name, spoil):
@@ -35,7 +35,7 @@ def broken(name, spoil):
 def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["--device", "cpu", "--elements", "5000", "--repeats", "2", "--out", str(tmp_path / "new")]
-    assert kernels.main(arguments) == 0
+    assert benchmark.main(arguments) == 0
     text = capsys.readouterr().out
     (record_path,) = (tmp_path / "new").glob("*.json")
     assert record_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -56,11 +56,11 @@ def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, capsys):
 
 def test_threads_are_set_for_the_run_and_put_back(tmp_path, monkeypatch):
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(kernels, "_run", lambda *_: seen.append(torch.get_num_threads()) or 0)
+    monkeypatch.setattr(benchmark, "run", lambda *_: seen.append(torch.get_num_threads()) or 0)
     try:
         torch.set_num_threads(3)
-        assert kernels.main(["--device", "cpu", "--threads", "2"]) == 0
-        assert kernels.main(["--device", "cpu"]) == 0
+        assert benchmark.main(["--device", "cpu", "--threads", "2"]) == 0
+        assert benchmark.main(["--device", "cpu"]) == 0
         assert seen == [2, 1]
         assert torch.get_num_threads() == 3
     finally:
@@ -71,7 +71,7 @@ def test_threads_are_set_for_the_run_and_put_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale, norm", [("block", "l1"), ("tensor", "l2")])
 def test_a_right_backend_passes_the_check(module, dtype, scale, norm):
-    kernels.check(small(module, dtype=dtype, scale=scale, norm=norm))
+    benchmark.check(small(module, dtype=dtype, scale=scale, norm=norm))
 
 
 SPOILT = {
@@ -88,20 +88,20 @@ SPOILT = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_wrong_pass_is_found(name):
-    with pytest.raises(kernels.WrongResult, match=name):
-        kernels.check(small(broken(name, SPOILT[name])))
+    with pytest.raises(WrongResult, match=name):
+        benchmark.check(small(broken(name, SPOILT[name])))
 
 
 def test_a_pass_that_does_nothing_is_found():
     module = broken("average", lambda *args, **options: None)
     module.average = lambda *args, **options: None
-    with pytest.raises(kernels.WrongResult, match="average"):
-        kernels.check(small(module))
+    with pytest.raises(WrongResult, match="average"):
+        benchmark.check(small(module))
 
 
 def test_a_wrong_result_gets_no_figures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "backend", lambda device: broken("compress", SPOILT["compress"]))
-    assert kernels.main(["--device", "cpu", "--elements", "4096", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(benchmark, "backend", lambda device: broken("compress", SPOILT["compress"]))
+    assert benchmark.main(["--device", "cpu", "--elements", "4096", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "compress" in captured.err and captured.out == ""
     assert not list(tmp_path.iterdir())
@@ -116,34 +116,34 @@ def test_a_wrong_result_gets_no_figures(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_wrong_arguments(arguments, says, tmp_path, capsys):
-    assert kernels.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_targets_count_at_full_size_only():
-    rows = kernels.measure(small())[1]
+    rows = benchmark.measure(small())[1]
     assert all(row.target_percent is None for row in rows)
-    assert kernels.TARGETS["cpu"]["compress"] == 25 and kernels.TARGETS["cpu"]["adam_update"] == 40
-    assert set(kernels.TARGETS["cuda"].values()) == {90} and set(kernels.TARGETS["cuda"]) == set(PASSES)
+    assert benchmark.TARGETS["cpu"]["compress"] == 25 and benchmark.TARGETS["cpu"]["adam_update"] == 40
+    assert set(benchmark.TARGETS["cuda"].values()) == {90} and set(benchmark.TARGETS["cuda"]) == set(PASSES)
 
 
 def test_a_missed_target_shows():
-    met, missed = (kernels.Row("compress", 1, 1.0, 1.0, percent, 25.0) for percent in (25.0, 24.9))
-    text = kernels.table(4.0, [met, missed])
+    met, missed = (benchmark.Row("compress", 1, 1.0, 1.0, percent, 25.0) for percent in (25.0, 24.9))
+    text = benchmark.table(4.0, [met, missed])
     assert text.count("missed") == 1 and missed.missed and not met.missed
 
 
 def test_records_of_other_settings_have_other_names():
-    standard = kernels.Setting(CPU, cpu, 2**24)
+    standard = benchmark.Setting(CPU, cpu, 2**24)
     names = [
-        kernels.slug(standard, 1),
-        kernels.slug(standard, 2),
-        kernels.slug(kernels.Setting(CPU, reference, 2**24), 1),
-        kernels.slug(kernels.Setting(CPU, cpu, 2**20), 1),
-        kernels.slug(kernels.Setting(CPU, cpu, 2**24, dtype=torch.bfloat16), 1),
-        kernels.slug(kernels.Setting(CPU, cpu, 2**24, scale="tensor"), 1),
-        kernels.slug(kernels.Setting(CPU, cpu, 2**24, norm="l2"), 1),
-        kernels.slug(kernels.Setting(CPU, cpu, 2**24, block_size=1024), 1),
+        benchmark.record_name(standard, 1),
+        benchmark.record_name(standard, 2),
+        benchmark.record_name(benchmark.Setting(CPU, reference, 2**24), 1),
+        benchmark.record_name(benchmark.Setting(CPU, cpu, 2**20), 1),
+        benchmark.record_name(benchmark.Setting(CPU, cpu, 2**24, dtype=torch.bfloat16), 1),
+        benchmark.record_name(benchmark.Setting(CPU, cpu, 2**24, scale="tensor"), 1),
+        benchmark.record_name(benchmark.Setting(CPU, cpu, 2**24, norm="l2"), 1),
+        benchmark.record_name(benchmark.Setting(CPU, cpu, 2**24, block_size=1024), 1),
     ]
     assert len(set(names)) == len(names)
     assert all(name.startswith(names[0]) and name.replace("-", "").isalnum() for name in names)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from perf.lab.namespaces import LabUnavailable, check_available
 from perf.train_step import volume
 
 RECORD = {
@@ -33,11 +32,7 @@ def test_a_share_that_is_none(share: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.netlab
-def test_a_run_in_the_lab_sends_what_the_formula_says(tmp_path, capsys) -> None:
-    try:
-        check_available()
-    except LabUnavailable as error:
-        pytest.skip(str(error))
+def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys) -> None:
     out = tmp_path / "volume.json"
     assert volume.main(["--elements=600_000", "--steps=10", f"--out={out}"]) == 0, capsys.readouterr()
     sent = json.loads(out.read_text())["sent"]

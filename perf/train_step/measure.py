@@ -1,4 +1,4 @@
-"""What a rank of the training-step benchmark does: it takes the step apart, or trains and looks at the loss."""
+"""A rank of the training-step benchmark: it times the parts of a step, or trains and measures the loss."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from onebit.cli.demo.model import Text, loss_of
 from onebit.collectives.transport import transport_for
 from onebit.optim.optimizer import OneBitOptimizer
-from perf.all_reduce.ranks import Ranks, WrongResult, group_of, joined, refusal, same_everywhere
-from perf.train_step.variants import VARIANTS, Model, Shape, Trainee, Variant, Watched
+from perf.command import WrongResult
+from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
+from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant
 
 FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
 TIMED_LR = 1e-4
@@ -72,7 +73,7 @@ class Run:
         return cls(**{**fields, "curve": tuple((step, loss) for step, loss in fields["curve"])})
 
 
-Found = Callable[[Row | Run | dict[str, Any]], None]  # also what group it was found on
+Publish = Callable[[Row | Run | dict[str, Any]], None]  # rows, runs, and a description of the group
 
 
 class Clock:
@@ -81,9 +82,13 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
+    def now(self) -> float:
+        """The host's clock, also where marks are the device's."""
+        return time.perf_counter()
+
     def mark(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return self.now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -96,9 +101,9 @@ class Clock:
 class Bench:
     """What the variants have in common: ranks, text, a clock, and a model that never communicates."""
 
-    def __init__(self, ranks: Ranks, shape: Shape) -> None:
+    def __init__(self, ranks: Ranks, shape: Shape, clock: Clock | None = None) -> None:
         self.ranks, self.shape, self.text = ranks, shape, Text()
-        self.clock = Clock(ranks.device)
+        self.clock = clock or Clock(ranks.device)
         self.plain = shape.model(self.text, ranks.device)
         self.source = torch.Generator().manual_seed(ranks.rank)
         self.elements = sum(p.numel() for p in self.plain.parameters())
@@ -132,56 +137,55 @@ class Bench:
             seconds.append([self.clock.seconds(start, end)])
         return float(self.mean(seconds[1:]).median())
 
-    def parts(self, trainee: Trainee, watched: Watched) -> tuple[float, list[float]]:
+    def parts(self, trainee: Trainee, transport: TimedTransport) -> tuple[float, list[float]]:
         """One step: its seconds, and those of forward and of what the optimizer does without waiting for others."""
         trainee.optimizer.zero_grad()
         windows, mark, clock = self.windows(), self.clock.mark, self.clock
         self.ranks.barrier()
-        began, start = time.perf_counter(), mark()
+        began, start = clock.now(), mark()
         loss = loss_of(trainee.model, windows)
         forward = mark()
         loss.backward()
         backward = mark()
-        watched.waits.clear()
+        transport.waits.clear()
         trainee.optimizer.step()
         end = mark()
         self.ranks.synchronize()
-        took = time.perf_counter() - began
-        within = [(clock.seconds(backward, since), clock.seconds(backward, until)) for since, until in watched.waits]
+        seconds = clock.now() - began
+        within = [(clock.seconds(backward, since), clock.seconds(backward, until)) for since, until in transport.waits]
         waited = sum(max(0.0, until) - max(0.0, since) for since, until in within)  # a thread's may begin in backward
-        return took, [clock.seconds(start, forward), clock.seconds(backward, end) - waited]
+        return seconds, [clock.seconds(start, forward), clock.seconds(backward, end) - waited]
 
     def measure(self, name: str, repeats: int) -> Row:
         """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
         variant, rate = VARIANTS[name], None
-        if error := refusal(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
+        if error := unsupported(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
             return Row(rate, name, error=error)
         rest = self.local_backward(repeats)
-        watched = Watched(self.clock.mark)
-        trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, watched)
-        taken, before = [], None
+        transport = TimedTransport(self.clock.mark)
+        trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, transport)
+        timings, before = [], None
         first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
         for step in range(first + repeats):
-            self.ranks.say(f"{variant.title}, step {step + 1} of {first + repeats}")
+            self.ranks.progress(f"{variant.title}, step {step + 1} of {first + repeats}")
             if step == first:
                 self.ranks.barrier()
                 before = self.ranks.bytes_sent()
-            taken.append(self.parts(trainee, watched))
+            timings.append(self.parts(trainee, transport))
         self.ranks.barrier()
         after = self.ranks.bytes_sent()
         self.check(variant, trainee)
-        sent = math.nan if before is None or after is None else (after - before) / repeats
-        (sent,) = self.ranks.slowest([sent])
-        calls = self.ranks.slowest([seconds for seconds, _ in taken[first:]])
-        forward, step_alone = self.mean([parts for _, parts in taken[first:]]).median(0).values.tolist()
+        sent = self.ranks.bytes_a_call(before, after, repeats)
+        calls = self.ranks.slowest([seconds for seconds, _ in timings[first:]])
+        forward, step_alone = self.mean([parts for _, parts in timings[first:]]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
-        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, None if math.isnan(sent) else sent)
+        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent)
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""
         flat = torch.cat([p.detach().flatten() for p in trainee.model.parameters()])
-        same_everywhere(self.ranks, flat, f"after steps with {variant.title}")
+        check_same(self.ranks, flat, f"after steps with {variant.title}")
         skipped = trainee.optimizer.skipped_steps if isinstance(trainee.optimizer, OneBitOptimizer) else 0
         if skipped or not bool(flat.isfinite().all()):
             raise WrongResult(f"{variant.title}: parameters or gradients are not finite ({skipped} steps were skipped)")
@@ -199,7 +203,7 @@ class Bench:
         )
         curve = [(0, self.held_out_loss(model.module, FEW))]
         for step in range(1, steps + 1):
-            ranks.say(f"{variant.title}, seed {seed}: step {step} of {steps}, loss {curve[-1][1]:.3f}")
+            ranks.progress(f"{variant.title}, seed {seed}: step {step} of {steps}, loss {curve[-1][1]:.3f}")
             trainee.optimizer.zero_grad()
             loss_of(model, self.windows()).backward()
             trainee.optimizer.step()
@@ -216,19 +220,19 @@ class Bench:
         return float(self.mean([[float(torch.stack(losses).mean())]]))
 
 
-def run_rank(arguments: argparse.Namespace, say: Callable[[str], None], found: Found) -> None:
-    """Time or train on this process's group; on rank 0 `found` hears of it."""
-    with joined(arguments, say) as ranks:
+def run_rank(arguments: argparse.Namespace, show: Show, publish: Publish) -> None:
+    """Time or train on this process's group; on rank 0 `publish` gets what is found, as it comes."""
+    with process_group(arguments, show) as ranks:
         try:
-            _work(arguments, ranks, found if ranks.rank == 0 else lambda what: None)
+            _run(arguments, ranks, publish if ranks.rank == 0 else lambda found: None)
         finally:
             gc.collect()  # a model that outlives its group ends Gloo's threads with the lock that they wait for
 
 
-def _work(arguments: argparse.Namespace, ranks: Ranks, tell: Found) -> None:
+def _run(arguments: argparse.Namespace, ranks: Ranks, publish: Publish) -> None:
     bench = Bench(ranks, Shape(arguments.width, arguments.layers, arguments.batch))
-    tell({**group_of(ranks), "elements": bench.elements})
+    publish({**describe_group(ranks), "elements": bench.elements})
     for name, seed in arguments.runs:
-        tell(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr))
+        publish(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr))
     for name in [] if arguments.train else arguments.variants:
-        tell(bench.measure(name, arguments.repeats))
+        publish(bench.measure(name, arguments.repeats))

@@ -1,0 +1,101 @@
+"""What the commands of perf have in common: errors as exit statuses, and options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from onebit.cli.arguments import CommandError
+from onebit.collectives import CollectiveError
+from perf.lab.namespaces import LabUnavailable
+from perf.lab.processes import RankFailed
+from perf.lab.rates import UNSHAPED, parse_rate
+from perf.records import RESULTS
+
+FAILED, CANNOT_MEASURE, INTERRUPTED = 1, 2, 130  # exit statuses
+
+
+class WrongResult(Exception):
+    """What is measured does not compute what it is to compute: it gets no figure."""
+
+
+def exit_status(command: str, run: Callable[[], int], lost: str = "no figures") -> int:
+    """The exit status of `run`, or that of its error, which goes to standard error."""
+    try:
+        return run()
+    except WrongResult as error:
+        text, status = f"{lost}, since a result is wrong: {error}", FAILED
+    except (RankFailed, CollectiveError, TimeoutError) as error:
+        text, status = f"{lost}, since a rank failed: {error}", FAILED
+    except (CommandError, LabUnavailable, OSError, ValueError) as error:
+        text, status = f"error: {error}", CANNOT_MEASURE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    print(f"{command}: {text}", file=sys.stderr)
+    return status
+
+
+def add_out(parser: argparse.ArgumentParser, what: str, default: Path = RESULTS) -> None:
+    parser.add_argument("--out", type=Path, default=default, help=f"folder of {what} (default: %(default)s)")
+
+
+def make_folder(out: Path) -> None:
+    """Before minutes of measuring, not after."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out {str(out)!r} is no folder to write to ({error}): choose another") from error
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Values with commas between them."""
+    return lambda text: [parse(part.strip()) for part in text.split(",")]
+
+
+def one_of(what: str, known: Sequence[str]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}: choose among {', '.join(known)}")
+        return text
+
+    return name
+
+
+def host_count(text: str) -> int:
+    hosts = int(text) if text.strip().isdecimal() else 0
+    if not 2 <= hosts <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts: give 2 to 64")
+    return hosts
+
+
+def shaped_rate(text: str) -> str:
+    rate = text.strip().lower()
+    try:
+        parse_rate(rate)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no rate from 1mbit to 100gbit: write "100mbit"') from None
+    return rate
+
+
+def link_rate(text: str) -> str:
+    """A rate, or that the link is not shaped."""
+    return UNSHAPED if text.strip().lower() == UNSHAPED else shaped_rate(text)
+
+
+def refuse_idle(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, in_lab: Sequence[str], in_group: Sequence[str]
+) -> None:
+    """End with an error where an option is given that means nothing with --lab, or without it."""
+    given = [f"--{name}" for name in (in_group if arguments.lab else in_lab) if getattr(arguments, name) is not None]
+    if given:
+        parser.error(f"{' and '.join(given)}: only {'without' if arguments.lab else 'with'} --lab")
+
+
+def set_defaults(arguments: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    """Of options that were not given."""
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)

@@ -1,0 +1,138 @@
+"""The ranks of a benchmark: their process group, barriers, clocks and counters."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit.cli.arguments import CommandError, pick_device
+from onebit.kernels.tuning import tuner
+from onebit.kernels.tuning.machine import device_name
+from perf.command import WrongResult
+
+Show = Callable[[str], None]  # a line of progress
+
+
+class Ranks:
+    """One rank's view of the group: barriers, clocks and counters."""
+
+    def __init__(self, device: torch.device, show: Show) -> None:
+        self.device, self._show, self._shown = device, show, 0.0
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def progress(self, text: str) -> None:
+        """On rank 0, at most every two seconds."""
+        if self.rank == 0 and time.monotonic() - self._shown > 2:
+            self._shown = time.monotonic()
+            self._show(text)
+
+    def barrier(self) -> None:
+        self.maximum(torch.zeros(1))
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Over ranks, elementwise."""
+        on_device = values.to(self.device)
+        dist.all_reduce(on_device, dist.ReduceOp.MAX)
+        return on_device.cpu()
+
+    def slowest(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(self.maximum(torch.tensor(seconds, dtype=torch.float64)).tolist())
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one call on this rank, after a barrier."""
+        self.barrier()
+        start = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def bytes_sent(self) -> int | None:
+        """This rank's interface's counter; None where it has none for itself."""
+        names = (os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL"))
+        name = next((name for name in names if name), None)
+        counters = Path("/proc/net/dev")
+        if name is None or os.environ.get("LOCAL_WORLD_SIZE") != "1" or not counters.exists():
+            return None
+        line = re.search(rf"^\s*{re.escape(name)}:(.*)$", counters.read_text(encoding="ascii"), re.MULTILINE)
+        return int(line[1].split()[8]) if line else None
+
+    def bytes_a_call(self, before: int | None, after: int | None, calls: int) -> float | None:
+        """Sent by the rank that sends most, between two counts; None where ranks have no counter. A collective call."""
+        (sent,) = self.slowest([math.nan if before is None or after is None else (after - before) / calls])
+        return None if math.isnan(sent) else sent
+
+
+def check_same(ranks: Ranks, x: Tensor, when: str) -> None:
+    """WrongResult on every rank unless all have the same bits."""
+    digest = hashlib.blake2b(x.cpu().view(torch.uint8).numpy().data, digest_size=7).digest()
+    number = int.from_bytes(digest, "little")
+    most = ranks.maximum(torch.tensor([number, -number]))
+    if most[0] != -most[1]:
+        raise WrongResult(f"the ranks' results of {x.numel():,} elements differ {when}")
+
+
+def unsupported(like: Tensor) -> str | None:
+    """The backend's error if it can't add this dtype: raised on every rank, before anything is sent."""
+    try:
+        dist.all_reduce(torch.zeros_like(like[:1]))
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, dist.DistError):
+            raise
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def require_group() -> None:
+    """CommandError where there is no process group and no launcher's environment to make one from."""
+    if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
+        raise CommandError("there is no group to measure on: start it with torchrun, or give it --lab (root on Linux)")
+
+
+@contextlib.contextmanager
+def process_group(arguments: argparse.Namespace, show: Show) -> Iterator[Ranks]:
+    """The group that is there or, where there is none, a new one for a while."""
+    own = not dist.is_initialized()
+    device = pick_device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if own:
+        backend = arguments.backend or ("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
+    try:
+        ranks = Ranks(device, show)
+        if ranks.size == 1:
+            raise CommandError("a group of one rank has nothing to send: start two or more")
+        yield ranks
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def describe_group(ranks: Ranks) -> dict[str, Any]:
+    """The group's part of a record."""
+    return {
+        "device": device_name(ranks.device),
+        "backend": str(dist.get_backend()),
+        "ranks": ranks.size,
+        "threads": torch.get_num_threads(),
+        "cpu_tile": tuner.cpu_tile(),
+    }

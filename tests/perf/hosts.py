@@ -1,0 +1,76 @@
+"""What tests of the network lab run on its hosts, and what they ask the system about it."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from perf.lab.network import INTERFACE, NetworkLab
+
+PREAMBLE = """
+import os, socket, sys, threading, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+others = [k for k in range(size) if k != rank]
+def connect(k):
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((f"10.77.0.{k + 1}", 7000), timeout=10)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+def send(k, size):
+    with connect(k) as s:
+        s.sendall(bytes(size))
+def listen():
+    return socket.create_server(("", 7000))
+def count(server, senders):  # bytes of all senders
+    total, threads = [0], []
+    def read(s):
+        while data := s.recv(1 << 20):
+            total[0] += len(data)
+    for _ in range(senders):
+        threads.append(threading.Thread(target=read, args=(server.accept()[0],)))
+        threads[-1].start()
+    [t.join() for t in threads]
+    return total[0]
+"""
+SLEEP = "print('ready', flush=True)\ntime.sleep(300)"
+
+
+def left_behind(pid: int) -> list[str]:
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in names if name.startswith(f"onebit-{pid}-")]
+
+
+def pids_on(names: list[str]) -> list[int]:
+    out = [subprocess.run(["ip", "netns", "pids", n], capture_output=True, text=True).stdout for n in names]
+    return [int(pid) for pid in " ".join(out).split()]
+
+
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"still not so after {seconds} s")
+        time.sleep(0.02)
+
+
+def outgoing(lab: NetworkLab, host: int) -> dict[str, Any]:
+    """What shapes the packets that this host sends: kind, rate in bytes per second, bytes, packets held back."""
+    return _qdisc(lab.namespaces[host], INTERFACE)
+
+
+def incoming(lab: NetworkLab, host: int) -> dict[str, Any]:
+    """The same of the packets that it gets."""
+    return _qdisc(lab.bridge, f"host{host}")
+
+
+def _qdisc(namespace: str, device: str) -> dict[str, Any]:
+    show = ["tc", "-s", "-j", "-n", namespace, "qdisc", "show", "dev", device]
+    (found,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+    return {"rate": found["options"].get("rate"), **{key: found[key] for key in ("kind", "bytes", "overlimits")}}

@@ -1,0 +1,128 @@
+"""The report of the training-step benchmark: the link for a share, targets, tables, plots and the record."""
+
+from dataclasses import replace
+
+import pytest
+
+from perf.train_step import report
+from perf.train_step.benchmark import parse_arguments
+from perf.train_step.measure import Row
+from perf.train_step.plots import draw
+from perf.train_step.report import Record
+from perf.train_step.variants import OURS, TRAINED
+from tests.perf.train_step_rows import ABOUT, ROWS, RUNS, row, run
+
+
+def test_a_link_is_chosen_by_the_share_that_it_makes():
+    unshaped = row("fp16", 1.0, "unshaped", share=0.4, nbytes=19e6)
+    rate = report.link_for(0.93, unshaped)
+    took = 8 * 19e6 / (0.956 * float(rate.removesuffix("mbit")) * 1e6)
+    assert took / (0.6 + took) == pytest.approx(0.93, abs=1e-3)
+    tried = replace(row("fp16", 1.0, "10mbit", share=0.95), bytes=1.0)  # 0.95 s of all-reduce, 0.05 s of work
+    corrected = float(report.link_for(0.90, tried).removesuffix("mbit"))
+    assert corrected == pytest.approx(10 * 0.95 / 0.45, rel=1e-2)
+    with pytest.raises(ValueError, match="measure in the lab"):
+        report.link_for(0.93, replace(unshaped, bytes=None))
+
+
+def test_the_share_and_the_speed_that_it_asks_for():
+    assert row("fp16", 4.0, share=0.93).share == pytest.approx(0.93)
+    (met,) = report.speed_targets(ROWS)
+    assert (met.reached, met.needed, met.met) == (pytest.approx(4 / 0.7), 5.5, True)
+    assert "25mbit, where all-reduce takes 93.0% of fp16's" in str(met)
+    (missed,) = report.speed_targets([*ROWS[:3], row(OURS, 0.8)])
+    assert not missed.met
+    for share in (0.90, 0.95):
+        assert report.speed_targets([row("fp16", 4.0, share=share), ROWS[3]]) == []
+    assert report.speed_targets([ROWS[1], replace(ROWS[3], rate="1gbit")]) == []
+
+
+def test_time_is_that_of_both_stages():
+    group = {r.variant: r for r in ROWS}
+    assert report.seconds_after(group, OURS, 20, 10) == 10 * 9.0
+    assert report.seconds_after(group, OURS, 20, 100) == pytest.approx(20 * 9.0 + 80 * 0.7)
+    assert report.seconds_after(group, "powersgd-1", 20, 100) == pytest.approx(20 * 8.0 + 80 * 0.6)
+    assert report.seconds_after(group, "fp32", 20, 100) == 100 * 8.0
+    halves = {**group, "adam-1-bf16": row("adam-1-bf16", 4.5), "adam-2-bf16": row("adam-2-bf16", 0.7)}
+    assert report.seconds_after(halves, "adam-2-bf16", 20, 100) == pytest.approx(20 * 4.5 + 80 * 0.7)
+    lucky = {**group, "adam-1": row("adam-1", 7.0)}
+    assert report.seconds_after(lucky, OURS, 20, 10) == 10 * 8.0
+
+
+def test_sooner_at_the_loss_that_powersgd_ends_with():
+    (target,) = report.loss_targets(ROWS, RUNS)
+    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.7)) and target.met  # at step 50
+    sooner = row("adam-2-overlap", 0.6)  # trains as OURS does, bit for bit, and has no run of its own
+    _, target = report.loss_targets([*ROWS, sooner], RUNS)
+    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.6)) and "overlap" in target.what
+    assert "overlap" in report.loss_table([*ROWS, sooner], RUNS)
+    assert "overlap" not in report.loss_table(ROWS, RUNS)
+    never = [*RUNS[:2], run(OURS, [4.5, 3.0, 2.8, 2.7, 2.6])]
+    assert [t.reached for t in report.loss_targets(ROWS, never)] == [0]
+    slow = [*ROWS[:3], row(OURS, 3.0), ROWS[4]]
+    assert [t.met for t in report.loss_targets(slow, RUNS)] == [False]
+    for rows, runs in ((ROWS[1:], RUNS), (ROWS[:4], RUNS), (ROWS, RUNS[:2]), ([], RUNS), (ROWS, [])):
+        assert report.loss_targets(rows, runs) == []
+
+
+def test_curves_are_means_over_seeds():
+    runs = [run(OURS, [4.0, 2.0]), run(OURS, [5.0, 3.0], seed=1), run("fp32", [4.0, 1.0])]
+    assert report.mean_curves(runs) == {OURS: [(0, 4.5), (100, 2.5)], "fp32": [(0, 4.0), (100, 1.0)]}
+    text = report.loss_table(ROWS, runs)
+    assert "2.5000   2.0000   3.0000" in text and text.splitlines()[-1].split()[-1] == "800"
+
+
+def test_a_record_keeps_every_addition_and_the_runs_of_before(tmp_path):
+    path = tmp_path / "record.json"
+    record = Record(path, ABOUT)
+    for i, thing in enumerate([*ROWS[:2], *RUNS], 1):
+        record.add(thing)
+        there = Record(path, ABOUT)
+        assert len(there.rows) + len(there.runs) == i
+    assert (there.rows, there.runs) == (ROWS[:2], RUNS)
+    there = Record(path, {**ABOUT, "load_before": 9})
+    there.add(RUNS[0])
+    assert Record(path, {}).about["load_before"] == 0.5  # of the rows
+    there.runs.pop()
+    there.add(ROWS[3])  # of a new command: rows are measured together
+    assert Record(path, {}).about["load_before"] == 9
+    assert (Record(path, {}).rows, Record(path, {}).runs) == ([ROWS[3]], RUNS)
+    assert Record(path, {}).about["device"] == "Some CPU"
+
+
+def test_runs_that_are_there_are_not_repeated(tmp_path):
+    arguments = parse_arguments(["--lab", "--train", "--steps=100", "--freeze=20", "--lr=1e-3", "--seeds=2"])
+    record = Record(tmp_path / "record.json", ABOUT)
+    record.runs = list(RUNS)
+    lacking = [("powersgd-4", 0), ("adam-2-bf16", 0)]
+    assert report.missing(arguments, record) == [*lacking, *((name, 1) for name in TRAINED)]
+    assert record.runs == RUNS
+    arguments.steps = 50
+    assert len(report.missing(arguments, record)) == 2 * len(TRAINED) and record.runs == []
+
+
+def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
+    monkeypatch.setattr(report, "device_name", lambda device: "Some CPU")
+    monkeypatch.setattr(report, "cpu_name", lambda: "Some CPU")
+    for options, name in ((["--hosts=2"], "hosts-2"), (["--share=0.9", "--rates=1gbit"], "rates-1gbit-share-0-9")):
+        assert report.record_name(parse_arguments(["--lab", *options])) == f"train_step-some-cpu-{name}"
+    assert report.record_name(parse_arguments(["--lab"])) == "train_step-some-cpu"
+    assert report.record_name(parse_arguments([])) == "train_step-some-cpu-group"
+    named = parse_arguments(["--lab", "--hosts=2", "--name=Two hosts"])
+    assert report.record_name(named) == "train_step-some-cpu-two-hosts"
+
+
+def test_every_panel_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    record = Record(tmp_path / "record.json", ABOUT)
+    refused = Row("25mbit", "bf16", error="no bf16")
+    record.rows = [*ROWS, refused, *(replace(r, rate="1gbit") for r in ROWS)]
+    assert f"{'bf16':28} | was not measured: no bf16" in report.table(record.rows)
+    assert [path.name for path in draw(record, "title")] == ["record.png"]
+    record.runs = RUNS
+    made = draw(record, "title")
+    assert [path.name for path in made] == ["record.png", "record-loss.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+    record.rows = [replace(r, rate=None, bytes=None) for r in ROWS]
+    assert len(draw(record, "of a group")) == 2
+    assert all(len(line) <= 140 for line in report.table(record.rows).splitlines())
