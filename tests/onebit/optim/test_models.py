@@ -1,0 +1,110 @@
+"""Models trained by either optimizer, with and without DDP, in one dtype or two."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from tests.onebit.optim.simulation import assert_close, on_ranks, the_group
+from tests.onebit.runs import Case, arrays, bits, kinds, take
+from tests.ranks import group, run_ranks
+
+SAMPLES = 12  # of the whole batch
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def loss_of(model, step, rank, size, dtype=torch.float32):
+    """The mean over a rank's part of the batch."""
+    data = torch.Generator().manual_seed(step)
+    part = slice(rank * SAMPLES // size, (rank + 1) * SAMPLES // size)
+    x = torch.randn(SAMPLES, 10, generator=data, dtype=torch.float64)[part].to(dtype)
+    y = torch.randn(SAMPLES, 3, generator=data, dtype=torch.float64)[part].to(dtype)
+    return ((model(x) - y) ** 2).mean()
+
+
+def train(rank, size, steps, kind, wrapped):
+    """What a rank's model comes to: under DDP with attach, or without DDP."""
+    model = net()
+    options = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.05, "freeze_step": 10**6, "process_group": the_group(size)}
+    optimizer = getattr(onebit, kind)(model.parameters(), **options)
+    run = model
+    if wrapped:
+        run = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+        onebit.attach(run, optimizer)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(run, step, rank, size).backward()
+        before = bits(p.grad for p in model.parameters())
+        optimizer.step()
+        assert not wrapped or bits(p.grad for p in model.parameters()) == before, "DDP has done that already"
+    return arrays(model.parameters()), bits(model.parameters())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "DDP"])
+@pytest.mark.parametrize("size", [2, 3])
+@kinds
+def test_ranks_in_stage_1_are_one_process_on_the_whole_batch(kind, size, wrapped):
+    (expected, _), *_ = on_ranks(1, train, 30, kind, False)
+    found = on_ranks(size, train, 30, kind, wrapped)
+    for parameters, their_bits in found:
+        assert_close(parameters, expected)
+        assert their_bits == found[0][1]
+
+
+@pytest.mark.parametrize(("size", "wrapped"), [(1, False), (2, False), (2, True), (3, True)])
+def test_a_model_in_stage_1_trains_as_with_adamw(size, wrapped):
+    model = net().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.05)
+    for step in range(50):
+        optimizer.zero_grad()
+        loss_of(model, step, 0, 1, torch.float64).backward()
+        optimizer.step()
+    for found, _ in on_ranks(size, train, 50, "OneBitAdam", wrapped):
+        assert_close(found, arrays(model.parameters()))
+
+
+@kinds
+def test_lr_as_a_tensor_is_lr_as_a_number(kind):
+    """In both stages, with a scheduler: halves are exact in either precision."""
+    ends = []
+    for lr in (1e-2, torch.tensor(1e-2)):
+        case = Case(kind, steps=12, options={"lr": lr, "freeze_step": 6, "weight_decay": 0.1})
+        params = case.parameters()
+        optimizer = case.build(params)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // 2))
+        for step in range(1, case.steps + 1):
+            take(case, 0, optimizer, params, step)
+            schedule.step()
+        assert optimizer.compressing
+        ends.append(bits(params))
+    assert ends[0] == ends[1]
+
+
+def mixed(rank, size, kind, together):
+    """A model of two dtypes in one optimizer, or in one for each."""
+    cases = [Case(kind, shapes=((40, 3), (5,)), dtype=d, options={"freeze_step": 4}) for d in ("float32", "bfloat16")]
+    params = [case.parameters() for case in cases]
+    if together:
+        both = [{"params": [params[0][0], params[1][0]]}, {"params": [params[1][1], params[0][1]]}]
+        optimizers = [getattr(onebit, kind)(both, lr=1e-2, block_size=32, freeze_step=4, process_group=group())]
+    else:
+        optimizers = [case.build(own, group()) for case, own in zip(cases, params, strict=True)]
+    for step in range(1, 13):
+        for case, own in zip(cases, params, strict=True):
+            for p, g in zip(own, case.gradients(rank, step), strict=True):
+                p.grad = g
+        for optimizer in optimizers:
+            optimizer.step()
+    return bits([*params[0], *params[1]])
+
+
+@kinds
+def test_a_model_of_two_dtypes_is_two_models(kind):
+    together, apart = (run_ranks(2, mixed, kind, t) for t in (True, False))
+    assert together == apart
+    assert together[0] == together[1]
