@@ -148,3 +148,22 @@ def adamw_state(case: Case, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([params[p] for p in case.order], lr=5e-3)
     run(case, 0, optimizer, params, 1, steps)
     return snapshot(optimizer.state_dict())
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    """The same on every rank."""
+    return [
+        nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)
+    ]
+
+
+def build(kind: str, params: Any = None, **options: Any) -> Any:
+    """An optimizer with the library's defaults."""
+    return getattr(onebit, kind)(parameters((3, 2), (5,)) if params is None else params, **options)
+
+
+def assert_message(caught: Any, *parts: str) -> None:
+    """The text of the error that was raised has every part."""
+    text = str(caught.value)
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"

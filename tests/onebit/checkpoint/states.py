@@ -1,0 +1,167 @@
+"""Runs that are saved and loaded, and what a state means, read from it by `meaning` with numpy alone.
+
+Every step of stage 2 keeps
+
+    m' + mean e' + E'  =  b1 m + (1 - b1) mean g + mean e + E
+
+whatever the ranks, chunks, blocks or scales, so that a load on other ranks is right when this still holds after it.
+"""
+
+import warnings
+from math import nan
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.onebit.runs import bits, run, same, snapshot, take
+from tests.ranks import group, run_ranks
+
+TWO_GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
+AUTO = {"freeze_step": "auto", "freeze_window": 3, "freeze_threshold": 0.7, "betas": (0.9, 0.95)}
+
+
+def other_parameters(case):
+    """Those of a new process, before anything is loaded."""
+    return [nn.Parameter(p.detach() * 0.5 + 1) for p in case.parameters()]
+
+
+def set_parameters(params, values):
+    with torch.no_grad():
+        for p, value in zip(params, values, strict=True):
+            p.copy_(value)
+
+
+def trained(case, rank, steps, of=None):
+    params = case.parameters()
+    optimizer = case.build(params, of)
+    run(case, rank, optimizer, params, 1, steps)
+    return params, optimizer
+
+
+def counters(optimizer):
+    return optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio
+
+
+def decoded(own, numel):
+    signs = np.unpackbits(own["momentum_bits"].numpy(), axis=1, bitorder="little").astype(np.float64) * 2 - 1
+    return (signs * own["momentum_scales"].double().numpy()[:, None]).reshape(-1)[:numel]
+
+
+def meaning(states, case):
+    """Of the states of all ranks, in stage 2: mean e, E, m and d, flat in the order of the param groups.
+
+    Where messages hold gamma times the momentum, so do e and E, and d makes up for it.
+    """
+    size, chunks = len(states), case.options.get("chunks", 1)
+    block_size = case.options.get("block_size", 32)
+    numels = [int(np.prod(case.shapes[p])) for p in case.order]
+    blocks = [-(-n // block_size) for n in numels]
+    shard = max(1, -(-sum(blocks) // (size * chunks)))
+    owner = np.arange(sum(blocks)) // shard % size
+    first = np.cumsum([0, *blocks])
+    e, server, m, d = [], [], [], []
+    for p, numel in enumerate(numels):
+        own = [s["state"][p] for s in states]
+        gamma = float(own[0].get("gamma", 1.0))
+        left_out = [own[r][f"residual_of_rank_{r}"].double().numpy().ravel() for r in range(size)]
+        e.append(np.mean(left_out, axis=0) / gamma)
+        keepers = np.repeat(owner[first[p] : first[p + 1]], block_size)[:numel]
+        whole = np.full(numel, nan)
+        for r in range(size):
+            if (keepers == r).any():
+                whole[keepers == r] = own[r][f"server_residual_of_rank_{r}"].double().numpy()
+            else:
+                assert f"server_residual_of_rank_{r}" not in own[r]
+        server.append(whole / gamma)
+        for r in range(1, size):
+            assert same(snapshot(own[r]["momentum_bits"]), own[0]["momentum_bits"])
+            assert same(snapshot(own[r]["momentum_scales"]), own[0]["momentum_scales"])
+        m.append(decoded(own[0], numel) / gamma)
+        d.append(own[0]["denominator"].double().numpy().ravel() * gamma)
+    e, server, m, d = (np.concatenate(parts) for parts in (e, server, m, d))
+    assert all(np.isfinite(a).all() for a in (e, server, m, d))
+    return SimpleNamespace(e=e, server=server, m=m, d=d)
+
+
+def per_element(case, read):
+    """`read(options of the group)` for every element, in the order of the param groups."""
+    default = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0, **case.options}
+    values = [read({**default, **case.groups[case.group_of(p)]}) for p in case.order]
+    return np.repeat(values, [int(np.prod(case.shapes[p])) for p in case.order])
+
+
+def flat(case, tensors):
+    return np.concatenate([np.asarray(tensors[p].detach().double()).ravel() for p in case.order])
+
+
+def mean_gradient(case, size, step):
+    return np.mean([flat(case, case.gradients(r, step)) for r in range(size)], axis=0)
+
+
+def assert_near(got, expected, **kwargs):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * np.abs(expected).max(), **kwargs)
+
+
+def assert_step(case, size, step, before, after, x_before, params):
+    """A step in float64, from one state to the next: nothing was lost, and d and m moved the parameters."""
+    beta1 = per_element(case, lambda o: o["betas"][0])
+    everything = beta1 * before.m + (1 - beta1) * mean_gradient(case, size, step) + before.e + before.server
+    assert_near(after.m + after.e + after.server, everything)
+    assert_near(after.d, before.d)
+    if case.kind == "OneBitAdam":
+        lr, decay = per_element(case, lambda o: o["lr"]), per_element(case, lambda o: o["weight_decay"])
+        assert_near(flat(case, params), x_before - lr * (after.m * before.d + decay * x_before))
+
+
+def save_run(rank, size, case, steps):
+    params, optimizer = trained(case, rank, steps, group())
+    return snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+
+
+def load_run(rank, size, case, states, values, step):
+    """Load the rank's one of `states`, or the only one, and take step `step`."""
+    params = other_parameters(case)
+    set_parameters(params, values)
+    optimizer = case.build(params, group())
+    given = snapshot(states[rank % len(states)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(given)
+    assert same(given, states[rank % len(states)])
+    before = snapshot(optimizer.state_dict())
+    take(case, rank, optimizer, params, step)
+    assert optimizer.compressing
+    after, x = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+    run(case, rank, optimizer, params, step + 1, step + 3)
+    assert all(torch.isfinite(p).all() for p in params)
+    return SimpleNamespace(
+        before=before, after=after, params=x, end=bits(params), warned=[str(w.message) for w in caught]
+    )
+
+
+def saved_and_loaded(case, there, size, here, prepare):
+    """Save on `there` ranks, load on `size` with the options `here`. Returns what both mean, checked over a step."""
+    saved = run_ranks(there, save_run, case, 6)
+    states, values = [s for s, _ in saved], saved[0][1]
+    other = case.but(options={**case.options, **here})
+    loaded = run_ranks(size, load_run, other, prepare(snapshot(states)), values, 7)
+    assert len({own.end for own in loaded}) == 1
+    return SimpleNamespace(
+        case=other,
+        saved=meaning(states, case),
+        before=meaning([own.before for own in loaded], other),
+        after=meaning([own.after for own in loaded], other),
+        x=flat(case, values),
+        params=loaded[0].params,
+        warned=[own.warned for own in loaded],
+    )
+
+
+def adamw_run(case, steps, **options):
+    params = case.parameters()
+    groups = [{"params": [params[p] for p in case.order], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, **{"lr": 5e-3, "betas": (0.8, 0.99), "eps": 1e-6, **options})
+    run(case, 0, optimizer, params, 1, steps)
+    return params, optimizer

@@ -1,0 +1,247 @@
+"""Runs of 1-bit Adam that are recorded step by step, and the float64 simulation of the paper's Algorithm 1.
+
+`check` starts every step of the simulation from what the ranks recorded, so that a bit which rounding may flip (|c|
+within rounding of 0) changes nothing that is compared later.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests import oracle
+from tests.onebit.runs import arrays, bits, take
+from tests.ranks import group, run_ranks
+
+CLOSE = 1e-6  # stage 1: relative to the largest value of a parameter
+ROUNDING = 1e-5  # stage 2: relative to the size of what is added up: fp32, and sums over a block
+HALF_PLACE = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+GROUPS = (
+    {"lr": 2e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    {},
+    {"lr": 5e-3, "betas": (0.95, 0.999), "weight_decay": 0.02},
+)
+HYPERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # what Case gives, or the default
+SHAPES = ((7, 9), (33,), (0,), (2,), (130,), (1,), (5, 0))
+MISSING = ((1, 0, 1), (3, 0, 4), (4, 0, 0), (4, 1, 0), (4, 2, 0), (4, 3, 0), (17, 1, 4), (17, 0, 5), (18, 0, 0))
+
+
+def on_ranks(size, work, *args):
+    """Real ranks, or this process alone."""
+    return run_ranks(size, work, *args) if size > 1 else [work(0, 1, *args)]
+
+
+def group_or_none(size):
+    return group() if size > 1 else None
+
+
+def hypers(case):
+    """Of every parameter, in the order of `case.shapes`."""
+    known = {**HYPERS, **{k: v for k, v in case.options.items() if k in HYPERS}}
+    return [{**known, **case.groups[case.group_of(p)]} for p in range(len(case.shapes))]
+
+
+def averaged(case, ranks, step):
+    """float64: what every rank's gradient becomes in stage 1, the mean, in the precision of gradients."""
+    means = []
+    for gradients in zip(*(case.gradients(rank, step) for rank in range(ranks)), strict=True):
+        like = nn.Parameter(torch.zeros(case.shapes[len(means)]))
+        total = sum(like.detach().double() if g is None else g.double() for g in gradients)
+        means.append((total / ranks).to(getattr(torch, case.dtype)).double())
+    return means
+
+
+def lr_factor(step):
+    return 1 / (1 + step / 10)
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Stage 1's results, float64, in the order of `case.shapes`."""
+
+    x: list[np.ndarray]
+    p: list[np.ndarray]
+    exp_avg: list[np.ndarray]
+    exp_avg_sq: list[np.ndarray]
+    bits: bytes
+
+
+def warm(params, optimizer):
+    states = [optimizer.state[p] for p in params]
+    x = [s.get("master", p) for p, s in zip(params, states, strict=True)]
+    moments = (arrays([s[name] for s in states]) for name in ("exp_avg", "exp_avg_sq"))
+    return Warm(arrays(x), arrays(params), *moments, bits(params))
+
+
+def assert_close(got, expected, sizes=None, what="parameter"):
+    """To CLOSE relative to the largest of `sizes`, which are the values themselves if not given."""
+    for i, (a, b, size) in enumerate(zip(got, expected, sizes or expected, strict=True)):
+        off, largest = np.abs(a - b).max(initial=0.0), np.abs(size).max(initial=0.0)
+        assert off <= CLOSE * largest, f"{what} {i} is off by {off:.3g} where values are up to {largest:.3g}"
+
+
+def oracle_hyper(lr, betas, eps, weight_decay):
+    return oracle.Hyper(lr, *betas, eps, weight_decay)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One rank's run. Flat arrays are float64 and cover the space: see oracle.Layout."""
+
+    warm: Warm
+    denominator: list[np.ndarray]  # in the order of `case.shapes`, as x
+    e: list[np.ndarray]  # after each step of stage 2: this rank's residual
+    E: list[np.ndarray]  # the servers', of all ranks
+    m: list[np.ndarray]  # what was received
+    x: list[list[np.ndarray]]
+    bits: list[bytes]  # parameters after every step of both stages
+
+
+def both_stages(rank, size, case):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # other tests are of these
+        params = case.parameters()
+        optimizer = case.build(params, group_or_none(size))
+        recorded: dict[str, list[Any]] = {name: [] for name in ("e", "E", "m", "x", "bits")}
+        before: Any = None
+        for step in range(1, case.steps + 1):
+            take(case, rank, optimizer, params, step)
+            assert optimizer.compressing == (step > case.options["freeze_step"])
+            recorded["bits"].append(bits(params))
+            if optimizer.compressing:
+                record(recorded, optimizer, params)
+            else:
+                before = warm(params, optimizer)
+    return Recorded(before, arrays([optimizer.state[p]["denominator"] for p in params]), **recorded)
+
+
+def record(recorded, optimizer, params):
+    [reducer] = optimizer.current.reducers
+    recorded["e"].append(reducer.exchange.residual.left_out().double().numpy().copy())
+    recorded["E"].append(reducer.exchange.gathered_server_residual().double().numpy())
+    recorded["m"].append(decoded(reducer.exchange.replies))
+    recorded["x"].append(arrays([optimizer.state[p].get("master", p) for p in params]))
+    for p in params:
+        assert torch.equal(p, optimizer.state[p].get("master", p).to(p.dtype))
+
+
+def decoded(messages):
+    positive = np.unpackbits(messages.bits.numpy().reshape(-1), bitorder="little") > 0
+    scale = np.repeat(messages.scale_of_blocks().double().numpy(), messages.format.block_size)
+    return np.where(positive, scale, -scale)
+
+
+class Simulation:
+    """The paper's steps for a case in float64. Lists are in the order of the flat space."""
+
+    def __init__(self, case, ranks):
+        self.case, self.ranks = case, ranks
+        self.freeze_step = case.options["freeze_step"]
+        self.corrected = case.options.get("bias_correction", True)
+        own = hypers(case)
+        self.hypers = [oracle_hyper(**own[p]) for p in case.order]
+        self.shapes = [case.shapes[p] for p in case.order]
+        numels = tuple(int(np.prod(shape)) for shape in self.shapes)
+        options = case.options
+        self.layout = oracle.Layout(numels, options.get("block_size", 32), ranks, options.get("chunks", 1))
+
+    def ordered(self, arrays):
+        return [arrays[p] for p in self.case.order]
+
+    def gradients(self, step):
+        """Of every rank."""
+        own = [self.ordered(self.case.gradients(rank, step)) for rank in range(self.ranks)]
+        return [[None if g is None else g.double().numpy() for g in gradients] for gradients in own]
+
+    def shaped(self, flat):
+        return [part.reshape(s) for part, s in zip(self.layout.unflatten(flat), self.shapes, strict=True)]
+
+    def freeze(self, m, v):
+        """Stage 2 begins with m, nothing left out, and d."""
+        options = self.case.options
+        self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
+        self.has_variance = self.layout.flatten(self.d) > 0
+        scale, norm = options.get("scale", "block"), options.get("norm", "l1")
+        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.has_variance)
+        self.m = m
+
+    def sizes(self, step):
+        """Of what is added up to make c, for every rank."""
+        m = [np.abs(part) for part in self.m]
+        gradients = [[None if g is None else np.abs(g) for g in own] for own in self.gradients(step)]
+        ys = [self.layout.flatten(oracle.local_momentum(own, m, self.hypers)) for own in gradients]
+        return [y + np.abs(e) for y, e in zip(ys, self.all_reduce.worker, strict=True)]
+
+    def step(self, x, step):
+        x, self.m = oracle.onebit_adam_step(x, self.gradients(step), self.m, self.d, self.hypers, self.all_reduce)
+        return x
+
+
+def whole_scale(messages):
+    return np.concatenate([np.repeat(m.scales, m.c.size // m.scales.size) for m in messages])
+
+
+def whole_c(messages):
+    return np.concatenate([m.c for m in messages])
+
+
+def any_flipped(got, expected, messages, size, has_variance, what):
+    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0. Returns whether that is so anywhere."""
+    allowed, scale = ROUNDING * size, whole_scale(messages)
+    off = np.where(has_variance, np.abs(got - expected), 0.0)
+    unsure = (np.abs(whole_c(messages)) <= allowed) & (np.abs(off - 2 * scale) <= allowed)
+    wrong = ~((off <= allowed) | unsure)
+    where = np.flatnonzero(wrong)[:4]
+    assert not wrong.any(), f"{what}: {wrong.sum()} differ, {got[where]} for {expected[where]} at {where}"
+    return bool((off > allowed).any())
+
+
+def check(case, recorded):
+    """Every step of stage 2 on every rank against the simulation, re-synced before each."""
+    assert all(r.bits == recorded[0].bits for r in recorded), "the ranks have other parameters"
+    first, sim = recorded[0], Simulation(case, len(recorded))
+    sim.freeze(sim.ordered(first.warm.exp_avg), sim.ordered(first.warm.exp_avg_sq))
+    for d, expected in zip(sim.ordered(first.denominator), sim.d, strict=True):
+        np.testing.assert_allclose(d, expected, rtol=1e-6)
+    has_variance, x, compared = sim.has_variance, sim.ordered(first.warm.x), 0
+    for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
+        reduce, sizes = sim.all_reduce, sim.sizes(step)
+        server_size = sum(sizes) / sim.ranks + np.abs(reduce.server)
+        sim.step(x, step)
+        flipped = False
+        for rank, messages in enumerate(reduce.gathered):
+            size = sizes[rank] + whole_scale(messages)
+            what = f"what rank {rank} has left out in step {step}"
+            flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, has_variance, what)
+        if not flipped:  # the flipped sign is in this step's average
+            size = server_size + whole_scale(reduce.scattered) + sum(map(whole_scale, reduce.gathered)) / sim.ranks
+            what = f"what the servers have left out in step {step}"
+            flipped |= any_flipped(first.E[i], reduce.server, reduce.scattered, size, has_variance, what)
+            flat = sim.layout.flatten(sim.m)
+            flipped |= any_flipped(
+                first.m[i], flat, reduce.scattered, size, has_variance, f"the momentum of step {step}"
+            )
+            compared += not flipped
+        sim.m = sim.shaped(np.where(has_variance, first.m[i], 0.0))
+        check_update(sim, x, sim.ordered(first.x[i]), step)
+        x = sim.ordered(first.x[i])
+        reduce.worker = [np.where(has_variance, r.e[i], 0.0) for r in recorded]
+        reduce.server = np.where(has_variance, first.E[i], 0.0)
+    assert compared >= 0.9 * (case.steps - sim.freeze_step), f"only {compared} steps could be compared"
+
+
+def check_update(sim, x, got, step):
+    """x - lr (m d + wd x) with the m that was received."""
+    half_place = 0.0 if sim.case.options.get("master_weights", True) else HALF_PLACE[sim.case.dtype]
+    moved = oracle.onebit_adam_update(x, sim.m, sim.d, sim.hypers)
+    for a, before, b, still in zip(got, x, moved, sim.d, strict=True):
+        allowed = 1e-6 * (np.abs(before) + np.abs(b - before)) + half_place * np.abs(b)
+        assert np.all(np.abs(a - b) <= allowed), f"parameters after step {step}"
+        assert np.array_equal(a[still == 0], before[still == 0]), f"what cannot move has moved in step {step}"
+
+
+def options(case, **more):
+    return case.but(options={**case.options, **more})

@@ -1,0 +1,192 @@
+"""When 1-bit LAMB's stage 1 ends: the coefficients that it needs, and the rule of freeze_step="auto"."""
+
+import math
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from tests import oracle
+from tests.onebit.optim.lamb_simulation import Sized, as_numpy, lamb_hypers
+from tests.onebit.optim.simulation import group_or_none, on_ranks, options
+from tests.onebit.runs import arrays, bits, run, snapshot, take
+from tests.ranks import run_ranks
+
+
+def adamw_state(case, steps):
+    params = case.parameters()
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
+    run(case, 0, optimizer, params, 1, steps)
+    return params, snapshot(optimizer.state_dict())
+
+
+def from_adamw(rank, size, case, state, values):
+    """The error of a run that continues from the state, and is to freeze at once."""
+    params = [nn.Parameter(value.clone()) for value in values]
+    optimizer = case.build(params, group_or_none(size))
+    if state:
+        optimizer.load_state_dict(snapshot(state))
+    with pytest.raises(ValueError, match="there are no coefficients to go on with") as caught:
+        take(case, rank, optimizer, params, 6)
+    assert bits(params) == bits(values)
+    assert not optimizer.compressing
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stage_2_from_the_start_needs_coefficients(size):
+    """A variance of AdamW's is not enough."""
+    case = Sized(options={"freeze_step": 0})
+    params, state = adamw_state(case, 5)
+    values = [p.detach() for p in params]
+    for given, words in ((None, "after 0 steps"), (state, "after 5 steps")):
+        texts = on_ranks(size, from_adamw, case, given, values)
+        assert len(set(texts)) == 1
+        assert words in texts[0] and "freeze_step=" in texts[0]
+
+
+def test_coefficients_are_averaged_from_where_lamb_began():
+    """After 5 steps of AdamW: 3 of LAMB, and stage 2."""
+    case = Sized(x_sizes=(0.1,) * 4, options={"freeze_step": 8})
+    params, state = adamw_state(case, 5)
+    optimizer = case.build(params)
+    optimizer.load_state_dict(state)
+    x, h, c = arrays(params), lamb_hypers(case), np.zeros(4)
+    m, v = ([as_numpy(state["state"][i][name]) for i in range(4)] for name in ("exp_avg", "exp_avg_sq"))
+    for step in (6, 7, 8):
+        take(case, 0, optimizer, params, step)
+        x, m, v, c, _ = oracle.lamb_step(x, [g.numpy() for g in case.gradients(0, step)], m, v, c, h, step)
+    take(case, 0, optimizer, params, 9)
+    assert optimizer.compressing
+    expected = oracle.debiased(c, h, 3)
+    assert len(set(expected.round(3))) > 2
+    np.testing.assert_allclose(as_numpy(optimizer.current.states[0]["coefficient_average"]), expected, rtol=1e-5)
+
+
+@dataclass(frozen=True)
+class Growing(Sized):
+    """With lr = 0: parameters that are multiplied by `1 + growth` after each step up to `until`. The coefficients
+    follow, since the other norm hardly changes."""
+
+    growth: tuple[float, ...] = ()
+    until: tuple[int, ...] = ()
+
+    def grow(self, params, step):
+        with torch.no_grad():
+            for p, growth, until in zip(params, self.growth, self.until, strict=True):
+                p.mul_(1 + growth if step <= until else 1.0)
+
+
+@dataclass(frozen=True)
+class Traced:
+    averages: list[np.ndarray]  # c_avg, debiased, after step 1, 2, ...
+    shares: list[float | None]  # optimizer.freeze_ratio after step 1, 2, ...
+    frozen: int | None  # the last step of stage 1
+    end: bytes
+
+
+def traced(rank, size, case):
+    """Run until a step into stage 2."""
+    params = case.parameters()
+    optimizer = case.build(params, group_or_none(size))
+    averages, shares = [], []
+    for step in range(1, case.steps + 1):
+        if (step, 0) in {own[:2] for own in case.bad}:  # one more, that is not taken
+            params[-1].grad = torch.full_like(params[-1], nan)
+            optimizer.step()
+        run(case.but(bad=()), rank, optimizer, params, step, step)
+        case.grow(params, step)
+        shares.append(optimizer.freeze_ratio)
+        if optimizer.compressing:
+            return Traced(averages, shares, step - 1, bits(params))
+        c = np.concatenate([as_numpy(state["coefficient_average"]) for state in optimizer.current.states])
+        averages.append(c / (1 - case.options.get("coeff_beta", 0.9) ** step))
+    return Traced(averages, shares, None, bits(params))
+
+
+def stable_share(averages, numels, step, window, threshold):
+    """Elements of parameters whose average changed by less over the window, compared 16 times a window."""
+    apart = math.ceil(window / 16)
+    now = step // apart * apart
+    before = now - math.ceil(window / apart) * apart
+    if before < 1:
+        return None
+    a, b = averages[now - 1], averages[before - 1]
+    return float(np.array(numels)[np.abs(a - b) / b < 1 - threshold].sum() / sum(numels))
+
+
+def expected_freeze(averages, numels, window, threshold=0.96):
+    for step in range(2 * window, len(averages) + 1):
+        if stable_share(averages, numels, step, window, threshold) >= 0.95:
+            return step
+    return None
+
+
+SHORT = {"lr": 0.0, "betas": (0.0, 0.95)}  # 1 / (1 - beta2) = 20
+GROWING = Growing(
+    shapes=((900,), (40,), (60,)),
+    x_sizes=(0.02, 0.02, 0.02),
+    steps=120,
+    options=SHORT,
+    growth=(0.01, 0.01, 0.01),
+    until=(30, 30, 30),
+)
+AUTO = {  # case, window, the end of the last growth that counts
+    "from 2D on": (GROWING.but(until=(0, 0, 0)), 20, None),
+    "when all are stable": (GROWING.but(until=(50, 50, 50)), 20, 50),
+    "4 % may go on": (GROWING.but(until=(50, 200, 50)), 20, 50),
+    "6 % may not": (GROWING.but(until=(30, 30, 80)), 20, 80),
+    "shrinking": (GROWING.but(growth=(-0.01, -0.01, -0.01), until=(60, 0, 0)), 20, 60),
+    "another threshold": (options(GROWING.but(until=(50, 50, 50)), freeze_threshold=0.9), 20, 50),
+    "another window": (options(GROWING.but(until=(50, 50, 50)), freeze_window=9), 9, 50),
+    "16 comparisons a window": (options(GROWING.but(until=(50, 50, 50)), freeze_window=16), 16, 50),
+    "two steps a comparison": (options(GROWING.but(until=(60, 60, 60)), freeze_window=32), 32, 60),
+    "a window of strides": (options(GROWING.but(until=(50, 50, 50)), freeze_window=33, coeff_beta=0.5), 33, 50),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+@pytest.mark.parametrize("size", [1, 2])
+def test_stage_1_ends_when_the_coefficients_are_stable(size, name):
+    case, window, stable_from = AUTO[name]
+    numels, threshold = [int(np.prod(shape)) for shape in case.shapes], case.options.get("freeze_threshold", 0.96)
+    found = on_ranks(size, traced, case)
+    for each in found:
+        assert each.frozen is not None, "stage 1 did not end: the test shows nothing"
+        assert each.frozen == expected_freeze(each.averages, numels, window, threshold)
+        assert each.end == found[0].end
+        for step in range(1, len(each.averages) + 1):  # freeze_ratio lags by one step: no step waits for the device
+            expected = stable_share(each.averages, numels, step, window, threshold)
+            assert each.shares[step] == (None if expected is None else pytest.approx(expected))
+        assert each.shares[0] is None
+    if stable_from is None:
+        assert found[0].frozen == 2 * window
+    else:
+        assert stable_from < found[0].frozen <= stable_from + window + 20  # which an average with beta 0.9 needs
+
+
+def test_three_ranks_end_stage_1_at_the_same_step():
+    found = run_ranks(3, traced, AUTO["6 % may not"][0])
+    assert len({(each.frozen, each.end) for each in found}) == 1
+    assert found[0].frozen == expected_freeze(found[0].averages, [900, 40, 60], 20)
+
+
+def test_skipped_steps_are_not_in_the_trace():
+    case = AUTO["when all are stable"][0]
+    plain, skipping = (traced(0, 1, case.but(bad=tuple((at, 0, nan) for at in steps))) for steps in ((), (5, 33, 34)))
+    assert plain.shares == skipping.shares
+    assert plain.end == skipping.end
+
+
+def test_a_model_without_elements_stays_in_stage_1():
+    """A rank's shard of a model may hold nothing."""
+    params = [nn.Parameter(torch.zeros(0))]
+    optimizer = onebit.OneBitLamb(params, freeze_window=2)
+    for _ in range(8):
+        params[0].grad = torch.zeros(0)
+        optimizer.step()
+    assert not optimizer.compressing

@@ -1,0 +1,215 @@
+"""Parameters and groups that change during a run: accepted in stage 1, refused in stage 2, and never half done."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.onebit.runs import Case, arrays, assert_message, bits, build, kinds, parameters, run, same, snapshot, take
+from tests.ranks import group, run_ranks
+
+
+@pytest.mark.parametrize("freeze_step", ["auto", 12, 7])
+@pytest.mark.parametrize("moment", [1, 5])
+def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, freeze_step):
+    """As AdamW, which counts each parameter's steps by itself: here the gradients before were zero."""
+    case = Case(shapes=((7, 9), (33,), (130,)), steps=10)
+    params, theirs = case.parameters(), case.parameters()
+    optimizer = build("OneBitAdam", params[:2], lr=1e-2, betas=(0.9, 0.95), freeze_step=freeze_step, block_size=32)
+    adamw = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0}], lr=1e-2, betas=(0.9, 0.95))
+    for o in (optimizer, adamw):
+        for g in o.param_groups:
+            g["weight_decay"] = 0.1
+    last = case.steps if freeze_step == "auto" else min(case.steps, freeze_step)
+    for step in range(1, last + 1):
+        if step == moment + 1:
+            before = snapshot([optimizer.state[p] for p in params[:2]])
+            optimizer.add_param_group({"params": params[2:], "lr": 5e-3, "weight_decay": 0.1})
+            adamw.param_groups[1]["lr"] = 5e-3
+            assert same(before, snapshot([optimizer.state[p] for p in params[:2]]))
+        for i, g in enumerate(case.gradients(0, step)):
+            late = i == 2 and step <= moment
+            params[i].grad = None if late else g
+            theirs[i].grad = torch.zeros_like(g) if late else g.clone()
+        optimizer.step()
+        adamw.step()
+        for a, b in zip(arrays(params), arrays(theirs), strict=True):
+            assert abs(a - b).max() <= 1e-6 * abs(b).max()
+    assert not optimizer.compressing
+    if last == freeze_step:
+        optimizer.step()
+        assert optimizer.compressing
+
+
+def add_a_group(rank, size, kind):
+    case = Case(kind, shapes=((7, 9), (33,), (130,)), steps=12)
+    params = case.parameters()
+    optimizer = build(kind, params[:2], freeze_step=6, block_size=32, process_group=group())
+    for step in range(1, case.steps + 1):
+        if step == 4:
+            optimizer.add_param_group({"params": params[2:], "lr": 5e-3})
+        take(case, rank, optimizer, params, step)
+    return optimizer.compressing, bits(params)
+
+
+@kinds
+def test_ranks_that_add_a_param_group_keep_the_same_bits(kind):
+    found = run_ranks(2, add_a_group, kind)
+    assert found[0][0]
+    assert found[0] == found[1]
+
+
+def in_stage_2(kind):
+    case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 2})
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 4)
+    assert optimizer.compressing
+    return case, params, optimizer
+
+
+@kinds
+def test_add_param_group_after_the_freeze_is_refused(kind):
+    case, params, optimizer = in_stage_2(kind)
+    with pytest.raises(ValueError) as caught:
+        optimizer.add_param_group({"params": parameters((4,))})
+    assert_message(caught, "stage 2 has begun", "before the freeze", "new optimizer")
+    assert len(optimizer.param_groups) == 1
+    take(case, 0, optimizer, params, 5)
+
+
+@kinds
+def test_a_wrong_param_group_is_not_added(kind):
+    params = parameters((40,))
+    optimizer = build(kind, params)
+    for wrong, error in (
+        ({"params": parameters((4,)), "lr": -1.0}, ValueError),
+        ({"params": [nn.Parameter(torch.zeros(4).double())]}, TypeError),
+        ({"params": params}, ValueError),
+    ):
+        with pytest.raises(error):
+            optimizer.add_param_group(wrong)
+        assert len(optimizer.param_groups) == 1
+    params[0].grad = torch.ones(40)
+    optimizer.step()
+
+
+def before_step_5(kind, frozen):
+    """An optimizer in either stage with gradients for its next step, and the bits before."""
+    case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 2 if frozen else 50})
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 4)
+    for p, g in zip(params, case.gradients(0, 5), strict=True):
+        p.grad = g
+    return params, optimizer
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@kinds
+def test_a_parameter_that_changed_its_shape_is_refused(kind, frozen):
+    params, optimizer = before_step_5(kind, frozen)
+    params[1].grad = None
+    params[1].data = torch.zeros(34)
+    params[1].grad = torch.ones(34)
+    before = bits(params)
+    with pytest.raises(ValueError) as caught:
+        optimizer.step()
+    assert_message(caught, "parameter 1", "34 elements", "33", "new one")
+    assert bits(params) == before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@kinds
+def test_a_parameter_that_changed_its_dtype_is_refused(kind, frozen):
+    params, optimizer = before_step_5(kind, frozen)
+    params[1].grad = None
+    params[1].data = params[1].data.half()
+    before = bits(params)
+    with pytest.raises(TypeError) as caught:
+        optimizer.step()
+    assert_message(caught, "parameter 1", "float16", "float32")
+    assert bits(params) == before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@kinds
+def test_a_gradient_of_another_dtype_is_refused(kind, frozen):
+    """torch lets a gradient be assigned only in the parameter's dtype; one that changes under the parameter."""
+    params, optimizer = before_step_5(kind, frozen)
+    params[1].data = params[1].data.half()
+    params[1].grad = torch.ones(33, dtype=torch.float16)
+    params[1].data = params[1].data.float()
+    before = bits(params)
+    with pytest.raises(TypeError) as caught:
+        optimizer.step()
+    assert_message(caught, "gradient 1", "float16", "float32")
+    assert bits(params) == before
+
+
+@pytest.mark.parametrize("switched", [False, True])
+@kinds
+def test_requires_grad_changed_after_the_freeze_is_refused(kind, switched):
+    case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 2})
+    params = case.parameters()
+    params[1].requires_grad_(not switched)
+    optimizer = case.build(params)
+    for step in range(1, 5):
+        take(case, 0, optimizer, params, step)
+    before = bits(params)
+    params[1].requires_grad_(switched)
+    with pytest.raises(ValueError) as caught:
+        take(case, 0, optimizer, params, 5)
+    assert_message(caught, "changed after the freeze", "requires_grad", "Put them back", "new optimizer")
+    assert bits(params) == before
+    params[1].requires_grad_(not switched)
+    take(case, 0, optimizer, params, 5)
+    assert bits(params) != before
+
+
+@kinds
+def test_requires_grad_may_change_before_the_freeze(kind):
+    """A part of the model that is thawed during stage 1, while the rest keeps its state."""
+    case = Case(kind, shapes=((7, 9), (33,)), steps=8, options={"freeze_step": 5})
+    params = case.parameters()
+    params[1].requires_grad_(False)
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 2)
+    before = snapshot(optimizer.state[params[0]])
+    assert params[1] not in optimizer.state
+    params[1].requires_grad_(True)
+    take(case, 0, optimizer, params, 3)
+    after = optimizer.state[params[0]]["exp_avg"]
+    expected = 0.9 * before["exp_avg"] + 0.1 * case.gradients(0, 3)[0]
+    torch.testing.assert_close(after, expected)
+    run(case, 0, optimizer, params, 4, 8)
+    assert optimizer.compressing
+
+
+def sparse_gradient(rank, size, kind, frozen):
+    embedding = nn.Embedding(50, 4, sparse=True)
+    with torch.no_grad():
+        embedding.weight.fill_(0.5)
+    optimizer = build(kind, embedding.parameters(), freeze_step=1, process_group=group() if size > 1 else None)
+    if frozen:
+        for step in range(2):
+            embedding.weight.grad = torch.full((50, 4), 1.0 + rank + step)
+            optimizer.step()
+        embedding.weight.grad = None
+    before = bits([embedding.weight])
+    embedding(torch.tensor([1, 2, rank])).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        assert bits([embedding.weight]) == before
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@kinds
+def test_sparse_gradients_are_refused(kind, size, frozen):
+    found = run_ranks(2, sparse_gradient, kind, frozen) if size == 2 else [sparse_gradient(0, 1, kind, frozen)]
+    for text in found:
+        assert "sparse" in text
+        assert "sparse=False" in text

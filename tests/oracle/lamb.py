@@ -1,0 +1,156 @@
+"""Both stages of 1-bit LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.oracle.adam import Hyper, averaged_momentum, freeze, moments
+from tests.oracle.codec import Arrays, Gradients, SimulatedAllReduce, magnitude
+
+
+@dataclass(frozen=True)
+class LambHyper(Hyper):
+    coeff_beta: float = 0.9
+    min_coeff: float = 0.01
+    max_coeff: float = 0.3
+    factor_min: float = 0.5
+    factor_max: float = 4.0
+    factor_threshold: float = 0.1
+
+
+def coefficient(x: np.ndarray, u: np.ndarray, h: LambHyper) -> float:
+    """LAMB's clip(||x|| / ||u||), 1 where a norm is 0."""
+    above, below = np.linalg.norm(x), np.linalg.norm(u)
+    if above == 0 or below == 0:
+        return 1.0
+    return float(np.clip(above / below, h.min_coeff, h.max_coeff))
+
+
+def lamb_step(
+    x: Arrays,
+    g: Gradients,
+    m: Arrays,
+    v: Arrays,
+    c_avg: np.ndarray,
+    hypers: Sequence[LambHyper],
+    step: int,
+    bias_correction: bool = True,
+) -> tuple[Arrays, Arrays, Arrays, np.ndarray, np.ndarray]:
+    """Stage 1 of 1-bit LAMB: new x, m, v, the (biased) averages of the coefficients, and the coefficients."""
+    xs, ms, vs, cs = [], [], [], []
+    for x_p, g_p, m_p, v_p, h in zip(x, g, m, v, hypers, strict=True):
+        m_p, v_p, mhat, vhat = moments(g_p, m_p, v_p, h, step, bias_correction)
+        u = mhat / (np.sqrt(vhat) + h.eps) + h.weight_decay * x_p
+        c = coefficient(x_p, u, h)
+        xs.append(x_p - h.lr * c * u)
+        ms.append(m_p)
+        vs.append(v_p)
+        cs.append(c)
+    beta = np.array([h.coeff_beta for h in hypers])
+    return xs, ms, vs, beta * c_avg + (1 - beta) * np.array(cs), np.array(cs)
+
+
+def debiased(c_avg: np.ndarray, hypers: Sequence[LambHyper], steps: int) -> np.ndarray:
+    return c_avg / (1 - np.array([h.coeff_beta for h in hypers]) ** steps)
+
+
+@dataclass(frozen=True)
+class LambFrozen:
+    """What 1-bit LAMB keeps for good at the freeze. `gamma` is 1 unless momenta are scaled (scale="tensor").
+
+    `v` is v_T, where the fresh variance starts. It is the corrected one (vhat) where d is made of that: the ratio
+    stands for the change of what d divides by, and a lack of correction would count as a change.
+    """
+
+    d: Arrays
+    v: Arrays
+    c_avg: np.ndarray
+    gamma: np.ndarray
+
+
+def momentum_scaling(m: Arrays) -> np.ndarray:
+    """gamma_p = (mean over parameters of rms(m)) / rms(m_p), 1 where rms is 0."""
+    rms = np.array([magnitude(m_p, "l2") for m_p in m])
+    return np.divide(rms.mean(), rms, out=np.ones(rms.shape), where=rms > 0)
+
+
+def freeze_lamb(
+    m: Arrays,
+    v: Arrays,
+    c_avg: np.ndarray,
+    hypers: Sequence[LambHyper],
+    step: int,
+    *,
+    scale: str = "block",
+    bias_correction: bool = True,
+    zero_variance: str = "floor",
+) -> LambFrozen:
+    corrections = [1 - h.beta2**step if bias_correction else 1.0 for h in hypers]
+    return LambFrozen(
+        d=freeze(v, hypers, step, bias_correction, zero_variance),
+        v=[v_p / correction for v_p, correction in zip(v, corrections, strict=True)],
+        c_avg=debiased(c_avg, hypers, step),
+        gamma=momentum_scaling(m) if scale == "tensor" else np.ones(len(m)),
+    )
+
+
+def variance_ratio(frozen: np.ndarray, fresh: np.ndarray, h: Hyper, ratio: str) -> float:
+    """The largest frozen/fresh over coordinates with a variance (1 where there is none), before any clip."""
+    positive = frozen > 0
+    if not positive.any():
+        return 1.0
+    frozen, fresh = frozen[positive], fresh[positive]
+    if ratio == "variance":
+        return float((frozen / fresh).max())
+    if ratio == "denominator":
+        return float(((np.sqrt(frozen) + h.eps) / (np.sqrt(fresh) + h.eps)).max())
+    raise ValueError(ratio)
+
+
+def clipped_ratio(r: float, previous: float, h: LambHyper) -> float:
+    r = float(np.clip(r, (1 - h.factor_threshold) * previous, (1 + h.factor_threshold) * previous))
+    return float(np.clip(r, h.factor_min, h.factor_max))
+
+
+def onebit_lamb_update(
+    x: Arrays,
+    m: Arrays,
+    m_previous: Arrays,
+    v: Arrays,
+    r: np.ndarray,
+    frozen: LambFrozen,
+    hypers: Sequence[LambHyper],
+    ratio: str = "variance",
+) -> tuple[Arrays, Arrays, np.ndarray]:
+    """Lines 14 to 22 of Algorithm 1: new x, v (fresh) and r."""
+    xs, vs, rs = [], [], []
+    for p, h in enumerate(hypers):
+        reconstructed = (m[p] - h.beta1 * m_previous[p]) / (1 - h.beta1)
+        v_p = h.beta2 * v[p] + (1 - h.beta2) * reconstructed**2
+        r_p = clipped_ratio(variance_ratio(frozen.v[p], v_p, h, ratio), r[p], h)
+        update = m[p] * frozen.d[p] + h.weight_decay * x[p]
+        xs.append(np.where(frozen.d[p] == 0, x[p], x[p] - h.lr * r_p * frozen.c_avg[p] * update))
+        vs.append(v_p)
+        rs.append(r_p)
+    return xs, vs, np.array(rs)
+
+
+def onebit_lamb_step(
+    x: Arrays,
+    grads: Sequence[Gradients],
+    m: Arrays,
+    v: Arrays,
+    r: np.ndarray,
+    frozen: LambFrozen,
+    hypers: Sequence[LambHyper],
+    all_reduce: SimulatedAllReduce,
+    ratio: str = "variance",
+) -> tuple[Arrays, Arrays, Arrays, np.ndarray]:
+    """Stage 2 of 1-bit LAMB over N ranks: new x, m, v, r. r starts at 1, v at frozen.v."""
+    m_previous = m
+    m = averaged_momentum(grads, m_previous, hypers, all_reduce, frozen.gamma)
+    x, v, r = onebit_lamb_update(x, m, m_previous, v, r, frozen, hypers, ratio)
+    return x, m, v, r
