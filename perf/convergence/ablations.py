@@ -1,8 +1,8 @@
 """What the papers compare with, on the library's own pieces. Not for use: each leaves out what makes 1 bit work.
 
 LambBasic1Bit    LAMB, then 1-bit momentum with variance and coefficients frozen (Li et al. 2021, section 3.4)
-FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)": Tang et al. 2021, section 7.1)
-NaiveAdam        Adam on gradients that are averaged with 1 bit an element; variance goes on (the same, section 3)
+FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)", Tang et al. 2021, section 7.1)
+NaiveAdam        Adam on gradients that are averaged with 1 bit; the variance goes on (Tang et al. 2021, section 3)
 """
 
 from __future__ import annotations
