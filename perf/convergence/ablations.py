@@ -67,9 +67,9 @@ class NaiveAdam(torch.optim.AdamW):
         super().__init__(params, **options)
         self.warmup, self.feedback, self.steps_done = warmup, feedback, 0
         self._transport = transport_for(process_group)
-        self._params = [p for group in self.param_groups for p in group["params"]]
+        self._held = [p for group in self.param_groups for p in group["params"]]
         self.all_reduce = CompressedAllReduce(
-            [p.numel() for p in self._params], device=self._params[0].device, chunks=1, process_group=process_group
+            [p.numel() for p in self._held], device=self._held[0].device, chunks=1, process_group=process_group
         )
 
     @property
@@ -78,19 +78,19 @@ class NaiveAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._held]
         if self.steps_done < self.warmup:
             average_(grads, self._transport)
         else:
             self.all_reduce(grads)
             if not self.feedback:
-                self._clear_residuals()
-        for p, g in zip(self._params, grads, strict=True):
+                self._forget()
+        for p, g in zip(self._held, grads, strict=True):
             p.grad = g
         self.steps_done += 1
         super().step()
 
-    def _clear_residuals(self) -> None:
+    def _forget(self) -> None:
         exchange = self.all_reduce.exchange
         for residual in (exchange.residual, exchange.server_residual):
             residual.value.zero_()
