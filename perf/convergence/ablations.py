@@ -1,8 +1,8 @@
 """What the papers compare with, on the library's own pieces. Not for use: each leaves out what makes 1 bit work.
 
 LambBasic1Bit    LAMB, then 1-bit momentum with variance and coefficients frozen (Li et al. 2021, section 3.4)
-FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)": Tang et al. 2021, section 7.1)
-NaiveAdam        Adam on gradients that are averaged with 1 bit an element; variance goes on (the same, section 3)
+FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)", Tang et al. 2021, section 7.1)
+NaiveAdam        Adam on gradients that are averaged with 1 bit; the variance goes on (Tang et al. 2021, section 3)
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class NaiveAdam(torch.optim.AdamW):
         super().__init__(params, **options)
         self.warmup, self.feedback, self.steps_done = warmup, feedback, 0
         self._transport = transport_for(process_group)
-        self._params = [p for group in self.param_groups for p in group["params"]]
+        self._held = [p for group in self.param_groups for p in group["params"]]
         self.all_reduce = CompressedAllReduce(
-            [p.numel() for p in self._params], device=self._params[0].device, chunks=1, process_group=process_group
+            [p.numel() for p in self._held], device=self._held[0].device, chunks=1, process_group=process_group
         )
 
     @property
@@ -87,19 +87,19 @@ class NaiveAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._held]
         if self.steps_done < self.warmup:
             average_(grads, self._transport)
         else:
             self.all_reduce(grads)
             if not self.feedback:
-                self._clear_residuals()
-        for p, g in zip(self._params, grads, strict=True):
+                self._forget()
+        for p, g in zip(self._held, grads, strict=True):
             p.grad = g
         self.steps_done += 1
         super().step()
 
-    def _clear_residuals(self) -> None:
+    def _forget(self) -> None:
         exchange = self.all_reduce.exchange
         for residual in (exchange.residual, exchange.server_residual):
             residual.value.zero_()
