@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from onebit.report.plots import available
 
 GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
 COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": "#9467bd", "1 bit": BLUE}
@@ -16,10 +17,6 @@ PARTS = {"forward": "#aec7e8", "backward": BLUE, "step": GREEN, "all-reduce": RE
 TARGET = RED
 MISSING = "No plot: matplotlib is not installed. For one: pip install matplotlib"
 Draw = Callable[[Any], None]  # draws on a matplotlib Axes
-
-
-def available() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_if_possible(draw: Callable[[], Sequence[Path]]) -> None:

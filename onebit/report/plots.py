@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def check_plot(out: Path) -> bool:
-    """Whether there is matplotlib. Where there is and it could not write `out`, a ValueError; `out` stays as it is."""
+def available() -> bool:
+    """Whether matplotlib is installed."""
     try:
-        import matplotlib  # noqa: F401  # also where only its submodule was imported before
-        from matplotlib.backend_bases import FigureCanvasBase
+        import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
         return False
+    return True
+
+
+def check_plot(out: Path) -> bool:
+    """Whether there is matplotlib. Where there is and it could not write `out`, a ValueError; `out` stays as it is."""
+    if not available():
+        return False
+    from matplotlib.backend_bases import FigureCanvasBase
+
     kind = out.suffix.lstrip(".").lower()
     if kind not in FigureCanvasBase.get_supported_filetypes():
         raise ValueError(f"a plot cannot be a {kind!r} file: give it a name such as plot.png")
