@@ -7,15 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from onebit.cli import tune
-from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
+from onebit.cli.arguments import CommandError
 from onebit.cli.demo import command as demo
 from onebit.cli.demo.ranks import DemoError
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.command import PlanError
 from onebit.cli.progress import Progress
-
-# perf imports the names of onebit.cli.arguments and onebit.cli.progress from here, for now.
-__all__ = ["DTYPES", "CommandError", "Progress", "main", "pick_device", "whole_number"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

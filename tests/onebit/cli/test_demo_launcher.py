@@ -101,6 +101,5 @@ def test_shaped_links(arguments):
     (dense, dense2), (packed, packed2) = record.sent(counted=True)
     assert dense2 == pytest.approx(record.sent()[0][1], rel=0.05)
     assert 25 < dense2 / packed2 < 32 and dense > packed
-    slow, fast = map(sorted, zip(*(s.seconds for s in record.steps if s.compressing), strict=True))
-    middle = len(slow) // 2
-    assert slow[middle] > 0.25 and slow[middle] > 1.5 * fast[middle]  # 1.66 MB at 50 Mbit/s are 265 ms
+    slow = sorted(s.seconds[0] for s in record.steps if s.compressing)
+    assert slow[len(slow) // 2] > 0.25  # 1.66 MB at 50 Mbit/s are 265 ms, however fast the rest is
