@@ -63,17 +63,17 @@ def adamw_step(
 def freeze(
     v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True, zero_variance: str = "floor"
 ) -> Arrays:
-    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the live ones, or d = 0 (zero_variance="hold").
+    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the others, or d = 0 (zero_variance="hold").
 
-    A parameter with no live coordinate at all has no mean to use: it gets d = 0 either way.
+    A parameter without any variance has no mean to use: it gets d = 0 either way.
     """
     ds = []
     for v_p, h in zip(v, hypers, strict=True):
         vhat = v_p / (1 - h.beta2**step) if bias_correction else v_p
-        live = v_p > 0
-        if zero_variance == "floor" and live.any():
-            vhat, live = np.where(live, vhat, vhat[live].mean()), np.ones(v_p.shape, bool)
-        ds.append(np.where(live, 1 / (np.sqrt(vhat) + h.eps), 0.0))
+        positive = v_p > 0
+        if zero_variance == "floor" and positive.any():
+            vhat, positive = np.where(positive, vhat, vhat[positive].mean()), np.ones(v_p.shape, bool)
+        ds.append(np.where(positive, 1 / (np.sqrt(vhat) + h.eps), 0.0))
     return ds
 
 

@@ -98,11 +98,11 @@ def freeze_lamb(
 
 
 def variance_ratio(frozen: np.ndarray, fresh: np.ndarray, h: Hyper, ratio: str) -> float:
-    """The largest frozen/fresh over live coordinates (1 where there is none), before any clip."""
-    live = frozen > 0
-    if not live.any():
+    """The largest frozen/fresh over coordinates with a variance (1 where there is none), before any clip."""
+    positive = frozen > 0
+    if not positive.any():
         return 1.0
-    frozen, fresh = frozen[live], fresh[live]
+    frozen, fresh = frozen[positive], fresh[positive]
     if ratio == "variance":
         return float((frozen / fresh).max())
     if ratio == "denominator":

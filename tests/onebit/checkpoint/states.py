@@ -40,7 +40,7 @@ def trained(case, rank, steps, of=None):
     return params, optimizer
 
 
-def seen(optimizer):
+def counters(optimizer):
     return optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio
 
 
@@ -137,7 +137,7 @@ def load_run(rank, size, case, states, values, step):
     run(case, rank, optimizer, params, step + 1, step + 3)
     assert all(torch.isfinite(p).all() for p in params)
     return SimpleNamespace(
-        before=before, after=after, params=x, end=bits(params), texts=[str(w.message) for w in caught]
+        before=before, after=after, params=x, end=bits(params), warned=[str(w.message) for w in caught]
     )
 
 
@@ -155,7 +155,7 @@ def saved_and_loaded(case, there, size, here, prepare):
         after=meaning([own.after for own in loaded], other),
         x=flat(case, values),
         params=loaded[0].params,
-        texts=[own.texts for own in loaded],
+        warned=[own.warned for own in loaded],
     )
 
 

@@ -10,7 +10,7 @@ from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
 
 @kinds
 @pytest.mark.parametrize("steps", [2, 6])
-def test_hooks_run(kind, steps):
+def test_state_dict_hooks_run_in_order(kind, steps):
     case = Case(kind, options={"freeze_step": 3})
     _, optimizer = trained(case, 0, steps)
     calls = []
@@ -77,7 +77,7 @@ def scheduled_steps(case, optimizer, params, scheduler, first, last):
 
 @kinds
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["number", "tensor"])
-def test_a_learning_rate_schedule_goes_on(kind, lr):
+def test_a_learning_rate_schedule_continues(kind, lr):
     case = Case(kind, options={"freeze_step": 3, "lr": lr.clone() if isinstance(lr, torch.Tensor) else lr})
     params = case.parameters()
     optimizer = case.build(params)
@@ -169,8 +169,8 @@ def test_what_was_loaded_is_not_shared(kind):
 @kinds
 @pytest.mark.parametrize("options", [{"freeze_step": 3}, AUTO])
 @pytest.mark.parametrize("there", [2, 3, 5, 9])
-def test_an_optimizer_goes_back_to_an_earlier_state(kind, options, there):
-    """As after a spike of the loss: what the last step left to be heard of is no longer true."""
+def test_loading_an_earlier_state_continues_from_it(kind, options, there):
+    """As after a spike of the loss: flags of the last step that were not read yet are dropped."""
     case = Case(kind, options=options)
     params, optimizer = trained(case, 0, 2)
     state, values = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]

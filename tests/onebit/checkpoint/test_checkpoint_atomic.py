@@ -1,4 +1,4 @@
-"""Whoever looks into a folder finds a whole checkpoint: while a rank saves, and wherever it dies."""
+"""A folder holds a whole checkpoint at any time: while a rank saves, and wherever it dies."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_a_rank_that_dies_while_saving_leaves_a_whole_checkpoint(where: str, tmp
     """The one before, up to the rename; from there on the new one."""
     folder, who = str(tmp_path), {**DEATHS, **LATE}[where][0]
     before = run_ranks(2, save_on, folder, 4)
-    told = run_ranks_once(2, dying, (folder, where), expect_dead=[who], group_timeout=10.0)
-    assert told[1 - who] == "CollectiveError"
+    outcomes = run_ranks_once(2, dying, (folder, where), expect_dead=[who], group_timeout=10.0)
+    assert outcomes[1 - who] == "CollectiveError"
     expected = before if where in DEATHS else run_ranks(2, after, 5)
     assert same(run_ranks(2, load_on, folder), expected)
     again = run_ranks(2, save_on, folder, 6)
@@ -109,31 +109,31 @@ def after(rank: int, size: int, steps: int) -> Any:
     return Run(CASE, steps, rank, group()).all()
 
 
-def save_for_ever(folder: Path, told: Any) -> None:
+def save_for_ever(folder: Path, writing: Any) -> None:
     run, step = Run(CASE, 0), 0
     while True:
         step += 1
         run.on(step, step)
         run.save(folder)
-        os.write(told, b".")
+        os.write(writing, b".")
 
 
 def killed_after(folder: Path, seconds: float) -> int:
-    """How many saves a process told of that was killed some time after the first."""
-    heard, told = os.pipe()
+    """How many saves a process had reported when it was killed, some time after the first."""
+    reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            save_for_ever(folder, told)
+            save_for_ever(folder, writing)
         finally:
             os._exit(1)
-    os.close(told)
-    last = len(os.read(heard, 1))
+    os.close(writing)
+    last = len(os.read(reading, 1))
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while more := os.read(heard, 4096):
+    while more := os.read(reading, 4096):
         last += len(more)
-    os.close(heard)
+    os.close(reading)
     return last
 
 
@@ -237,12 +237,12 @@ def test_ranks_with_other_models_do_not_save(tmp_path: Path) -> None:
 
 
 def test_only_data_folders_are_removed(tmp_path: Path) -> None:
-    strangers = ["data-1", "data-0123456789abcdefg", "notes", ".metadata"]
-    for name in strangers:
+    others = ["data-1", "data-0123456789abcdefg", "notes", ".metadata"]
+    for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / "data-0123456789abcdef").mkdir()
     run = Run(CASE, 2)
     run.save(tmp_path)
     run.save(tmp_path)
     data = checkpoints.manifest(tmp_path)["data"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strangers, checkpoint_files.MANIFEST, data])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, checkpoint_files.MANIFEST, data])

@@ -84,7 +84,7 @@ def test_these_are_all_files_there_are(tmp_path: Path) -> None:
 
 @kinds
 @pytest.mark.parametrize("steps", [2, 6])
-def test_every_bit_counts(kind: str, steps: int, tmp_path: Path) -> None:
+def test_any_flipped_bit_is_found(kind: str, steps: int, tmp_path: Path) -> None:
     """Bits drawn from every file: none may pass."""
     folder, case = tmp_path / "saved", CASE.but(kind=kind)
     saved(folder, case, steps)
@@ -148,7 +148,7 @@ def test_another_models_checkpoint_is_refused(kind: str, tmp_path: Path) -> None
 
 
 def refused_on(rank: int, size: int, folder: str, own: str | None) -> str:
-    """What this rank hears; rank 1 looks at the folder `own`, or has another model."""
+    """This rank's error; rank 1 loads from the folder `own`, or has another model."""
     case = CASE.but(shapes=((7, 9), (34,))) if own == "model" and rank == 1 else CASE
     run = Run(case.but(seed=1), 0, rank, group())
     before = run.all()
@@ -163,7 +163,7 @@ def save_on(rank: int, size: int, folder: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__2_0.distcp", "index.json"])
-def test_what_one_rank_finds_all_ranks_hear(name: str, tmp_path: Path) -> None:
+def test_damage_that_one_rank_finds_is_an_error_on_all(name: str, tmp_path: Path) -> None:
     run_ranks(3, save_on, str(tmp_path), 5)
     flip(path_of(tmp_path, name), 0.5, 1)
     texts = run_ranks(3, refused_on, str(tmp_path), None)
@@ -173,7 +173,7 @@ def test_what_one_rank_finds_all_ranks_hear(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", ["model", "another folder", "no folder"])
-def test_what_is_wrong_on_one_rank_alone_all_ranks_hear(own: str, tmp_path: Path) -> None:
+def test_a_wrong_folder_or_model_on_one_rank_is_an_error_on_all(own: str, tmp_path: Path) -> None:
     run_ranks(3, save_on, str(tmp_path / "one"), 5)
     run_ranks(3, save_on, str(tmp_path / "another folder"), 6)
     given = own if own == "model" else str(tmp_path / own)
@@ -238,7 +238,7 @@ def test_a_planted_pickle_in_torchs_own_index_is_not_read(tmp_path: Path) -> Non
     assert not mark.exists()
 
 
-def test_the_planted_pickle_is_live(tmp_path: Path) -> None:
+def test_the_planted_pickle_runs_if_unpickled(tmp_path: Path) -> None:
     """Whoever unpickles it runs it: the tests above could fail."""
     mark = tmp_path / "it ran"
     pickle.loads(Payload(mark).pickled())
@@ -259,28 +259,28 @@ def calls(source: str) -> list[ast.Call]:
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
 
 
-def loads_carelessly(call: ast.Call) -> bool:
+def loads_without_weights_only(call: ast.Call) -> bool:
     given = {k.arg: ast.unparse(k.value) for k in call.keywords}
     return ast.unparse(call.func) == "torch.load" and given.get("weights_only") != "True"
 
 
 def test_every_load_of_the_repository_says_weights_only() -> None:
     """But for the one above that shows what it is good for; and no code but tests imports pickle."""
-    careless = []
+    unsafe = []
     for layer in ("onebit", "kernels", "collectives", "perf", "examples", "tests"):
         for path in (ROOT / layer).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
-            careless += [path.name for call in calls(source) if loads_carelessly(call)]
+            unsafe += [path.name for call in calls(source) if loads_without_weights_only(call)]
             if layer != "tests":
                 assert not {"import pickle", "from pickle"} & {line[:13].strip() for line in source.splitlines()}, path
-    assert careless == [Path(__file__).name]
-    assert loads_carelessly(calls("torch.load(x)")[0])
+    assert unsafe == [Path(__file__).name]
+    assert loads_without_weights_only(calls("torch.load(x)")[0])
 
 
 # What can't be loaded is not saved
 
 
-class Stranger:
+class Unknown:
     pass
 
 
@@ -288,8 +288,8 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     run = Run(CASE, 5)
     run.save(tmp_path)
     before = checkpoints.manifest(tmp_path)
-    run.optimizer.param_groups[0]["note"] = Stranger()
-    with pytest.raises(ValueError, match=r"Stranger.*could be saved and not be loaded"):
+    run.optimizer.param_groups[0]["note"] = Unknown()
+    with pytest.raises(ValueError, match=r"Unknown.*could be saved and not be loaded"):
         run.save(tmp_path)
     assert checkpoints.manifest(tmp_path) == before
 
@@ -312,7 +312,7 @@ def test_a_checkpoint_may_be_moved(tmp_path: Path) -> None:
     assert same(run.all(), Run(CASE, 6).all())
 
 
-def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
+def test_a_false_index_is_refused(tmp_path: Path) -> None:
     """With checksums that fit: no room is made that the files could not fill, no file is read beyond its end."""
     folder = saved(tmp_path)
     whole = entries(folder)

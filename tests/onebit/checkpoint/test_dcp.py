@@ -32,7 +32,7 @@ def dcp_round_trip(rank, size, case, folder, steps):
 @kinds
 @pytest.mark.parametrize("steps", [2, 6])
 @pytest.mark.parametrize("options", [{"freeze_step": 3}, {"freeze_step": 3, "scale": "tensor", "chunks": 2}])
-def test_dcp_gives_every_rank_its_own_back(kind, options, steps, tmp_path):
+def test_dcp_restores_each_ranks_own_state(kind, options, steps, tmp_path):
     case = Case(kind, options=options, groups=TWO_GROUPS)
     states = run_ranks(2, dcp_round_trip, case, str(tmp_path), steps)
     own = [s["state"][3].get(f"residual_of_rank_{r}") for r, s in enumerate(states)]
@@ -73,6 +73,6 @@ def dcp_by_name_in_both_stages(rank, size, case, folder):
 
 
 @kinds
-def test_dcp_with_names_for_keys(kind, tmp_path):
+def test_dcp_restores_states_keyed_by_name(kind, tmp_path):
     case = Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS)
     run_ranks_once(2, dcp_by_name_in_both_stages, (case, str(tmp_path)))

@@ -27,7 +27,7 @@ ADAMW = {
 }
 
 
-def near(params, others):
+def assert_params_near(params, others):
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
@@ -55,7 +55,7 @@ def test_adamw_continues_in_stage_1(kind, name):
     run(case, 0, optimizer, params, 6, 9)
     run(case, 0, adamw, theirs, 6, 9)
     if kind == "OneBitAdam":
-        near(params, theirs)
+        assert_params_near(params, theirs)
     assert [int(own["step"]) for own in optimizer.state_dict()["state"].values()] == [9] * 4
 
 
@@ -143,7 +143,7 @@ def test_a_fresh_optimizer_can_not_start_in_stage_2(kind):
 
 
 @kinds
-def test_amsgrad_warns(kind):
+def test_an_amsgrad_state_loads_with_a_warning(kind):
     case = Case(kind, options={"freeze_step": 20})
     theirs, adamw = adamw_run(case, 5, amsgrad=True)
     optimizer = case.build(theirs)
@@ -174,11 +174,11 @@ def test_stage_1_continues_as_adamw():
     adamw.load_state_dict(snapshot(optimizer.state_dict()))
     run(case, 0, optimizer, params, 6, 9)
     run(case, 0, adamw, theirs, 6, 9)
-    near(params, theirs)
+    assert_params_near(params, theirs)
 
 
-def test_a_run_that_adamw_went_on_with_comes_back():
-    """AdamW counts its own steps, and hands on what it does not know as it got it."""
+def test_a_run_continues_from_an_adamw_that_loaded_it():
+    """AdamW counts its own steps, and keeps entries that it does not know as they are."""
     case = Case(options={"freeze_step": 10})
     params, optimizer = trained(case, 0, 5)
     theirs = other_parameters(case)
@@ -191,6 +191,6 @@ def test_a_run_that_adamw_went_on_with_comes_back():
     assert [int(own["step"]) for own in again.state_dict()["state"].values()] == [9] * 4
     run(case, 0, optimizer, params, 6, 10)
     take(case, 0, again, theirs, 10)
-    near(params, theirs)
+    assert_params_near(params, theirs)
     take(case, 0, again, theirs, 11)
     assert again.compressing

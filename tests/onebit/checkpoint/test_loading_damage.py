@@ -154,13 +154,13 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
         ("counted_bits", torch.zeros(1, dtype=torch.uint8), "counted_bits .* shape"),
     ],
 )
-def test_what_lamb_keeps_is_looked_at(what: str, value: Any, match: str) -> None:
+def test_damage_to_lambs_own_state_is_refused(what: str, value: Any, match: str) -> None:
     state = damaged(6, "OneBitLamb", (*ONE, "step"), torch.tensor(6.0))
     state["state"][0][what] = value
     assert_refused("OneBitLamb", 6, state, match)
 
 
-def test_merged_states_are_looked_at() -> None:
+def test_merge_states_refuses_damaged_states() -> None:
     good = snapshot(Run(CASE, 6).optimizer.state_dict())
     for path, value, match in (
         (NUMBERS, [1], "is a list"),
@@ -177,7 +177,7 @@ def test_merged_states_are_looked_at() -> None:
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(0), np.zeros(3), 10**400, nan, None, "x", [1]])
 @pytest.mark.parametrize("name", ["coeff_beta", "min_coeff", "factor_max", "factor_threshold", "ratio"])
-def test_lambs_numbers_are_numbers(name: str, value: Any) -> None:
+def test_lambs_options_are_numbers_or_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"coeff|factor|ratio"):
         onebit.OneBitLamb(CASE.parameters(), **{name: value})
 
@@ -186,7 +186,7 @@ def test_lambs_numbers_are_numbers(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["freeze_step", "freeze_window", "zero_variance", "scale", "norm", "chunks", "variance_floor"]
 )
-def test_options_of_any_kind_are_refused_with_a_word(name: str, value: Any) -> None:
+def test_options_of_a_wrong_type_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         onebit.OneBitAdam(CASE.parameters(), **{name: value})
 
@@ -200,6 +200,6 @@ def test_a_group_without_parameters_is_refused(group: Any) -> None:
 
 
 @pytest.mark.parametrize("numel", [None, 1.5, "7", [1.5], torch.empty(3, device="meta"), torch.zeros(1).expand(2**40)])
-def test_a_number_of_elements_is_a_number(numel: Any) -> None:
+def test_a_number_of_elements_of_a_wrong_type_is_refused(numel: Any) -> None:
     with pytest.raises(TypeError, match="numel="):
         onebit.CompressedAllReduce(numel)

@@ -47,10 +47,10 @@ MOVES = {
 def test_other_ranks_keep_the_mean_residual(kind, move):
     there, size, options, here = MOVES[move]
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
-    got = saved_and_loaded(case, there, size, here, lambda states: [onebit.merge_states(states)])
-    saved, before, beta1 = got.saved, got.before, per_element(case, lambda o: o["betas"][0])
+    moved = saved_and_loaded(case, there, size, here, lambda states: [onebit.merge_states(states)])
+    saved, before, beta1 = moved.saved, moved.before, per_element(case, lambda o: o["betas"][0])
     assert min(np.abs(saved.e).max(), np.abs(saved.server).max(), np.abs(saved.m).max()) > 0
-    assert got.texts == [[]] * size
+    assert moved.warned == [[]] * size
     assert_near(before.d, saved.d)
     assert_near(before.server, saved.server)
     blocks_fit = not {"block_size", "scale"} & here.keys() and case.options.get("scale") != "tensor"
@@ -60,7 +60,7 @@ def test_other_ranks_keep_the_mean_residual(kind, move):
     else:
         assert not before.m.any()
         assert_near(before.e, saved.e + beta1 * saved.m)
-    assert_step(got.case, size, 7, saved, got.after, got.x, got.params)
+    assert_step(moved.case, size, 7, saved, moved.after, moved.x, moved.params)
 
 
 @kinds
@@ -81,7 +81,7 @@ def test_merged_states_on_as_many_ranks_continue_bit_for_bit(kind, scale):
     own = run_ranks(3, load_run, case, states, values, 7)
     merged = run_ranks(3, load_run, case, [onebit.merge_states(states[::-1])], values, 7)
     for one, other in zip(own, merged, strict=True):
-        assert one.texts == other.texts == []
+        assert one.warned == other.warned == []
         assert one.end == other.end
         assert same(one.after, other.after)
 
@@ -111,7 +111,7 @@ def load_stage_1(rank, size, case, state, values):
     assert optimizer.compressing
 
 
-def test_merge_states_says_what_does_not_belong_together():
+def test_merge_states_refuses_states_of_different_steps():
     case = Case(options={"freeze_step": 1})
     with pytest.raises(ValueError, match="no states"):
         onebit.merge_states([])
@@ -129,8 +129,8 @@ def test_merge_states_leaves_its_arguments_as_they_are():
 
 @kinds
 @pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_tensors_of_a_state_are_plain(kind, scale):
-    """With the strides of a fresh tensor, so that any tool can look at their bytes."""
+def test_tensors_of_a_state_have_default_strides(kind, scale):
+    """With the strides of a fresh tensor, so that any tool can read their bytes."""
     _, optimizer = trained(Case(kind, options={"freeze_step": 3, "scale": scale}), 0, 5)
     for own in optimizer.state_dict()["state"].values():
         for name, value in own.items():
@@ -153,28 +153,28 @@ LOSSES = {
 def test_one_ranks_state_on_all_starts_from_zero_residuals(kind, loss):
     there, size, options, here = LOSSES[loss]
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
-    got = saved_and_loaded(case, there, size, here, lambda states: [states[0]])
-    assert_zero_residuals(got, size)
-    may_be_quiet = [0] if there == size and "block_size" not in here else []  # it has its own; it hears of the others
-    for rank, texts in enumerate(got.texts):
-        if rank not in may_be_quiet:
-            assert len(texts) == 1
-            assert "residuals" in texts[0]
-            assert "start from zero" in texts[0]
+    moved = saved_and_loaded(case, there, size, here, lambda states: [states[0]])
+    assert_zero_residuals(moved, size)
+    without_warning = [0] if there == size and "block_size" not in here else []  # that rank's own state is loaded
+    for rank, warned in enumerate(moved.warned):
+        if rank not in without_warning:
+            assert len(warned) == 1
+            assert "residuals" in warned[0]
+            assert "start from zero" in warned[0]
 
 
 @kinds
 def test_own_states_on_fewer_ranks_start_from_zero_residuals(kind):
-    """Not merged: a rank's own file does not tell what the others had left out."""
+    """Not merged: a rank's own file lacks what the others had left out."""
     case = Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS)
-    got = saved_and_loaded(case, 3, 2, {}, lambda states: states[:2])
-    assert_zero_residuals(got, 2)
-    assert all(len(texts) == 1 and "merge_states" in texts[0] for texts in got.texts)
+    moved = saved_and_loaded(case, 3, 2, {}, lambda states: states[:2])
+    assert_zero_residuals(moved, 2)
+    assert all(len(warned) == 1 and "merge_states" in warned[0] for warned in moved.warned)
 
 
-def assert_zero_residuals(got, size):
-    lost = SimpleNamespace(e=0.0, server=0.0, m=got.saved.m, d=got.saved.d)
-    assert_step(got.case, size, 7, lost, got.after, got.x, got.params)
+def assert_zero_residuals(moved, size):
+    lost = SimpleNamespace(e=0.0, server=0.0, m=moved.saved.m, d=moved.saved.d)
+    assert_step(moved.case, size, 7, lost, moved.after, moved.x, moved.params)
 
 
 def load_different_states(rank, size, case):
@@ -188,6 +188,6 @@ def load_different_states(rank, size, case):
 
 
 @kinds
-def test_ranks_that_loaded_different_states_hear_of_it(kind):
+def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(kind):
     """Also in an optimizer whose ranks had agreed before."""
     run_ranks(2, load_different_states, Case(kind, options={"freeze_step": 3}))

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from tests.onebit.checkpoint.states import adamw_run, seen, trained
+from tests.onebit.checkpoint.states import adamw_run, counters, trained
 from tests.onebit.runs import Case, bits, kinds, run, same, snapshot
 from tests.ranks import group, run_ranks
 
@@ -66,9 +66,9 @@ BROKEN_STAGE_2 = {
 
 
 def assert_refused(case, steps, broken, match):
-    """The optimizer did not notice: this step and the next are those of one that was given nothing."""
+    """Nothing has changed: the next two steps are those of an optimizer that loaded nothing."""
     params, optimizer = trained(case.but(seed=1), 0, steps)
-    state, values, numbers = snapshot(optimizer.state_dict()), bits(params), seen(optimizer)
+    state, values, numbers = snapshot(optimizer.state_dict()), bits(params), counters(optimizer)
     shown = {p: snapshot(own) for p, own in optimizer.state.items()}
     current = optimizer.current
     with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def assert_refused(case, steps, broken, match):
             optimizer.load_state_dict(broken)
     assert optimizer.current is current
     assert bits(params) == values
-    assert seen(optimizer) == numbers
+    assert counters(optimizer) == numbers
     assert same(snapshot(optimizer.state_dict()), state)
     assert all(same(snapshot(optimizer.state[p]), own) for p, own in shown.items())
     others, undisturbed = trained(case.but(seed=1), 0, steps)
@@ -137,7 +137,7 @@ def load_one_dtype(rank, size, case, states):
 
 @kinds
 def test_a_state_of_other_dtypes_changes_nothing(kind):
-    """Saved with parameters in two dtypes, which lie in two spaces; here in one, so that E lies on other ranks."""
+    """Saved with parameters in two dtypes, which lie in two flat states; here in one, so that E lies on other ranks."""
     case = broken_case(kind)
     run_ranks(2, load_one_dtype, case, run_ranks(2, save_two_dtypes, case, 6))
 

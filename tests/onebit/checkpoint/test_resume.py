@@ -6,7 +6,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, other_parameters, seen, set_parameters, trained
+from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, counters, other_parameters, set_parameters, trained
 from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks, run_ranks_once
 
@@ -29,7 +29,7 @@ def resume_at_every_step(rank, size, case, folder, ahead=2):
             take(case, rank, optimizer, params, step)
             assert bits(params) == expected[step - 1], f"saving changed step {step}"
         states.append(snapshot(optimizer.state_dict()))
-        numbers.append(seen(optimizer))
+        numbers.append(counters(optimizer))
         values = [p.detach() for p in params]
         torch.save({"model": values, "optimizer": states[-1]}, f"{folder}/{step}-{rank}.pt")
     assert same(states[-1], end), "saving changed the state"
@@ -45,14 +45,14 @@ def resume_at_every_step(rank, size, case, folder, ahead=2):
             optimizer.load_state_dict(saved["optimizer"])
         if not start % 2:
             set_parameters(params, saved["model"])
-        assert seen(optimizer) == numbers[start], f"loaded after step {start}"
+        assert counters(optimizer) == numbers[start], f"loaded after step {start}"
         assert same(snapshot(optimizer.state_dict()), states[start]), f"loaded after step {start}"
         last = min(start + ahead, case.steps)
         for step in range(start + 1, last + 1):
             take(case, rank, optimizer, params, step)
             assert bits(params) == expected[step - 1], f"resumed after step {start}, wrong at step {step}"
         assert same(snapshot(optimizer.state_dict()), states[last]), f"resumed after step {start}, wrong at {last}"
-        assert seen(optimizer) == numbers[last], f"resumed after step {start}, wrong at {last}"
+        assert counters(optimizer) == numbers[last], f"resumed after step {start}, wrong at {last}"
     return stages, numbers[-1]
 
 
@@ -84,7 +84,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, size, name, tmp_path):
 @kinds
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"scale": "tensor", "chunks": 2}])
-def test_steps_that_are_skipped_before_and_after_a_resume(kind, size, options, tmp_path):
+def test_resume_is_bit_exact_with_skipped_steps_before_and_after(kind, size, options, tmp_path):
     """Also the first after a resume, also the first that would have compressed: that one leaves exp_avg in e."""
     bad = tuple((step, step % size, value) for step, value in ((2, nan), (5, inf), (7, nan), (8, nan)))
     case = Case(kind, steps=10, options={"freeze_step": 3, **options}, bad=bad, missing=((6, 0, 1), (9, size - 1, 2)))
@@ -98,14 +98,14 @@ def test_steps_that_are_skipped_before_and_after_a_resume(kind, size, options, t
 def test_coordinates_without_a_variance_survive_a_resume(kind, zero_variance, tmp_path):
     never = tuple((step, rank, 2) for step in range(1, 9) for rank in range(2))
     case = Case(kind, steps=8, options={"freeze_step": 3, "zero_variance": zero_variance}, missing=never)
-    with_warning(run_ranks(2, resume_where_some_are_dead, case, str(tmp_path)))
+    assert_warned(run_ranks(2, resume_without_some_variances, case, str(tmp_path)))
 
 
-def with_warning(results):
+def assert_warned(results):
     assert any("without a variance" in text for texts in results for text in texts)
 
 
-def resume_where_some_are_dead(rank, size, case, folder):
+def resume_without_some_variances(rank, size, case, folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params, optimizer = trained(case, rank, 5, group())
@@ -140,7 +140,7 @@ def second_half(rank, size, case, folder):
 
 
 @kinds
-def test_resume_in_new_processes(kind, tmp_path):
+def test_resume_in_new_processes_is_bit_exact(kind, tmp_path):
     case = Case(kind, options={"freeze_step": 4}, groups=TWO_GROUPS)
     whole = run_ranks_once(2, first_half, (case, str(tmp_path)))
     resumed = run_ranks_once(2, second_half, (case, str(tmp_path)))
@@ -149,7 +149,7 @@ def test_resume_in_new_processes(kind, tmp_path):
         assert same(one[1], other[1])
 
 
-def adopt_chunks(rank, size, case):
+def resume_with_measured_chunks(rank, size, case):
     params, optimizer = trained(case, rank, 6, group())
     state, values = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
     run(case, rank, optimizer, params, 7, 9)
@@ -165,6 +165,6 @@ def adopt_chunks(rank, size, case):
 
 @kinds
 @pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_measured_chunks_stay_those_of_the_saved_run(kind, scale):
+def test_a_resumed_run_keeps_the_chunks_of_the_saved_one(kind, scale):
     """What is measured anew may differ, and under a tensor scale so would the numerics."""
-    run_ranks(2, adopt_chunks, Case(kind, options={"freeze_step": 3, "chunks": 3, "scale": scale}))
+    run_ranks(2, resume_with_measured_chunks, Case(kind, options={"freeze_step": 3, "chunks": 3, "scale": scale}))

@@ -11,7 +11,15 @@ import numpy as np
 from torch import nn
 
 from tests import oracle
-from tests.onebit.optim.simulation import ROUNDING, Simulation, decoded, hypers, the_group, turned, whole_scale
+from tests.onebit.optim.simulation import (
+    ROUNDING,
+    Simulation,
+    any_flipped,
+    decoded,
+    group_or_none,
+    hypers,
+    whole_scale,
+)
 from tests.onebit.runs import Case, arrays, bits, take
 
 RATIO = 1e-5  # relative: the largest of quotients of v_T, which comes back from d, and v, which holds (m - b1 m_prev)^2
@@ -62,19 +70,19 @@ def lamb_hypers(case):
     return [oracle.LambHyper(h["lr"], *h["betas"], h["eps"], h["weight_decay"], **own) for h in hypers(case)]
 
 
-def quietly(work):
-    """Without the warning of coordinates without a variance: test_stages.py is of this."""
+def without_warnings(work):
+    """Without the warning of coordinates without a variance: other tests are of these."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return work()
 
 
-def fp32(params, optimizer):
+def updated_values(params, optimizer):
     """What the optimizer moves: fp32 parameters, or their copy."""
     return arrays([optimizer.state[p].get("master", p) for p in params])
 
 
-def numpy(tensor):
+def as_numpy(tensor):
     return tensor.detach().double().numpy().copy()
 
 
@@ -100,32 +108,32 @@ class Recorded:
 
 
 def both_stages(rank, size, case):
-    return quietly(lambda: _both_stages(rank, size, case))
+    return without_warnings(lambda: _both_stages(rank, size, case))
 
 
 def _both_stages(rank, size, case):
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     recorded: dict[str, list[Any]] = {name: [] for name in ("d", "e", "E", "m", "v", "ratio", "coefficient", "x")}
-    everything, before = [], {}
+    all_bits, before = [], {}
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
-        everything.append(bits(params))
+        all_bits.append(bits(params))
         [part] = optimizer.current.parts
         state = part.state
         if step == case.options["freeze_step"]:
             own = [optimizer.state[p] for p in state.params]
             before = {
-                "x0": fp32(state.params, optimizer),
+                "x0": updated_values(state.params, optimizer),
                 "m0": arrays([s["exp_avg"] for s in own]),
                 "v0": arrays([s["exp_avg_sq"] for s in own]),
-                "average0": numpy(state["coefficient_average"]),
+                "average0": as_numpy(state["coefficient_average"]),
             }
         assert optimizer.compressing == (step > case.options["freeze_step"])
         if optimizer.compressing:
             record(recorded, optimizer, part)
-    gamma = numpy(state["gamma"]) if "gamma" in state else None
-    return Recorded(**before, average=numpy(state["coefficient_average"]), gamma=gamma, **recorded, bits=everything)
+    gamma = as_numpy(state["gamma"]) if "gamma" in state else None
+    return Recorded(**before, average=as_numpy(state["coefficient_average"]), gamma=gamma, **recorded, bits=all_bits)
 
 
 def record(recorded, optimizer, part):
@@ -139,9 +147,9 @@ def record(recorded, optimizer, part):
         "coefficient": state["coefficient"],
     }
     for name, tensor in found.items():
-        recorded[name].append(numpy(tensor))
+        recorded[name].append(as_numpy(tensor))
     recorded["m"].append(decoded(exchange.replies))
-    recorded["x"].append(fp32(state.params, optimizer))
+    recorded["x"].append(updated_values(state.params, optimizer))
 
 
 class LambSimulation(Simulation):
@@ -160,8 +168,8 @@ class LambSimulation(Simulation):
             scale=scale, bias_correction=self.corrected, zero_variance=own.get("zero_variance", "floor"),
         )  # fmt: skip
         self.d = self.frozen.d
-        self.live = self.layout.flatten(self.d) > 0
-        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.live)
+        self.has_variance = self.layout.flatten(self.d) > 0
+        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.has_variance)
         self.m, self.v, self.r = m, self.frozen.v, np.ones(len(m))
         self.gamma = self.layout.flatten([np.full(a.shape, g) for a, g in zip(m, self.frozen.gamma, strict=True)], 1.0)
 
@@ -190,17 +198,17 @@ def check(case, recorded):
         assert all(map(np.array_equal, own.ratio, first.ratio)), "the ranks have other ratios"
     sim.freeze(first.m0, first.v0, first.average0)
     check_freeze(case, first, sim)
-    x, compared, ways = first.x0, 0, []
+    x, compared, reasons = first.x0, 0, []
     for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
         m, v, r = sim.m, sim.v, sim.r
         compared += check_exchange(sim, recorded, i, x, step)
-        sim.m = sim.shaped(np.where(sim.live, first.m[i] / sim.gamma, 0.0))
-        ways.append(check_update(sim, first, i, (x, m, v, r), step))
+        sim.m = sim.shaped(np.where(sim.has_variance, first.m[i] / sim.gamma, 0.0))
+        reasons.append(check_update(sim, first, i, (x, m, v, r), step))
         x, sim.v, sim.r = first.x[i], sim.shaped(first.v[i]), first.ratio[i]
-        sim.all_reduce.worker = [np.where(sim.live, own.e[i], 0.0) for own in recorded]
-        sim.all_reduce.server = np.where(sim.live, first.E[i], 0.0)
+        sim.all_reduce.worker = [np.where(sim.has_variance, own.e[i], 0.0) for own in recorded]
+        sim.all_reduce.server = np.where(sim.has_variance, first.E[i], 0.0)
     assert compared >= 0.9 * (case.steps - sim.freeze_step), f"only {compared} steps could be compared"
-    return set().union(*ways)
+    return set().union(*reasons)
 
 
 def check_freeze(case, first, sim):
@@ -220,18 +228,18 @@ def check_exchange(sim, recorded, i, x, step):
     first, reduce, sizes = recorded[0], sim.all_reduce, sim.sizes(step)
     server_size = sum(sizes) / sim.ranks + np.abs(reduce.server)
     sim.step(x, step)
-    away = False
+    flipped = False
     for rank, messages in enumerate(reduce.gathered):
         size, what = sizes[rank] + whole_scale(messages), f"what rank {rank} has left out in step {step}"
-        away |= turned(recorded[rank].e[i], reduce.worker[rank], messages, size, sim.live, what)
-    if away:  # what rounding has turned is in this step's average
+        flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, sim.has_variance, what)
+    if flipped:  # the flipped sign is in this step's average
         return False
     size = server_size + whole_scale(reduce.scattered) + sum(map(whole_scale, reduce.gathered)) / sim.ranks
     what = f"what the servers have left out in step {step}"
-    away |= turned(first.E[i], reduce.server, reduce.scattered, size, sim.live, what)
+    flipped |= any_flipped(first.E[i], reduce.server, reduce.scattered, size, sim.has_variance, what)
     m = sim.gamma * sim.layout.flatten(sim.m)
-    away |= turned(first.m[i], m, reduce.scattered, size, sim.live, f"the momentum of step {step}")
-    return not away
+    flipped |= any_flipped(first.m[i], m, reduce.scattered, size, sim.has_variance, f"the momentum of step {step}")
+    return not flipped
 
 
 def check_update(sim, first, i, before, step):
@@ -252,11 +260,11 @@ def check_update(sim, first, i, before, step):
         allowed = 1e-6 * np.abs(old) + 2 * RATIO * np.abs(new - old)
         assert np.all(np.abs(got - new) <= allowed), f"parameters {what}"
         assert np.array_equal(got[d == 0], old[d == 0]), f"what cannot move has moved in step {step}"
-    return {how(*own) for own in zip(sim.unclipped(fresh), r, ratio, sim.hypers, holds, strict=True)}
+    return {reason_of_ratio(*own) for own in zip(sim.unclipped(fresh), r, ratio, sim.hypers, holds, strict=True)}
 
 
-def how(unclipped, before, after, h, holds):
-    """What a ratio is, so that a test can tell that it has seen all of it."""
+def reason_of_ratio(unclipped, before, after, h, holds):
+    """Which of its bounds a ratio comes from, so that a test can check that it covers all of them."""
     if not holds:
         return "none"
     if after in (h.factor_min, h.factor_max):

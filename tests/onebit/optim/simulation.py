@@ -34,7 +34,7 @@ def on_ranks(size, work, *args):
     return run_ranks(size, work, *args) if size > 1 else [work(0, 1, *args)]
 
 
-def the_group(size):
+def group_or_none(size):
     return group() if size > 1 else None
 
 
@@ -54,7 +54,7 @@ def averaged(case, ranks, step):
     return means
 
 
-def decay(step):
+def lr_factor(step):
     return 1 / (1 + step / 10)
 
 
@@ -104,7 +104,7 @@ def both_stages(rank, size, case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # other tests are of these
         params = case.parameters()
-        optimizer = case.build(params, the_group(size))
+        optimizer = case.build(params, group_or_none(size))
         recorded: dict[str, list[Any]] = {name: [] for name in ("e", "E", "m", "x", "bits")}
         before: Any = None
         for step in range(1, case.steps + 1):
@@ -163,9 +163,9 @@ class Simulation:
         """Stage 2 begins with m, nothing left out, and d."""
         options = self.case.options
         self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
-        self.live = self.layout.flatten(self.d) > 0
+        self.has_variance = self.layout.flatten(self.d) > 0
         scale, norm = options.get("scale", "block"), options.get("norm", "l1")
-        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.live)
+        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.has_variance)
         self.m = m
 
     def sizes(self, step):
@@ -188,10 +188,10 @@ def whole_c(messages):
     return np.concatenate([m.c for m in messages])
 
 
-def turned(got, expected, messages, size, live, what):
-    """`got` is `expected`, or 2 scales away where |c| is within rounding of 0. Returns whether that is so anywhere."""
+def any_flipped(got, expected, messages, size, has_variance, what):
+    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0. Returns whether that is so anywhere."""
     allowed, scale = ROUNDING * size, whole_scale(messages)
-    off = np.where(live, np.abs(got - expected), 0.0)
+    off = np.where(has_variance, np.abs(got - expected), 0.0)
     unsure = (np.abs(whole_c(messages)) <= allowed) & (np.abs(off - 2 * scale) <= allowed)
     wrong = ~((off <= allowed) | unsure)
     where = np.flatnonzero(wrong)[:4]
@@ -206,28 +206,30 @@ def check(case, recorded):
     sim.freeze(sim.ordered(first.warm.exp_avg), sim.ordered(first.warm.exp_avg_sq))
     for d, expected in zip(sim.ordered(first.denominator), sim.d, strict=True):
         np.testing.assert_allclose(d, expected, rtol=1e-6)
-    live, x, compared = sim.live, sim.ordered(first.warm.x), 0
+    has_variance, x, compared = sim.has_variance, sim.ordered(first.warm.x), 0
     for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
         reduce, sizes = sim.all_reduce, sim.sizes(step)
         server_size = sum(sizes) / sim.ranks + np.abs(reduce.server)
         sim.step(x, step)
-        away = False
+        flipped = False
         for rank, messages in enumerate(reduce.gathered):
             size = sizes[rank] + whole_scale(messages)
             what = f"what rank {rank} has left out in step {step}"
-            away |= turned(recorded[rank].e[i], reduce.worker[rank], messages, size, live, what)
-        if not away:  # what rounding has turned is in this step's average
+            flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, has_variance, what)
+        if not flipped:  # the flipped sign is in this step's average
             size = server_size + whole_scale(reduce.scattered) + sum(map(whole_scale, reduce.gathered)) / sim.ranks
             what = f"what the servers have left out in step {step}"
-            away |= turned(first.E[i], reduce.server, reduce.scattered, size, live, what)
+            flipped |= any_flipped(first.E[i], reduce.server, reduce.scattered, size, has_variance, what)
             flat = sim.layout.flatten(sim.m)
-            away |= turned(first.m[i], flat, reduce.scattered, size, live, f"the momentum of step {step}")
-            compared += not away
-        sim.m = sim.shaped(np.where(live, first.m[i], 0.0))
+            flipped |= any_flipped(
+                first.m[i], flat, reduce.scattered, size, has_variance, f"the momentum of step {step}"
+            )
+            compared += not flipped
+        sim.m = sim.shaped(np.where(has_variance, first.m[i], 0.0))
         check_update(sim, x, sim.ordered(first.x[i]), step)
         x = sim.ordered(first.x[i])
-        reduce.worker = [np.where(live, r.e[i], 0.0) for r in recorded]
-        reduce.server = np.where(live, first.E[i], 0.0)
+        reduce.worker = [np.where(has_variance, r.e[i], 0.0) for r in recorded]
+        reduce.server = np.where(has_variance, first.E[i], 0.0)
     assert compared >= 0.9 * (case.steps - sim.freeze_step), f"only {compared} steps could be compared"
 
 

@@ -14,11 +14,11 @@ from tests.onebit.optim.simulation import (
     Warm,
     assert_close,
     averaged,
-    decay,
+    group_or_none,
     hypers,
+    lr_factor,
     on_ranks,
     oracle_hyper,
-    the_group,
     warm,
 )
 from tests.onebit.runs import Case, arrays, take
@@ -26,8 +26,8 @@ from tests.onebit.runs import Case, arrays, take
 
 def stage_1(rank, size, case):
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    optimizer = case.build(params, group_or_none(size))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         schedule.step()
@@ -38,7 +38,7 @@ def adamw(case, ranks, dtype=torch.float64):
     """torch.optim.AdamW on the averaged gradients. A gradient that is None counts as zero."""
     params = [nn.Parameter(p.detach().to(dtype)) for p in case.parameters()]
     optimizer = torch.optim.AdamW([{"params": [p], **h} for p, h in zip(params, hypers(case), strict=True)])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     for step in range(1, case.steps + 1):
         for p, g in zip(params, averaged(case, ranks, step), strict=True):
             p.grad = g.to(dtype)

@@ -31,7 +31,7 @@ STAGES = Case(
 )
 
 
-def several(rank, size, cases):
+def run_all(rank, size, cases):
     return [both_stages(rank, size, case) for case in cases]
 
 
@@ -50,7 +50,7 @@ def test_100_steps_of_stage_2_equal_the_simulation(size):
         options(STAGES, scale=scale, norm=norm, bias_correction=corrected, chunks=1 + i % 3)
         for i, (scale, norm, corrected) in enumerate(CHOICES[size])
     ]
-    for case, recorded in zip(cases, zip(*on_ranks(size, several, cases), strict=True), strict=True):
+    for case, recorded in zip(cases, zip(*on_ranks(size, run_all, cases), strict=True), strict=True):
         check(case, recorded)
 
 
@@ -63,7 +63,7 @@ def test_stage_2_in_16_bits_equals_the_simulation(dtype, master):
 
 @pytest.mark.parametrize("scale", ["block", "tensor"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_simulation_that_is_left_alone(size, scale):
+def test_stage_2_follows_a_simulation_that_is_never_synced(size, scale):
     """From the first step of stage 1 on, until |c| is within rounding of 0 anywhere; these gradients leave 15 steps."""
     case = options(STAGES.but(steps=38), scale=scale)
     recorded, sim = on_ranks(size, both_stages, case)[0], Simulation(case, size)
@@ -77,7 +77,7 @@ def test_a_simulation_that_is_left_alone(size, scale):
     for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
         x = sim.step(x, step)
         messages = [*sim.all_reduce.gathered, sim.all_reduce.scattered]
-        if any((sim.live & (np.abs(whole_c(ms)) <= ROUNDING * whole_scale(ms))).any() for ms in messages):
+        if any((sim.has_variance & (np.abs(whole_c(ms)) <= ROUNDING * whole_scale(ms))).any() for ms in messages):
             break
         for got, expected in zip(sim.ordered(recorded.x[i]), x, strict=True):
             assert np.abs(got - expected).max(initial=0.0) <= ROUNDING * np.abs(expected).max(initial=0.0)

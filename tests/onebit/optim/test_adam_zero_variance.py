@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import onebit
-from tests.onebit.optim.simulation import both_stages, check, on_ranks, options, the_group
+from tests.onebit.optim.simulation import both_stages, check, group_or_none, on_ranks, options
 from tests.onebit.runs import Case, bits, take
 
 EMBEDDING = Case(
@@ -20,7 +20,7 @@ EMBEDDING = Case(
 @pytest.mark.parametrize("scale", ["block", "tensor"])
 @pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_that_no_gradient_has_touched(size, zero_variance, scale):
+def test_rows_without_a_gradient_move_with_the_floor_and_stay_with_hold(size, zero_variance, scale):
     """`check` knows of the floor, of what never moves, and of what stays out of the scale."""
     case = options(EMBEDDING, zero_variance=zero_variance, scale=scale)
     recorded = on_ranks(size, both_stages, case)
@@ -32,7 +32,7 @@ def test_rows_that_no_gradient_has_touched(size, zero_variance, scale):
     assert np.array_equal(recorded[0].warm.x[2], recorded[0].x[-1][2])
 
 
-def test_gradients_of_frozen_coordinates_change_nothing():
+def test_with_hold_gradients_of_coordinates_without_a_variance_change_nothing():
     """Neither the scale nor any parameter, however large."""
     ends = []
     for largest in (0.0, 1e6):
@@ -56,7 +56,7 @@ def freeze_warnings(rank, size, zero_variance):
     params = EMBEDDING.parameters()
     names = list(zip(("embedding.weight", "a", "b", "c"), params, strict=True))
     optimizer = onebit.OneBitAdam(
-        names, freeze_step=6, zero_variance=zero_variance, process_group=the_group(size), block_size=32
+        names, freeze_step=6, zero_variance=zero_variance, process_group=group_or_none(size), block_size=32
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -68,11 +68,11 @@ def freeze_warnings(rank, size, zero_variance):
 @pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_one_warning_names_the_parameters_and_counts(size, zero_variance):
-    (told,), *others = on_ranks(size, freeze_warnings, zero_variance)
-    assert "embedding.weight (24 of 96)" in told
-    assert "b (7 of 7)" in told
-    assert "a (" not in told and "c (" not in told
-    assert ("mean" in told) == (zero_variance == "floor")
+    (text,), *others = on_ranks(size, freeze_warnings, zero_variance)
+    assert "embedding.weight (24 of 96)" in text
+    assert "b (7 of 7)" in text
+    assert "a (" not in text and "c (" not in text
+    assert ("mean" in text) == (zero_variance == "floor")
     assert not any(others)
 
 

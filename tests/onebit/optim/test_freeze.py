@@ -1,4 +1,4 @@
-"""When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once; and what it says."""
+"""When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once, and the log."""
 
 import logging
 import math
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import onebit
+from tests.onebit.optim.simulation import group_or_none, on_ranks
 from tests.onebit.runs import Case, bits, kinds, run, take
-from tests.ranks import group, run_ranks
+from tests.ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,6 @@ RISING = STEADY.but(growth=0.2, until=60)
 SINKING = STEADY.but(growth=-0.012, until=70)
 
 
-def the_group(size):
-    return group() if size > 1 else None
-
-
-def on_ranks(size, work, *args):
-    return run_ranks(size, work, *args) if size > 1 else [work(0, 1, *args)]
-
-
 def vhat_norm(case, params, optimizer, step):
     """||vhat||_1 of the whole model after so many steps."""
     total = 0.0
@@ -56,16 +49,16 @@ class Traced:
     norms: list[float]  # ||vhat||_1 after step 1, 2, ...
     ratios: list[float | None]  # optimizer.freeze_ratio after step 1, 2, ...
     frozen: int | None  # the last step of stage 1
-    said: list[str]
+    messages: list[str]
     end: bytes
 
 
 def traced(rank, size, case):
     """Run until a few steps into stage 2."""
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     norms, ratios, frozen = [], [], None
-    with listening() as said:
+    with captured_logs() as messages:
         for step in range(1, case.steps + 1):
             take(case, rank, optimizer, params, step)
             if optimizer.compressing and frozen is None:
@@ -75,25 +68,25 @@ def traced(rank, size, case):
             ratios.append(optimizer.freeze_ratio)
             if frozen is not None and step > frozen + 3:
                 break
-    return Traced(norms, ratios, frozen, said, bits(params))
+    return Traced(norms, ratios, frozen, messages, bits(params))
 
 
-class listening(logging.Handler):
-    """What the library says at INFO, in a rank as well."""
+class captured_logs(logging.Handler):
+    """The messages that the library logs at INFO, in a rank as well."""
 
     def __enter__(self):
-        self.logger, self.said = logging.getLogger("onebit"), []
+        self.logger, self.messages = logging.getLogger("onebit"), []
         self.before = self.logger.level
         self.logger.setLevel(logging.INFO)
         self.logger.addHandler(self)
-        return self.said
+        return self.messages
 
     def __exit__(self, *_):
         self.logger.removeHandler(self)
         self.logger.setLevel(self.before)
 
     def emit(self, record):
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def ratio(norms, step, window):
@@ -101,7 +94,7 @@ def ratio(norms, step, window):
     return norms[step - 1] / norms[step - 1 - window] if step > window else None
 
 
-def rule(norms, window, threshold=0.96):
+def expected_freeze(norms, window, threshold=0.96):
     """The first step t >= 2D with min(r, 1/r) >= threshold."""
     for step in range(2 * window, len(norms) + 1):
         r = ratio(norms, step, window)
@@ -110,10 +103,10 @@ def rule(norms, window, threshold=0.96):
     return None
 
 
-def assert_follows(found, window, threshold=0.96):
+def assert_frozen_by_the_rule(found, window, threshold=0.96):
     assert found.frozen is not None, "stage 1 did not end: the test shows nothing"
-    assert rule(found.norms, window, threshold) == found.frozen
-    for step in range(1, len(found.norms) + 1):  # freeze_ratio lags by one step: nobody waits for the device
+    assert expected_freeze(found.norms, window, threshold) == found.frozen
+    for step in range(1, len(found.norms) + 1):  # freeze_ratio lags by one step: no step waits for the device
         shown, expected = found.ratios[step], ratio(found.norms, step, window)
         if expected is None:
             assert shown is None
@@ -127,7 +120,7 @@ def assert_follows(found, window, threshold=0.96):
 def test_stage_1_ends_where_the_rule_says_on_all_ranks(size, case):
     found = on_ranks(size, traced, case)
     for each in found:
-        assert_follows(each, WINDOW)
+        assert_frozen_by_the_rule(each, WINDOW)
         assert each.end == found[0].end
     if case is not STEADY:
         assert found[0].frozen > 2 * WINDOW + 10
@@ -138,7 +131,7 @@ def test_three_ranks_and_groups_with_a_window_each():
     groups = ({"betas": (0.9, 0.95)}, {"betas": (0.8, 0.9)}, {"betas": (0.9, 0.5)})
     found = run_ranks(3, traced, RISING.but(groups=groups))
     for each in found:
-        assert_follows(each, WINDOW)
+        assert_frozen_by_the_rule(each, WINDOW)
         assert each.end == found[0].end
 
 
@@ -156,7 +149,7 @@ def test_two_dtypes_count_as_one_model():
             break
         norms.append(vhat_norm(case, params, optimizer, step))
     assert frozen is not None
-    assert frozen == rule(norms, WINDOW)
+    assert frozen == expected_freeze(norms, WINDOW)
 
 
 def test_a_variance_that_grows_is_not_frozen():
@@ -171,21 +164,21 @@ def test_a_variance_that_grows_from_zero_is_not_frozen():
     found = traced(0, 1, STEADY.but(shapes=((4000,),), options={**SHORT, "bias_correction": False}))
     q = next(t for t in range(1000) if (1 - 0.95**t) / (1 - 0.95 ** (t + WINDOW)) >= 0.96) + WINDOW  # of its mean: 75
     assert abs(found.frozen - q) <= 5
-    assert_follows(found, WINDOW)
+    assert_frozen_by_the_rule(found, WINDOW)
 
 
 @pytest.mark.parametrize(("threshold", "window"), [(0.8, None), (0.99, None), (0.96, 7), (0.9, 31)])
 def test_the_threshold_and_the_window_can_be_chosen(threshold, window):
     options = {**SHORT, "freeze_threshold": threshold, "freeze_window": window}
     found = traced(0, 1, RISING.but(shapes=((8000,),), options=options))
-    assert_follows(found, window or WINDOW, threshold)
+    assert_frozen_by_the_rule(found, window or WINDOW, threshold)
     assert found.frozen != traced(0, 1, RISING.but(shapes=((8000,),))).frozen
 
 
-def test_steps_not_taken_are_no_part_of_the_trace():
+def test_skipped_steps_are_not_in_the_trace():
     """The same ratios and the same decision, as many steps later as were skipped."""
     at = (5, 33, 34, 60)
-    spoiled = RISING.but(
+    with_bad_gradients = RISING.but(
         bad=tuple((step, 0, value) for step, value in zip(at, (math.nan, math.inf, -math.inf, math.nan), strict=True))
     )
     found = []
@@ -195,7 +188,7 @@ def test_steps_not_taken_are_no_part_of_the_trace():
         ratios = []
         for step in range(1, RISING.steps + 1):
             if step in extra:
-                take(spoiled, 0, optimizer, params, step)
+                take(with_bad_gradients, 0, optimizer, params, step)
             take(RISING, 0, optimizer, params, step)
             ratios.append(optimizer.freeze_ratio)
             if optimizer.compressing:
@@ -210,7 +203,7 @@ def freeze_after(rank, size, kind, frozen, bad):
     """How many calls of step there were before the one that began stage 2."""
     case = Case(kind, steps=12, options={"freeze_step": frozen}, bad=bad)
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         if optimizer.compressing:
@@ -227,7 +220,7 @@ def test_a_number_is_the_last_step_of_stage_1(kind, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 @kinds
-def test_a_step_that_was_not_taken_does_not_count(kind, size):
+def test_a_skipped_step_does_not_count(kind, size):
     bad = ((1, size - 1, math.nan), (4, 0, math.inf), (6, 0, math.nan))
     assert on_ranks(size, freeze_after, kind, 5, bad) == [(8, 3)] * size
 
@@ -235,7 +228,7 @@ def test_a_step_that_was_not_taken_does_not_count(kind, size):
 def freeze_at_once(rank, size, kind):
     case = Case(kind, options={"freeze_step": 0})
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     before = bits(params)
     with pytest.raises(
         ValueError, match=r"stage 2 is to begin after 0 steps.*ive stage 1 some steps.*freeze_step=1"
@@ -268,11 +261,11 @@ def test_stage_2_from_the_start_with_the_variance_of_adamw():
         torch.testing.assert_close(optimizer.state[p]["denominator"].double(), expected, rtol=1e-6, atol=0)
 
 
-def test_the_rank_0_tells_of_the_ratio_and_of_stage_2():
+def test_rank_0_logs_the_ratio_and_the_start_of_stage_2():
     """Every D steps, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
     first, *others = run_ranks(3, traced, RISING)
-    assert all(each.said == [] for each in others)
-    *seen, last = first.said
+    assert all(each.messages == [] for each in others)
+    *seen, last = first.messages
     steps = range(WINDOW, first.frozen + 1, WINDOW)
     assert len(seen) == len(steps) >= 3
     for text, step in zip(seen, steps, strict=True):
@@ -282,7 +275,7 @@ def test_the_rank_0_tells_of_the_ratio_and_of_stage_2():
     assert "tage 2" in last and f"step {first.frozen}:" in last
 
 
-def test_what_is_told_goes_to_the_logger_onebit(caplog):
+def test_messages_go_to_the_logger_onebit(caplog):
     case = Case(options={"freeze_step": 3})
     params = case.parameters()
     optimizer = case.build(params)
@@ -324,7 +317,7 @@ def test_the_warning_points_to_where_the_optimizer_is_made(kind):
     assert caught[0].filename == __file__
 
 
-def test_a_small_training_run_shows_its_trace(caplog):
+def test_a_small_training_run_freezes_by_its_trace(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = onebit.OneBitAdam(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
@@ -343,7 +336,7 @@ def test_a_small_training_run_shows_its_trace(caplog):
     frozen = stages.index(True)
     assert frozen >= 2 * WINDOW
     assert stages == [False] * frozen + [True] * (200 - frozen)
-    assert ratios[:WINDOW] == [None] * WINDOW  # known from step 21 on, and heard of one step later
+    assert ratios[:WINDOW] == [None] * WINDOW  # known from step 21 on, and read one step later
     assert None not in ratios[WINDOW + 1 :]
     assert min(ratios[frozen], 1 / ratios[frozen]) >= 0.96
     assert all(min(r, 1 / r) < 0.96 for r in ratios[2 * WINDOW : frozen])

@@ -18,7 +18,7 @@ def on_gpu(case: Case) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().cuda()) for p in case.parameters()]
 
 
-def give(case: Case, params: list[nn.Parameter], step: int) -> None:
+def set_gradients(case: Case, params: list[nn.Parameter], step: int) -> None:
     for p, g in zip(params, case.gradients(0, step), strict=True):
         p.grad = None if g is None else g.to(p.device)
 
@@ -26,14 +26,14 @@ def give(case: Case, params: list[nn.Parameter], step: int) -> None:
 @kinds
 @pytest.mark.parametrize("scale", ["block", "tensor"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_results_of_the_cpu(kind: str, scale: str, dtype: str) -> None:
+def test_results_are_those_of_the_cpu(kind: str, scale: str, dtype: str) -> None:
     options = {"freeze_step": 4, "scale": scale, "block_size": 2048}
     case = Case(kind, SHAPES, dtype, steps=7, options=options, bad=((6, 0, float("nan")),))
     params, there = case.parameters(), on_gpu(case)
     optimizer, other = case.build(params), case.build(there)
     run(case, 0, optimizer, params, 1, case.steps)
     for step in range(1, case.steps + 1):
-        give(case, there, step)
+        set_gradients(case, there, step)
         other.step()
     assert other.skipped_steps == 1 and other.compressing
     for a, b in zip(arrays(params), arrays([nn.Parameter(p.detach().cpu()) for p in there]), strict=True):
@@ -47,7 +47,7 @@ def test_no_step_waits_for_the_device(kind: str, clip: bool) -> None:
     params = on_gpu(case)
     optimizer = case.build(params)
     for step in range(1, 10):
-        give(case, params, step)
+        set_gradients(case, params, step)
         optimizer.param_groups[0]["lr"] = 1e-2 / step
         torch.cuda.set_sync_debug_mode("error" if step not in (1, 2, 5, 6) else "default")  # tuning, the freeze
         try:
@@ -60,7 +60,7 @@ def test_no_step_waits_for_the_device(kind: str, clip: bool) -> None:
 
 
 @kinds
-def test_a_step_of_stage_2_in_a_cuda_graph(kind: str) -> None:
+def test_a_step_of_stage_2_replays_in_a_cuda_graph(kind: str) -> None:
     lr = torch.tensor(1e-2, device="cuda")
     case = Case(kind, SHAPES, options={"freeze_step": 2, "block_size": 2048, "lr": lr})
     params, plain = on_gpu(case), on_gpu(case)
@@ -88,6 +88,6 @@ def test_a_step_of_stage_2_in_a_cuda_graph(kind: str) -> None:
         graph.replay()
     for step in range(1, 12):
         other.param_groups[0]["lr"] = 1e-2 / step if step > 5 else 1e-2
-        give(case, plain, step)
+        set_gradients(case, plain, step)
         other.step()
     assert bits([p.cpu() for p in params]) == bits([p.cpu() for p in plain])

@@ -11,8 +11,8 @@ from torch import nn
 
 import onebit
 from tests import oracle
-from tests.onebit.optim.lamb_simulation import Sized, lamb_hypers, numpy
-from tests.onebit.optim.simulation import on_ranks, options, the_group
+from tests.onebit.optim.lamb_simulation import Sized, as_numpy, lamb_hypers
+from tests.onebit.optim.simulation import group_or_none, on_ranks, options
 from tests.onebit.runs import arrays, bits, run, snapshot, take
 from tests.ranks import run_ranks
 
@@ -25,9 +25,9 @@ def adamw_state(case, steps):
 
 
 def from_adamw(rank, size, case, state, values):
-    """What a run says that goes on with the state, and is to freeze at once."""
+    """The error of a run that continues from the state, and is to freeze at once."""
     params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     if state:
         optimizer.load_state_dict(snapshot(state))
     with pytest.raises(ValueError, match="there are no coefficients to go on with") as caught:
@@ -56,7 +56,7 @@ def test_coefficients_are_averaged_from_where_lamb_began():
     optimizer = case.build(params)
     optimizer.load_state_dict(state)
     x, h, c = arrays(params), lamb_hypers(case), np.zeros(4)
-    m, v = ([numpy(state["state"][i][name]) for i in range(4)] for name in ("exp_avg", "exp_avg_sq"))
+    m, v = ([as_numpy(state["state"][i][name]) for i in range(4)] for name in ("exp_avg", "exp_avg_sq"))
     for step in (6, 7, 8):
         take(case, 0, optimizer, params, step)
         x, m, v, c, _ = oracle.lamb_step(x, [g.numpy() for g in case.gradients(0, step)], m, v, c, h, step)
@@ -64,7 +64,7 @@ def test_coefficients_are_averaged_from_where_lamb_began():
     assert optimizer.compressing
     expected = oracle.debiased(c, h, 3)
     assert len(set(expected.round(3))) > 2
-    np.testing.assert_allclose(numpy(optimizer.current.states[0]["coefficient_average"]), expected, rtol=1e-5)
+    np.testing.assert_allclose(as_numpy(optimizer.current.states[0]["coefficient_average"]), expected, rtol=1e-5)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Traced:
 def traced(rank, size, case):
     """Run until a step into stage 2."""
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     averages, shares = [], []
     for step in range(1, case.steps + 1):
         if (step, 0) in {own[:2] for own in case.bad}:  # one more, that is not taken
@@ -103,13 +103,13 @@ def traced(rank, size, case):
         shares.append(optimizer.freeze_ratio)
         if optimizer.compressing:
             return Traced(averages, shares, step - 1, bits(params))
-        c = np.concatenate([numpy(state["coefficient_average"]) for state in optimizer.current.states])
+        c = np.concatenate([as_numpy(state["coefficient_average"]) for state in optimizer.current.states])
         averages.append(c / (1 - case.options.get("coeff_beta", 0.9) ** step))
     return Traced(averages, shares, None, bits(params))
 
 
-def share(averages, numels, step, window, threshold):
-    """Elements of parameters whose average changed by less over the window, looked at 16 times a window."""
+def stable_share(averages, numels, step, window, threshold):
+    """Elements of parameters whose average changed by less over the window, compared 16 times a window."""
     apart = math.ceil(window / 16)
     now = step // apart * apart
     before = now - math.ceil(window / apart) * apart
@@ -119,9 +119,9 @@ def share(averages, numels, step, window, threshold):
     return float(np.array(numels)[np.abs(a - b) / b < 1 - threshold].sum() / sum(numels))
 
 
-def rule(averages, numels, window, threshold=0.96):
+def expected_freeze(averages, numels, window, threshold=0.96):
     for step in range(2 * window, len(averages) + 1):
-        if share(averages, numels, step, window, threshold) >= 0.95:
+        if stable_share(averages, numels, step, window, threshold) >= 0.95:
             return step
     return None
 
@@ -137,14 +137,14 @@ GROWING = Growing(
 )
 AUTO = {  # case, window, the end of the last growth that counts
     "from 2D on": (GROWING.but(until=(0, 0, 0)), 20, None),
-    "when all have settled": (GROWING.but(until=(50, 50, 50)), 20, 50),
+    "when all are stable": (GROWING.but(until=(50, 50, 50)), 20, 50),
     "4 % may go on": (GROWING.but(until=(50, 200, 50)), 20, 50),
     "6 % may not": (GROWING.but(until=(30, 30, 80)), 20, 80),
     "shrinking": (GROWING.but(growth=(-0.01, -0.01, -0.01), until=(60, 0, 0)), 20, 60),
     "another threshold": (options(GROWING.but(until=(50, 50, 50)), freeze_threshold=0.9), 20, 50),
     "another window": (options(GROWING.but(until=(50, 50, 50)), freeze_window=9), 9, 50),
-    "16 looks a window": (options(GROWING.but(until=(50, 50, 50)), freeze_window=16), 16, 50),
-    "two steps a look": (options(GROWING.but(until=(60, 60, 60)), freeze_window=32), 32, 60),
+    "16 comparisons a window": (options(GROWING.but(until=(50, 50, 50)), freeze_window=16), 16, 50),
+    "two steps a comparison": (options(GROWING.but(until=(60, 60, 60)), freeze_window=32), 32, 60),
     "a window of strides": (options(GROWING.but(until=(50, 50, 50)), freeze_window=33, coeff_beta=0.5), 33, 50),
 }
 
@@ -152,37 +152,37 @@ AUTO = {  # case, window, the end of the last growth that counts
 @pytest.mark.parametrize("name", AUTO)
 @pytest.mark.parametrize("size", [1, 2])
 def test_stage_1_ends_when_the_coefficients_are_stable(size, name):
-    case, window, settled = AUTO[name]
+    case, window, stable_from = AUTO[name]
     numels, threshold = [int(np.prod(shape)) for shape in case.shapes], case.options.get("freeze_threshold", 0.96)
     found = on_ranks(size, traced, case)
     for each in found:
         assert each.frozen is not None, "stage 1 did not end: the test shows nothing"
-        assert each.frozen == rule(each.averages, numels, window, threshold)
+        assert each.frozen == expected_freeze(each.averages, numels, window, threshold)
         assert each.end == found[0].end
-        for step in range(1, len(each.averages) + 1):  # freeze_ratio lags by one step: nobody waits for the device
-            expected = share(each.averages, numels, step, window, threshold)
+        for step in range(1, len(each.averages) + 1):  # freeze_ratio lags by one step: no step waits for the device
+            expected = stable_share(each.averages, numels, step, window, threshold)
             assert each.shares[step] == (None if expected is None else pytest.approx(expected))
         assert each.shares[0] is None
-    if settled is None:
+    if stable_from is None:
         assert found[0].frozen == 2 * window
     else:
-        assert settled < found[0].frozen <= settled + window + 20  # which an average with beta 0.9 takes to settle
+        assert stable_from < found[0].frozen <= stable_from + window + 20  # which an average with beta 0.9 needs
 
 
-def test_three_ranks_end_stage_1_together():
+def test_three_ranks_end_stage_1_at_the_same_step():
     found = run_ranks(3, traced, AUTO["6 % may not"][0])
     assert len({(each.frozen, each.end) for each in found}) == 1
-    assert found[0].frozen == rule(found[0].averages, [900, 40, 60], 20)
+    assert found[0].frozen == expected_freeze(found[0].averages, [900, 40, 60], 20)
 
 
-def test_steps_not_taken_are_no_part_of_the_trace():
-    case = AUTO["when all have settled"][0]
-    plain, spoiled = (traced(0, 1, case.but(bad=tuple((at, 0, nan) for at in steps))) for steps in ((), (5, 33, 34)))
-    assert plain.shares == spoiled.shares
-    assert plain.end == spoiled.end
+def test_skipped_steps_are_not_in_the_trace():
+    case = AUTO["when all are stable"][0]
+    plain, skipping = (traced(0, 1, case.but(bad=tuple((at, 0, nan) for at in steps))) for steps in ((), (5, 33, 34)))
+    assert plain.shares == skipping.shares
+    assert plain.end == skipping.end
 
 
-def test_a_model_without_elements_has_no_share():
+def test_a_model_without_elements_stays_in_stage_1():
     """A rank's shard of a model may hold nothing."""
     params = [nn.Parameter(torch.zeros(0))]
     optimizer = onebit.OneBitLamb(params, freeze_window=2)

@@ -15,7 +15,7 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
 from onebit.optim.lamb import GAMMA
 from tests import oracle
-from tests.onebit.optim.lamb_simulation import LAMB, LambSimulation, both_stages, lamb_hypers, quietly
+from tests.onebit.optim.lamb_simulation import LAMB, LambSimulation, both_stages, lamb_hypers, without_warnings
 from tests.onebit.optim.simulation import decoded, on_ranks, options
 from tests.onebit.runs import arrays, bits, run
 
@@ -27,7 +27,7 @@ def frozen_run(scale, steps=12):
     case = LAMB.but(groups=({},), steps=steps + 20, missing=(), options={"freeze_step": 6, "scale": scale})
     params = case.parameters()
     optimizer = case.build(params)
-    quietly(lambda: run(case, 0, optimizer, params, 1, steps))
+    without_warnings(lambda: run(case, 0, optimizer, params, 1, steps))
     return case, params, optimizer
 
 

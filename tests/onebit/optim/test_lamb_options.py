@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import onebit
-from tests.onebit.optim.lamb_simulation import Sized, numpy
-from tests.onebit.optim.simulation import options, the_group
+from tests.onebit.optim.lamb_simulation import Sized, as_numpy
+from tests.onebit.optim.simulation import group_or_none, options
 from tests.onebit.runs import bits, run, take
 from tests.ranks import run_ranks
 
@@ -34,13 +34,13 @@ def test_bad_options_are_refused(wrong, words):
     assert words in str(caught.value) and repr(value) in str(caught.value)
 
 
-def test_limits_that_are_equal_are_fine():
+def test_limits_may_be_equal():
     case = Sized(steps=9, options={"freeze_step": 3, "min_coeff": 0.2, "max_coeff": 0.2, "factor_min": 2.0})
     case = options(case, factor_max=2.0)
     params = case.parameters()
     optimizer = case.build(params)
     run(case, 0, optimizer, params, 1, 9)
-    np.testing.assert_allclose(numpy(optimizer.current.states[0]["coefficient"]), 0.4, rtol=1e-6)
+    np.testing.assert_allclose(as_numpy(optimizer.current.states[0]["coefficient"]), 0.4, rtol=1e-6)
 
 
 OTHERS = {
@@ -49,12 +49,12 @@ OTHERS = {
 }
 
 
-def disagree(rank, size):
+def errors_of_one_different_rank(rank, size):
     texts = {}
     for name, other in OTHERS.items():
         case = Sized(options={"freeze_step": 3, **({name: other} if rank == size - 1 else {})})
         params = case.parameters()
-        optimizer = case.build(params, the_group(size))
+        optimizer = case.build(params, group_or_none(size))
         before = bits(params)
         with pytest.raises(ValueError, match=f"the ranks do not agree: rank .* has {name} ") as caught:
             take(case, rank, optimizer, params, 1)
@@ -64,8 +64,8 @@ def disagree(rank, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_disagree_are_told_so(size):
-    found = run_ranks(size, disagree)
+def test_every_rank_names_the_option_that_differs(size):
+    found = run_ranks(size, errors_of_one_different_rank)
     assert all(texts == found[0] for texts in found)
     for name, text in found[0].items():
         assert f"has {name} {OTHERS[name]!r} where rank 0 has" in text or f"where rank {size - 1}" in text

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.optim.lamb_simulation import LAMB, numpy, quietly
-from tests.onebit.optim.simulation import on_ranks, options, the_group
+from tests.onebit.optim.lamb_simulation import LAMB, as_numpy, without_warnings
+from tests.onebit.optim.simulation import group_or_none, on_ranks, options
 from tests.onebit.runs import bits, run, same, snapshot, take
 
 
@@ -21,12 +21,12 @@ def lamb_state(optimizer):
 
 def resume(rank, size, case, start, folder):
     """Save after step `start`, go on; load into another optimizer, and go on as well. What LAMB's state was."""
-    return quietly(lambda: _resume(rank, size, case, start, folder))
+    return without_warnings(lambda: _resume(rank, size, case, start, folder))
 
 
 def _resume(rank, size, case, start, folder):
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     run(case, rank, optimizer, params, 1, start)
     file = f"{folder}/{rank}.pt"
     torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
@@ -38,7 +38,7 @@ def _resume(rank, size, case, start, folder):
 
     saved = torch.load(file, weights_only=True)
     again = [nn.Parameter(value) for value in saved["model"]]
-    resumed = case.build(again, the_group(size))
+    resumed = case.build(again, group_or_none(size))
     resumed.load_state_dict(saved["optimizer"])
     assert same(lamb_state(resumed), before)
     for step, (their_bits, their_state) in enumerate(expected, start + 1):
@@ -46,7 +46,7 @@ def _resume(rank, size, case, start, folder):
         assert bits(again) == their_bits, f"step {step}"
         assert same(lamb_state(resumed), their_state), f"step {step}"
     assert same(snapshot(resumed.state_dict()), snapshot(optimizer.state_dict()))
-    return {name: None if tensor is None else numpy(tensor) for name, tensor in before.items()}
+    return {name: None if tensor is None else as_numpy(tensor) for name, tensor in before.items()}
 
 
 @pytest.mark.parametrize("scale", ["block", "tensor"])
@@ -88,7 +88,7 @@ def resume_into_stage_2(case, folder):
     optimizer = case.build(params)
     run(case, 0, optimizer, params, 1, 5)
     torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, f"{folder}/state.pt")
-    average = numpy(optimizer.current.states[0]["coefficient_average"])
+    average = as_numpy(optimizer.current.states[0]["coefficient_average"])
     saved = torch.load(f"{folder}/state.pt", weights_only=True)
     again = [nn.Parameter(value) for value in saved["model"]]
     resumed = case.build(again)

@@ -9,39 +9,39 @@ import torch
 from torch import nn
 
 from tests import oracle
-from tests.onebit.optim.lamb_simulation import LAMB, fp32, lamb_hypers, numpy
-from tests.onebit.optim.simulation import assert_close, averaged, decay, hypers, on_ranks, the_group
+from tests.onebit.optim.lamb_simulation import LAMB, as_numpy, lamb_hypers, updated_values
+from tests.onebit.optim.simulation import assert_close, averaged, group_or_none, hypers, lr_factor, on_ranks
 from tests.onebit.runs import arrays, bits, take
 
 
 def stage_1(rank, size, case):
     """x, parameters, moments in the order of `case.shapes`; averages and coefficients too."""
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    optimizer = case.build(params, group_or_none(size))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     seen = []
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         schedule.step()
-        seen.append(numpy(optimizer.current.states[0]["coefficient"]))
+        seen.append(as_numpy(optimizer.current.states[0]["coefficient"]))
     [state] = optimizer.current.states
-    back = np.argsort(case.order)
+    inverse = np.argsort(case.order)
     return SimpleNamespace(
-        x=fp32(params, optimizer),
+        x=updated_values(params, optimizer),
         p=arrays(params),
         exp_avg=arrays([optimizer.state[p]["exp_avg"] for p in params]),
         exp_avg_sq=arrays([optimizer.state[p]["exp_avg_sq"] for p in params]),
-        average=numpy(state["coefficient_average"])[back],
-        coefficients=np.array(seen)[:, back],
+        average=as_numpy(state["coefficient_average"])[inverse],
+        coefficients=np.array(seen)[:, inverse],
         bits=bits(params),
     )
 
 
-def lamb(case, ranks):
+def lamb_in_float64(case, ranks):
     x, h, c = arrays(case.parameters()), lamb_hypers(case), np.zeros(len(case.shapes))
     m, v, seen = oracle.zeros(x), oracle.zeros(x), []
     for step in range(1, case.steps + 1):
-        now = [replace(own, lr=own.lr * decay(step - 1)) for own in h]
+        now = [replace(own, lr=own.lr * lr_factor(step - 1)) for own in h]
         mean = [g.numpy() for g in averaged(case, ranks, step)]
         corrected = case.options.get("bias_correction", True)
         x, m, v, c, coefficients = oracle.lamb_step(x, mean, m, v, c, now, step, corrected)
@@ -73,7 +73,7 @@ STAGE_1 = LAMB.but(steps=50, options={"coeff_beta": 0.8})
 @pytest.mark.parametrize("size", [1, 2])
 def test_stage_1_is_lamb(size, dtype):
     case = STAGE_1.but(dtype=dtype)
-    expected = lamb(case, size)
+    expected = lamb_in_float64(case, size)
     assert_limits(case, expected.coefficients)
     ranks = on_ranks(size, stage_1, case)
     for found in ranks:
@@ -93,7 +93,7 @@ def test_stage_1_is_lamb(size, dtype):
 )
 def test_stage_1_with_other_options_is_lamb(more):
     case = STAGE_1.but(options=more, groups=({}, {"betas": (0.8, 0.9)}))
-    expected = lamb(case, 1)
+    expected = lamb_in_float64(case, 1)
     assert_limits(case, expected.coefficients)
     assert_lamb(stage_1(0, 1, case), expected, case)
 
@@ -103,7 +103,7 @@ def test_with_all_coefficients_1_stage_1_is_adamw(size):
     case = STAGE_1.but(options={"max_coeff": 1.0, "min_coeff": 1.0, "weight_decay": 0.05})
     params = [nn.Parameter(p.detach().double()) for p in case.parameters()]
     adamw = torch.optim.AdamW([{"params": [p], **h} for p, h in zip(params, hypers(case), strict=True)])
-    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lr_factor)
     for step in range(1, case.steps + 1):
         for p, g in zip(params, averaged(case, size, step), strict=True):
             p.grad = g

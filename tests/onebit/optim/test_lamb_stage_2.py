@@ -11,7 +11,7 @@ from tests.onebit.optim.simulation import ROUNDING, averaged, on_ranks, options,
 from tests.onebit.runs import arrays
 
 
-def several(rank, size, cases):
+def run_all(rank, size, cases):
     return [both_stages(rank, size, case) for case in cases]
 
 
@@ -33,10 +33,10 @@ def chosen(i, ratio, scale, decayed):
 @pytest.mark.parametrize("size", CHOICES)
 def test_100_steps_of_stage_2_equal_the_simulation(size):
     cases = [chosen(i, *own) for i, own in enumerate(CHOICES[size])]
-    ways = set()
-    for case, recorded in zip(cases, zip(*on_ranks(size, several, cases), strict=True), strict=True):
-        ways |= check(case, recorded)
-    assert ways == {"none", "limit", "the largest", "as far up as it may", "as far down as it may"}
+    reasons = set()
+    for case, recorded in zip(cases, zip(*on_ranks(size, run_all, cases), strict=True), strict=True):
+        reasons |= check(case, recorded)
+    assert reasons == {"none", "limit", "the largest", "as far up as it may", "as far down as it may"}
 
 
 def test_stage_2_in_16_bits_equals_the_simulation():
@@ -46,7 +46,7 @@ def test_stage_2_in_16_bits_equals_the_simulation():
 
 @pytest.mark.parametrize("scale", ["block", "tensor"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_simulation_that_is_left_alone(size, scale):
+def test_stage_2_follows_a_simulation_that_is_never_synced(size, scale):
     """From the first step of stage 1 on, until |c| is within rounding of 0 anywhere; these gradients leave 22 steps."""
     case = options(LAMB.but(steps=30, seed=3), scale=scale)
     recorded, sim = on_ranks(size, both_stages, case)[0], LambSimulation(case, size)
@@ -60,7 +60,7 @@ def test_a_simulation_that_is_left_alone(size, scale):
     for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
         x = sim.step(x, step)
         messages = [*sim.all_reduce.gathered, sim.all_reduce.scattered]
-        if any((sim.live & (np.abs(whole_c(ms)) <= ROUNDING * whole_scale(ms))).any() for ms in messages):
+        if any((sim.has_variance & (np.abs(whole_c(ms)) <= ROUNDING * whole_scale(ms))).any() for ms in messages):
             break
         for got, expected in zip(recorded.x[i], x, strict=True):
             assert np.abs(got - expected).max(initial=0.0) <= ROUNDING * np.abs(expected).max(initial=0.0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.optim.lamb_simulation import LambSimulation, Sized, both_stages, check, quietly
-from tests.onebit.optim.simulation import on_ranks, options, the_group
+from tests.onebit.optim.lamb_simulation import LambSimulation, Sized, both_stages, check, without_warnings
+from tests.onebit.optim.simulation import group_or_none, on_ranks, options
 from tests.onebit.runs import bits, take
 
 NOTHING = Sized(
@@ -29,12 +29,12 @@ HARD = [
 
 
 def everything_finite(rank, size, cases):
-    return [quietly(lambda case=case: _everything_finite(rank, size, case)) for case in cases]
+    return [without_warnings(lambda case=case: _everything_finite(rank, size, case)) for case in cases]
 
 
 def _everything_finite(rank, size, case):
     params = case.parameters()
-    optimizer = case.build(params, the_group(size))
+    optimizer = case.build(params, group_or_none(size))
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         tensors = [*params, *(t for own in optimizer.state_dict()["state"].values() for t in own.values())]
@@ -50,7 +50,7 @@ def _everything_finite(rank, size, case):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nothing_divides_by_zero(size):
+def test_everything_is_finite_with_parameters_and_gradients_that_are_0_or_missing(size):
     """Where a parameter, its gradient or both are empty, 0 or missing; and a freeze after the first step."""
     found = on_ranks(size, everything_finite, HARD)
     for own in found:
@@ -60,20 +60,20 @@ def test_nothing_divides_by_zero(size):
 
 
 @pytest.mark.parametrize("ratio", ["variance", "denominator"])
-def test_no_gradient_but_one(ratio):
+def test_one_gradient_element_that_is_not_0_is_enough(ratio):
     """The smallest model that can be frozen at all."""
     case = Sized(shapes=((0,), (3,)), steps=8, options={"freeze_step": 1, "ratio": ratio}, missing=((3, 0, 1),))
     params = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))]
     optimizer = case.build(params)
     for step in range(1, 9):
         params[0].grad, params[1].grad = None, None if step == 3 else torch.tensor([0.0, 1e-20, 0.0])
-        quietly(optimizer.step)
+        without_warnings(optimizer.step)
         assert params[1].isfinite().all()
         assert not optimizer.compressing or optimizer.current.states[0]["ratio"].isfinite().all()
     assert optimizer.compressing
 
 
-DEAD = Sized(
+NO_VARIANCE = Sized(
     shapes=((12, 8), (33,), (7,), (0,)),
     g_sizes=(1.0, 1e-2, 1.0, 1.0),
     steps=40,
@@ -85,9 +85,9 @@ DEAD = Sized(
 @pytest.mark.parametrize("ratio", ["variance", "denominator"])
 @pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_coordinates_without_a_variance(size, zero_variance, ratio):
+def test_coordinates_without_a_variance_are_as_simulated(size, zero_variance, ratio):
     """`check` knows of the floor, of what never moves, of what stays out of the scale, and of what a ratio counts."""
-    case = options(DEAD, zero_variance=zero_variance, ratio=ratio, scale=("block", "tensor")[size % 2])
+    case = options(NO_VARIANCE, zero_variance=zero_variance, ratio=ratio, scale=("block", "tensor")[size % 2])
     recorded = on_ranks(size, both_stages, case)
     check(case, recorded)
     first = recorded[0]
@@ -103,4 +103,4 @@ def test_coordinates_without_a_variance(size, zero_variance, ratio):
         quotient = (1 / (d * (1 if first.gamma is None else first.gamma[0]))) ** 2 / fresh
         assert quotient[:24].max() > 2 * quotient[24:].max()
         assert first.ratio[-1][0] < 1.2
-    assert all(r[2] == 1 for r in first.ratio)  # no live coordinate
+    assert all(r[2] == 1 for r in first.ratio)  # no coordinate has a variance

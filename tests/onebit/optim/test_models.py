@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit.optim.simulation import assert_close, on_ranks, the_group
+from tests.onebit.optim.simulation import assert_close, group_or_none, on_ranks
 from tests.onebit.runs import Case, arrays, bits, kinds, take
 from tests.ranks import group, run_ranks
 
@@ -30,7 +30,13 @@ def loss_of(model, step, rank, size, dtype=torch.float32):
 def train(rank, size, steps, kind, wrapped):
     """What a rank's model comes to: under DDP with attach, or without DDP."""
     model = net()
-    options = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.05, "freeze_step": 10**6, "process_group": the_group(size)}
+    options = {
+        "lr": 1e-2,
+        "eps": 1e-4,
+        "weight_decay": 0.05,
+        "freeze_step": 10**6,
+        "process_group": group_or_none(size),
+    }
     optimizer = getattr(onebit, kind)(model.parameters(), **options)
     run = model
     if wrapped:
@@ -85,11 +91,11 @@ def test_lr_as_a_tensor_is_lr_as_a_number(kind):
     assert ends[0] == ends[1]
 
 
-def mixed(rank, size, kind, together):
+def mixed(rank, size, kind, one_optimizer):
     """A model of two dtypes in one optimizer, or in one for each."""
     cases = [Case(kind, shapes=((40, 3), (5,)), dtype=d, options={"freeze_step": 4}) for d in ("float32", "bfloat16")]
     params = [case.parameters() for case in cases]
-    if together:
+    if one_optimizer:
         both = [{"params": [params[0][0], params[1][0]]}, {"params": [params[1][1], params[0][1]]}]
         optimizers = [getattr(onebit, kind)(both, lr=1e-2, block_size=32, freeze_step=4, process_group=group())]
     else:
@@ -105,6 +111,6 @@ def mixed(rank, size, kind, together):
 
 @kinds
 def test_a_model_of_two_dtypes_is_two_models(kind):
-    together, apart = (run_ranks(2, mixed, kind, t) for t in (True, False))
-    assert together == apart
-    assert together[0] == together[1]
+    one_optimizer, two_optimizers = (run_ranks(2, mixed, kind, t) for t in (True, False))
+    assert one_optimizer == two_optimizers
+    assert one_optimizer[0] == one_optimizer[1]

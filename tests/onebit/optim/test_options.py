@@ -74,7 +74,7 @@ GROUP_WRONG = [entry for entry in WRONG if entry[0] in ("lr", "betas", "eps", "w
 
 @pytest.mark.parametrize(("name", "value", "parts"), GROUP_WRONG, ids=[f"{name}={v!r}" for name, v, _ in GROUP_WRONG])
 @kinds
-def test_so_is_one_of_a_param_group(kind, name, value, parts):
+def test_a_wrong_option_of_a_param_group_is_refused(kind, name, value, parts):
     first, second = parameters((3,), (4,))
     with pytest.raises(ValueError) as caught:
         build(kind, [{"params": [first]}, {"params": [second], name: value}])
@@ -100,7 +100,7 @@ def test_an_unknown_keyword_is_a_type_error(kind):
     ],
 )
 @kinds
-def test_what_is_at_the_edge_is_taken(kind, options):
+def test_values_at_the_limits_are_accepted(kind, options):
     params = parameters((3, 2), (5,))
     optimizer = build(kind, params, **options)
     if optimizer.param_groups[0]["eps"] > 0 and options.get("freeze_step") != 0:
@@ -111,21 +111,21 @@ def test_what_is_at_the_edge_is_taken(kind, options):
 
 
 @kinds
-def test_double_parameters(kind):
+def test_float64_parameters_are_refused(kind):
     with pytest.raises(TypeError) as caught:
         build(kind, [*parameters((4,)), nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))])
     assert_message(caught, "parameter 1 (shape (3, 2))", "float64", "float32, bfloat16 and float16", ".float()")
 
 
 @kinds
-def test_a_parameter_that_is_not_contiguous(kind):
+def test_a_parameter_that_is_not_contiguous_is_refused(kind):
     with pytest.raises(ValueError) as caught:
         build(kind, [*parameters((4,)), nn.Parameter(torch.zeros(3, 2).t())])
     assert_message(caught, "parameter 1 (shape (2, 3), strides (1, 2))", "not contiguous", "contiguous()")
 
 
 @kinds
-def test_parameters_on_several_devices(kind):
+def test_parameters_on_several_devices_are_refused(kind):
     with pytest.raises(ValueError) as caught:
         build(kind, [*parameters((4,)), nn.Parameter(torch.zeros(3, device="meta"))])
     assert_message(caught, "several devices", "cpu", "meta", "one for each device")
@@ -137,7 +137,7 @@ def test_parameters_on_several_devices(kind):
 
 
 @kinds
-def test_nothing_to_optimize(kind):
+def test_no_parameter_to_optimize_is_refused(kind):
     frozen = parameters((3,), (4,))
     for p in frozen:
         p.requires_grad_(False)
@@ -149,7 +149,7 @@ def test_nothing_to_optimize(kind):
 
 
 @kinds
-def test_parameters_without_requires_grad_stay_as_they_are(kind):
+def test_parameters_without_requires_grad_do_not_change(kind):
     params = parameters((40,), (33,))
     params[0].requires_grad_(False)
     before = bits(params[:1])
@@ -164,15 +164,15 @@ def test_parameters_without_requires_grad_stay_as_they_are(kind):
 
 def test_the_page_of_options_has_every_argument_with_its_default_and_no_other():
     page = (Path(__file__).resolve().parents[3] / "docs" / "options.md").read_text(encoding="utf-8")
-    told = {}
+    documented = {}
     for row in (line.split("|") for line in page.splitlines() if line.startswith("| `")):
         names, defaults = (re.findall("`([^`]+)`", cell) for cell in row[1:3])
-        told |= dict(zip(names, map(ast.literal_eval, defaults), strict=True))
+        documented |= dict(zip(names, map(ast.literal_eval, defaults), strict=True))
     real = {}
     for kind in (onebit.OneBitAdam, onebit.OneBitLamb):
         arguments = inspect.signature(kind.__init__).parameters.values()
         real |= {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD}
-    assert {name: default for name, default in real.items() if name not in ("self", "params")} == told
+    assert {name: default for name, default in real.items() if name not in ("self", "params")} == documented
 
 
 @pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb])
@@ -186,7 +186,7 @@ def test_the_signature_and_the_help_show_every_option(kind):
         assert re.search(rf"(^|[ ,]){name}(, [a-z_0-9, ]+)?: [a-z0-9\"']", described), name
 
 
-def test_type_checkers_see_the_options_there_are():
+def test_the_typed_arguments_are_the_options():
     assert OptionArguments.__annotations__.keys() - {"dead"} == {f.name for f in dataclasses.fields(Options)}
 
 

@@ -1,4 +1,4 @@
-"""Parameters and groups that change during a run: taken in stage 1, refused in stage 2, and nothing half done."""
+"""Parameters and groups that change during a run: accepted in stage 1, refused in stage 2, and never half done."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, fre
         assert optimizer.compressing
 
 
-def adding(rank, size, kind):
+def add_a_group(rank, size, kind):
     case = Case(kind, shapes=((7, 9), (33,), (130,)), steps=12)
     params = case.parameters()
     optimizer = build(kind, params[:2], freeze_step=6, block_size=32, process_group=group())
@@ -52,8 +52,8 @@ def adding(rank, size, kind):
 
 
 @kinds
-def test_ranks_that_add_a_param_group_stay_together(kind):
-    found = run_ranks(2, adding, kind)
+def test_ranks_that_add_a_param_group_keep_the_same_bits(kind):
+    found = run_ranks(2, add_a_group, kind)
     assert found[0][0]
     assert found[0] == found[1]
 
@@ -68,7 +68,7 @@ def in_stage_2(kind):
 
 
 @kinds
-def test_add_param_group_after_the_freeze(kind):
+def test_add_param_group_after_the_freeze_is_refused(kind):
     case, params, optimizer = in_stage_2(kind)
     with pytest.raises(ValueError) as caught:
         optimizer.add_param_group({"params": parameters((4,))})
@@ -93,7 +93,7 @@ def test_a_wrong_param_group_is_not_added(kind):
     optimizer.step()
 
 
-def changed(kind, frozen):
+def before_step_5(kind, frozen):
     """An optimizer in either stage with gradients for its next step, and the bits before."""
     case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 2 if frozen else 50})
     params = case.parameters()
@@ -106,8 +106,8 @@ def changed(kind, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @kinds
-def test_a_parameter_that_changes_its_shape(kind, frozen):
-    params, optimizer = changed(kind, frozen)
+def test_a_parameter_that_changed_its_shape_is_refused(kind, frozen):
+    params, optimizer = before_step_5(kind, frozen)
     params[1].grad = None
     params[1].data = torch.zeros(34)
     params[1].grad = torch.ones(34)
@@ -120,8 +120,8 @@ def test_a_parameter_that_changes_its_shape(kind, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @kinds
-def test_a_parameter_that_changes_its_dtype(kind, frozen):
-    params, optimizer = changed(kind, frozen)
+def test_a_parameter_that_changed_its_dtype_is_refused(kind, frozen):
+    params, optimizer = before_step_5(kind, frozen)
     params[1].grad = None
     params[1].data = params[1].data.half()
     before = bits(params)
@@ -133,9 +133,9 @@ def test_a_parameter_that_changes_its_dtype(kind, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @kinds
-def test_a_gradient_of_another_dtype(kind, frozen):
+def test_a_gradient_of_another_dtype_is_refused(kind, frozen):
     """torch lets a gradient be assigned only in the parameter's dtype; one that changes under the parameter."""
-    params, optimizer = changed(kind, frozen)
+    params, optimizer = before_step_5(kind, frozen)
     params[1].data = params[1].data.half()
     params[1].grad = torch.ones(33, dtype=torch.float16)
     params[1].data = params[1].data.float()
@@ -148,7 +148,7 @@ def test_a_gradient_of_another_dtype(kind, frozen):
 
 @pytest.mark.parametrize("switched", [False, True])
 @kinds
-def test_requires_grad_switched_after_the_freeze(kind, switched):
+def test_requires_grad_changed_after_the_freeze_is_refused(kind, switched):
     case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 2})
     params = case.parameters()
     params[1].requires_grad_(not switched)
@@ -167,7 +167,7 @@ def test_requires_grad_switched_after_the_freeze(kind, switched):
 
 
 @kinds
-def test_requires_grad_switched_before_the_freeze(kind):
+def test_requires_grad_may_change_before_the_freeze(kind):
     """A part of the model that is thawed during stage 1, while the rest keeps its state."""
     case = Case(kind, shapes=((7, 9), (33,)), steps=8, options={"freeze_step": 5})
     params = case.parameters()
@@ -208,7 +208,7 @@ def sparse_gradient(rank, size, kind, frozen):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @kinds
-def test_sparse_gradients(kind, size, frozen):
+def test_sparse_gradients_are_refused(kind, size, frozen):
     found = run_ranks(2, sparse_gradient, kind, frozen) if size == 2 else [sparse_gradient(0, 1, kind, frozen)]
     for text in found:
         assert "sparse" in text

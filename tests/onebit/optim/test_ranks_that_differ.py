@@ -10,9 +10,9 @@ from tests.onebit.runs import bits, build, kinds, parameters
 from tests.ranks import group, run_ranks
 
 
-def disagreeing(rank, size, kind, odd, options):
-    """Rank `odd` is given other things; what each rank is told."""
-    own = dict(options) if rank == odd else {}
+def step_with_a_different_rank(rank, size, kind, which, options):
+    """The error of this rank's first step, where rank `which` is given other options or parameters."""
+    own = dict(options) if rank == which else {}
     params = parameters(*own.pop("shapes", [(33,), (7, 9)]))
     if own.pop("values", False):
         with torch.no_grad():
@@ -55,32 +55,32 @@ DIFFERENT = [
 ]
 
 
-def all_disagreeing(rank, size, kind, odd):
+def step_with_each_difference(rank, size, kind, which):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # freeze_step=5 without bias correction
-        return [disagreeing(rank, size, kind, odd, options) for options, _ in DIFFERENT[:-1]]
+        return [step_with_a_different_rank(rank, size, kind, which, options) for options, _ in DIFFERENT[:-1]]
 
 
-@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("size", "which"), [(2, 1), (3, 0)])
 @kinds
-def test_ranks_that_differ_are_told_who_and_in_what(kind, size, odd):
-    told = run_ranks(size, all_disagreeing, kind, odd)
-    for (options, parts), texts in zip(DIFFERENT[:-1], zip(*told, strict=True), strict=True):
+def test_every_rank_names_the_rank_that_differs_and_the_option(kind, size, which):
+    texts_of_ranks = run_ranks(size, step_with_each_difference, kind, which)
+    for (options, parts), texts in zip(DIFFERENT[:-1], zip(*texts_of_ranks, strict=True), strict=True):
         for text in texts:
             assert text.startswith("the ranks do not agree"), f"{options}: {text}"
-            assert f"rank {odd} has" in text
+            assert f"rank {which} has" in text
             assert all(part in text for part in (*parts, "Give every rank the same")), f"{options}: {text}"
 
 
-@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "which"), [(2, 1), (3, 0), (3, 2)])
 @kinds
-def test_ranks_that_start_from_other_parameters_are_told(kind, size, odd):
-    for text in run_ranks(size, disagreeing, kind, odd, {"values": True}):
-        assert f"other values on rank {odd}" in text
+def test_every_rank_names_the_rank_that_starts_from_other_parameters(kind, size, which):
+    for text in run_ranks(size, step_with_a_different_rank, kind, which, {"values": True}):
+        assert f"other values on rank {which}" in text
         assert "parameter 1 of group 0 (shape (7, 9))" in text
         assert "same seed or checkpoint" in text
 
 
 @kinds
-def test_ranks_that_agree_are_not_told(kind):
-    assert run_ranks(2, disagreeing, kind, 0, {}) == ["no error"] * 2
+def test_ranks_that_agree_take_the_step(kind):
+    assert run_ranks(2, step_with_a_different_rank, kind, 0, {}) == ["no error"] * 2

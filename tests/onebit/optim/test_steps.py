@@ -216,7 +216,7 @@ def test_clipping_by_norm(kind: str, freeze_step: int, max_norm: float) -> None:
 
 
 @kinds
-def test_a_coefficient_that_no_step_used_goes_with_the_gradients(kind: str) -> None:
+def test_zero_grad_drops_a_clip_coefficient_that_no_step_used(kind: str) -> None:
     case = Case(kind, steps=3, options={"freeze_step": 50})
     clipped, plain = case.parameters(), case.parameters()
     one, other = case.build(clipped), case.build(plain)
@@ -240,7 +240,7 @@ def before_step_2(case: Case) -> tuple[list[nn.Parameter], Any, bytes]:
 
 
 @kinds
-def test_clipping_does_not_hide_what_is_not_finite(kind: str) -> None:
+def test_clipping_does_not_hide_gradients_that_are_not_finite(kind: str) -> None:
     params, optimizer, before = before_step_2(Case(kind, options={"freeze_step": 1}, bad=((2, 0, math.nan),)))
     assert math.isnan(optimizer.clip_grad_norm_(1.0))
     optimizer.step()
@@ -249,7 +249,7 @@ def test_clipping_does_not_hide_what_is_not_finite(kind: str) -> None:
 
 
 @kinds
-def test_gradients_changed_after_clipping_are_looked_at_again(kind: str) -> None:
+def test_gradients_changed_after_clipping_are_checked_again(kind: str) -> None:
     params, optimizer, before = before_step_2(Case(kind, options={"freeze_step": 1}))
     optimizer.clip_grad_norm_(1.0)
     params[0].grad.mul_(math.nan)
@@ -259,7 +259,7 @@ def test_gradients_changed_after_clipping_are_looked_at_again(kind: str) -> None
 
 @kinds
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
-def test_clipping_to_nothing_is_an_error(kind: str, max_norm: float) -> None:
+def test_a_max_norm_that_is_not_positive_is_an_error(kind: str, max_norm: float) -> None:
     case = Case(kind)
     with pytest.raises(ValueError, match="max_norm"):
         case.build(case.parameters()).clip_grad_norm_(max_norm)

@@ -1,4 +1,4 @@
-"""What a program around the optimizer may do: defaults of torch, copies, groups made late, gradients thrown away."""
+"""What a program around the optimizer may do: defaults of torch, copies, groups made late, gradients dropped."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_copies_are_refused(kind: str, what: Any) -> None:
         what(case.build(case.parameters()))
 
 
-def thrown_away(rank: int, size: int, kind: str, how: str) -> list[bytes]:
-    """Stage 1 without DDP; after one clip the gradients are dropped without the optimizer's knowing."""
+def dropping_clipped_gradients(rank: int, size: int, kind: str, how: str) -> list[bytes]:
+    """Stage 1 without DDP; after one clip the gradients are set to None by hand."""
     case = Case(kind, options={"freeze_step": 50})
     params = case.parameters()
     optimizer = case.build(params, group())
@@ -76,9 +76,9 @@ def thrown_away(rank: int, size: int, kind: str, how: str) -> list[bytes]:
 
 @kinds
 @pytest.mark.parametrize("how", ["dropped", "more"])
-def test_gradients_that_were_clipped_and_thrown_away(kind: str, how: str) -> None:
-    """The next ones are averaged and looked at anew, and so are those to which more was added."""
-    first, *others = run_ranks(3, thrown_away, kind, how)
+def test_gradients_dropped_after_a_clip_are_averaged_anew(kind: str, how: str) -> None:
+    """The next ones are averaged and checked anew, and so are those to which more was added."""
+    first, *others = run_ranks(3, dropping_clipped_gradients, kind, how)
     assert all(other == first for other in others)
 
 
@@ -98,7 +98,7 @@ def test_a_clip_is_not_used_for_other_gradients(kind: str) -> None:
 
 
 @kinds
-def test_a_new_gradient_in_the_place_of_one_that_was_seen_is_looked_at(kind: str) -> None:
+def test_a_new_gradient_in_the_memory_of_a_checked_one_is_checked(kind: str) -> None:
     p = nn.Parameter(torch.ones(64))
     optimizer = getattr(onebit, kind)([p], freeze_step=50)
     for _ in range(20):  # memory is reused now and then
@@ -145,7 +145,7 @@ def test_a_load_that_fails_leaves_the_groups(kind: str) -> None:
 
 
 def late_group(rank: int, size: int, kind: str) -> tuple[int, bytes]:
-    """The optimizer is made before anybody said which group it is for."""
+    """The optimizer is made before it is known which group it is for."""
     case = Case(kind, steps=6, options={"freeze_step": 3})
     params = case.parameters()
     optimizer = case.build(params, LocalTransport())
@@ -161,7 +161,7 @@ def test_a_process_group_that_was_made_later_is_found(kind: str) -> None:
     assert len({values for _, values in found}) == 1
 
 
-def attached_wrongly(rank: int, size: int, kind: str) -> str:
+def attach_another_model(rank: int, size: int, kind: str) -> str:
     one, other = nn.Linear(3, 2), nn.Linear(3, 2)
     ddp = DistributedDataParallel(one, process_group=group())
     optimizer = getattr(onebit, kind)([*one.parameters(), *other.parameters()], process_group=group())
@@ -174,7 +174,7 @@ def attached_wrongly(rank: int, size: int, kind: str) -> str:
 
 @kinds
 def test_attaching_with_parameters_of_another_model_is_an_error(kind: str) -> None:
-    for text in run_ranks(2, attached_wrongly, kind):
+    for text in run_ranks(2, attach_another_model, kind):
         assert "does not hold parameter" in text and "DDP would not average" in text
 
 
@@ -196,20 +196,20 @@ def warning_as_error(rank: int, size: int, kind: str) -> str:
     case = Case(kind, options={"freeze_step": 2}, untouched=((0, 3, 50),))
     params = case.parameters()
     optimizer = case.build(params, group())
-    told = ""
+    text = ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(1, 5):
             try:
                 take(case, rank, optimizer, params, step)
             except UserWarning as warning:
-                told = str(warning)
+                text = str(warning)
     assert optimizer.steps == 4
-    return told
+    return text
 
 
 @kinds
-def test_warnings_that_are_errors_leave_nobody_waiting(kind: str) -> None:
+def test_warnings_that_are_errors_leave_no_rank_waiting(kind: str) -> None:
     first, second = run_ranks(2, warning_as_error, kind)
     assert "coordinates without a variance" in first
     assert second == ""
@@ -217,7 +217,7 @@ def test_warnings_that_are_errors_leave_nobody_waiting(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
-def test_what_is_written_to_a_16_bit_parameter_stays(kind: str, freeze_step: int) -> None:
+def test_values_written_to_a_16_bit_parameter_are_kept(kind: str, freeze_step: int) -> None:
     case = Case(kind, dtype="bfloat16", options={"freeze_step": freeze_step})
     params = case.parameters()
     optimizer = case.build(params)

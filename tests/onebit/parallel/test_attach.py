@@ -12,8 +12,8 @@ from tests.onebit.runs import build, kinds, parameters
 from tests.ranks import group, run_ranks
 
 
-def attach_to(rank, size, kind, case):
-    """What is said to a user who gets `attach` wrong."""
+def attach_error(rank, size, kind, case):
+    """The error of a wrong call of `attach`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     ddp = DistributedDataParallel(model, process_group=group())
@@ -52,7 +52,7 @@ ATTACH = {
 @kinds
 def test_attach_says_what_is_wrong(kind, case):
     error, parts = ATTACH[case]
-    for name, text in run_ranks(2, attach_to, kind, case):
+    for name, text in run_ranks(2, attach_error, kind, case):
         assert name == error, text
         assert all(part in text for part in parts), text
 
@@ -76,17 +76,17 @@ def ddp_run(rank, size, kind, attached):
 
 @kinds
 def test_forgetting_attach_warns_once(kind):
-    (told,), nothing = run_ranks(2, ddp_run, kind, False)
+    (text,), nothing = run_ranks(2, ddp_run, kind, False)
     assert all(
-        part in told for part in ("DistributedDataParallel", "onebit.attach(model, optimizer)", "nothing is saved")
+        part in text for part in ("DistributedDataParallel", "onebit.attach(model, optimizer)", "nothing is saved")
     )
     assert nothing == []
     assert run_ranks(2, ddp_run, kind, True) == [[], []]
 
 
-def bystander(rank, size, kind):
+def warnings_without_ddp(rank, size, kind):
     """Without DDP, gradients of its own on every rank, or zeros: no reason to warn."""
-    said = []
+    texts = []
     for zero in (False, True):
         params = parameters((4, 3))
         optimizer = build(kind, params, freeze_step=2, process_group=group())
@@ -94,10 +94,10 @@ def bystander(rank, size, kind):
             warnings.simplefilter("always")
             params[0].grad = torch.zeros(4, 3) if zero else torch.ones(4, 3) + rank
             optimizer.step()
-        said += [str(w.message) for w in caught]
-    return said
+        texts += [str(w.message) for w in caught]
+    return texts
 
 
 @kinds
-def test_without_ddp_nobody_warns(kind):
-    assert run_ranks(2, bystander, kind) == [[], []]
+def test_no_warning_without_ddp(kind):
+    assert run_ranks(2, warnings_without_ddp, kind) == [[], []]

@@ -220,9 +220,9 @@ def test_the_state_of_another_rank_is_refused():
 
 def test_a_gradient_of_an_unknown_parameter_is_refused():
     state = onebit.OneBitState(nn.Linear(2, 2))
-    stranger = nn.Parameter(torch.zeros(3))
+    unknown = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"does not know.*state\.bind"):
-        state.reduce([stranger], torch.zeros(3))
+        state.reduce([unknown], torch.zeros(3))
 
 
 def test_a_state_of_something_else_is_refused():

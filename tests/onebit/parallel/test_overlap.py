@@ -33,14 +33,14 @@ def build(case: Case, overlap: bool) -> tuple[Any, list[nn.Parameter]]:
     return case.but(options={**OPTIONS, **case.options, "overlap": overlap}).build(params, group()), params
 
 
-def told(optimizer: Any, step: Any) -> list[str]:
+def overlap_warnings(optimizer: Any, step: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step()
     return [str(w.message) for w in caught if "overlap" in str(w.message)]
 
 
-def twins(rank: int, size: int, case: Case, clip_from: int = 99) -> dict[str, Any]:
+def run_with_and_without(rank: int, size: int, case: Case, clip_from: int = 99) -> dict[str, Any]:
     """With overlap and without: is every step the same, and did messages leave before step was called?"""
     runs = [build(case, overlap) for overlap in (True, False)]
     equal, early, warned = [], [], []
@@ -52,7 +52,7 @@ def twins(rank: int, size: int, case: Case, clip_from: int = 99) -> dict[str, An
                 early.append(optimizer.overlap.in_flight)
             if step >= clip_from:
                 optimizer.clip_grad_norm_(0.5)
-            warned += told(optimizer, optimizer.step)
+            warned += overlap_warnings(optimizer, optimizer.step)
         states = [(snapshot(o.state_dict()), bits(params)) for o, params in runs]
         equal.append(unchanged(states[0][0], states[1][0]) and states[0][1] == states[1][1])
     (optimizer, params), _ = runs
@@ -66,7 +66,7 @@ def twins(rank: int, size: int, case: Case, clip_from: int = 99) -> dict[str, An
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_step_is_the_same_bit_for_bit(kind: str, scale: str, dtype: str) -> None:
     case = Case(kind, dtype=dtype, steps=8, options={"scale": scale}, missing=((6, 0, 1),))
-    found = run_ranks(3, twins, case)
+    found = run_ranks(3, run_with_and_without, case)
     for one in found:
         assert all(one["equal"])
         assert one["early"] == [False] * 4 + [True] * 4  # the exchange begins with the first step of stage 2
@@ -86,17 +86,17 @@ def test_a_bad_gradient_skips_the_step_after_messages_have_left(kind: str, scale
         kind, shapes=tuple(shapes[i] for i in order), steps=9, options={"scale": scale},
         bad=((at, 1, math.nan), (8, 0, math.inf), (9, 1, -math.inf)),
     )  # fmt: skip
-    for one in run_ranks(2, twins, case):
+    for one in run_ranks(2, run_with_and_without, case):
         assert all(one["equal"])
         assert one["skipped"] == (3 if at < 8 else 2)
         assert not one["warned"]
 
 
 @kinds
-def test_a_step_that_is_skipped_after_overlap_has_ended(kind: str) -> None:
-    """Its messages hold what the last replies had: not those of the step before, which was taken back."""
+def test_a_step_skipped_after_overlap_was_disabled_is_the_same(kind: str) -> None:
+    """Its messages hold what the last replies had: not those of the step before, which was cancelled."""
     case = Case(kind, steps=9, bad=((6, 1, math.nan), (7, 0, math.nan)))
-    for one in run_ranks(2, twins, case, 7):
+    for one in run_ranks(2, run_with_and_without, case, 7):
         assert all(one["equal"])
         assert one["early"][5:8] == [True, True, False]
 
@@ -121,7 +121,7 @@ def mixed(rank: int, size: int, kind: str) -> dict[str, Any]:
 
 
 @kinds
-def test_parameters_of_two_dtypes(kind: str) -> None:
+def test_parameters_of_two_dtypes_give_the_same_bits(kind: str) -> None:
     found = run_ranks(2, mixed, kind)
     assert all(one["equal"] and one["params"] == found[0]["params"] for one in found)
 
@@ -155,7 +155,7 @@ def with_ddp(rank: int, size: int, kind: str, view: bool, accumulate: int) -> di
             ddp(torch.randn(3, 20, generator=source)).square().sum().backward()
             if overlap and step > 3:
                 early.append(optimizer.overlap.in_flight)
-            assert not told(optimizer, optimizer.step)
+            assert not overlap_warnings(optimizer, optimizer.step)
         found.append((bits(ddp.parameters()), optimizer.wire_bytes))
     return {"equal": found[0] == found[1], "early": early, "params": found[0]}
 
@@ -163,7 +163,7 @@ def with_ddp(rank: int, size: int, kind: str, view: bool, accumulate: int) -> di
 @kinds
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_with_ddp(kind: str, view: bool, accumulate: int) -> None:
+def test_with_ddp_the_same_bits_leave_early(kind: str, view: bool, accumulate: int) -> None:
     found = run_ranks(2, with_ddp, kind, view, accumulate)
     for one in found:
         assert one["equal"]
@@ -177,7 +177,7 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
     optimizer = onebit.OneBitAdam(
         model.parameters(), lr=1e-2, block_size=32, freeze_step=1, chunks=6, overlap=True, process_group=group()
     )
-    came = []
+    arrived = []
 
     def wait(grad: Tensor) -> None:
         exchange: Exchange = optimizer.current.reducers[0].exchange
@@ -185,7 +185,7 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
         stop = time.monotonic() + 20
         while time.monotonic() < stop and exchange.wire_bytes < before + 3 * nbytes:
             time.sleep(0.001)
-        came.append(exchange.wire_bytes >= before + 3 * nbytes and a_chunk >= 0)
+        arrived.append(exchange.wire_bytes >= before + 3 * nbytes and a_chunk >= 0)
 
     for step in range(4):
         optimizer.zero_grad()
@@ -196,16 +196,16 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
             model.layers[0].weight.register_hook(wait)
         loss.backward()
         optimizer.step()
-    return came
+    return arrived
 
 
 def test_messages_arrive_while_backward_still_computes() -> None:
     assert run_ranks(2, waiting_for_the_wire) == [[True], [True]]
 
 
-def disturbed(rank: int, size: int, case: Case, what: str) -> dict[str, Any]:
-    """Something between backward and step that early messages can't know of."""
-    runs, said, early = [build(case, overlap) for overlap in (True, False)], [], []
+def changed_before_step(rank: int, size: int, case: Case, what: str) -> dict[str, Any]:
+    """A change between backward and step, after messages have left."""
+    runs, warned, early = [build(case, overlap) for overlap in (True, False)], [], []
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in runs]
     for scaler in scalers:
         scaler.scale(torch.zeros(()))
@@ -217,7 +217,7 @@ def disturbed(rank: int, size: int, case: Case, what: str) -> dict[str, Any]:
                 early.append(optimizer.overlap.in_flight)
             match what:
                 case "clip":
-                    said += told(optimizer, lambda o=optimizer: (o.clip_grad_norm_(0.5), o.step()))
+                    warned += overlap_warnings(optimizer, lambda o=optimizer: (o.clip_grad_norm_(0.5), o.step()))
                     continue
                 case "accumulate":
                     backward(case, rank, params, step + 100)
@@ -227,35 +227,35 @@ def disturbed(rank: int, size: int, case: Case, what: str) -> dict[str, Any]:
                 case "replace":
                     params[1].grad = torch.ones_like(params[1])
                 case "scaler":
-                    said += told(optimizer, lambda o=optimizer, s=scaler: s.step(o))
+                    warned += overlap_warnings(optimizer, lambda o=optimizer, s=scaler: s.step(o))
                     scaler.update()
                     continue
                 case "betas":
                     optimizer.param_groups[0]["betas"] = (0.8 + step / 100, 0.999)
-            said += told(optimizer, optimizer.step)
+            warned += overlap_warnings(optimizer, optimizer.step)
     (one, params), (other, theirs) = runs
     sent = [o.state_dict()["param_groups"][0]["onebit"].pop("wire_bytes", None) for o in (one, other)]
     assert sent
-    return {"equal": bits(params) == bits(theirs), "said": said, "early": early, "params": bits(params)}
+    return {"equal": bits(params) == bits(theirs), "warned": warned, "early": early, "params": bits(params)}
 
 
 @kinds
 @pytest.mark.parametrize("what", ["clip", "accumulate", "change", "replace", "scaler", "betas"])
-def test_what_changes_gradients_afterwards_ends_overlap_and_no_more(kind: str, what: str) -> None:
-    found = run_ranks(2, disturbed, Case(kind, steps=8), what)
+def test_changing_gradients_after_backward_disables_overlap_and_no_more(kind: str, what: str) -> None:
+    found = run_ranks(2, changed_before_step, Case(kind, steps=8), what)
     for one in found:
         assert one["equal"]
         assert one["params"] == found[0]["params"]
-        assert len(one["said"]) == 1
-        assert "off from here on" in one["said"][0]
+        assert len(one["warned"]) == 1
+        assert "off from here on" in one["warned"][0]
         assert (
             one["early"] == [False] * 4 + [what not in ("clip", "scaler")] + [False] * 3
         )  # those two are met in step 4
 
 
-def holding(rank: int, size: int, case: Case) -> dict[str, Any]:
+def accumulating(rank: int, size: int, case: Case) -> dict[str, Any]:
     """Accumulation within no_sync, and a step that the user leaves out."""
-    runs, early, said = [build(case, overlap) for overlap in (True, False)], [], []
+    runs, early, warned = [build(case, overlap) for overlap in (True, False)], [], []
     for step in range(1, case.steps + 1):
         for optimizer, params in runs:
             optimizer.zero_grad()
@@ -266,17 +266,22 @@ def holding(rank: int, size: int, case: Case) -> dict[str, Any]:
             if optimizer.setup.options.overlap:
                 early.append(optimizer.overlap.in_flight)
             if step != 6:
-                said += told(optimizer, optimizer.step)
+                warned += overlap_warnings(optimizer, optimizer.step)
     (_, params), (_, theirs) = runs
-    return {"equal": bits(params) == bits(theirs), "said": said, "early": early, "threads": threading.active_count()}
+    return {
+        "equal": bits(params) == bits(theirs),
+        "warned": warned,
+        "early": early,
+        "threads": threading.active_count(),
+    }
 
 
 @kinds
-def test_accumulation_within_no_sync_and_a_step_left_out(kind: str) -> None:
+def test_accumulation_within_no_sync_and_a_step_left_out_keep_overlap(kind: str) -> None:
     before = run_ranks(2, threads_alive)
-    for one, threads in zip(run_ranks(2, holding, Case(kind, steps=8)), before, strict=True):
+    for one, threads in zip(run_ranks(2, accumulating, Case(kind, steps=8)), before, strict=True):
         assert one["equal"]
-        assert not one["said"]
+        assert not one["warned"]
         assert one["early"] == [False] * 4 + [True] * 4
         assert one["threads"] <= threads
 
@@ -323,7 +328,7 @@ def test_state_is_of_whole_steps_and_resumes(kind: str) -> None:
 
 
 def failing(rank: int, size: int) -> str:
-    """What the thread meets is raised by step."""
+    """An error of the thread is raised by step."""
     optimizer, params = build(Case(), overlap=True)
     for step in range(1, 6):
         optimizer.zero_grad()
@@ -349,7 +354,7 @@ def test_an_error_of_the_thread_is_raised_by_step() -> None:
     assert run_ranks(2, failing) == ["the network is gone"] * 2
 
 
-def test_one_rank_has_nothing_to_overlap() -> None:
+def test_one_rank_sends_nothing_early() -> None:
     case = Case(steps=6, options={"overlap": True, **OPTIONS})
     params, plain = case.parameters(), case.parameters()
     optimizer, other = case.build(params), case.but(options=OPTIONS).build(plain)

@@ -1,4 +1,4 @@
-"""Ranks that no longer hold the same bits: found at the next check, named, and put right where that was asked for.
+"""Ranks that no longer hold the same bits: found at the next check, named, and repaired where that was asked for.
 
 python -m tests.onebit.parallel.test_watch        what a check costs, against the thousand steps that it comes after
 """
@@ -28,7 +28,7 @@ CHECK = "comparing the ranks' state (all-gather)"
 
 
 def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
-    """One bit of one element, unseen by autograd's counters as a fault is."""
+    """One bit of one element, without autograd's version counters, as a fault in memory does."""
     words = tensor.data.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     mask = 1 << bit
     words[element] ^= mask - (1 << 8 * tensor.itemsize) if bit == 8 * tensor.itemsize - 1 and bit > 7 else mask
@@ -64,8 +64,8 @@ def test_a_checksum_is_of_bits_and_not_of_numbers() -> None:
     assert len(set(found)) == 5
 
 
-def look(optimizer: Any) -> str:
-    """What a check says, with check_every=1."""
+def check_now(optimizer: Any) -> str:
+    """The error of a check, with check_every=1."""
     try:
         optimizer.watch.check(optimizer.setup, optimizer.current)
     except onebit.DivergenceError as error:
@@ -78,19 +78,19 @@ def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
     params = case.parameters()
     optimizer = case.build(params, group())
     run(case, rank, optimizer, params, 1, case.steps)
-    told = {"": look(optimizer)}
+    texts = {"": check_now(optimizer)}
     for name, tensor in shared_tensors(optimizer.setup, optimizer.current):
         if not tensor.numel():
             continue
         if rank == 1:
             flip(tensor, 3, tensor.numel() - 1)
-        told[name] = look(optimizer)
+        texts[name] = check_now(optimizer)
         if rank == 1:
             flip(tensor, 3, tensor.numel() - 1)
     own = [reducer.exchange.residual.value for reducer in optimizer.current.reducers]
     for residual in own:
         residual.add_(rank)
-    return {"told": told, "own": look(optimizer)}
+    return {"texts": texts, "own": check_now(optimizer)}
 
 
 @kinds
@@ -101,28 +101,28 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
 ) -> None:
     case = Case(kind, dtype=dtype, steps=6, options={"freeze_step": freeze_step, **ALWAYS}, groups=({}, {"lr": 1e-3}))
     found = run_ranks(3, flipping_everything, case)
-    told = found[0]["told"]
-    assert told[""] == "" and found[0]["own"] == ""
+    texts = found[0]["texts"]
+    assert texts[""] == "" and found[0]["own"] == ""
     assert found[1] == found[0] and found[2] == found[0]
     expected = {"exp_avg", "exp_avg_sq"} if freeze_step == 50 else {"denominator"}
     expected |= {"exp_avg_sq"} if kind == "OneBitLamb" else set()
     expected |= {"master"} if dtype == "bfloat16" else set()
     for shape in case.shapes:
-        names = [name for name in told if f"shape {shape}" in name]
+        names = [name for name in texts if f"shape {shape}" in name]
         assert names[0].startswith("parameter ")
         assert {name.split(" of ")[0] for name in names[1:]} == expected
-    assert any("the last message" in name for name in told) == (freeze_step == 3)
-    for name, text in told.items():
+    assert any("the last message" in name for name in texts) == (freeze_step == 3)
+    for name, text in texts.items():
         if name:
             assert f"{name} has other values on rank 1 than on rank 0. Load the last" in text, text
 
 
 def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter: int) -> dict[str, Any]:
-    """A bit of one rank's parameter, or of its fp32 copy, flips before step `at`: who hears of it, and how it ends."""
+    """A bit of one rank's parameter, or of its fp32 copy, flips before step `at`: errors, warnings, and the end."""
     params = case.parameters()
     optimizer = case.build(params, group())
     error, step = "", 0
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         try:
             for step in range(1, case.steps + 1):
@@ -135,7 +135,7 @@ def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter:
     return {
         "error": error,
         "step": step,
-        "told": [str(w.message) for w in told if "the same bits" in str(w.message)],
+        "warned": [str(w.message) for w in recorded if "the same bits" in str(w.message)],
         "params": bits(params),
         "state": snapshot(optimizer.state_dict()),
     }
@@ -158,15 +158,17 @@ def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> Non
 @STAGES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_broadcast_puts_it_right_bit_for_bit(kind: str, freeze_step: int, dtype: str) -> None:
-    """These gradients do not look at the parameters: the run ends as if nothing had been."""
+    """These gradients do not depend on the parameters: the run ends as if no bit had flipped."""
     options = {"freeze_step": freeze_step, "check_every": 4, "on_divergence": "broadcast"}
     case = Case(kind, dtype=dtype, steps=12, options=options)
     after = run_ranks(3, flipped_once, case, 0, 6, 1)
     without = run_ranks(3, flipped_once, case, -1, 6, 1)
     for rank, (one, other) in enumerate(zip(after, without, strict=True)):
         assert one["error"] == "" and one["step"] == 12
-        assert len(one["told"]) == (rank == 0) and not other["told"]
-        assert all("on rank 0 than on rank 1" in text and "given what most ranks hold" in text for text in one["told"])
+        assert len(one["warned"]) == (rank == 0) and not other["warned"]
+        assert all(
+            "on rank 0 than on rank 1" in text and "given what most ranks hold" in text for text in one["warned"]
+        )
         assert one["params"] == other["params"]
         assert same(one["state"], other["state"])
 
@@ -188,7 +190,7 @@ def halves(rank: int, size: int, case: Case) -> dict[str, Any]:
     if rank % 2:
         flip(params[0], 5)
     before = bits(params)
-    return {"error": look(optimizer), "unchanged": bits(params) == before}
+    return {"error": check_now(optimizer), "unchanged": bits(params) == before}
 
 
 def several(rank: int, size: int, case: Case) -> str:
@@ -197,7 +199,7 @@ def several(rank: int, size: int, case: Case) -> str:
     run(case, rank, optimizer, params, 1, 3)
     if rank in (1, 3):
         flip(params[rank], 5)
-    return look(optimizer)
+    return check_now(optimizer)
 
 
 def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
@@ -220,11 +222,11 @@ def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
             flip(p, 7, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        error = look(optimizer)
+        error = check_now(optimizer)
     right = bits(params) == before
     if rank == 2:
         optimizer.current.stages.counts[0] += 1
-    return {"error": error, "right": right, "count": look(optimizer)}
+    return {"error": error, "right": right, "count": check_now(optimizer)}
 
 
 @kinds
@@ -240,13 +242,13 @@ def counted(rank: int, size: int, case: Case) -> list[int]:
     """The steps that ended with a check."""
     seen: list[str] = []
 
-    class Listening(TorchTransport):
+    class Recording(TorchTransport):
         def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
             seen.append(phase)
             return super().all_gather(out, sent, phase)
 
     params = case.parameters()
-    optimizer = case.build(params, Listening(group()))
+    optimizer = case.build(params, Recording(group()))
     checks = []
     for step in range(1, case.steps + 1):
         del seen[:]
@@ -264,7 +266,7 @@ def test_a_check_comes_last_in_every_so_many_steps(every: int | None, steps: int
     assert run_ranks(2, counted, case) == [expected] * 2
 
 
-def test_one_rank_alone_has_nobody_to_compare_with() -> None:
+def test_one_rank_alone_compares_nothing() -> None:
     case = Case(options=ALWAYS, steps=3)
     params = case.parameters()
     optimizer = case.build(params)
@@ -283,7 +285,7 @@ def disagreeing(rank: int, size: int, name: str, values: list[Any]) -> str:
 
 
 @pytest.mark.parametrize(("name", "values"), [("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])])
-def test_ranks_that_would_check_at_different_steps_hear_of_it_at_the_first(name: str, values: list[Any]) -> None:
+def test_ranks_that_would_check_at_different_steps_are_refused_by_the_first_step(name: str, values: list[Any]) -> None:
     for text in run_ranks(2, disagreeing, name, values):
         assert f"rank 1 has {name} {values[1]!r} where rank 0 has {values[0]!r}" in text
 
@@ -298,7 +300,7 @@ def test_ranks_that_would_check_at_different_steps_hear_of_it_at_the_first(name:
         ("on_divergence", "ignore", ["on_divergence='ignore'", "raise", "broadcast"]),
     ],
 )
-def test_a_wrong_option_says_what_it_takes(kind: str, name: str, value: Any, parts: list[str]) -> None:
+def test_a_wrong_option_is_refused(kind: str, name: str, value: Any, parts: list[str]) -> None:
     case = Case(kind, options={name: value})
     with pytest.raises(ValueError) as caught:
         case.build(case.parameters())
