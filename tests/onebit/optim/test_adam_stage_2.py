@@ -44,7 +44,7 @@ CHOICES = {  # scale, norm, bias_correction
 }
 
 
-@pytest.mark.parametrize("size", CHOICES)
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_100_steps_of_stage_2_equal_the_simulation(size):
     cases = [
         options(STAGES, scale=scale, norm=norm, bias_correction=corrected, chunks=1 + i % 3)

@@ -30,7 +30,7 @@ def chosen(i, ratio, scale, decayed):
     return options(LAMB.but(groups=GROUPS if decayed else UNDECAYED), **own, **limits)
 
 
-@pytest.mark.parametrize("size", CHOICES)
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_100_steps_of_stage_2_equal_the_simulation(size):
     cases = [chosen(i, *own) for i, own in enumerate(CHOICES[size])]
     reasons = set()

@@ -258,7 +258,10 @@ def counted(rank: int, size: int, case: Case) -> list[int]:
     return checks
 
 
-@pytest.mark.parametrize(("every", "steps", "expected"), [(3, 10, [3, 6, 9]), (0, 10, []), (None, 1001, [1000])])
+@pytest.mark.parametrize(
+    ("every", "steps", "expected"),
+    [(3, 10, [3, 6, 9]), (0, 10, []), pytest.param(None, 1001, [1000], marks=pytest.mark.slow)],
+)
 def test_a_check_comes_last_in_every_so_many_steps(every: int | None, steps: int, expected: list[int]) -> None:
     """A step that is skipped counts as well; 1000 is the default."""
     options = {"freeze_step": 4} | ({} if every is None else {"check_every": every})
