@@ -1,4 +1,22 @@
-"""Which backend a device gets: one host function a pass, three implementations with the same signature."""
+"""Every pass: its signature, its equation, the bytes it moves, and which backend a device gets.
+
+A pass is one function that a backend runs over one span of blocks. Three backends have the same functions:
+
+    reference   a few lines of plain PyTorch, on any device: what the others are tested against
+    cpu         CPU tensors, in place
+    gpu         Triton, for CUDA and ROCm tensors
+
+Adding a pass `p` takes:
+
+    kernels/passes.py                    a method of Backend, a line in PASSES, a case in bytes_per_element
+    kernels/reference/, cpu/, gpu/       the function, in the file it belongs to, re-exported in __init__.py
+    kernels/tuning/workload.py           synthetic arguments to run it on: an entry in Workload.passes
+    kernels/tuning/tuner.py              each Triton kernel it launches: PASS_OF, and SUMMING_KERNELS where it sums
+    tests/kernels/                       the float64 oracle's word on it, and its streams in test_aot.py
+
+Notation, as in the papers: g' = grad_scale g; x a parameter; m, v the moments; e a rank's residual, E a server's;
+sigma(c) = +1 where c >= 0 and -1 elsewhere; d = 1 / (sqrt(v_T) + eps) with v_T the variance at the freeze.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +24,227 @@ import functools
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, Protocol, cast
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import record_function
+
+from onebit.kernels.data.lamb_state import LambState
+from onebit.kernels.data.layout import Span
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Messages
+
+BackendName = Literal["reference", "cpu", "gpu"]
+
+
+class Backend(Protocol):
+    """The functions that each of onebit.kernels.reference, .cpu and .gpu has.
+
+    Arguments that several passes share:
+
+        span       the blocks to work on; state tensors given with it hold just its elements
+        hyper      fp32 [groups, COLUMNS]: `hyper_table` of the param groups
+        flags      int32 [1]: where it is not 0 a pass changes nothing but the headers of messages
+        master     fp32 copy of 16-bit parameters, or None
+        live       uint8 [elements / 8], packed as bits are in a message: a coordinate without its bit takes no part
+                   and counts as padding does
+        gamma      fp32 [parameters]: messages and momentum hold gamma_p times the momentum (1-bit LAMB, section 4.3)
+
+    Bytes an element are those of fp32 parameters and gradients with momentum kept as messages; `bytes_per_element`
+    has the other cases.
+    """
+
+    def scan(self, span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
+        """flags[0] = 1 where any |g'| is NaN, inf or beyond LARGEST, else as it was;
+        squares[b] = sum of g'^2 over block b.
+
+        Bytes: reads g 4.
+        """
+
+    def compress(
+        self,
+        span: Span,
+        grads: Pointers,
+        momentum: Tensor | Messages | None,
+        residual: Residual,
+        hyper: Tensor,
+        flags: Tensor,
+        out: Messages,
+        *,
+        live: Tensor | None = None,
+        gamma: Tensor | None = None,
+    ) -> None:
+        """c = beta1 m + gamma_p ((1 - beta1) g') + e;  bit = sigma(c);  scale = ||c||_1 / count;  e = c - scale bit.
+
+        1-bit Adam (Tang et al. 2021), Algorithm 1, lines 6 and 7; 1-bit LAMB (Li et al. 2021), Algorithm 1, lines 6
+        and 7. gamma_p = 1 without `gamma`. Blocks [k S, (k + 1) S) of the span go into message k of `out`, S being
+        the format's shard_blocks. Where `live` has no bit, c, e and the bit are 0, and no scale sums or counts it.
+        With `flags` set only the headers are written.
+
+        Bytes: reads g 4, e 4, m 1/8; writes e 4, bits 1/8. 12.25, and 1/8 more with `live`.
+        """
+
+    def average(
+        self, span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None
+    ) -> None:
+        """C = mean_i decode(received_i) + E;  bit = sigma(C);  scale = ||C||_1 / count;  E = C - scale bit.
+
+        1-bit Adam (Tang et al. 2021), Algorithm 1, line 10; 1-bit LAMB (Li et al. 2021), Algorithm 1, line 10.
+        `span` is this rank's shard, and `live` that shard's mask. If any message received carries a flag, so does
+        `out`, and only its header is written.
+
+        Bytes an element of the shard, with N ranks: reads bits N/8, E 4; writes E 4, bits 1/8. 8.125 + N/8, and 1/8
+        more with `live`.
+        """
+
+    def decode(self, span: Span, messages: Messages, out: Pointers) -> None:
+        """x = scale sigma, written to the tensors of `out`; NaN where the message carries a flag.
+
+        Bytes: reads bits 1/8; writes x 4. 4.125.
+        """
+
+    def adam_warmup(
+        self,
+        span: Span,
+        params: Pointers,
+        grads: Pointers,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        master: Tensor | None,
+        hyper: Tensor,
+        flags: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
+        """m = beta1 m + (1 - beta1) g';  v = beta2 v + (1 - beta2) g'^2;
+        x = x - lr (mhat / (sqrt(vhat) + eps) + wd x);  sums[b] = sum of v over block b.
+
+        A step of stage 1: 1-bit Adam (Tang et al. 2021), equation 1, which is Adam.
+
+        Bytes: reads g 4, m 4, v 4, x 4; writes m 4, v 4, x 4. 28.
+        """
+
+    def adam_update(
+        self,
+        span: Span,
+        params: Pointers,
+        d: Tensor,
+        replies: Messages,
+        master: Tensor | None,
+        hyper: Tensor,
+        coefficient: Tensor | None = None,
+    ) -> None:
+        """x = x - lr c_p (m d + wd x) with m = decode(replies).
+
+        A step of stage 2: 1-bit Adam (Tang et al. 2021), Algorithm 1, line 13, with c_p = 1; and with `coefficient`,
+        fp32 [parameters], 1-bit LAMB (Li et al. 2021), Algorithm 1, line 21. Measurements name the second
+        lamb_update. A coordinate with d = 0 never moves. Blocks of a flagged reply stay as they are.
+
+        Bytes: reads x 4, d 4, bits 1/8; writes x 4. 12.125.
+        """
+
+    def lamb_warmup(
+        self,
+        span: Span,
+        params: Pointers,
+        grads: Pointers,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        master: Tensor | None,
+        hyper: Tensor,
+        flags: Tensor,
+        state: LambState,
+        *,
+        coeff_beta: float,
+        min_coeff: float,
+        max_coeff: float,
+    ) -> None:
+        """m, v as in adam_warmup;  u = mhat / (sqrt(vhat) + eps) + wd x;
+        c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 where a norm is 0;
+        x = x - lr c u;  c_avg = b3 c_avg + (1 - b3) c.
+
+        1-bit LAMB (Li et al. 2021), equation 1 and Algorithm 1, line 2. The span is the whole layout, since a norm
+        is a parameter's.
+
+        Bytes: reads g 4, m 4, v 4, x 4 and writes m 4, v 4 for the norms; reads m 4, v 4, x 4 and writes x 4 for the
+        update. 40.
+        """
+
+    def lamb_statistics(
+        self,
+        span: Span,
+        replies: Messages,
+        previous: Tensor | Messages,
+        d: Tensor,
+        exp_avg_sq: Tensor,
+        hyper: Tensor,
+        state: LambState,
+        *,
+        factor_min: float,
+        factor_max: float,
+        factor_threshold: float,
+        ratio: Literal["variance", "denominator"] = "variance",
+        live: Tensor | None = None,
+        gamma: Tensor | None = None,
+    ) -> None:
+        """ghat = (m - beta1 m_prev) / (1 - beta1) / gamma_p;  v = beta2 v + (1 - beta2) ghat^2;
+        r = max over a parameter of v_T / v, clipped to within factor_threshold of the last r, then to
+        [factor_min, factor_max];  c = r c_avg.
+
+        1-bit LAMB (Li et al. 2021), Algorithm 1, lines 15 to 20. With ratio="denominator" r is the maximum of
+        (sqrt(v_T) + eps) / (sqrt(v) + eps). v_T is computed back from d = 1 / ((sqrt(v_T) + eps) gamma_p), so v has to
+        be bias-corrected at the freeze as v_T is. m and m_prev both hold gamma_p times the momentum; m d needs no
+        gamma. A coordinate that `live` leaves out does not count for the maximum, and its v means nothing. The span is
+        the whole layout. Either every reply carries a flag or none does: a flag in one worker's message goes into the
+        replies of all servers.
+
+        Bytes: reads v 4, d 4, bits of m and m_prev 2/8; writes v 4. 12.25, and 1/8 more with `live`.
+        """
+
+
+# What is measured, in the order of a step. lamb_update is adam_update with LAMB's coefficients.
+PASSES = (
+    "scan", "compress", "average", "decode", "adam_warmup", "adam_update",
+    "lamb_warmup", "lamb_statistics", "lamb_update",
+)  # fmt: skip
+BIT = 1 / 8  # bytes
+
+
+def bytes_per_element(
+    name: str, itemsize: int, *, master: bool, packed: bool, ranks: int, masked: bool = False
+) -> float:
+    """Bytes that the pass `name` of PASSES moves for one element; scales (1/64 bit with blocks of 2048) are left out.
+
+    `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
+    passes that take one get a live mask.
+    """
+    momentum, live = BIT if packed else 4, BIT if masked else 0
+    parameter = 4 + 4 + itemsize if master else 2 * itemsize
+    match name:
+        case "compress":
+            return itemsize + 4 + momentum + 4 + BIT + live
+        case "average":
+            return ranks * BIT + 4 + 4 + BIT + live
+        case "decode":
+            return BIT + itemsize
+        case "scan":
+            return itemsize
+        case "adam_warmup":
+            return itemsize + 4 * 4 + parameter
+        case "adam_update" | "lamb_update":
+            return BIT + 4 + parameter
+        case "lamb_warmup":  # read for the norms, and again for the update
+            return itemsize + 4 * 4 + (4 if master else itemsize) + 2 * 4 + parameter
+        case "lamb_statistics":
+            return BIT + momentum + 3 * 4 + live
+    raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
 
 
 class Passes:
-    """A module's passes, each a range in profiles under its name: torch.profiler's, and NVTX by emit_nvtx."""
+    """A backend whose passes show up in profiles as `onebit.<name>`: in torch.profiler's, and as NVTX ranges by
+    torch.autograd.profiler.emit_nvtx.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self.module, self.__name__ = module, module.__name__
@@ -22,25 +253,33 @@ class Passes:
         run = getattr(self.module, name)
 
         @functools.wraps(run)
-        def ranged(*args: Any, **options: Any) -> Any:
+        def profiled(*args: Any, **options: Any) -> Any:
             with record_function(f"onebit.{name}"):
                 return run(*args, **options)
 
-        setattr(self, name, ranged)  # asked for once
-        return ranged
+        setattr(self, name, profiled)  # the next access finds it without __getattr__
+        return profiled
 
 
 @functools.cache
-def backend(device: torch.device) -> Passes:
-    """The passes for a device: Triton's for CUDA and ROCm tensors, the tiled ones for CPU tensors."""
-    names = {"cuda": "onebit.kernels.gpu", "cpu": "onebit.kernels.cpu"}
+def load(name: BackendName) -> Backend:
+    """A backend by name, imported on first use: the GPU's needs Triton, and the tuner, which launching a kernel needs,
+    measures kernels itself.
+    """
+    return cast(Backend, Passes(import_module(f"onebit.kernels.{name}")))
+
+
+@functools.cache
+def backend(device: torch.device) -> Backend:
+    """The passes for tensors on a device: Triton's for CUDA and ROCm, those of `cpu` for CPU tensors."""
+    names: dict[str, BackendName] = {"cuda": "gpu", "cpu": "cpu"}
     if device.type not in names:
         raise ValueError(
             f"no kernels for tensors on {device}: onebit runs on CUDA, ROCm and CPU tensors. Move the parameters with "
             f".to('cuda') or .to('cpu')"
         )
     try:
-        return Passes(import_module(names[device.type]))
+        return load(names[device.type])
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

@@ -37,7 +37,7 @@ class BlockTable:
     """The layout as kernels read it: the parameter of each block, and one row a parameter."""
 
     owner: Tensor  # int32 [blocks]
-    rows: Tensor  # int64 [parameters, 3]: first block, numel, group
+    parameters: Tensor  # int64 [parameters, 3]: first block, numel, group
 
 
 class Segment(NamedTuple):
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 
 
 class Layout:
-    """Where each parameter's elements lie, for `ranks` shards and `chunks` pipeline stages."""
+    """The place of each parameter's elements in blocks, for `ranks` shards and `chunks` pipeline stages."""
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A checksum that two ranks share exactly when they cut the same parameters the same way."""
+        """A checksum of the parameters' sizes and how they are cut into blocks, to compare between ranks."""
         cut = np.asarray([self.block_size, self.ranks, self.chunks], dtype=np.int64)
         return zlib.crc32(self.numel.tobytes(), zlib.crc32(cut.tobytes()))
 
     def owner(self, first: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """The parameter of each block; padding at the end counts to the last one, with no valid element."""
+        """The parameter of each block. Padding at the end belongs to the last one, with no valid element."""
         stop = self.blocks if count is None else first + count
         return np.searchsorted(self.first, np.arange(first, stop), side="right") - 1
 
@@ -117,12 +117,23 @@ class Layout:
         offset = (np.arange(first, first + len(owner)) - self.first[owner]) * self.block_size
         return np.clip(self.numel[owner] - offset, 0, self.block_size)
 
+    def segments(self, first: int, count: int) -> Iterator[Segment]:
+        """The parameters' elements that lie in blocks [first, first + count); offsets are from the first of these."""
+        size, stop = self.block_size, first + count
+        for p in range(bisect_right(self._starts, first) - 1, self.parameters):
+            start, numel = self._starts[p], self._sizes[p]
+            if start >= stop:
+                return
+            begin, end = max(0, (first - start) * size), min(numel, (stop - start) * size)
+            if begin < end:
+                yield Segment(p, self._groups[p], begin, end, (start - first) * size + begin)
+
     def table(self, device: torch.device) -> BlockTable:
         """The layout on a device, made on first use."""
         if device not in self._tables:
-            rows = torch.from_numpy(np.stack((self.first, self.numel, self.group), axis=1))
+            parameters = torch.from_numpy(np.stack((self.first, self.numel, self.group), axis=1))
             owner = torch.from_numpy(self.owner().astype(np.int32))
-            self._tables[device] = BlockTable(owner.to(device), rows.to(device))
+            self._tables[device] = BlockTable(owner.to(device), parameters.to(device))
         return self._tables[device]
 
     def all(self) -> Span:
@@ -138,7 +149,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of blocks: what one pass works on. State tensors given with a span hold just its elements."""
+    """Consecutive blocks that one pass works on. State tensors given with a span hold just its elements."""
 
     layout: Layout
     first: int
@@ -161,15 +172,7 @@ class Span:
 
     def segments(self) -> Iterator[Segment]:
         """The parameters' elements that lie in this span, in order; padding is in none of them."""
-        layout, size = self.layout, self.layout.block_size
-        stop = self.first + self.count
-        for p in range(bisect_right(layout._starts, self.first) - 1, layout.parameters):
-            first, numel = layout._starts[p], layout._sizes[p]
-            if first >= stop:
-                return
-            begin, end = max(0, (self.first - first) * size), min(numel, (stop - first) * size)
-            if begin < end:
-                yield Segment(p, layout._groups[p], begin, end, (first - self.first) * size + begin)
+        return self.layout.segments(self.first, self.count)
 
 
 def _is_whole(value: object) -> bool:

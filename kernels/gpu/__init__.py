@@ -1,8 +1,7 @@
 """The Triton passes under one name, as `cpu` and `reference` have them."""
 
 from onebit.kernels.gpu.adam import adam_update, adam_warmup
-from onebit.kernels.gpu.average import average, decode
-from onebit.kernels.gpu.compress import compress
+from onebit.kernels.gpu.codec import average, compress, decode
 from onebit.kernels.gpu.lamb import lamb_statistics, lamb_warmup
 from onebit.kernels.gpu.scan import scan
 

@@ -3,7 +3,8 @@
     warmup   m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x)
     update   x = x - lr c_p (m d + wd x),   m = decode(reply)
 
-(paper 001, equation 1 and Algorithm 1, line 13.) c_p is 1 for Adam and LAMB's coefficient for LAMB.
+1-bit Adam (Tang et al. 2021), equation 1 and Algorithm 1, line 13. c_p is 1 for Adam and the parameter's coefficient
+for LAMB.
 
 Bytes an element, fp32: warmup reads g 4, m 4, v 4, x 4, writes m 4, v 4, x 4: 28; update reads x 4, d 4,
 bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
@@ -20,7 +21,7 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import TYPES, launch, over
+from onebit.kernels.gpu.launch import TYPES, format_arguments, launch, message_arguments, span_arguments
 
 
 @triton.jit
@@ -43,14 +44,15 @@ def _warmup_block(
 
 @tiles.entry
 def adam_warmup_kernel(
-    owner, rows, p_addresses, g_addresses, hyper, flags, first_block, blocks, exp_avg, exp_avg_sq, master, sums,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    owner, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, blocks,
+    exp_avg, exp_avg_sq, master, sums,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
-    for r in range(ROWS):
-        block = tl.program_id(0) * ROWS + r
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if (block < blocks) & (flag == 0):
-            p, group, offset, valid = tiles.locate(first_block + block, owner, rows, BLOCK)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             p_base, p_valid, p_aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             g_base, g_valid, g_aligned = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
             h = tiles.group_row(hyper, group)
@@ -82,15 +84,16 @@ def _update_block(
 
 @tiles.entry
 def adam_update_kernel(
-    owner, rows, p_addresses, hyper, coefficient, first_block, blocks, shard_blocks, row_bytes,
+    owner, parameter_table, p_addresses, hyper, coefficient, first_block, blocks, shard_blocks, row_bytes,
     header, scales, bits, d, master,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PARAM: tl.constexpr, TENSOR: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr,
 ):  # fmt: skip
-    for r in range(ROWS):
-        block = tl.program_id(0) * ROWS + r
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             if tiles.flag_of(header, block // shard_blocks, row_bytes) == 0:
-                p, group, offset, valid = tiles.locate(first_block + block, owner, rows, BLOCK)
+                p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
                 p_base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
                 h = tiles.group_row(hyper, group)
                 lr = tl.load(h + tiles.H_LR)
@@ -118,7 +121,7 @@ def adam_warmup(
 ) -> None:
     """`onebit.kernels.reference.adam_warmup` in one launch."""
     arguments = {
-        **over(span, exp_avg.device),
+        **span_arguments(span, exp_avg.device),
         "p_addresses": params.addresses,
         "g_addresses": grads.addresses,
         "hyper": hyper,
@@ -143,20 +146,15 @@ def adam_update(
     coefficient: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.adam_update` in one launch."""
-    form = replies.format
     arguments = {
-        **over(span, d.device),
+        **span_arguments(span, d.device),
+        **message_arguments(replies),
+        **format_arguments(replies.format),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "coefficient": coefficient,
-        "shard_blocks": form.shard_blocks,
-        "row_bytes": form.nbytes,
-        "header": replies.header,
-        "scales": replies.scales,
-        "bits": replies.bits,
         "d": d,
         "master": master,
         "PARAM": TYPES[params.dtype],
-        "TENSOR": form.scale == "tensor",
     }
     launch(adam_update_kernel, span.count, arguments, d, params.dtype)

@@ -56,7 +56,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Assembled:
-    """What ptxas makes of a kernel: registers a thread, bytes spilled (stored and loaded), machine instructions."""
+    """An assembled kernel: registers a thread, bytes spilled (stored and loaded), machine instructions."""
 
     registers: int
     spilled: int
@@ -64,8 +64,8 @@ class Assembled:
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
-    """What the launch would run on `target`."""
-    values = {**launch.arguments, "ROWS": launch.config.rows}
+    """Compile the kernel as this launch would specialise it on `target`."""
+    values = {**launch.arguments, "BLOCKS_PER_PROGRAM": launch.config.blocks_per_program}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(inspect.signature(launch.kernel.fn).parameters):
         value, free = values[name], launch.kernel.params[index].do_not_specialize
@@ -89,7 +89,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
 
 
 def assembled(compiled: Compiled) -> Assembled:
-    """Assemble a CUDA kernel's PTX and read ptxas' report and the listing of what it made."""
+    """Assemble a CUDA kernel's PTX, and read ptxas' report and the listing of the machine code."""
     arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
     assert arch is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def assembled(compiled: Compiled) -> Assembled:
 
 
 def _output(*command: str | Path) -> str:
-    """What a tool says: ptxas reports on standard error."""
+    """Standard output and standard error of a tool; ptxas reports on the latter."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=120)
     return done.stdout + done.stderr
 
@@ -126,8 +126,8 @@ def _tool(*names: str) -> str:
 
 
 def variants() -> dict[str, Workload]:
-    """A workload for each way that a kernel is specialised: dtypes, scales, norms, packed or dense momentum, dead
-    coordinates, scaled momentum.
+    """A workload for each way that a kernel is specialised: dtypes, scales, norms, packed or dense momentum, a live
+    mask, scaled momentum.
     """
     sizes = [5000, 7]
     return {

@@ -1,15 +1,16 @@
-"""LAMB's passes. The last block of a parameter to finish turns its partial results into the coefficient, so that
-no pass needs a launch a parameter or the host.
+"""LAMB's passes as Triton kernels. The last block of a parameter to finish turns the blocks' partial results into the
+coefficient, so that no pass needs a launch a parameter, or the host.
 
     warmup       u = mhat / (sqrt(vhat) + eps) + wd x;   c = clip(||x|| / ||u||);   x = x - lr c u
                  c_avg = b3 c_avg + (1 - b3) c
     statistics   ghat = (m - b1 m_prev) / (1 - b1);   v = b2 v + (1 - b2) ghat^2
                  r = clip(max v_T / v);   c = r c_avg
 
-Messages scaled by gamma, one a parameter (section 4.3): ghat = ((m - b1 m_prev) / (1 - b1)) / gamma_p with m and m_prev
+With gamma, one a parameter (section 4.3): ghat = ((m - b1 m_prev) / (1 - b1)) / gamma_p with m and m_prev
 both scaled, d = 1 / ((sqrt(v_T) + eps) gamma_p). Where `live` has no bit, a ratio does not count.
 
-(paper 003, equation 1 and Algorithm 1, lines 2 and 15 to 20.) Line 21 is `adam_update` with c as its coefficient.
+1-bit LAMB (Li et al. 2021), equation 1 and Algorithm 1, lines 2 and 15 to 20. Line 21 is `adam_update` with c as its
+coefficient.
 
 Bytes an element, fp32: warmup reads g 4, m 4, v 4, x 4, writes m 4, v 4, then reads m 4, v 4, x 4, writes x 4: 40;
 statistics reads v 4, d 4, bits 2/8, writes v 4: 12.3. With `live` 1/8 more.
@@ -30,7 +31,14 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import TYPES, launch, over
+from onebit.kernels.gpu.launch import (
+    TYPES,
+    format_arguments,
+    launch,
+    message_arguments,
+    momentum_arguments,
+    span_arguments,
+)
 
 
 @triton.jit
@@ -53,39 +61,21 @@ def _moments_block(
 
 
 @triton.jit
-def _sum_partials(partial, blocks):
-    total = tl.zeros((1024,), tl.float32)
-    for start in range(0, blocks, 1024):
-        i = start + tl.arange(0, 1024)
-        total += tl.load(partial + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _max_partials(partial, blocks):
-    largest = tl.zeros((1024,), tl.float32)
-    for start in range(0, blocks, 1024):
-        i = start + tl.arange(0, 1024)
-        largest = tl.maximum(largest, tl.load(partial + i, mask=i < blocks, other=0.0, cache_modifier=".cg"))
-    return tl.max(largest, axis=0)
-
-
-@triton.jit
-def _first_and_blocks(rows, p, BLOCK: tl.constexpr):
-    return tl.load(rows + 3 * p), tl.cdiv(tl.load(rows + 3 * p + 1), BLOCK)
+def _first_and_blocks(parameter_table, p, BLOCK: tl.constexpr):
+    return tl.load(parameter_table + 3 * p), tl.cdiv(tl.load(parameter_table + 3 * p + 1), BLOCK)
 
 
 @tiles.entry
 def lamb_moments_kernel(
-    owner, rows, p_addresses, g_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
+    owner, parameter_table, p_addresses, g_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
     coefficient, average, partial, counter, coeff_beta, one_minus_coeff_beta, min_coeff, max_coeff,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
-    for r in range(ROWS):
-        block = tl.program_id(0) * ROWS + r
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if (block < blocks) & (flag == 0):
-            p, group, offset, valid = tiles.locate(block, owner, rows, BLOCK)
+            p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
             if valid > 0:
                 p_base, _, p_aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
                 g_base, g_valid, g_aligned = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
@@ -102,10 +92,10 @@ def lamb_moments_kernel(
                         p_base, g_base, g_valid, h, exp_avg + start, exp_avg_sq + start, x,
                         partial + block, partial + blocks + block, valid, TILE, False,
                     )  # fmt: skip
-                first, count = _first_and_blocks(rows, p, BLOCK)
+                first, count = _first_and_blocks(parameter_table, p, BLOCK)
                 if tiles.finished(counter + p, count):
-                    x_norm = tl.sqrt_rn(_sum_partials(partial + first, count))
-                    u_norm = tl.sqrt_rn(_sum_partials(partial + blocks + first, count))
+                    x_norm = tl.sqrt_rn(tiles.sum_partials(partial + first, count))
+                    u_norm = tl.sqrt_rn(tiles.sum_partials(partial + blocks + first, count))
                     c = tl.minimum(
                         tl.maximum(tl.div_rn(x_norm, tl.where(u_norm > 0, u_norm, 1.0)), min_coeff), max_coeff
                     )
@@ -127,14 +117,14 @@ def _apply_block(
 
 @tiles.entry
 def lamb_apply_kernel(
-    owner, rows, p_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master, coefficient,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PARAM: tl.constexpr,
+    owner, parameter_table, p_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master, coefficient,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
-    for r in range(ROWS):
-        block = tl.program_id(0) * ROWS + r
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if (block < blocks) & (flag == 0):
-            p, group, offset, valid = tiles.locate(block, owner, rows, BLOCK)
+            p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
             base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             start = block.to(tl.int64) * BLOCK
@@ -180,15 +170,16 @@ def _statistics_block(
 
 @tiles.entry
 def lamb_statistics_kernel(
-    owner, rows, hyper, blocks, shard_blocks, row_bytes, header, scales, bits,
+    owner, parameter_table, hyper, blocks, shard_blocks, row_bytes, header, scales, bits,
     prev_flat, prev_scales, prev_bits, d, exp_avg_sq, live, gamma, coefficient, average, ratio, partial, counter,
     factor_min, factor_max, factor_low, factor_high,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
-    for r in range(ROWS):
-        block = tl.program_id(0) * ROWS + r
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            p, group, _, valid = tiles.locate(block, owner, rows, BLOCK)
+            p, group, _, valid = tiles.locate(block, owner, parameter_table, BLOCK)
             if (valid > 0) & (tiles.flag_of(header, block // shard_blocks, row_bytes) == 0):
                 h = tiles.group_row(hyper, group)
                 start = block.to(tl.int64) * BLOCK
@@ -206,9 +197,9 @@ def lamb_statistics_kernel(
                         d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
                         BLOCK, TILE, False, TENSOR, DENOMINATOR,
                     )  # fmt: skip
-                first, count = _first_and_blocks(rows, p, BLOCK)
+                first, count = _first_and_blocks(parameter_table, p, BLOCK)
                 if tiles.finished(counter + p, count):
-                    largest = _max_partials(partial + first, count)
+                    largest = tiles.max_partials(partial + first, count)
                     new = tl.where(largest > 0, largest, 1.0)
                     last = tl.load(ratio + p)
                     new = tl.minimum(tl.maximum(new, factor_low * last), factor_high * last)
@@ -217,9 +208,9 @@ def lamb_statistics_kernel(
                     tl.store(coefficient + p, new * tl.load(average + p))
 
 
-def _over_all(span: Span, device: torch.device) -> dict[str, Any]:
-    """Norms and maxima are a parameter's: the span is the whole layout and starts at block 0."""
-    return {name: value for name, value in over(span, device).items() if name != "first_block"}
+def _whole_layout_arguments(span: Span, device: torch.device) -> dict[str, Any]:
+    """Norms and maxima are a parameter's, so the span is the whole layout: its first block is 0."""
+    return {name: value for name, value in span_arguments(span, device).items() if name != "first_block"}
 
 
 def lamb_warmup(
@@ -239,7 +230,7 @@ def lamb_warmup(
 ) -> None:
     """`onebit.kernels.reference.lamb_warmup` in two launches: the norms are needed whole before x moves."""
     shared: dict[str, Any] = {
-        **_over_all(span, exp_avg.device),
+        **_whole_layout_arguments(span, exp_avg.device),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "flags": flags,
@@ -282,19 +273,12 @@ def lamb_statistics(
     gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_statistics` in one launch."""
-    form = replies.format
-    packed = previous if isinstance(previous, Messages) else None
     arguments = {
-        **_over_all(span, d.device),
+        **_whole_layout_arguments(span, d.device),
+        **message_arguments(replies),
+        **format_arguments(replies.format),
+        **momentum_arguments(previous, "prev_"),
         "hyper": hyper,
-        "shard_blocks": form.shard_blocks,
-        "row_bytes": form.nbytes,
-        "header": replies.header,
-        "scales": replies.scales,
-        "bits": replies.bits,
-        "prev_flat": None if packed else previous,
-        "prev_scales": packed and packed.scales,
-        "prev_bits": packed and packed.bits,
         "d": d,
         "exp_avg_sq": exp_avg_sq,
         "live": live,
@@ -308,7 +292,6 @@ def lamb_statistics(
         "factor_max": factor_max,
         "factor_low": 1 - factor_threshold,
         "factor_high": 1 + factor_threshold,
-        "TENSOR": form.scale == "tensor",
         "DENOMINATOR": ratio == "denominator",
     }
     launch(lamb_statistics_kernel, span.count, arguments, d, d.dtype)

@@ -1,4 +1,4 @@
-"""How every Triton kernel is launched: one program a few blocks, its shape from the tuner, rounding as written."""
+"""Launching Triton kernels: a program works on a few blocks, the tuner gives the shape, no fused multiply-adds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onebit.kernels.data.layout import Span
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Format, Messages
 from onebit.kernels.tuning import tuner
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -20,7 +22,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it was asked for."""
+    """A kernel with its arguments and shape."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -32,7 +34,7 @@ _record: list[Launch] | None = None
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Collect launches instead of making them: what ahead-of-time compilation needs to know."""
+    """A context in which launches are collected instead of run, for ahead-of-time compilation."""
     global _record
     _record, before = [], _record
     try:
@@ -42,16 +44,57 @@ def recorded() -> Iterator[list[Launch]]:
         _record = before
 
 
-def over(span: Span, device: torch.device) -> dict[str, Any]:
+def span_arguments(span: Span, device: torch.device) -> dict[str, Any]:
     """The arguments of every kernel that runs over the blocks of a span."""
     table, size = span.layout.table(device), span.layout.block_size
     return {
         "owner": table.owner,
-        "rows": table.rows,
+        "parameter_table": table.parameters,
         "first_block": span.first,
         "blocks": span.count,
         "BLOCK": size,
         "TILE": triton.next_power_of_2(size),
+    }
+
+
+def message_arguments(messages: Messages, prefix: str = "") -> dict[str, Any]:
+    """Where the parts of messages lie."""
+    return {f"{prefix}header": messages.header, f"{prefix}scales": messages.scales, f"{prefix}bits": messages.bits}
+
+
+def format_arguments(form: Format) -> dict[str, Any]:
+    """How a kernel finds a block's part of a message. All messages of one launch have one format."""
+    return {"shard_blocks": form.shard_blocks, "row_bytes": form.nbytes, "TENSOR": form.scale == "tensor"}
+
+
+def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
+    """Momentum kept as messages, as a dense tensor, or not at all: what `tiles.load_momentum` reads."""
+    packed = momentum if isinstance(momentum, Messages) else None
+    return {
+        f"{prefix}flat": None if packed else momentum,
+        f"{prefix}scales": packed and packed.scales,
+        f"{prefix}bits": packed and packed.bits,
+    }
+
+
+def residual_arguments(residual: Residual) -> dict[str, Any]:
+    return {
+        "value": residual.value,
+        "residual_scale": residual.scale,
+        "partial": residual.partial,
+        "counted": residual.counted,
+        "counter": residual.counter,
+    }
+
+
+def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
+    """What a kernel that encodes c into `out` reads and writes, beside c itself."""
+    return {
+        **residual_arguments(residual),
+        **message_arguments(out),
+        **format_arguments(out.format),
+        "fingerprint": out.format.fingerprint,
+        "L2": out.format.norm == "l2",
     }
 
 
@@ -64,8 +107,9 @@ def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dt
 
     def run() -> None:
         # Fused multiply-adds would round c another way than the CPU does and could turn a sign.
-        kernel[(triton.cdiv(blocks, config.rows),)](
-            **arguments, ROWS=config.rows, num_warps=config.warps, enable_fp_fusion=False
+        per_program = config.blocks_per_program
+        kernel[(triton.cdiv(blocks, per_program),)](
+            **arguments, BLOCKS_PER_PROGRAM=per_program, num_warps=config.warps, enable_fp_fusion=False
         )
 
     _on_device(like, run)

@@ -15,7 +15,7 @@ from torch import Tensor
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import TYPES, launch, over
+from onebit.kernels.gpu.launch import TYPES, launch, span_arguments
 
 
 @triton.jit
@@ -29,13 +29,13 @@ def _scan_block(g_base, g_valid, scale, flags, square, TILE: tl.constexpr, FULL:
 
 @tiles.entry
 def scan_kernel(
-    owner, rows, addresses, hyper, flags, squares, first_block, blocks,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, GRAD: tl.constexpr,
+    owner, parameter_table, addresses, hyper, flags, squares, first_block, blocks,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
-    for r in range(ROWS):
-        block = tl.program_id(0) * ROWS + r
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            p, group, offset, valid = tiles.locate(first_block + block, owner, rows, BLOCK)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             base, readable, aligned = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
             scale = tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)
             square = None if squares is None else squares + block
@@ -48,7 +48,7 @@ def scan_kernel(
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
     """`onebit.kernels.reference.scan` in one launch."""
     arguments = {
-        **over(span, flags.device),
+        **span_arguments(span, flags.device),
         "addresses": grads.addresses,
         "hyper": hyper,
         "flags": flags,

@@ -35,12 +35,12 @@ entry = triton.jit(do_not_specialize=["first_block", "blocks", "shard_blocks", "
 
 
 @triton.jit
-def locate(block, owner, rows, BLOCK: tl.constexpr):
+def locate(block, owner, parameter_table, BLOCK: tl.constexpr):
     """The parameter of a block, its group, the block's offset in the parameter and its valid count."""
     p = tl.load(owner + block)
-    first = tl.load(rows + 3 * p)
-    numel = tl.load(rows + 3 * p + 1)
-    group = tl.load(rows + 3 * p + 2)
+    first = tl.load(parameter_table + 3 * p)
+    numel = tl.load(parameter_table + 3 * p + 1)
+    group = tl.load(parameter_table + 3 * p + 2)
     offset = (block - first) * BLOCK
     valid = tl.minimum(tl.maximum(numel - offset, 0), BLOCK).to(tl.int32)
     return p, group, offset, valid
@@ -48,7 +48,7 @@ def locate(block, owner, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr):
-    """Where a parameter's block lies, how many elements may be read there, and whether they are aligned."""
+    """The address of a parameter's block, how many elements may be accessed there, and whether they are aligned."""
     address = tl.load(addresses + p)
     base = address.to(tl.pointer_type(TYPE)) + offset
     readable = tl.where(address == 0, 0, valid)
@@ -160,7 +160,7 @@ def mean_scale(total, count, L2: tl.constexpr):
 
 @triton.jit
 def load_residual(value, scale, valid, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr):
-    """e, which with a tensor scale is derived from the c of the last step."""
+    """e, which with a tensor scale is computed from the c of the last step."""
     e = load_tile(value, valid, TILE, FULL)
     if TENSOR:
         e = e - signed(e >= 0, tl.load(scale))
@@ -172,7 +172,7 @@ def encode(
     c, live, value, scale, partial, counted, bits, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
-    """Store a block's bits, its scale and what they leave out. With a tensor scale: bits, its sum and count, and c."""
+    """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
     kept = tl.arange(0, TILE) < valid
     count = valid
     if live is not None:
@@ -198,8 +198,8 @@ def encode(
 
 @triton.jit
 def finished(counter, total):
-    """Whether this is the last of `total` blocks to get here. The last one finds every other's stores done,
-    and leaves the counter at 0. An order of its own (not that of arrival) makes what it sums deterministic.
+    """Whether this is the last of `total` blocks to call. The last one sees every other's stores, and resets the
+    counter to 0. It adds up their results in the order of the blocks, not of arrival: sums are deterministic.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == total - 1
@@ -220,6 +220,26 @@ def finish_scale(scale, residual_scale, partial, counted, blocks, L2: tl.constex
     s = mean_scale(tl.sum(total, axis=0), tl.sum(count, axis=0), L2)
     tl.store(scale, s)
     tl.store(residual_scale, s)
+
+
+@triton.jit
+def sum_partials(partial, blocks):
+    """The sum of one value a block."""
+    total = tl.zeros((1024,), tl.float32)
+    for start in range(0, blocks, 1024):
+        i = start + tl.arange(0, 1024)
+        total += tl.load(partial + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def max_partials(partial, blocks):
+    """The largest of one value a block, none below 0."""
+    largest = tl.zeros((1024,), tl.float32)
+    for start in range(0, blocks, 1024):
+        i = start + tl.arange(0, 1024)
+        largest = tl.maximum(largest, tl.load(partial + i, mask=i < blocks, other=0.0, cache_modifier=".cg"))
+    return tl.max(largest, axis=0)
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""How fast a pass runs here: kernel shapes measured and remembered, workloads, timing."""
+"""Measuring how fast a pass runs on this machine: kernel shapes and their cache, workloads, timing."""

@@ -1,8 +1,8 @@
-"""A JSON file of measured choices in the user's cache folder, shared by all of the user's processes.
+"""A JSON file of measured kernel shapes in the user's cache folder, shared by all of the user's processes.
 
-    {"onebit": 1, "choices": {"<device>, <kernel>, <dtype>, <versions>": {"rows": 1, "warps": 8}, ...}}
+    {"onebit": 1, "choices": {"<device>, <kernel>, <dtype>, <versions>": {"blocks_per_program": 1, "warps": 8}, ...}}
 
-A file that can't be read or written, or that something else wrote, costs one warning and nothing more.
+If the file cannot be read or written, or is another program's, one warning is logged and defaults are used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 1
 _LOCK_SECONDS = 2.0
@@ -53,7 +58,7 @@ class Cache:
         return self._choices.get(key, {})
 
     def put(self, key: str, choice: Mapping[str, int]) -> bool:
-        """Remember a choice beside those that other processes wrote meanwhile; True if it is in the file."""
+        """Write a choice, keeping those that other processes wrote meanwhile; True if it is in the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -72,7 +77,7 @@ class Cache:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            self._warn("is ignored", error, "Defaults are used until `onebit tune` or a first use writes it anew")
+            self._warn("is ignored", error, "Defaults are used until `onebit tune` or a first use rewrites it")
             return {}
 
     def _replace(self, text: str) -> None:
@@ -89,8 +94,8 @@ class Cache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other writers out for as long as one takes. Without a lock the file stays whole; an entry of
-        a rank that writes at the same moment may be lost: it is measured again some day.
+        """Keep other writers out for as long as a write takes. Without a lock the file stays whole, but an entry
+        of a rank that writes at the same moment may be lost; it is then measured again.
         """
         with open(self.path.with_suffix(".lock"), "a", encoding="utf-8") as file:
             stop = time.monotonic() + _LOCK_SECONDS
@@ -109,9 +114,7 @@ class Cache:
 
 def _try_lock(handle: int) -> bool:
     """False while another process holds the lock; True where the system or the file system has none."""
-    try:
-        import fcntl
-    except ImportError:
+    if fcntl is None:
         return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself, such as NVIDIA H100 80GB HBM3."""
+    """The name that the device reports, such as NVIDIA H100 80GB HBM3."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
@@ -35,7 +35,7 @@ def triton_version() -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """What a record of measurements says of when and with what it was made."""
+    """The date and the versions that a record of measurements was made with."""
     return {
         "versions": {
             "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""How long something takes on a device: the median of many runs, each timed by itself."""
+"""The time that a function takes on a device: the median of many runs, each timed by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLUSH_BYTES = 2**28  # more than any GPU's cache holds
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
-    """Median time of `run`, after `warmup` runs that do not count."""
+    """Median time of `run`, after `warmup` runs that are not timed."""
     for _ in range(warmup):
         run()
     times = _device_seconds(run, device, repeats) if device.type == "cuda" else _host_seconds(run, repeats)

@@ -1,11 +1,11 @@
-"""Kernel shapes, measured once on each device and remembered.
+"""Kernel shapes, measured once on each device and kept in a cache file.
 
 A Triton kernel's blocks a program and warps are chosen on its first use on a GPU, or ahead by `onebit tune`;
 the CPU's tile size by `onebit tune` alone. ONEBIT_TUNE=0 switches measuring on first use off.
 
 Sums over a block are taken in an order that depends on the warps. Tuning must never change a result: ranks have to
 agree on LAMB's norms, and a run resumed elsewhere on its scales, to the last bit. So where a kernel sums
-(`_SUMS`) the warps are fixed, and only the blocks a program are chosen.
+(`SUMMING_KERNELS`) the warps are fixed, and only the blocks a program are chosen.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from onebit.kernels.passes import load
 from onebit.kernels.tuning import cache
 from onebit.kernels.tuning.machine import device_name, versions
 from onebit.kernels.tuning.timing import median_seconds
@@ -34,9 +35,9 @@ logger = logging.getLogger("onebit")
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of a Triton launch: blocks a program, warps a program."""
+    """Shape of a Triton launch: how many blocks, one after the other, and how many warps a program has."""
 
-    rows: int
+    blocks_per_program: int
     warps: int
 
 
@@ -52,14 +53,16 @@ C = TypeVar("C", Config, CpuConfig)
 
 @dataclass(frozen=True)
 class Choice(Generic[C]):
-    """The configuration chosen, what each took (inf: it does not run here), and whether the cache has it."""
+    """The configuration chosen, the seconds that each candidate took (inf: it does not run here), and whether the
+    choice was written to the cache.
+    """
 
     config: C
     seconds: Mapping[C, float]
     saved: bool = False
 
 
-DEFAULT = Config(rows=1, warps=8)
+DEFAULT = Config(blocks_per_program=1, warps=8)
 CPU_DEFAULT = CpuConfig(tile=2**18)
 ELEMENTS = 2**24
 # Which pass runs a kernel. LAMB's warmup launches two.
@@ -76,7 +79,7 @@ PASS_OF = {
 }
 CPU_PASSES = ("compress", "adam_update")
 _FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
-_SUMS = {"compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"}
+SUMMING_KERNELS = {"compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"}
 _EQUAL = 1.01  # times this close are the same: the earlier candidate wins
 
 _known: dict[tuple[str, torch.device, torch.dtype], Config] = {}
@@ -87,8 +90,8 @@ _suspended = 0
 
 def candidates(kernel: str) -> list[Config]:
     """What a kernel may be launched with, the default first."""
-    warps = [DEFAULT.warps] if kernel in _SUMS else [DEFAULT.warps, 4, 16]
-    return [Config(r, w) for w, r in itertools.product(warps, (DEFAULT.rows, 2, 4, 8))]
+    warps = [DEFAULT.warps] if kernel in SUMMING_KERNELS else [DEFAULT.warps, 4, 16]
+    return [Config(b, w) for w, b in itertools.product(warps, (DEFAULT.blocks_per_program, 2, 4, 8))]
 
 
 def cpu_candidates() -> list[CpuConfig]:
@@ -115,8 +118,8 @@ def cpu_tile() -> int:
 
 
 def choose(options: Sequence[C], measure: Callable[[C], float], trying: Callable[[C], None] | None = None) -> Choice[C]:
-    """The fastest of `options`; of equally fast ones the earliest. One that cannot run is passed over. `trying` hears
-    of each before it is measured.
+    """The fastest of `options`; of equally fast ones the earliest. One that cannot run is skipped. `trying` is called
+    with each option before it is measured.
     """
     seconds = {}
     for option in options:
@@ -145,7 +148,7 @@ def tune(
     key = (kernel, device, dtype)
     with _lock, suspended():
         try:
-            choice = choose(candidates(kernel), measure or _device_measure(kernel, device, dtype, elements), trying)
+            choice = choose(candidates(kernel), measure or gpu_measure(kernel, device, dtype, elements), trying)
         finally:
             _known.pop(key, None)
             if device.type == "cuda" and measure is None:
@@ -164,7 +167,7 @@ def tune_cpu(
     threads = torch.get_num_threads()
     with _lock:
         try:
-            choice = choose(cpu_candidates(), measure or _cpu_measure(dtype, elements, threads), trying)
+            choice = choose(cpu_candidates(), measure or cpu_measure(dtype, elements, threads), trying)
         finally:
             _cpu.pop(threads, None)
         _cpu[threads] = choice.config
@@ -173,16 +176,14 @@ def tune_cpu(
 
 def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Pass:
     """The pass that runs `kernel` over `elements` elements."""
-    from onebit.kernels import gpu  # its kernels' launcher imports this module
-
     ranks = 8
     numel = elements * ranks if kernel == "average_kernel" else elements  # which works on one shard
-    return Workload(numel, device, dtype=dtype, ranks=ranks).passes(gpu)[PASS_OF[kernel]]
+    return Workload(numel, device, dtype=dtype, ranks=ranks).passes(load("gpu"))[PASS_OF[kernel]]
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Within, no first use is measured."""
+    """A context in which no first use is measured."""
     global _suspended
     _suspended += 1
     try:
@@ -192,7 +193,7 @@ def suspended() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop what this process knows; the cache file is read again."""
+    """Drop the choices kept in this process; the cache file is read again."""
     with _lock:
         _known.clear()
         _cpu.clear()
@@ -238,7 +239,7 @@ def _first_use(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
     return choice.config
 
 
-def _device_measure(kernel: str, device: torch.device, dtype: torch.dtype, elements: int) -> Callable[[Config], float]:
+def gpu_measure(kernel: str, device: torch.device, dtype: torch.dtype, elements: int) -> Callable[[Config], float]:
     work = kernel_pass(kernel, device, dtype, elements)
 
     def measure(config: Config) -> float:
@@ -247,15 +248,13 @@ def _device_measure(kernel: str, device: torch.device, dtype: torch.dtype, eleme
             return median_seconds(work.run, device)
 
     with _synchronising():
-        work.run()  # makes the buffers: where there is no room for them, nothing is measured
+        work.run()  # makes the buffers: where memory is short, nothing is measured
     return measure
 
 
-def _cpu_measure(dtype: torch.dtype, elements: int, threads: int) -> Callable[[CpuConfig], float]:
-    from onebit.kernels import cpu  # which imports this module
-
+def cpu_measure(dtype: torch.dtype, elements: int, threads: int) -> Callable[[CpuConfig], float]:
     device = torch.device("cpu")
-    passes = Workload(elements, device, dtype=dtype).passes(cpu)
+    passes = Workload(elements, device, dtype=dtype).passes(load("cpu"))
 
     def measure(config: CpuConfig) -> float:
         _cpu[threads] = config
@@ -266,7 +265,7 @@ def _cpu_measure(dtype: torch.dtype, elements: int, threads: int) -> Callable[[C
 
 @contextmanager
 def _synchronising() -> Iterator[None]:
-    """Measuring waits for the device, also where a step is being watched for that."""
+    """Allow waiting for the device, which measuring does, also where torch.cuda.set_sync_debug_mode forbids it."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(0)
     try:

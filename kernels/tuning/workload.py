@@ -1,30 +1,29 @@
-"""Arguments to run every pass on, and the bytes that each one moves: for the tuner, benchmarks and tests.
+"""Arguments to run every pass on, with the bytes that each one moves: for the tuner, benchmarks and tests.
 
 The values are random and stay of their size however often a pass runs, so that neither zeros, denormals nor
-infinities flatter a measurement. Buffers are made when a pass first needs them.
+infinities flatter a measurement.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onebit.kernels import Passes
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
+from onebit.kernels.passes import Backend, bytes_per_element
 
-BIT = 1 / 8  # bytes
 HYPER = Hyper.at_step(1000, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 
@@ -37,47 +36,29 @@ class Pass:
     bytes: int
 
 
-def bytes_per_element(
-    name: str, itemsize: int, *, master: bool, packed: bool, ranks: int, masked: bool = False
-) -> float:
-    """Bytes that a pass moves for one element; scales (1/64 bit with blocks of 2048) are left out.
-
-    `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
-    passes that take it get a mask of live coordinates.
-    """
-    momentum, live = BIT if packed else 4, BIT if masked else 0
-    parameter = 4 + 4 + itemsize if master else 2 * itemsize
-    match name:
-        case "compress":
-            return itemsize + 4 + momentum + 4 + BIT + live
-        case "average":
-            return ranks * BIT + 4 + 4 + BIT + live
-        case "decode":
-            return BIT + itemsize
-        case "scan":
-            return itemsize
-        case "adam_warmup":
-            return itemsize + 4 * 4 + parameter
-        case "adam_update" | "lamb_update":
-            return BIT + 4 + parameter
-        case "lamb_warmup":  # read for the norms, and again for the update
-            return itemsize + 4 * 4 + (4 if master else itemsize) + 2 * 4 + parameter
-        case "lamb_statistics":
-            return BIT + momentum + 3 * 4 + live
-    raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
+T = TypeVar("T")
 
 
-PASSES = (
-    "scan", "compress", "average", "decode", "adam_warmup", "adam_update",
-    "lamb_warmup", "lamb_statistics", "lamb_update",
-)  # fmt: skip
+def _made_once(make: Callable[[Workload], T]) -> Callable[[Workload], T]:
+    """A method that makes a buffer when it is first called, and returns the same one from then on."""
+    name = make.__name__
+
+    @functools.wraps(make)
+    def made(workload: Workload) -> T:
+        if name not in workload.buffers:
+            workload.buffers[name] = make(workload)
+        found: T = workload.buffers[name]
+        return found
+
+    return made
 
 
 class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
-    `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: some coordinates
-    are dead. `scaled`: messages hold a gamma of its own times each parameter's momentum.
+    `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
+    some coordinates out. `scaled`: messages hold each parameter's momentum times a gamma of its own. Each buffer is a
+    method, and is made when it is first called.
     """
 
     def __init__(
@@ -102,34 +83,36 @@ class Workload:
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format.of(self.layout, scale, norm)
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
+        self.buffers: dict[str, Any] = {}  # those that a pass has needed so far, by the name of their method
 
-    def passes(self, backend: ModuleType | Passes) -> dict[str, Pass]:
+    def passes(self, backend: Backend) -> dict[str, Pass]:
         """Every pass of a backend (`cpu`, `gpu` or `reference`), in the order of a step."""
         w = self
         runs: dict[str, Callable[[], None]] = {
-            "scan": lambda: backend.scan(w.span, w.grads, w.hyper, w.flags, w.squares),
+            "scan": lambda: backend.scan(w.span, w.grads(), w.hyper(), w.flags(), w.squares()),
             "compress": lambda: backend.compress(
-                w.span, w.grads, w.momentum, w.residual, w.hyper, w.flags, w.sent, live=w.live, gamma=w.gamma
+                w.span, w.grads(), w.momentum(), w.residual(), w.hyper(), w.flags(), w.sent(),
+                live=w.live(), gamma=w.gamma(),
             ),
             "average": lambda: backend.average(
-                w.shard, w.received, w.server_residual, w.reply, live=w.live_of_shard
+                w.shard, w.received(), w.server_residual(), w.reply(), live=w.live_of_shard()
             ),
-            "decode": lambda: backend.decode(w.span, w.replies, w.decoded),
+            "decode": lambda: backend.decode(w.span, w.replies(), w.decoded()),
             "adam_warmup": lambda: backend.adam_warmup(
-                w.span, w.params, w.grads, w.exp_avg, w.exp_avg_sq, w.master, w.hyper, w.flags
+                w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags()
             ),
-            "adam_update": lambda: backend.adam_update(w.span, w.params, w.d, w.replies, w.master, w.hyper),
+            "adam_update": lambda: backend.adam_update(w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper()),
             "lamb_warmup": lambda: backend.lamb_warmup(
-                w.span, w.params, w.grads, w.exp_avg, w.exp_avg_sq, w.master, w.hyper, w.flags,
-                w.warmup_state,
+                w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags(),
+                w.warmup_state(),
                 coeff_beta=0.9, min_coeff=0.01, max_coeff=0.3,
             ),
             "lamb_statistics": lambda: backend.lamb_statistics(
-                w.span, w.replies, w.momentum, w.d, w.exp_avg_sq, w.hyper, w.statistics_state,
-                factor_min=0.5, factor_max=4.0, factor_threshold=0.1, live=w.live, gamma=w.gamma,
+                w.span, w.replies(), w.momentum(), w.d(), w.exp_avg_sq(), w.hyper(), w.statistics_state(),
+                factor_min=0.5, factor_max=4.0, factor_threshold=0.1, live=w.live(), gamma=w.gamma(),
             ),
             "lamb_update": lambda: backend.adam_update(
-                w.span, w.params, w.d, w.replies, w.master, w.hyper, w.statistics_state.coefficient
+                w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), w.statistics_state().coefficient
             ),
         }  # fmt: skip
         return {name: Pass(name, run, self._bytes(name)) for name, run in runs.items()}
@@ -137,27 +120,27 @@ class Workload:
     def outputs(self) -> dict[str, Tensor]:
         """Every tensor that some pass writes; of flat state the valid elements."""
         found = {
-            "flags": self.flags,
-            "squares": self.squares,
-            "exp_avg": self._valid(self.exp_avg, self.span),
-            "exp_avg_sq": self._valid(self.exp_avg_sq, self.span),
-            "residual": self._valid(self.residual.value, self.span),
-            "server_residual": self._valid(self.server_residual.value, self.shard),
-            "average.coefficient": self.warmup_state.coefficient,
-            "average.average": self.warmup_state.average,
-            "statistics.coefficient": self.statistics_state.coefficient,
-            "statistics.ratio": self.statistics_state.ratio,
+            "flags": self.flags(),
+            "squares": self.squares(),
+            "exp_avg": self._valid(self.exp_avg(), self.span),
+            "exp_avg_sq": self._valid(self.exp_avg_sq(), self.span),
+            "residual": self._valid(self.residual().value, self.span),
+            "server_residual": self._valid(self.server_residual().value, self.shard),
+            "average.coefficient": self.warmup_state().coefficient,
+            "average.average": self.warmup_state().average,
+            "statistics.coefficient": self.statistics_state().coefficient,
+            "statistics.ratio": self.statistics_state().ratio,
         }
-        for name, pointers in (("parameter", self.params), ("decoded", self.decoded)):
+        for name, pointers in (("parameter", self.params()), ("decoded", self.decoded())):
             found |= {f"{name}.{i}": t for i, t in enumerate(pointers.tensors) if t is not None}
-        for name, messages in (("sent", self.sent), ("reply", self.reply)):
+        for name, messages in (("sent", self.sent()), ("reply", self.reply())):
             found |= {
                 f"{name}.header": messages.header,
                 f"{name}.bits": messages.bits,
                 f"{name}.scales": messages.scales,
             }
-        if self.master is not None:
-            found["master"] = self._valid(self.master, self.span)
+        if (master := self.master()) is not None:
+            found["master"] = self._valid(master, self.span)
         return found
 
     def _bytes(self, name: str) -> int:
@@ -172,94 +155,94 @@ class Workload:
         span = self.shard if name == "average" else self.span
         return round(each * int(span.counts().sum()))
 
-    @cached_property
+    @_made_once
     def hyper(self) -> Tensor:
         return hyper_table([HYPER], self.device)
 
-    @cached_property
+    @_made_once
     def flags(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    @cached_property
+    @_made_once
     def squares(self) -> Tensor:
         return torch.full((self.layout.blocks,), float("nan"), device=self.device)
 
-    @cached_property
+    @_made_once
     def live(self) -> Tensor | None:
         return self._mask("live", self.span) if self.masked else None
 
-    @cached_property
+    @_made_once
     def live_of_shard(self) -> Tensor | None:
         return self._mask("live", self.shard) if self.masked else None
 
-    @cached_property
+    @_made_once
     def gamma(self) -> Tensor | None:
         if not self.scaled:
             return None
         return torch.rand(self.layout.parameters, generator=self._generator("gamma"), device=self.device).add_(0.5)
 
-    @cached_property
+    @_made_once
     def params(self) -> Pointers:
         return self._pointers("parameter")
 
-    @cached_property
+    @_made_once
     def grads(self) -> Pointers:
         return self._pointers("gradient")
 
-    @cached_property
+    @_made_once
     def decoded(self) -> Pointers:
         return self._pointers("tensor")
 
-    @cached_property
+    @_made_once
     def exp_avg(self) -> Tensor:
         return self._flat("exp_avg", self.span).mul_(0.1)
 
-    @cached_property
+    @_made_once
     def exp_avg_sq(self) -> Tensor:
         return self._flat("exp_avg_sq", self.span).square_()
 
-    @cached_property
+    @_made_once
     def d(self) -> Tensor:
         """1 / (sqrt(v_T) + eps), the gradients' root mean square being 1."""
         return self._flat("d", self.span).mul_(0.1).add_(1).clamp_(min=0.1)
 
-    @cached_property
+    @_made_once
     def master(self) -> Tensor | None:
         return self._flat("master", self.span) if self.with_master else None
 
-    @cached_property
+    @_made_once
     def momentum(self) -> Tensor | Messages:
         return self._messages("momentum", self.span) if self.packed else self._flat("momentum", self.span).mul_(0.1)
 
-    @cached_property
+    @_made_once
     def replies(self) -> Messages:
         return self._messages("replies", self.span)
 
-    @cached_property
+    @_made_once
     def received(self) -> Messages:
         return self._messages("received", self.shard)
 
-    @cached_property
+    @_made_once
     def sent(self) -> Messages:
         return self._unwritten(self.layout.ranks)
 
-    @cached_property
+    @_made_once
     def reply(self) -> Messages:
         return self._unwritten(1)
 
-    @cached_property
+    @_made_once
     def residual(self) -> Residual:
         return self._residual("residual", self.span)
 
-    @cached_property
+    @_made_once
     def server_residual(self) -> Residual:
         return self._residual("server_residual", self.shard)
 
-    @cached_property
+    @_made_once
     def warmup_state(self) -> LambState:
         return LambState.initial(self.layout, self.device)
 
-    @cached_property
+    @_made_once
     def statistics_state(self) -> LambState:
         state = LambState.initial(self.layout, self.device)
         state.average.fill_(0.1)

@@ -183,7 +183,11 @@ def _table(choice: Choice[C], nbytes: int) -> str:
 
 
 def _name(config: Config | CpuConfig) -> str:
-    return f"tile {config.tile}" if isinstance(config, CpuConfig) else f"blocks {config.rows}, warps {config.warps}"
+    return (
+        f"tile {config.tile}"
+        if isinstance(config, CpuConfig)
+        else f"blocks {config.blocks_per_program}, warps {config.warps}"
+    )
 
 
 def _where(saved: bool) -> str:

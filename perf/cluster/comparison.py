@@ -31,8 +31,9 @@ from onebit.cli.plan import command as plan
 from onebit.cli.plan import report as plan_report
 from onebit.cli.plan.model import Cluster, compressed_all_reduce
 from onebit.kernels import cpu
+from onebit.kernels.passes import bytes_per_element
 from onebit.kernels.tuning.machine import device_name, provenance
-from onebit.kernels.tuning.workload import Workload, bytes_per_element
+from onebit.kernels.tuning.workload import Workload
 from perf.all_reduce import benchmark as all_reduce
 from perf.all_reduce.ranks import KINDS, ONE_BIT, Row, WrongResult
 from perf.cluster import papers as cluster_papers

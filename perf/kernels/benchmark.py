@@ -27,9 +27,10 @@ from onebit.cli.progress import Progress
 from onebit.kernels import backend, reference
 from onebit.kernels.data import layout
 from onebit.kernels.data.wire import Norm, Scale
+from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.timing import median_seconds
-from onebit.kernels.tuning.workload import PASSES, Workload
+from onebit.kernels.tuning.workload import Workload
 from perf.kernels import local_step
 
 RANKS = 8

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _row(name: str, variant: str, launch: Launch) -> Row:
     compiled = aot.compile_launch(launch, TARGET)
     made, ptx, warps = aot.assembled(compiled), compiled.asm["ptx"], launch.config.warps
-    elements = launch.config.rows * launch.arguments["BLOCK"] / (32 * warps)
+    elements = launch.config.blocks_per_program * launch.arguments["BLOCK"] / (32 * warps)
     return Row(
         name, compiled.kernel, variant, warps, made.registers, made.spilled, accesses(ptx, "ld"), accesses(ptx, "st"),
         round(made.instructions / elements, 2), occupancy(made.registers, warps, compiled.shared),

@@ -1,7 +1,8 @@
 """What the tests of the passes share: the backends, a covering set of cases, and inputs made from a case.
 
-Inputs are made twice from the same numbers: float64 for the oracle, tensors for a backend. Tensors are hostile:
-padding of state is NaN, messages are 0xFF, scratch is NaN, parameters and gradients lie between guards.
+Inputs are made twice from the same numbers: float64 for the oracle, tensors for a backend. What a pass must not read
+would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters and gradients lie between
+guard elements.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ ON_FUSED = pytest.mark.parametrize("name", FUSED)
 
 def use_grain(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Have Triton programs and CPU tiles take `case.grain` blocks."""
-    config = tuner.Config(rows=case.grain, warps=8)
+    config = tuner.Config(blocks_per_program=case.grain, warps=8)
     monkeypatch.setattr(tuner, "lookup", lambda *_: config)
     monkeypatch.setattr(tuner, "cpu_tile", lambda: case.grain * case.block_size)
 
@@ -191,8 +192,8 @@ class World:
             if value is None:
                 made.append(None)
                 continue
-            room = torch.full((start + value.size + GUARD,), SENTINEL, dtype=dtype, device=self.device)
-            tensor = room[start : start + value.size]
+            longer = torch.full((start + value.size + GUARD,), SENTINEL, dtype=dtype, device=self.device)
+            tensor = longer[start : start + value.size]
             tensor.copy_(torch.from_numpy(value))
             made.append(tensor)
         return made
@@ -330,6 +331,6 @@ def assert_guards(pointers: Pointers) -> None:
     for tensor in pointers.tensors:
         if tensor is None:
             continue
-        room = tensor.as_strided((tensor.storage_offset() + tensor.numel() + GUARD,), (1,), 0)
-        outside = [room[: tensor.storage_offset()], room[tensor.storage_offset() + tensor.numel() :]]
+        longer = tensor.as_strided((tensor.storage_offset() + tensor.numel() + GUARD,), (1,), 0)
+        outside = [longer[: tensor.storage_offset()], longer[tensor.storage_offset() + tensor.numel() :]]
         assert all(bool((part == SENTINEL).all()) for part in outside)

@@ -101,12 +101,12 @@ def test_the_counts_of_a_span_are_its_part_of_all_counts(pair):
 
 
 @given(layouts())
-def test_tables_tell_kernels_what_the_layout_says(pair):
+def test_tables_hold_the_layouts_owners_and_parameters(pair):
     layout, _ = pair
     table = layout.table(torch.device("cpu"))
-    assert table.owner.dtype == torch.int32 and table.rows.dtype == torch.int64
+    assert table.owner.dtype == torch.int32 and table.parameters.dtype == torch.int64
     assert table.owner.tolist() == layout.owner().tolist()
-    assert table.rows.tolist() == np.stack((layout.first, layout.numel, layout.group), axis=1).tolist()
+    assert table.parameters.tolist() == np.stack((layout.first, layout.numel, layout.group), axis=1).tolist()
     assert layout.table(torch.device("cpu")) is table
 
 
@@ -137,8 +137,8 @@ def test_offsets_are_right_past_two_to_the_31():
     assert layout.counts(last + 1).tolist() == [0] * (layout.blocks - last - 1)
     (segment,) = Span(layout, last, 1).segments()
     assert (segment.parameter, segment.start, segment.stop, segment.offset) == (2, HUGE - 7, HUGE, 0)
-    rows = layout.table(torch.device("cpu")).rows
-    assert rows[2].tolist() == [blocks + 1, HUGE, 0]
+    parameters = layout.table(torch.device("cpu")).parameters
+    assert parameters[2].tolist() == [blocks + 1, HUGE, 0]
 
 
 def test_a_huge_parameter_is_one_segment_of_its_span():
@@ -147,7 +147,7 @@ def test_a_huge_parameter_is_one_segment_of_its_span():
     assert (segment.start, segment.stop) == (0, HUGE)
 
 
-def test_fingerprints_tell_cuts_apart():
+def test_fingerprints_of_different_cuts_differ():
     base = {"numels": (100, 40), "block_size": 32, "ranks": 2, "chunks": 1}
     other = [
         {"numels": (40, 100)},

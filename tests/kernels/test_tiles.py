@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onebit.kernels.gpu import lamb, tiles
+from onebit.kernels.gpu import tiles
 from tests.kernels.cases import GPU
 
 BLOCKS = 2500  # three rounds of 1024
@@ -19,8 +19,8 @@ def _finish_scale(scale, residual_scale, partial, counted, blocks, L2: tl.conste
 
 @triton.jit
 def _reduce(partial, blocks, total, largest):
-    tl.store(total, lamb._sum_partials(partial, blocks))
-    tl.store(largest, lamb._max_partials(partial, blocks))
+    tl.store(total, tiles.sum_partials(partial, blocks))
+    tl.store(largest, tiles.max_partials(partial, blocks))
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])

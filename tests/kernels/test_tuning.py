@@ -1,4 +1,4 @@
-"""Choosing kernel shapes: what is measured, when, and what is remembered. No GPU is needed for any of it."""
+"""Choosing kernel shapes: what is measured, when, and what is cached. No GPU is needed for any of it."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """A cache folder of the test's own, and nothing remembered before or after."""
+    """A cache folder of the test's own, and no choice kept from before or for later."""
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ONEBIT_TUNE", raising=False)
     tuner.forget()
@@ -45,7 +45,7 @@ def gpu(monkeypatch):
         measured.append(kernel)
         return lambda config: 1.0 if config == Config(4, 8) else 2.0
 
-    monkeypatch.setattr(tuner, "_device_measure", measure)
+    monkeypatch.setattr(tuner, "gpu_measure", measure)
     return measured
 
 
@@ -94,7 +94,7 @@ def test_where_nothing_runs_the_default_stays_and_is_not_written(own_cache):
 def test_candidates():
     found = tuner.candidates("adam_update_kernel")
     assert found[0] == tuner.DEFAULT
-    assert set(found) == {Config(r, w) for r in (1, 2, 4, 8) for w in (4, 8, 16)}
+    assert set(found) == {Config(blocks, warps) for blocks in (1, 2, 4, 8) for warps in (4, 8, 16)}
     assert tuner.cpu_candidates()[0] == tuner.CPU_DEFAULT
 
 
@@ -169,7 +169,7 @@ def test_a_device_without_room_runs_with_defaults(gpu, own_cache, monkeypatch):
     def full(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(tuner, "_device_measure", full)
+    monkeypatch.setattr(tuner, "gpu_measure", full)
     assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
     assert not (own_cache / "kernels.json").exists()
 
@@ -230,10 +230,10 @@ def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, 
 @pytest.mark.parametrize(
     "entry",
     [
-        {"rows": 3, "warps": 8},
-        {"rows": 4},
-        {"rows": 4, "warps": 8, "stages": 2},
-        {"rows": "4", "warps": "8"},
+        {"blocks_per_program": 3, "warps": 8},
+        {"blocks_per_program": 4},
+        {"blocks_per_program": 4, "warps": 8, "stages": 2},
+        {"blocks_per_program": "4", "warps": "8"},
         [4, 8],
         None,
     ],

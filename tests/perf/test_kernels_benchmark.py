@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onebit.kernels import cpu, reference
-from onebit.kernels.tuning.workload import PASSES
+from onebit.kernels.passes import PASSES
 from perf.kernels import benchmark as kernels
 from perf.kernels import local_step
 

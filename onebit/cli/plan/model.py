@@ -32,7 +32,7 @@ from typing import Any, Literal
 from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.data.wire import Format
-from onebit.kernels.tuning.workload import bytes_per_element
+from onebit.kernels.passes import bytes_per_element
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 SLOWEST, FASTEST = 1e6, 1e13  # bit/s: where `pays_below` looks
