@@ -1,1 +1,1 @@
-"""What passes read and write: blocks, messages, addresses, hyper-parameters and the state between steps."""
+"""What passes read and write: layout, messages, tables of addresses, hyper-parameters, and state kept between steps."""

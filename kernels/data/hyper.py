@@ -2,7 +2,7 @@
 
     g' = grad_scale g          bias1 = 1 / (1 - beta1^t)          bias2 = 1 / sqrt(1 - beta2^t)
 
-The columns hold what the host can compute once in float64: 1 - beta is exact here and would not be in fp32.
+Values derived from others, such as 1 - beta, are computed on the host in float64; in fp32 they would lose digits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Hyper(NamedTuple):
-    """One param group at one step. The order of the fields is the order of the columns."""
+    """The hyper-parameters of one param group at one step. The order of the fields is the order of the columns."""
 
     lr: float = 0.0
     beta1: float = 0.0
@@ -40,7 +40,7 @@ class Hyper(NamedTuple):
         bias_correction: bool = True,
         grad_scale: float = 1.0,
     ) -> Hyper:
-        """The row of step `step` (1 is the first)."""
+        """The hyper-parameters of step `step`; the first step is 1."""
         beta1, beta2 = betas
         bias1 = 1 / (1 - beta1**step) if bias_correction else 1.0
         bias2 = (1 - beta2**step) ** -0.5 if bias_correction else 1.0

@@ -1,4 +1,4 @@
-"""LAMB's coefficients and 1-bit LAMB's ratios: what the passes carry for each parameter."""
+"""LAMB's coefficients and 1-bit LAMB's ratios, one of each a parameter."""
 
 from __future__ import annotations
 

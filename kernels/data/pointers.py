@@ -1,4 +1,4 @@
-"""Parameters and gradients where they lie: a table of addresses instead of a flat copy."""
+"""Tables of addresses, through which kernels read and write parameters and gradients without a flat copy."""
 
 from __future__ import annotations
 

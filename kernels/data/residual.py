@@ -1,4 +1,4 @@
-"""What compression has left out so far. Every tensor is made eagerly."""
+"""The error that compression has left out so far, to be added to what is compressed next."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from onebit.kernels.data.wire import Format
 
 @dataclass(frozen=True)
 class Residual:
-    """What compression has left out so far, for one span and the messages it is compressed into.
+    """The error that compression has left out so far, for one span and the messages it is compressed into.
 
-    Block scales: `value` is e. A tensor scale is known only once the whole message was read, so there `value`
-    keeps c and the next step derives e = c - scale * sigma(c) as it reads it.
+    With block scales `value` is e. A tensor scale is known only after the whole message was read; there `value` keeps
+    c, and the next step computes e = c - scale * sigma(c) as it reads it.
     """
 
     value: Tensor  # fp32 [elements of the span]
@@ -29,7 +29,7 @@ class Residual:
     def zeros(
         cls, span: Span, form: Format, device: torch.device | str = "cpu", value: Tensor | None = None
     ) -> Residual:
-        """Nothing left out so far; or `value`, which is kept and changed in place."""
+        """A residual of zeros, or one on the memory of `value`, which is then changed in place."""
         if value is None:
             value = torch.zeros(span.elements, dtype=torch.float32, device=device)
         if form.scale == "block":
@@ -44,21 +44,21 @@ class Residual:
         )
 
     def left_out(self) -> Tensor:
-        """e, whichever way it is kept: fp32 [elements]. Past a valid count and where dead it means nothing."""
+        """e, fp32 [elements]. Its values in padding and for coordinates that take no part mean nothing."""
         if self.scale is None:
             return self.value
         scale = self.scale.repeat_interleave(len(self.value) // len(self.scale))
         return self.value - torch.where(self.value >= 0, scale, -scale)
 
     def materialize(self) -> None:
-        """With a tensor scale: make `value` e itself and the scale 0, from which the same e is derived."""
+        """With a tensor scale: set `value` to e and the scale to 0, from which the same e is computed."""
         if self.scale is not None:
             for value, scale in zip(self.value.view(len(self.scale), -1), self.scale, strict=True):
                 value.sub_(torch.where(value >= 0, scale, -scale))
             self.scale.zero_()
 
     def part(self, first: int, span: Span, form: Format) -> Residual:
-        """A view of what belongs to `span`, whose first block is the `first` of this residual."""
+        """A view of the part that belongs to `span`, which starts at block `first` of this residual."""
 
         def cut(state: Tensor | None, unit: int) -> Tensor | None:
             return None if state is None else state.narrow(0, first // unit, span.count // unit)

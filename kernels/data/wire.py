@@ -1,4 +1,4 @@
-"""The bytes of a message: the one file that knows an offset.
+"""The bytes of a message. Every byte offset is computed in this file.
 
 A message carries one shard of one chunk from one rank to another:
 
@@ -9,10 +9,11 @@ A message carries one shard of one chunk from one rank to another:
 An element decodes to +scale where its bit is 1 and to -scale elsewhere. Bits past a block's valid count are 0.
 Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and at most 28 bytes.
 
-A message is as long as its format says, whatever its bytes are, and no byte of it is an address or a count to a reader:
-no content can make one read or write elsewhere. In host memory headers are read (2 us for 8 messages), which finds what
-is no message of this exchange. On a GPU the host would have to wait for that. That scales and bits arrive as they were
-sent is everywhere the transport's duty: TCP, InfiniBand and NVLink carry checksums.
+The length of a message follows from its format alone, and no byte of it is used as an address or a count: no content
+can make a reader access memory elsewhere. In host memory headers are checked (2 us for 8 messages), which finds what is
+no message of this exchange; on a GPU the host would have to wait for the device, so they are not. Scales and bits are
+not checked anywhere: that they arrive as they were sent is left to the transport (TCP, InfiniBand and NVLink carry
+checksums).
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2"]
 
 MAGIC = 0x01424231  # "1BB" and the version of this layout
-NONFINITE = 1  # a flag: the sender met inf or NaN; nobody may use this step's messages
+NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step's messages
 _ALIGN = 16
 _HEADER_WORDS = 4
 FLAGS_WORD = 1
 
 
 class MessageError(RuntimeError):
-    """What has arrived is no message of this exchange."""
+    """The bytes received are not a message of this exchange."""
 
 
 def is_one_of(value: object, names: tuple[str, ...]) -> bool:
-    """Whatever `value` is: a tensor, say, can't be compared with a name."""
+    """Whether `value` is one of these strings. False for what is not a string, such as a tensor."""
     return isinstance(value, str) and value in names
 
 
@@ -94,11 +95,11 @@ class Format:
 
     @property
     def header(self) -> tuple[int, int, int, int]:
-        """The words every sender writes, its flags aside."""
+        """The header words of every message of this format, with no flag set."""
         return (MAGIC, 0, self.fingerprint, self.shard_blocks)
 
     def empty(self, rows: int, device: torch.device | str = "cpu") -> Messages:
-        """Room for `rows` messages; its bytes are whatever was there."""
+        """Uninitialized memory for `rows` messages."""
         return Messages(torch.empty((rows, self.nbytes), dtype=torch.uint8, device=device), self)
 
 
@@ -137,7 +138,7 @@ class Messages:
         return self.header[:, FLAGS_WORD]
 
     def check(self, phase: str) -> None:
-        """In host memory: a MessageError where a row, which is a rank's, is no message of this format."""
+        """Raise a MessageError if a row (row i is rank i's) is not a message of this format. No check on a GPU."""
         if self.buffer.device.type != "cpu":
             return
         for rank, (magic, flags, fingerprint, blocks) in enumerate(self.header.tolist()):
