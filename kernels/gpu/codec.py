@@ -116,7 +116,7 @@ def _average_block(
 
 @tiles.entry
 def average_kernel(
-    owner, parameter_table, first_block, blocks, shard_blocks, row_bytes, fingerprint, ranks, inverse_ranks,
+    owner, parameter_table, first_block, blocks, row_bytes, fingerprint, ranks, inverse_ranks,
     in_header, in_scales, in_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def average_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             if block == 0:
-                tiles.write_header(header, flag, fingerprint, shard_blocks)
+                tiles.write_header(header, flag, fingerprint, blocks)
             if flag == 0:
                 _, _, _, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
                 scale = scales + (0 if TENSOR else block)
@@ -207,6 +207,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
         "inverse_ranks": 1 / received.rows,
         "live": live,
     }
+    del arguments["shard_blocks"]  # the span is one shard, so it is `blocks`
     launch(average_kernel, span.count, arguments, residual.value, residual.value.dtype)
 
 

@@ -53,9 +53,7 @@ C = TypeVar("C", Config, CpuConfig)
 
 @dataclass(frozen=True)
 class Choice(Generic[C]):
-    """The configuration chosen, the seconds that each candidate took (inf: it does not run here), and whether the
-    choice was written to the cache.
-    """
+    """The configuration chosen, each candidate's time (inf: it does not run here), and whether the cache has it."""
 
     config: C
     seconds: Mapping[C, float]

@@ -23,7 +23,7 @@ from tests.kernels.cases import (
     rounded,
     use_grain,
 )
-from tests.kernels.test_passes_lamb import FACTORS
+from tests.kernels.test_passes_lamb_statistics import FACTORS
 
 STEPS = 4
 ROUNDED = 2e-5  # what four steps of fp32 add up to
@@ -35,7 +35,7 @@ CASES = [
     Case(NUMELS, 96, ranks=3, scale="tensor", groups=2),
 ]
 GRID = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.ranks}-ranks-{c.chunks}-chunks-{c.scale}-{c.norm}")
-DEAD = pytest.mark.parametrize("dead", [False, True], ids=["all-live", "dead"])
+MASKED = pytest.mark.parametrize("masked", [False, True], ids=["all-live", "masked"])
 
 
 class Cluster:
@@ -121,14 +121,14 @@ def check_residuals(cluster: Cluster, simulated: oracle.SimulatedAllReduce) -> N
 
 @ON_BACKENDS
 @GRID
-@DEAD
-def test_onebit_adam_over_steps_agrees_with_algorithm_1(name, case, dead, monkeypatch):
+@MASKED
+def test_onebit_adam_over_steps_agrees_with_algorithm_1(name, case, masked, monkeypatch):
     use_grain(monkeypatch, case)
     world = World(case, name)
-    live = world.live if dead else None
+    live = world.live if masked else None
     cluster, simulated = Cluster(world, live), oracle.SimulatedAllReduce(world.plan, case.scale, case.norm, live)
     d = [rounded(1 / (np.sqrt(v) + h.eps), F32) for v, h in zip(world.v, world.hypers, strict=True)]
-    if dead:
+    if masked:
         d = [np.where(on, d_p, 0.0) for on, d_p in zip(world.plan.unflatten(live), d, strict=True)]
     params, momentum = world.params(), world.flat(world.m)
     x, m = world.x, world.m
@@ -145,21 +145,21 @@ def test_onebit_adam_over_steps_agrees_with_algorithm_1(name, case, dead, monkey
 
 @ON_BACKENDS
 @GRID
-@DEAD
-def test_onebit_lamb_over_steps_agrees_with_algorithm_1(name, case, dead, monkeypatch):
-    """With dead coordinates, momentum is scaled as well."""
+@MASKED
+def test_onebit_lamb_over_steps_agrees_with_algorithm_1(name, case, masked, monkeypatch):
+    """With a live mask, momentum is scaled as well."""
     ratio = "denominator" if case.ranks == 2 else "variance"
     use_grain(monkeypatch, case)
     world = World(case, name)
-    live, gamma = (world.live, world.gamma) if dead else (None, np.ones(len(world.x)))
-    scaling = world.per_parameter(gamma) if dead else None
+    live, gamma = (world.live, world.gamma) if masked else (None, np.ones(len(world.x)))
+    scaling = world.per_parameter(gamma) if masked else None
     cluster = Cluster(world, live, scaling)
     simulated = oracle.SimulatedAllReduce(world.plan, case.scale, case.norm, live)
-    alive = world.plan.unflatten(np.ones(world.elements, bool) if live is None else live)
-    frozen_v = [np.where(on, v, 0.0) for on, v in zip(alive, world.v, strict=True)]
+    counted = world.plan.unflatten(np.ones(world.elements, bool) if live is None else live)
+    frozen_v = [np.where(on, v, 0.0) for on, v in zip(counted, world.v, strict=True)]
     d = [
         np.where(on, rounded(1 / ((np.sqrt(v) + h.eps) * g), F32), 0.0)
-        for on, v, h, g in zip(alive, world.v, world.hypers, gamma, strict=True)
+        for on, v, h, g in zip(counted, world.v, world.hypers, gamma, strict=True)
     ]
     c_avg = rounded(np.linspace(0.05, 0.25, len(d)), F32)
     unscaled = [d_p * g for d_p, g in zip(d, gamma, strict=True)]
@@ -183,7 +183,7 @@ def test_onebit_lamb_over_steps_agrees_with_algorithm_1(name, case, dead, monkey
     assert_close(numpy(state.ratio), r, ROUNDED)
     for got, want, d_p in zip(gathered(params), x, unscaled, strict=True):
         assert_close(got, want, ROUNDED, 1 + d_p)
-    for got, want, on in zip(world.plan.unflatten(numpy(variance)), v, alive, strict=True):
+    for got, want, on in zip(world.plan.unflatten(numpy(variance)), v, counted, strict=True):
         assert_close(got[on], want[on], ROUNDED, 1)
 
 

@@ -124,7 +124,7 @@ def test_the_header_has_the_words_that_the_format_says():
     assert NONFINITE == 1
 
 
-def test_fingerprints_tell_formats_apart():
+def test_fingerprints_of_different_formats_differ():
     base = Format(2048, 5)
     changes = [
         {"block_size": 1024},
@@ -138,7 +138,7 @@ def test_fingerprints_tell_formats_apart():
     assert Format(2048, 5).fingerprint == base.fingerprint
 
 
-def test_a_format_of_a_layout_knows_its_shards():
+def test_a_format_of_a_layout_has_its_shards():
     layout = Layout([5000, 3], block_size=96, ranks=3, chunks=2)
     form = Format.of(layout, "tensor", "l2")
     assert (form.block_size, form.shard_blocks) == (96, layout.shard_blocks)

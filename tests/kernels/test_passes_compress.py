@@ -1,4 +1,4 @@
-"""compress, average and decode of every backend against the float64 oracle, and against the reference."""
+"""compress of every backend against the float64 oracle, and against the reference."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import MAGIC, NONFINITE, Messages
 from tests import oracle
 from tests.kernels.cases import (
-    BF16,
     CASES,
     F32,
     FEW_GRID,
@@ -24,7 +23,6 @@ from tests.kernels.cases import (
     frozen_bits,
     numpy,
     rounded,
-    stored,
     use_grain,
 )
 
@@ -104,7 +102,7 @@ def check_message(
 
 
 def check_compress(world: World, live: np.ndarray | None = None, gamma: np.ndarray | None = None) -> None:
-    """Every message of every chunk. A dead coordinate counts as padding does."""
+    """Every message of every chunk. A coordinate that `live` leaves out counts as padding does."""
     case = world.case
     c, size = expected_c(world, gamma)
     counts = world.plan.valid if live is None else world.plan.valid & live
@@ -128,7 +126,7 @@ def test_compress_agrees_with_the_oracle(name, case, monkeypatch):
 
 @ON_BACKENDS
 @FEW_GRID
-def test_compress_leaves_dead_coordinates_out(name, case, monkeypatch):
+def test_compress_leaves_out_coordinates_that_take_no_part(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     world = World(case, name)
     check_compress(world, world.live)
@@ -150,13 +148,11 @@ def test_all_live_is_no_mask_and_gamma_one_is_no_gamma_bit_for_bit(name, scale, 
     world = World(case, name)
     live, gamma = np.ones(world.elements, bool), np.ones(len(world.x))
     assert frozen_bits(*compressed(world, 0, live, gamma)) == frozen_bits(*compressed(world, 0))
-    received = world.random_messages(2)
-    assert frozen_bits(*averaged(world, received, 0, 1, live)) == frozen_bits(*averaged(world, received, 0, 1))
 
 
 @ON_BACKENDS
 @pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_a_dead_coordinate_holds_nothing_however_many_steps_go_by(name, scale):
+def test_a_coordinate_that_takes_no_part_stays_zero_however_many_steps_go_by(name, scale):
     """NaN included. With a tensor scale the last step's scale would make e = -s of c = 0."""
     world = World(Case((5,), scale=scale, momentum="none"), name)
     world.g, world.e = [np.array([1.0, np.nan, 3.0, np.nan, -2.0])], [np.array([0.0, np.nan, 0.0, 0.0, 0.0])]
@@ -173,7 +169,7 @@ def test_a_dead_coordinate_holds_nothing_however_many_steps_go_by(name, scale):
 
 @ON_FUSED
 @SMALL_GRID
-@pytest.mark.parametrize("extras", [False, True], ids=["plain", "dead and scaled"])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "masked and scaled"])
 def test_compress_agrees_with_the_reference_bit_for_bit(name, case, extras, monkeypatch):
     use_grain(monkeypatch, case)
     for chunk in range(case.chunks):
@@ -271,146 +267,6 @@ def test_a_tensor_scale_spans_one_message_and_no_more(name):
     world.g, world.e = [np.full(32, 1.0), np.full(32, -1000.0)], [np.zeros(32)] * 2
     out, _ = compressed_from_zero(world)
     assert_close(numpy(out.scales), [[0.05], [50.0]], ELEMENTWISE)
-
-
-def averaged(
-    world: World, received: Messages, chunk: int, rank: int, live: np.ndarray | None = None
-) -> tuple[Messages, Residual]:
-    shard = world.layout.shard(chunk, rank)
-    residual = world.residual(shard, world.e, np.array([0.3]))
-    out = world.fresh(1)
-    mask = None if live is None else world.packed(live[world.plan.shard(chunk, rank)])
-    world.passes.average(shard, received, residual, out, live=mask)
-    return out, residual
-
-
-def expected_average(world: World, received: Messages, part: slice) -> tuple[np.ndarray, np.ndarray]:
-    e = world.plan.flatten(world.e)[part]
-    if world.case.scale == "tensor":
-        e = e - oracle.sigma(e) * rounded(np.array(0.3), F32)
-    values = decoded(received).reshape(received.rows, -1)
-    valid = world.plan.valid[part]
-    return np.where(valid, values.mean(0) + e, 0.0), np.abs(values).sum(0) + np.abs(e) + 0.3
-
-
-def check_average(world: World, live: np.ndarray | None = None) -> None:
-    """Every shard of every chunk. A dead coordinate counts as padding does."""
-    case = world.case
-    counts = world.plan.valid if live is None else world.plan.valid & live
-    for chunk in range(case.chunks):
-        for rank in range(case.ranks):
-            part = world.plan.shard(chunk, rank)
-            received = world.random_messages(case.ranks, seed=rank)
-            c, size = expected_average(world, received, part)
-            out, residual = averaged(world, received, chunk, rank, live)
-            scale = None if residual.scale is None else float(residual.scale[0])
-            c = np.where(counts[part], c, 0.0)
-            check_message(world, out, 0, numpy(residual.value), scale, c, size, counts[part])
-
-
-@ON_BACKENDS
-@GRID
-def test_average_agrees_with_the_oracle(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    check_average(World(case, name))
-
-
-@ON_BACKENDS
-@FEW_GRID
-def test_average_leaves_dead_coordinates_out(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
-    check_average(world, world.live)
-
-
-@ON_FUSED
-@SMALL_GRID
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_average_agrees_with_the_reference_bit_for_bit(name, case, masked, monkeypatch):
-    use_grain(monkeypatch, case)
-    world, other = World(case, name), World(case)
-    live = world.live if masked else None
-    for rank in range(case.ranks):
-        received = world.random_messages(case.ranks, seed=rank)
-        ours, ours_left = averaged(world, received, case.chunks - 1, rank, live)
-        theirs, theirs_left = averaged(other, other.random_messages(case.ranks, seed=rank), case.chunks - 1, rank, live)
-        assert ours.header.tolist() == theirs.header.tolist()
-        assert ours.bits.tolist() == theirs.bits.tolist()
-        assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
-        size = np.repeat(numpy(theirs.scale_of_blocks()), case.block_size)
-        assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
-
-
-@ON_BACKENDS
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("flagged", [0, 2])
-def test_average_passes_a_flag_on_and_keeps_its_residual(name, scale, flagged):
-    """Whatever else a flagged message holds, NaN included."""
-    world = World(Case((100, 5), ranks=3, scale=scale), name)
-    received = world.random_messages(3)
-    received.flags[flagged] = NONFINITE
-    received.scales[flagged] = float("nan")
-    shard = world.layout.shard(0, 1)
-    residual, out = world.residual(shard, world.e, np.array([0.5])), world.fresh(1)
-    before = frozen_bits(residual)
-    world.passes.average(shard, received, residual, out)
-    assert frozen_bits(residual) == before
-    assert out.header.tolist() == [[MAGIC, NONFINITE, world.form.fingerprint, world.form.shard_blocks]]
-    assert bool((out.buffer[:, 16:] == 0xFF).all())
-
-
-@ON_BACKENDS
-def test_opposite_signs_average_to_a_zero_that_counts_as_positive(name):
-    world = World(Case((16,), ranks=2), name)
-    world.e = [np.zeros(16)]
-    received = world.random_messages(2)
-    received.scales.fill_(0.75)
-    received.bits[0] = 0b00001111
-    received.bits[1] = 0b00111100
-    out, residual = averaged(world, received, 0, 0)
-    assert out.bits.flatten().tolist() == [0b00111111, 0b00111111, 0, 0]
-    assert_close(numpy(out.scales), [[0.75 * 4 / 8]], 0)
-    assert_close(numpy(residual.value)[:8], [-0.375] * 2 + [0.375] * 2 + [-0.375] * 4, 0, 1)
-
-
-@ON_BACKENDS
-@GRID
-def test_decode_writes_each_sign_times_its_scale_and_nothing_else(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
-    messages = world.random_messages(world.rows)
-    values = world.plan.unflatten(decoded(messages))
-    out = world.params()
-    for chunk, (span, part) in enumerate(world.spans()):
-        before = world.plan.flatten([numpy(t) for t in out.tensors])
-        world.passes.decode(span, messages.slice(chunk * case.ranks, case.ranks), out)
-        after = world.plan.flatten([numpy(t) for t in out.tensors])
-        before[part] = after[part]
-        assert (after == before).all()
-    for tensor, value in zip(out.tensors, values, strict=True):
-        assert numpy(tensor).tolist() == stored(value, case.param, name).tolist()
-    assert_guards(out)
-
-
-@ON_BACKENDS
-def test_a_flagged_message_decodes_to_nan_as_an_uncompressed_mean_would(name):
-    world = World(Case((64, 40), ranks=2), name)
-    messages, out = world.random_messages(2), world.params()
-    messages.flags[0] = NONFINITE
-    world.passes.decode(world.layout.all(), messages, out)
-    assert np.isnan(numpy(out.tensors[0])).all()
-    assert numpy(out.tensors[1]).tolist() == decoded(messages)[64:104].tolist()
-    assert_guards(out)
-
-
-@ON_BACKENDS
-def test_decode_passes_over_a_tensor_that_is_none(name):
-    world = World(Case((64, 33), param=BF16), name)
-    out = world.params()
-    out.bind_tensors([None, out.tensors[1]])
-    messages = world.random_messages(1)
-    world.passes.decode(world.layout.all(), messages, out)
-    assert numpy(out.tensors[1]).tolist() == stored(decoded(messages)[64:97], BF16, name).tolist()
 
 
 def test_the_grid_covers_what_it_says():
