@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
+
+logger = logging.getLogger("onebit")
 
 
 class Passes:
@@ -32,7 +35,9 @@ class Passes:
 
 @functools.cache
 def backend(device: torch.device) -> Passes:
-    """The passes for a device: Triton's for CUDA and ROCm tensors, the tiled ones for CPU tensors."""
+    """The passes for a device: Triton's for CUDA and ROCm tensors, compiled loops for CPU tensors. Where Numba, which
+    compiles them, cannot be imported, the reference does the work.
+    """
     names = {"cuda": "onebit.kernels.gpu", "cpu": "onebit.kernels.cpu"}
     if device.type not in names:
         raise ValueError(
@@ -41,7 +46,14 @@ def backend(device: torch.device) -> Passes:
         )
     try:
         return Passes(import_module(names[device.type]))
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if device.type == "cpu" and not (error.name or "").startswith("onebit"):
+            logger.warning(
+                "Numba cannot be imported (%s): the slow reference does the passes on CPU tensors. "
+                "For compiled ones: pip install numba",
+                error,
+            )
+            return Passes(import_module("onebit.kernels.reference"))
         if error.name != "triton":
             raise
         raise ModuleNotFoundError(

@@ -1,15 +1,10 @@
-"""The passes for CPU tensors: in place, in tiles that stay in the cache."""
+"""The passes for CPU tensors: loops over blocks, compiled by Numba when a pass is first used."""
 
-from onebit.kernels.cpu.passes import (
-    adam_update,
-    adam_warmup,
-    average,
-    compress,
-    decode,
-    lamb_statistics,
-    lamb_warmup,
-    scan,
-)
+from onebit.kernels.cpu.adam import adam_update, adam_warmup
+from onebit.kernels.cpu.codec import average, compress, decode
+from onebit.kernels.cpu.lamb import lamb_warmup
+from onebit.kernels.cpu.lamb_statistics import lamb_statistics
+from onebit.kernels.cpu.scan import scan
 
 __all__ = [
     "adam_update", "adam_warmup", "average", "compress", "decode", "lamb_statistics", "lamb_warmup", "scan",

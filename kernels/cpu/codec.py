@@ -1,98 +1,292 @@
-"""Messages on the CPU, tile by tile: reading scales and bits, and encoding c into them."""
+"""compress, average and decode: momentum, error compensation, sign, scale and packing in one read of each array.
+
+    compress   c = beta1 m + gamma_p ((1 - beta1) g') + e
+    average    c = mean_i decode(message_i) + e
+    both       bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)
+    decode     x = scale sigma
+
+Where `live` has no bit, c = 0 and e = 0, and the scale neither sums nor counts it. A tensor scale is known only after
+the last block: there the residual keeps c, and a second loop makes the scales from the blocks' sums and counts.
+
+Bytes an element, fp32 gradients, momentum kept as a message: compress reads g 4, c 4, m 1/8, writes c 4, bits 1/8:
+12.3. average, of the shard: reads N/8, E 4; writes E 4, bits 1/8. decode reads bits 1/8, writes x 4. `live` 1/8 more.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from onebit.kernels.cpu.tiles import Scratch, Tile, clear_dead, clear_tails, count_live
+from onebit.kernels.cpu.blocks import (
+    BETA1,
+    GRAD_SCALE,
+    ONE,
+    ONE_MINUS_BETA1,
+    ZERO,
+    any_flag,
+    at,
+    clear,
+    count_of,
+    flag_of,
+    group_row,
+    keep,
+    kept_bits,
+    locate,
+    mean_scale,
+    momentum_at,
+    of_message,
+    over,
+    parts,
+    put,
+    signed,
+    staged,
+    table,
+    up,
+    write_header,
+)
+from onebit.kernels.cpu.compile import Loop, tile
+from onebit.kernels.cpu.lanes import WIDTH, magnitude, splat, total
+from onebit.kernels.cpu.memory import (
+    bits_at,
+    fill,
+    float_at,
+    int_at,
+    load,
+    long_at,
+    set_bits,
+    set_float,
+    set_int,
+    store,
+)
+from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
+from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
 
-class Packed:
-    """Messages, tile by tile. A scale is multiplied by `factor`, a number or [blocks of the messages, 1]."""
-
-    def __init__(self, messages: Messages, factor: float | Tensor = 1.0) -> None:
-        scales = messages.scale_of_blocks()[:, None]
-        if isinstance(factor, Tensor) or factor != 1:
-            scales = scales * factor
-        self._scales = scales.view(messages.rows, -1, 1).unbind(0)
-        self._bits = list(messages.bits.numpy())
-
-    def scales(self, tile: Tile, row: int | None = None) -> Tensor:
-        """[count, 1]"""
-        return self._scales[tile.row if row is None else row][tile.column : tile.column + tile.count]
-
-    def bits(self, tile: Tile, row: int | None = None) -> npt.NDArray[np.uint8]:
-        return self._bits[tile.row if row is None else row][tile.column : tile.column + tile.count].reshape(-1)
+@tile
+def _left_out(value, i, last):
+    """e, which with a tensor scale is derived from the c of the last step. `last` is that scale, else 0."""
+    e = load(value + 4 * i)
+    return e - signed(e >= ZERO, last)
 
 
-class Encoder:
-    """c = y + e into bits, scales and residual. c is built where the residual lies."""
-
-    def __init__(self, span: Span, residual: Residual, out: Messages, live: Tensor | None) -> None:
-        self._residual, self._out, self._live = residual, out, live
-        self._value = residual.value.view(span.count, -1)
-        self._least = 1 if residual.scale is None else 0  # what a block's sum may be divided by, or added up to
-        self._counts = self._counted(span.counts())
-        self._bits, self._scales = list(out.bits.numpy()), out.scales[:, :, None].unbind(0)
-
-    def left_out(self, tile: Tile, scratch: Scratch) -> Tensor:
-        """e of a tile, to be made c in place. Room 1 is used."""
-        e = tile.of(self._value)
-        if self._residual.scale is not None:
-            e.addcmul_(scratch.signs(1, tile, _packed(tile, e, scratch)), self._residual.scale[tile.row], value=-1)
-        return e
-
-    def encode(self, tile: Tile, c: Tensor, scratch: Scratch) -> None:
-        """Room 1 is used."""
-        live, room = tile.live(self._live), scratch.room(1, tile)
-        clear_tails(tile, c)
-        clear_dead(c, live, room)
-        packed = _packed(tile, c, scratch)
-        if live is not None:
-            packed &= live.reshape(-1)
-        here = slice(tile.column, tile.column + tile.count)
-        self._bits[tile.row][here].reshape(-1)[:] = packed
-        l1 = self._out.format.norm == "l1"
-        magnitude = torch.abs(c, out=room) if l1 else torch.mul(c, c, out=room)
-        total = magnitude.sum(1, keepdim=True)
-        count = tile.of(self._counts) if live is None else self._counted(count_live(live))
-        if self._residual.scale is not None:
-            assert self._residual.partial is not None and self._residual.counted is not None
-            tile.of(self._residual.partial).copy_(total.view(-1))
-            tile.of(self._residual.counted).copy_(count.view(-1))
-            return
-        scale = torch.div(total, count, out=self._scales[tile.row][here])
-        if not l1:
-            scale.sqrt_()
-        c.addcmul_(scratch.signs(1, tile, packed), scale, value=-1)
-        clear_tails(tile, c)
-        clear_dead(c, live, room)
-
-    def _counted(self, counts: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.maximum(counts, self._least).astype(np.float32))[:, None]
-
-    def finish(self) -> None:
-        """With a tensor scale: each message's scale, from the sums and counts of its blocks."""
-        if self._residual.scale is None:
-            return
-        assert self._residual.partial is not None and self._residual.counted is not None
-        rows, blocks = self._out.rows, (self._residual.partial, self._residual.counted)
-        total, count = (each.view(rows, -1).sum(1) for each in blocks)
-        scale = total / count.clamp(min=1)
-        if self._out.format.norm == "l2":
-            scale.sqrt_()
-        self._out.scales.copy_(scale[:, None])
-        self._residual.scale.copy_(scale)
+@tile
+def _write(c, kept, i, value, bits, l2):
+    """c where e was, its bits, and what it adds to the scale."""
+    c = keep(kept, i, c)
+    store(value + 4 * i, c)
+    positive = c >= ZERO
+    set_bits(bits + i // 8, positive if kept == 0 else positive & bits_at(kept + i // 8))
+    return c * c if l2 != 0 else magnitude(c)
 
 
-def _packed(tile: Tile, value: Tensor, scratch: Scratch) -> npt.NDArray[np.uint8]:
-    """The bits of a tile: 1 where the value is at least 0, none past a block's valid count."""
-    bits = np.greater_equal(value.numpy(), np.float32(0), out=scratch.truth(tile))
-    clear_tails(tile, bits)
-    return np.packbits(bits.reshape(-1), bitorder="little")
+@tile
+def _finish(summed, kept, valid, size, value, bits, scale, partial, counted, l2):
+    """A block's scale and what its bits leave out; with a tensor scale its sum and count. Padding is 0."""
+    count, n = count_of(kept, valid), up(valid)
+    if partial != 0:
+        set_float(partial, summed)
+        set_int(counted, count)
+    else:
+        s = mean_scale(summed, count, l2)
+        set_float(scale, s)
+        for i in range(0, n, WIDTH):
+            c = load(value + 4 * i)
+            store(value + 4 * i, keep(kept, i, c - signed(c >= ZERO, s)))
+    if n < size:
+        clear(value + 4 * n, value + 4 * size)
+        fill(bits + n // 8, 0, (size - n) // 8)
+
+
+@tile
+def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, l2):
+    """c of a block, where e was; returns what its scale is made of."""
+    beta1, rest, grad_scale = float_at(h + BETA1), float_at(h + ONE_MINUS_BETA1), float_at(h + GRAD_SCALE)
+    summed, m_scale = splat(ZERO), beta1 * m_scale
+    if m_bits != 0:
+        for i in range(0, n, WIDTH):
+            y = gamma * (rest * (load(values + 4 * i) * grad_scale))
+            c = signed(bits_at(m_bits + i // 8), m_scale) + y + _left_out(value, i, last)
+            summed = summed + _write(c, kept, i, value, bits, l2)
+    else:
+        for i in range(0, n, WIDTH):
+            y = gamma * (rest * (load(values + 4 * i) * grad_scale))
+            if m_flat != 0:
+                y = beta1 * load(m_flat + 4 * i) + y
+            summed = summed + _write(y + _left_out(value, i, last), kept, i, value, bits, l2)
+    return total(summed)
+
+
+@Loop
+def _compress(
+    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
+    gammas: int, m_flat: int, m_scales: int, m_bits: int, live: int, value: int, residual_scale: int,
+    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
+) -> None:  # fmt: skip
+    flag = int_at(flags)
+    for block in range(first, stop):
+        row = block // shard_blocks
+        if block % shard_blocks == 0:
+            write_header(header + row * row_bytes, flag, fingerprint, shard_blocks)
+        if flag == 0:
+            p, group, offset, valid = locate(first_block + block, owner, rows, size)
+            values = staged(long_at(grads + 8 * p), grad, offset, valid, room)
+            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, room + 4 * size)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+            m_scale, its_m = of_message(m_scales, m_bits, block, shard_blocks, row_bytes, size, tensor)
+            its_value = value + 4 * block * size
+            summed = _compensate(
+                values, group_row(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
+                ZERO if m_bits == 0 else float_at(m_scale), 0 if m_flat == 0 else m_flat + 4 * block * size,
+                0 if m_bits == 0 else its_m, up(valid), kept, its_value,
+                ZERO if tensor == 0 else float_at(residual_scale + 4 * row), its_bits, l2,
+            )  # fmt: skip
+            _finish(
+                summed, kept, valid, size, its_value, its_bits, scale,
+                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+            )  # fmt: skip
+
+
+@tile
+def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, last, bits, l2):
+    """C of a block, where E was; returns what its scale is made of."""
+    summed = splat(ZERO)
+    for i in range(0, n, WIDTH):
+        added = splat(ZERO)
+        for rank in range(ranks):
+            start = rank * row_bytes
+            added = added + signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
+        c = added * inverse_ranks + _left_out(value, i, last)
+        summed = summed + _write(c, kept, i, value, bits, l2)
+    return total(summed)
+
+
+@Loop
+def _average(
+    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    row_bytes: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
+    in_header: int, in_scales: int, in_bits: int, live: int, value: int, residual_scale: int,
+    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
+) -> None:  # fmt: skip
+    flag = any_flag(in_header, ranks, row_bytes)
+    if first == 0:
+        write_header(header, flag, fingerprint, shard_blocks)
+    if flag != 0:
+        return
+    last = ZERO if tensor == 0 else float_at(residual_scale)
+    for block in range(first, stop):
+        _, _, _, valid = locate(first_block + block, owner, rows, size)
+        kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, room)
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, tensor)
+        its_value = value + 4 * block * size
+        summed = _mean(
+            in_block, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last,
+            its_bits, l2,
+        )  # fmt: skip
+        _finish(
+            summed, kept, valid, size, its_value, its_bits, scale,
+            0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+        )  # fmt: skip
+
+
+@Loop
+def _scales(
+    header: int, messages: int, row_bytes: int, shard_blocks: int, partial: int, counted: int, scales: int,
+    residual_scale: int, l2: int,
+) -> None:  # fmt: skip
+    """The scale of each message from its blocks' sums and counts."""
+    if flag_of(header, 0, row_bytes) != 0:
+        return
+    for row in range(messages):
+        summed, count = 0.0, 0
+        for block in range(row * shard_blocks, (row + 1) * shard_blocks):
+            summed += float_at(partial + 4 * block)
+            count += int_at(counted + 4 * block)
+        scale = mean_scale(summed, count, l2)
+        set_float(scales + row * row_bytes, scale)
+        set_float(residual_scale + 4 * row, scale)
+
+
+@tile
+def _decoded(bits, scale, n, values):
+    for i in range(0, n, WIDTH):
+        store(values + 4 * i, signed(bits_at(bits + i // 8), scale))
+
+
+@Loop
+def _decode(
+    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, tensor: int,
+) -> None:  # fmt: skip
+    for block in range(first, stop):
+        p, _, offset, valid = locate(first_block + block, owner, rows, size)
+        address = long_at(out + 8 * p)
+        if address != 0 and valid > 0:
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+            accepted = flag_of(header, block // shard_blocks, row_bytes) == 0
+            in_place = dtype == 0 and valid % WIDTH == 0
+            values = address + 4 * offset if in_place else room
+            _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values)
+            put(values, address, dtype, offset, valid, room + 4 * size)
+
+
+def compress(
+    span: Span,
+    grads: Pointers,
+    momentum: Tensor | Messages | None,
+    residual: Residual,
+    hyper: Tensor,
+    flags: Tensor,
+    out: Messages,
+    *,
+    live: Tensor | None = None,
+    gamma: Tensor | None = None,
+) -> None:
+    """`onebit.kernels.reference.compress` in one loop."""
+    form, (m_flat, m_scales, m_bits) = out.format, momentum_at(momentum)
+    arguments = (
+        *over(span), *table(grads), at(hyper), at(flags), form.shard_blocks, form.nbytes, form.fingerprint,
+        at(gamma), m_flat, m_scales, m_bits, at(live), at(residual.value), at(residual.scale), at(residual.partial),
+        at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+    )  # fmt: skip
+    over_blocks(_compress, span.count, form.block_size, arguments, rooms=1)
+    _finish_scales(residual, out)
+
+
+def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
+    """`onebit.kernels.reference.average` in one loop."""
+    form = out.format
+    arguments = (
+        *over(span), form.nbytes, form.fingerprint, received.rows, 1 / received.rows, form.shard_blocks,
+        *parts(received), at(live), at(residual.value), at(residual.scale), at(residual.partial),
+        at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+    )  # fmt: skip
+    over_blocks(_average, span.count, form.block_size, arguments)
+    _finish_scales(residual, out)
+
+
+def _finish_scales(residual: Residual, out: Messages) -> None:
+    if residual.scale is not None:
+        form, (header, scales, _) = out.format, parts(out)
+        _scales(
+            header, out.rows, form.nbytes, form.shard_blocks, at(residual.partial), at(residual.counted), scales,
+            at(residual.scale), int(form.norm == "l2"),
+        )  # fmt: skip
+
+
+def decode(span: Span, messages: Messages, out: Pointers) -> None:
+    """`onebit.kernels.reference.decode` in one loop."""
+    form = messages.format
+    arguments = (
+        *over(span),
+        *table(out),
+        form.shard_blocks,
+        form.nbytes,
+        *parts(messages),
+        int(form.scale == "tensor"),
+    )
+    over_blocks(_decode, span.count, form.block_size, arguments, rooms=1)

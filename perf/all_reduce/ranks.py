@@ -25,7 +25,6 @@ from onebit.collectives import CompressedAllReduce
 from onebit.collectives.exchange import Chunk
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.tuning import tuner
 from onebit.kernels.tuning.machine import device_name
 
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -248,7 +247,6 @@ def group_of(ranks: Ranks) -> dict[str, Any]:
         "backend": str(dist.get_backend()),
         "ranks": ranks.size,
         "threads": torch.get_num_threads(),
-        "cpu_tile": tuner.cpu_tile(),
     }
 
 
