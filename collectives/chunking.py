@@ -17,7 +17,7 @@ from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Norm, Scale
-from onebit.kernels.tuning.tuner import shared_cache
+from onebit.kernels.tuning import cache
 
 logger = logging.getLogger("onebit")
 
@@ -40,7 +40,7 @@ def choose_chunks(
         return 1
     cached = 0
     if transport.rank == 0:
-        cached = shared_cache().get(_key(transport, numel, device)).get("chunks", 0)
+        cached = cache.shared().get(_key(transport, numel, device)).get("chunks", 0)
     chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=device)
     transport.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
     if int(chunks) > 0:
@@ -56,7 +56,7 @@ def choose_chunks(
 def save_chunks(transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]) -> tuple[int, bool]:
     """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
     best = min(seconds, key=lambda c: (seconds[c], c))
-    saved = transport.rank > 0 or shared_cache().put(_key(transport, numel, device), {"chunks": best})
+    saved = transport.rank > 0 or cache.shared().put(_key(transport, numel, device), {"chunks": best})
     return best, saved
 
 

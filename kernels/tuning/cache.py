@@ -8,6 +8,7 @@ If the file cannot be read or written, or is another program's, one warning is l
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -41,6 +42,16 @@ def folder() -> Path:
     except RuntimeError:  # a user without a home
         return Path(tempfile.gettempdir(), "onebit")
     return home / "Library" / "Caches" / "onebit" if sys.platform == "darwin" else home / ".cache" / "onebit"
+
+
+def shared() -> Cache:
+    """The cache of this user's processes."""
+    return _at(folder() / "kernels.json")
+
+
+def forget() -> None:
+    """Read the file again when it is next used."""
+    _at.cache_clear()
 
 
 class Cache:
@@ -132,3 +143,8 @@ def _parsed(content: Any) -> dict[str, dict[str, int]]:
     if not isinstance(choices, dict):
         raise ValueError("it holds no table of choices")
     return {key: value for key, value in choices.items() if isinstance(value, dict)}
+
+
+@functools.cache
+def _at(path: Path) -> Cache:
+    return Cache(path)

@@ -10,7 +10,6 @@ agree on LAMB's norms, and a run resumed elsewhere on its scales, to the last bi
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -19,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -153,16 +151,7 @@ def forget() -> None:
     """Drop the choices kept in this process; the cache file is read again."""
     with _lock:
         _known.clear()
-        _cache_at.cache_clear()
-
-
-def shared_cache() -> cache.Cache:
-    return _cache_at(cache.folder() / "kernels.json")
-
-
-@functools.cache
-def _cache_at(path: Path) -> cache.Cache:
-    return cache.Cache(path)
+        cache.forget()
 
 
 def _find(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
@@ -229,14 +218,14 @@ def _interpreted() -> bool:
 
 def _cached(options: Sequence[Config], key: str) -> Config | None:
     """The choice in the cache, if it is one of `options`."""
-    entry = shared_cache().get(key)
+    entry = cache.shared().get(key)
     return next((o for o in options if asdict(o) == entry), None)
 
 
 def _saved(choice: Choice, key: str) -> Choice:
     """Write a choice to the cache, unless nothing ran at all."""
     ran = math.isfinite(choice.seconds[choice.config])
-    return replace(choice, saved=ran and shared_cache().put(key, asdict(choice.config)))
+    return replace(choice, saved=ran and cache.shared().put(key, asdict(choice.config)))
 
 
 def _key(device: torch.device, kernel: str, dtype: torch.dtype) -> str:

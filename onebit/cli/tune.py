@@ -22,7 +22,7 @@ from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates, measure_chunks, save_chunks
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE
-from onebit.kernels.tuning import tuner
+from onebit.kernels.tuning import cache, tuner
 from onebit.kernels.tuning.machine import device_name
 from onebit.kernels.tuning.tuner import Choice, Config
 
@@ -188,7 +188,7 @@ def _name(config: Config) -> str:
 
 
 def _where(saved: bool) -> str:
-    path = tuner.shared_cache().path
+    path = cache.shared().path
     return f"Written to {path}" if saved else f"Not written to {path}: the choices end with this command"
 
 
