@@ -72,7 +72,7 @@ def plant_half_load(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_number(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(options, "is_number", lambda value: True)
+    patch.setattr(options, "is_finite", lambda value, largest=0.0: True)
 
 
 def plant_exit(patch: pytest.MonkeyPatch) -> None:

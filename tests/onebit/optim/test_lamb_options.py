@@ -69,3 +69,16 @@ def test_every_rank_names_the_option_that_differs(size):
     assert all(texts == found[0] for texts in found)
     for name, text in found[0].items():
         assert f"has {name} {OTHERS[name]!r} where rank 0 has" in text or f"where rank {size - 1}" in text
+
+
+def test_a_parameter_added_in_stage_1_has_an_average_of_its_own_steps():
+    """With equal limits every coefficient is 0.2, and so is its average, whenever a parameter came."""
+    first, second = (nn.Parameter(torch.full((3,), float(i + 1))) for i in range(2))
+    optimizer = onebit.OneBitLamb([first], min_coeff=0.2, max_coeff=0.2, freeze_step=6, block_size=32)
+    for step in range(1, 8):
+        if step == 4:
+            optimizer.add_param_group({"params": [second]})
+        first.grad, second.grad = torch.ones(3), torch.ones(3)
+        optimizer.step()
+    assert optimizer.compressing
+    np.testing.assert_allclose(as_numpy(optimizer.current.states[0]["coefficient_average"]), 0.2, rtol=1e-6)
