@@ -131,14 +131,15 @@ atexit.register(lambda: print(outputs() == wanted))
 
 SCAN = """
 import logging
-logging.basicConfig(level=logging.DEBUG)
+logging.basicConfig()
+logging.getLogger("onebit").setLevel(logging.DEBUG)
 import torch
 from onebit.kernels import cpu
 from onebit.kernels.tuning.workload import Workload
 work = Workload([5000])
 work.passes(cpu)["scan"].run()
-g = work.grads.tensors[0]
-torch.testing.assert_close(work.squares.nansum(), (g * g).sum())
+g = work.grads().tensors[0]
+torch.testing.assert_close(work.squares().nansum(), (g * g).sum())
 print("right")
 """
 
