@@ -8,7 +8,9 @@ here once ranks share a node's network, or the parameters:
     shard group   the ranks that hold the parts of one copy of the parameters (FSDP2); `replicas` are then the ranks
                   that hold the same part of every other copy
 
-In both cases `everyone` is larger than `replicas`, and what a step decides on all ranks is decided over `everyone`.
+In both cases `everyone` is larger than `replicas`. What a step decides on all ranks (is it skipped, by what are
+gradients clipped) is decided over `everyone`. That ranks hold the same parameters, options and bits is compared over
+`replicas`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,5 @@ class Topology:
 
     @property
     def everyone(self) -> Transport:
-        """The ranks that must agree on every step: whether it is skipped, when the freeze comes, that all hold the same
-        bits."""
+        """The ranks that must agree on every step: whether it is skipped, and by what gradients are clipped."""
         return self.replicas

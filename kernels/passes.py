@@ -11,8 +11,9 @@ Adding a pass `p` takes:
     kernels/passes.py                    a method of Backend, a line in PASSES, a case in bytes_per_element
     kernels/reference/, cpu/, gpu/       the function, in the file it belongs to, re-exported in __init__.py
     kernels/tuning/workload.py           synthetic arguments to run it on: an entry in Workload.passes
-    kernels/tuning/tuner.py              each Triton kernel it launches: PASS_OF, and SUMMING_KERNELS where it sums
-    tests/kernels/                       the float64 oracle's word on it, and its streams in test_aot.py
+    kernels/tuning/tuner.py              each Triton kernel it launches, named <what>_kernel: PASS_OF, and
+                                         SUMMING_KERNELS where it sums
+    tests/oracle/, tests/kernels/        the float64 oracle; what it writes: test_workload.py; its streams: test_aot.py
 
 Notation, as in the papers: g' = grad_scale g; x a parameter; m, v the moments; e a rank's residual, E a server's;
 sigma(c) = +1 where c >= 0 and -1 elsewhere; d = 1 / (sqrt(v_T) + eps) with v_T the variance at the freeze.

@@ -99,7 +99,7 @@ def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name:
         steps_of(own)
     shapes = {"element": shape, "bit": (-(-math.prod(shape) // 8),), "parameter": None}
     for field in fields:
-        if field.saved and field.name in own:
+        if field.saved and field.same_on_all_ranks and field.name in own:
             value, kind = own[field.name], "bits" if field.per == "bit" else field.values
             if field.per == "parameter" and isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{field.name} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")

@@ -116,10 +116,12 @@ class _Restoration:
     def _load_fields(self, state: FlatState, index: int, own: Saved) -> None:
         name = self._setup.name_of(state.params[index])
         for field in list(state.fields.values()):
-            if field.saved and field.name in own:
+            if not field.saved or not field.same_on_all_ranks:
+                continue
+            if field.name in own:
                 value = state.view(field.name, index)
                 value.copy_(own[field.name].view(value.shape))
-            elif field.saved and field.required:
+            elif field.required:
                 raise ValueError(
                     f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
                     f"{self._setup.name} or AdamW"

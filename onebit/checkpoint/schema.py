@@ -2,7 +2,10 @@
 
     state[p]           one parameter's
         step                                             as torch.optim.AdamW saves it
-        the algorithm's fields                           1-bit Adam: exp_avg, exp_avg_sq; in stage 2 denominator
+        the algorithm's fields                           those of its stage_1 or stage_2 that are saved, by name:
+            1-bit Adam    exp_avg, exp_avg_sq            stage 2: denominator
+            1-bit LAMB    the same and its averaged      stage 2: denominator, exp_avg_sq, coefficient_average, ratio,
+                          coefficients                            gamma, counted_bits
         momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks]
         residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E
         master                                           the fp32 copy of a 16-bit parameter
@@ -53,7 +56,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
     saved: dict[Tensor, dict[str, Any]] = {}
     for part in current.parts:
         state = part.state
-        names = [field.name for field in state.fields.values() if field.saved]
+        names = [field.name for field in state.fields.values() if field.saved and field.same_on_all_ranks]
         for i, p in enumerate(state.params):
             saved[p] = {"step": step.clone(), **{name: state.view(name, i) for name in names}}
         if part.reducer is not None:

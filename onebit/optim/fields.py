@@ -19,10 +19,10 @@ class Field:
     per: one fp32 number an "element", one fp32 number a "parameter", or one "bit" an element, packed.
     values: what a run can leave in it. A saved state with other values is refused.
     initial: what it holds before the first step.
-    required: whether a saved state must have it.
-    always: False where an optimizer may do without it.
+    required: whether a saved state must have it. Where it is not required and not there, it starts from `initial`.
+    always: whether every run has it. False for a field that is added only where it is needed.
     saved: False for what every step computes anew.
-    same_on_all_ranks: False for what is each rank's own.
+    same_on_all_ranks: False for what is each rank's own: it is saved under a name that has the rank.
     shown_as: the name under which diagnostics show it, a field with one number an element by its norm.
     """
 
@@ -39,5 +39,5 @@ class Field:
 
 MOMENTUM = Field("exp_avg")
 FIRST_MOMENTUM = Field("first_momentum", required=False, always=False)  # until the first compressed step was taken
-RESIDUAL = Field("residual", saved=False, same_on_all_ranks=False)  # saved by rank: see onebit.checkpoint.schema
+RESIDUAL = Field("residual", same_on_all_ranks=False)
 MASTER = Field("master", values="any", required=False, always=False)  # fp32 copy of 16-bit parameters
