@@ -15,17 +15,11 @@ from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
     ALL,
-    BIAS1,
-    BIAS2,
-    EPS,
-    GRAD_SCALE,
-    LR,
-    WEIGHT_DECAY,
     ZERO,
     at,
     first_bits,
     flag_of,
-    group_row,
+    hyper_of,
     locate,
     moments,
     of_message,
@@ -48,16 +42,16 @@ from onebit.kernels.data.wire import Messages
 @tile
 def direction(m, v, x, h):
     """mhat / (sqrt(vhat) + eps) + wd x"""
-    denominator = root(v) * float_at(h + BIAS2) + float_at(h + EPS)
-    return m * float_at(h + BIAS1) / denominator + float_at(h + WEIGHT_DECAY) * x
+    denominator = root(v) * h.bias2 + h.eps
+    return m * h.bias1 / denominator + h.weight_decay * x
 
 
 @tile
 def _warmup_lanes(i, counts, g_at, m_at, v_at, x_at, h):
     """Sixteen elements; those that do not count stay as they are. Returns v, 0 there."""
     g, old_m, old_v, old_x = load(g_at + 4 * i), load(m_at + 4 * i), load(v_at + 4 * i), load(x_at + 4 * i)
-    m, v = moments(g * float_at(h + GRAD_SCALE), old_m, old_v, h)
-    x = old_x - float_at(h + LR) * direction(m, v, old_x, h)
+    m, v = moments(g * h.grad_scale, old_m, old_v, h)
+    x = old_x - h.lr * direction(m, v, old_x, h)
     store(m_at + 4 * i, where(counts, m, old_m))
     store(v_at + 4 * i, where(counts, v, old_v))
     store(x_at + 4 * i, where(counts, x, old_x))
@@ -77,7 +71,7 @@ def _warmup_block(valid, g_at, m_at, v_at, x_at, h):
 
 @Loop
 def _warmup(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
     exp_avg: int, exp_avg_sq: int, master: int, sums: int,
 ) -> None:  # fmt: skip
@@ -86,10 +80,10 @@ def _warmup(
     for block in range(first, stop):
         p, group, offset, valid = locate(first_block + block, owner, rows, size)
         start, address = 4 * block * size, long_at(params + 8 * p)
-        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, room)
-        x_at = staged(address, param, offset, valid, room + 4 * size) if master == 0 else master + start
-        summed = _warmup_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, group_row(hyper, group))
-        put(x_at, address, param, offset, valid, room)
+        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+        x_at = staged(address, param, offset, valid, scratch + 4 * size) if master == 0 else master + start
+        summed = _warmup_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, group))
+        put(x_at, address, param, offset, valid, scratch)
         if sums != 0:
             set_float(sums + 4 * block, summed)
 
@@ -113,21 +107,21 @@ def _update_block(valid, bits, scale, d_at, x_at, lr, weight_decay):
 
 @Loop
 def _update(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     params: int, param: int, hyper: int, coefficient: int, shard_blocks: int, row_bytes: int,
     header: int, scales: int, bits: int, tensor: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         if flag_of(header, block // shard_blocks, row_bytes) == 0:
             p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            start, address, h = 4 * block * size, long_at(params + 8 * p), group_row(hyper, group)
-            lr = float_at(h + LR)
+            start, address, h = 4 * block * size, long_at(params + 8 * p), hyper_of(hyper, group)
+            lr = h.lr
             if coefficient != 0:
                 lr = lr * float_at(coefficient + 4 * p)
             scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
-            x_at = staged(address, param, offset, valid, room) if master == 0 else master + start
-            _update_block(valid, its_bits, float_at(scale), d + start, x_at, lr, float_at(h + WEIGHT_DECAY))
-            put(x_at, address, param, offset, valid, room + 4 * size)
+            x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
+            _update_block(valid, its_bits, float_at(scale), d + start, x_at, lr, h.weight_decay)
+            put(x_at, address, param, offset, valid, scratch + 4 * size)
 
 
 def adam_warmup(
@@ -146,7 +140,7 @@ def adam_warmup(
         *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(master),
         at(sums),
     )  # fmt: skip
-    over_blocks(_warmup, span.count, span.layout.block_size, arguments, rooms=2)
+    over_blocks(_warmup, span.count, span.layout.block_size, arguments, scratch_blocks=2)
 
 
 def adam_update(
@@ -164,4 +158,4 @@ def adam_update(
         *over(span), *table(params), at(hyper), at(coefficient), form.shard_blocks, form.nbytes, *parts(replies),
         int(form.scale == "tensor"), at(d), at(master),
     )  # fmt: skip
-    over_blocks(_update, span.count, span.layout.block_size, arguments, rooms=1)
+    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=1)

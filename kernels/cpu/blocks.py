@@ -2,7 +2,7 @@
 
 The maths of a pass is a tile function on sixteen lanes; a loop over blocks does the addressing. Addresses are ints. A
 block's fp32 values are read and written where they lie. Where they are of 16 bits, or end inside sixteen lanes, they
-pass through room of one block, which stays in the first cache.
+pass through scratch memory for one block, which stays in the first cache.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ from onebit.kernels.data.wire import Messages
 FP32, BF16, FP16 = 0, 1, 2
 TYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 ALL = (1 << WIDTH) - 1  # the bits of all lanes
-_column = {name: 4 * i for i, name in enumerate(Hyper._fields)}
-LR, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, EPS, WEIGHT_DECAY, BIAS1, BIAS2, GRAD_SCALE = (
-    _column[name]
-    for name in (
-        "lr", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay", "bias1", "bias2",
-        "grad_scale",
-    )
-)  # fmt: skip
 _ROW = 4 * COLUMNS
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -68,8 +60,13 @@ def first_and_blocks(rows, p, size):
 
 
 @tile
-def group_row(hyper, group):
-    return hyper + group * _ROW
+def hyper_of(hyper, group):
+    """The hyper-parameters of a group."""
+    h = hyper + group * _ROW
+    return Hyper(
+        float_at(h), float_at(h + 4), float_at(h + 8), float_at(h + 12), float_at(h + 16),
+        float_at(h + 20), float_at(h + 24), float_at(h + 28), float_at(h + 32), float_at(h + 36),
+    )  # fmt: skip
 
 
 @tile
@@ -84,25 +81,25 @@ def up(valid):
 
 
 @routine
-def staged(address, dtype, offset, valid, room):
-    """Where a block's fp32 values lie: in place, or in `room`. Zeros fill up sixteen lanes, and stand for a
+def staged(address, dtype, offset, valid, scratch):
+    """Where a block's fp32 values lie: in place, or in `scratch`. Zeros fill up sixteen lanes, and stand for a
     tensor that is None.
     """
     if dtype == FP32 and address != 0 and valid % WIDTH == 0:
         return address + 4 * offset
     base, full = address + (4 if dtype == FP32 else 2) * offset, valid // WIDTH * WIDTH
-    last = room + 4 * full
+    last = scratch + 4 * full
     if address == 0:
-        fill(room, 0, 4 * up(valid))
-        return room
+        fill(scratch, 0, 4 * up(valid))
+        return scratch
     if dtype == FP32:
-        copy(room, base, 4 * full)
+        copy(scratch, base, 4 * full)
     elif dtype == BF16:
         for i in range(0, full, WIDTH):
-            store(room + 4 * i, load_bf16(base + 2 * i))
+            store(scratch + 4 * i, load_bf16(base + 2 * i))
     else:
         for i in range(0, full, WIDTH):
-            store(room + 4 * i, load_fp16(base + 2 * i))
+            store(scratch + 4 * i, load_fp16(base + 2 * i))
     if valid > full:
         fill(last, 0, 4 * WIDTH)
         if dtype == FP32:
@@ -110,7 +107,7 @@ def staged(address, dtype, offset, valid, room):
         else:
             copy(last, base + 2 * full, 2 * (valid - full))
             store(last, load_bf16(last) if dtype == BF16 else load_fp16(last))
-    return room
+    return scratch
 
 
 @tile
@@ -122,7 +119,7 @@ def _narrow(target, values, dtype):
 
 
 @routine
-def put(values, address, dtype, offset, valid, room):
+def put(values, address, dtype, offset, valid, scratch):
     """Write a block's fp32 values to its tensor, where there is one and they are not there already."""
     base, full = address + (4 if dtype == FP32 else 2) * offset, valid // WIDTH * WIDTH
     if address == 0 or values == base:
@@ -134,24 +131,24 @@ def put(values, address, dtype, offset, valid, room):
         _narrow(base + 2 * i, load(values + 4 * i), dtype)
     if valid > full:
         last = load(values + 4 * full)
-        _narrow(room, last, dtype)
-        copy(base + 2 * full, room, 2 * (valid - full))
+        _narrow(scratch, last, dtype)
+        copy(base + 2 * full, scratch, 2 * (valid - full))
 
 
 @tile
-def kept_bits(live, valid, size, room):
-    """The bits of the elements that count, in `room`: the live ones before the valid count. 0 where all count."""
+def kept_bits(live, valid, size, scratch):
+    """The bits of the elements that count, in `scratch`: the live ones before the valid count. 0 where all count."""
     if live == 0 and valid == size:
         return 0
     if live == 0:
-        fill(room, 255, size // 8)
+        fill(scratch, 255, size // 8)
     else:
-        copy(room, live, size // 8)
+        copy(scratch, live, size // 8)
     full = valid // WIDTH
     if valid < size:
-        set_bits(room + 2 * full, bits_at(room + 2 * full) & first_bits(valid % WIDTH))
-        fill(room + 2 * full + 2, 0, size // 8 - 2 * full - 2)
-    return room
+        set_bits(scratch + 2 * full, bits_at(scratch + 2 * full) & first_bits(valid % WIDTH))
+        fill(scratch + 2 * full + 2, 0, size // 8 - 2 * full - 2)
+    return scratch
 
 
 @tile
@@ -223,8 +220,8 @@ def mean_scale(total, count, l2):
 @tile
 def moments(g, m, v, h):
     """m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2"""
-    m = float_at(h + BETA1) * m + float_at(h + ONE_MINUS_BETA1) * g
-    v = float_at(h + BETA2) * v + float_at(h + ONE_MINUS_BETA2) * (g * g)
+    m = h.beta1 * m + h.one_minus_beta1 * g
+    v = h.beta2 * v + h.one_minus_beta2 * (g * g)
     return m, v
 
 

@@ -18,17 +18,14 @@ import numpy as np
 from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
-    BETA1,
-    GRAD_SCALE,
     ONE,
-    ONE_MINUS_BETA1,
     ZERO,
     any_flag,
     at,
     clear,
     count_of,
     flag_of,
-    group_row,
+    hyper_of,
     keep,
     kept_bits,
     locate,
@@ -103,7 +100,7 @@ def _finish(summed, kept, valid, size, value, bits, scale, partial, counted, l2)
 @tile
 def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, l2):
     """c of a block, where e was; returns what its scale is made of."""
-    beta1, rest, grad_scale = float_at(h + BETA1), float_at(h + ONE_MINUS_BETA1), float_at(h + GRAD_SCALE)
+    beta1, rest, grad_scale = h.beta1, h.one_minus_beta1, h.grad_scale
     summed, m_scale = splat(ZERO), beta1 * m_scale
     if m_bits != 0:
         for i in range(0, n, WIDTH):
@@ -121,7 +118,7 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 
 @Loop
 def _compress(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
     gammas: int, m_flat: int, m_scales: int, m_bits: int, live: int, value: int, residual_scale: int,
     partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
@@ -133,13 +130,13 @@ def _compress(
             write_header(header + row * row_bytes, flag, fingerprint, shard_blocks)
         if flag == 0:
             p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            values = staged(long_at(grads + 8 * p), grad, offset, valid, room)
-            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, room + 4 * size)
+            values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch + 4 * size)
             scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
             m_scale, its_m = of_message(m_scales, m_bits, block, shard_blocks, row_bytes, size, tensor)
             its_value = value + 4 * block * size
             summed = _compensate(
-                values, group_row(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
+                values, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
                 ZERO if m_bits == 0 else float_at(m_scale), 0 if m_flat == 0 else m_flat + 4 * block * size,
                 0 if m_bits == 0 else its_m, up(valid), kept, its_value,
                 ZERO if tensor == 0 else float_at(residual_scale + 4 * row), its_bits, l2,
@@ -166,7 +163,7 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
 
 @Loop
 def _average(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     row_bytes: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
     in_header: int, in_scales: int, in_bits: int, live: int, value: int, residual_scale: int,
     partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
@@ -179,7 +176,7 @@ def _average(
     last = ZERO if tensor == 0 else float_at(residual_scale)
     for block in range(first, stop):
         _, _, _, valid = locate(first_block + block, owner, rows, size)
-        kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, room)
+        kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch)
         scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
         in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, tensor)
         its_value = value + 4 * block * size
@@ -219,7 +216,7 @@ def _decoded(bits, scale, n, values):
 
 @Loop
 def _decode(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, tensor: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
@@ -229,9 +226,9 @@ def _decode(
             scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
             accepted = flag_of(header, block // shard_blocks, row_bytes) == 0
             in_place = dtype == 0 and valid % WIDTH == 0
-            values = address + 4 * offset if in_place else room
+            values = address + 4 * offset if in_place else scratch
             _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values)
-            put(values, address, dtype, offset, valid, room + 4 * size)
+            put(values, address, dtype, offset, valid, scratch + 4 * size)
 
 
 def compress(
@@ -253,7 +250,7 @@ def compress(
         at(gamma), m_flat, m_scales, m_bits, at(live), at(residual.value), at(residual.scale), at(residual.partial),
         at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
     )  # fmt: skip
-    over_blocks(_compress, span.count, form.block_size, arguments, rooms=1)
+    over_blocks(_compress, span.count, form.block_size, arguments, scratch_blocks=1)
     _finish_scales(residual, out)
 
 
@@ -289,4 +286,4 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
         *parts(messages),
         int(form.scale == "tensor"),
     )
-    over_blocks(_decode, span.count, form.block_size, arguments, rooms=1)
+    over_blocks(_decode, span.count, form.block_size, arguments, scratch_blocks=1)

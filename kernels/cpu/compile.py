@@ -26,6 +26,7 @@ import llvmlite
 import numba
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
+from numba.core.registry import CPUDispatcher
 
 from onebit.kernels.tuning import cache
 
@@ -58,14 +59,21 @@ class Loop:
     def _compiled(self) -> Callable[..., None]:
         with _lock:
             if self._run is None:
-                dispatcher = numba.njit(self._function, **_OPTIONS)
-                dispatcher._cache = _Files(self._function.__name__)
+                dispatcher = _Dispatcher(self._function, targetoptions={"nopython": True, **_OPTIONS})
+                dispatcher.enable_caching()
                 start = time.perf_counter()
                 dispatcher.compile(_signature(self._function))
                 _count(time.perf_counter() - start)
                 dispatcher.disable_compile()
                 self._run = dispatcher
         return self._run
+
+
+class _Dispatcher(CPUDispatcher):
+    """Numba's, with files of ours."""
+
+    def enable_caching(self) -> None:
+        self._cache = _Files(self.py_func.__name__)
 
 
 class _Files(NullCache):
@@ -90,7 +98,7 @@ class _Files(NullCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            code = numba.core.serialize.dumps(data._reduce())
+            code = numba.core.serialize.dumps(CompileResult._reduce(data))
             path = self._path(data.codegen)
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, hashlib.sha256(code).digest() + code)

@@ -13,14 +13,12 @@ from torch import Tensor
 from onebit.kernels.cpu.adam import direction
 from onebit.kernels.cpu.blocks import (
     ALL,
-    GRAD_SCALE,
-    LR,
     ONE,
     ZERO,
     at,
     first_and_blocks,
     first_bits,
-    group_row,
+    hyper_of,
     locate,
     moments,
     over,
@@ -41,7 +39,7 @@ from onebit.kernels.data.pointers import Pointers
 def _moments_lanes(i, counts, g_at, m_at, v_at, x_at, h):
     """Sixteen elements; those that do not count stay as they are. Returns the squares of x and u, 0 there."""
     g, old_m, old_v, x = load(g_at + 4 * i), load(m_at + 4 * i), load(v_at + 4 * i), load(x_at + 4 * i)
-    m, v = moments(g * float_at(h + GRAD_SCALE), old_m, old_v, h)
+    m, v = moments(g * h.grad_scale, old_m, old_v, h)
     store(m_at + 4 * i, where(counts, m, old_m))
     store(v_at + 4 * i, where(counts, v, old_v))
     u = direction(m, v, x, h)
@@ -63,7 +61,7 @@ def _moments_block(valid, g_at, m_at, v_at, x_at, h):
 
 @Loop
 def _moments(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
     exp_avg: int, exp_avg_sq: int, master: int, of_x: int, of_u: int,
 ) -> None:  # fmt: skip
@@ -72,9 +70,11 @@ def _moments(
     for block in range(first, stop):
         p, group, offset, valid = locate(first_block + block, owner, rows, size)
         start = 4 * block * size
-        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, room)
-        x_at = staged(long_at(params + 8 * p), param, offset, valid, room + 4 * size) if master == 0 else master + start
-        xx, uu = _moments_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, group_row(hyper, group))
+        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+        x_at = (
+            staged(long_at(params + 8 * p), param, offset, valid, scratch + 4 * size) if master == 0 else master + start
+        )
+        xx, uu = _moments_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, group))
         set_float(of_x + 4 * block, xx)
         set_float(of_u + 4 * block, uu)
 
@@ -123,18 +123,18 @@ def _apply_block(valid, m_at, v_at, x_at, lr, h):
 
 @Loop
 def _apply(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     params: int, param: int, hyper: int, flags: int, exp_avg: int, exp_avg_sq: int, master: int, coefficient: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
         p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        start, address, h = 4 * block * size, long_at(params + 8 * p), group_row(hyper, group)
-        lr = float_at(h + LR) * float_at(coefficient + 4 * p)
-        x_at = staged(address, param, offset, valid, room) if master == 0 else master + start
+        start, address, h = 4 * block * size, long_at(params + 8 * p), hyper_of(hyper, group)
+        lr = h.lr * float_at(coefficient + 4 * p)
+        x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
         _apply_block(valid, exp_avg + start, exp_avg_sq + start, x_at, lr, h)
-        put(x_at, address, param, offset, valid, room + 4 * size)
+        put(x_at, address, param, offset, valid, scratch + 4 * size)
 
 
 def lamb_warmup(
@@ -159,7 +159,7 @@ def lamb_warmup(
         owner, rows, first_block, size, *table(params), *table(grads), at(hyper), at(flags),
         at(exp_avg), at(exp_avg_sq), at(master), at(of_x), at(of_u),
     )  # fmt: skip
-    over_blocks(_moments, span.count, size, norms, rooms=2)
+    over_blocks(_moments, span.count, size, norms, scratch_blocks=2)
     _coefficients(
         layout.parameters, rows, size, at(flags), at(of_x), at(of_u), at(state.coefficient), at(state.average),
         coeff_beta, 1 - coeff_beta, min_coeff, max_coeff,
@@ -168,4 +168,4 @@ def lamb_warmup(
         owner, rows, first_block, size, *table(params), at(hyper), at(flags),
         at(exp_avg), at(exp_avg_sq), at(master), at(state.coefficient),
     )  # fmt: skip
-    over_blocks(_apply, span.count, size, applied, rooms=1)
+    over_blocks(_apply, span.count, size, applied, scratch_blocks=1)

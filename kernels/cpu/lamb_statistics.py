@@ -17,18 +17,13 @@ from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
     ALL,
-    BETA1,
-    BETA2,
-    EPS,
     ONE,
-    ONE_MINUS_BETA1,
-    ONE_MINUS_BETA2,
     ZERO,
     any_flag,
     at,
     first_and_blocks,
     first_bits,
-    group_row,
+    hyper_of,
     kept_bits,
     locate,
     momentum_at,
@@ -50,21 +45,21 @@ from onebit.kernels.data.wire import Messages
 @tile
 def _square(m, m_prev, h, gamma):
     """(1 - beta2) ghat^2"""
-    g = (m - float_at(h + BETA1) * m_prev) / float_at(h + ONE_MINUS_BETA1) / gamma
-    return float_at(h + ONE_MINUS_BETA2) * (g * g)
+    g = (m - h.beta1 * m_prev) / h.one_minus_beta1 / gamma
+    return h.one_minus_beta2 * (g * g)
 
 
 @tile
 def _ratio_lanes(i, counts, square, d_at, v_at, h, gamma, denominator):
     """v of sixteen elements, and v_T / v, 0 where that does not count."""
     old, d = load(v_at + 4 * i), load(d_at + 4 * i)
-    v = float_at(h + BETA2) * old + square
+    v = h.beta2 * old + square
     store(v_at + 4 * i, where(counts, v, old))
     frozen = ONE / (d * gamma)  # sqrt(v_T) + eps
     if denominator != 0:
-        ratio = frozen / (root(v) + float_at(h + EPS))
+        ratio = frozen / (root(v) + h.eps)
     else:
-        above = frozen - float_at(h + EPS)
+        above = frozen - h.eps
         above = where(above > ZERO, above, ZERO)
         ratio = above * above / v
     return where(counts & (v > ZERO) & (d > ZERO), ratio, ZERO)
@@ -98,7 +93,7 @@ def _statistics_block(
 
 @Loop
 def _statistics(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     hyper: int, shard_blocks: int, row_bytes: int, messages: int, header: int, scales: int, bits: int, tensor: int,
     prev_flat: int, prev_scales: int, prev_bits: int, d: int, exp_avg_sq: int, live: int, gammas: int,
     partial: int, denominator: int,
@@ -107,14 +102,14 @@ def _statistics(
         return
     for block in range(first, stop):
         p, group, _, valid = locate(first_block + block, owner, rows, size)
-        kept = 0 if live == 0 else kept_bits(live + block * (size // 8), valid, size, room)
+        kept = 0 if live == 0 else kept_bits(live + block * (size // 8), valid, size, scratch)
         scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
         prev_scale, its_prev = of_message(prev_scales, prev_bits, block, shard_blocks, row_bytes, size, tensor)
         start = 4 * block * size
         ratio = _statistics_block(
             up(valid), valid, kept, float_at(scale), its_bits, prev_flat + start,
             ZERO if prev_bits == 0 else float_at(prev_scale), 0 if prev_bits == 0 else its_prev, d + start,
-            exp_avg_sq + start, group_row(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p), denominator,
+            exp_avg_sq + start, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p), denominator,
         )  # fmt: skip
         set_float(partial + 4 * block, ratio)
 

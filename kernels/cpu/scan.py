@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from onebit.kernels.cpu.blocks import ALL, GRAD_SCALE, at, group_row, locate, over, staged, table, up
+from onebit.kernels.cpu.blocks import ALL, at, hyper_of, locate, over, staged, table, up
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, magnitude, splat, total
-from onebit.kernels.cpu.memory import float_at, load, long_at, set_float, set_int
+from onebit.kernels.cpu.memory import load, long_at, set_float, set_int
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data import hyper as limits
 from onebit.kernels.data.layout import Span
@@ -42,13 +42,13 @@ def _finite(values, count, scale):
 
 @Loop
 def _scan(
-    first: int, stop: int, room: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, squares: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        values = staged(long_at(grads + 8 * p), grad, offset, valid, room)
-        scale = float_at(group_row(hyper, group) + GRAD_SCALE)
+        values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+        scale = hyper_of(hyper, group).grad_scale
         square = _sum_of_squares(values, up(valid), scale)
         if squares != 0:
             set_float(squares + 4 * block, square)
@@ -59,4 +59,4 @@ def _scan(
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
     """`onebit.kernels.reference.scan` in one loop."""
     arguments = (*over(span), *table(grads), at(hyper), at(flags), at(squares))
-    over_blocks(_scan, span.count, span.layout.block_size, arguments, rooms=1)
+    over_blocks(_scan, span.count, span.layout.block_size, arguments, scratch_blocks=1)

@@ -22,16 +22,15 @@ _pool: ThreadPoolExecutor | None = None
 _workers = 0
 
 
-def over_blocks(loop: Loop, blocks: int, block_size: int, arguments: Sequence[float], rooms: int = 0) -> None:
-    """loop(first, stop, room, *arguments) for runs of blocks that together are all of them. `room` is the address of
-    room for `rooms` blocks of fp32, one of bits and sixteen fp32.
+def over_blocks(loop: Loop, blocks: int, block_size: int, arguments: Sequence[float], scratch_blocks: int = 0) -> None:
+    """loop(first, stop, scratch, *arguments) for runs of blocks that together are all of them. At the address `scratch`
+    is memory for `scratch_blocks` blocks of fp32, and after them for a block's bits, or sixteen floats.
     """
     parts = max(1, min(torch.get_num_threads(), blocks * block_size // LEAST))
-    size = rooms * 4 * block_size + max(block_size // 8, _LANES_BYTES)
-    room = np.empty(parts * size, dtype=np.uint8)
-    runs = [
-        (blocks * i // parts, blocks * (i + 1) // parts, room.ctypes.data + i * size, *arguments) for i in range(parts)
-    ]
+    size = scratch_blocks * 4 * block_size + max(block_size // 8, _LANES_BYTES)
+    scratch = np.empty(parts * size, dtype=np.uint8)
+    cuts = [blocks * i // parts for i in range(parts + 1)]
+    runs = [(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *arguments) for i in range(parts)]
     waiting = [_submitted(loop, run, parts - 1) for run in runs[1:]]
     loop(*runs[0])
     for future in waiting:

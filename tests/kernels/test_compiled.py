@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from onebit.kernels import cpu
+from onebit.kernels import cpu, reference
 from onebit.kernels.cpu import threads
 from onebit.kernels.cpu.blocks import BF16, FP16, FP32, put, staged
-from onebit.kernels.tuning.workload import Workload
+from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.tuning.workload import HYPER, Workload
 
 NUMELS = [1, 7, 2048, 200_000, 63, 0, 4096]
 VARIANTS = [
@@ -55,6 +56,35 @@ def test_any_number_of_threads_gives_the_same_bits(options, many_threads):
         found.append(outputs(**options))
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_element_rounds_as_in_the_reference(dtype):
+    """A fused multiply-add would round once where the reference rounds twice. Sums may differ in the last place."""
+    ours, theirs = (Workload(NUMELS, ranks=3, scale="tensor", dtype=dtype) for _ in range(2))
+    for workload, backend in ((ours, cpu), (theirs, reference)):
+        workload.exp_avg_sq[::5] = 0.0
+        workload.d[::7] = 0.0
+        for name in ("compress", "average", "decode", "adam_update", "lamb_statistics"):
+            workload.passes(backend)[name].run()
+    expected, sums = theirs.outputs(), (".scales", ".ratio", ".coefficient", ".average")
+    for name, tensor in ours.outputs().items():
+        if not name.endswith(sums):
+            assert torch.equal(tensor.nan_to_num(), expected[name].nan_to_num()), name
+
+
+def test_warmup_rounds_every_operation():
+    """Against numpy: torch's sqrt may be off by a place."""
+    workload = Workload([200_000])
+    g, x = (p.tensors[0].numpy() for p in (workload.grads, workload.params))
+    m, v = (state.numpy()[: g.size] for state in (workload.exp_avg, workload.exp_avg_sq))
+    h = Hyper(*map(np.float32, HYPER))
+    wanted_m = h.beta1 * m + h.one_minus_beta1 * g
+    wanted_v = h.beta2 * v + h.one_minus_beta2 * (g * g)
+    u = wanted_m * h.bias1 / (np.sqrt(wanted_v) * h.bias2 + h.eps) + h.weight_decay * x
+    wanted_x = x - h.lr * u
+    workload.passes(cpu)["adam_warmup"].run()
+    assert np.array_equal(m, wanted_m) and np.array_equal(v, wanted_v) and np.array_equal(x, wanted_x)
 
 
 def test_two_python_threads_run_passes_at_once(many_threads):
@@ -134,7 +164,7 @@ import logging
 logging.basicConfig()
 logging.getLogger("onebit").setLevel(logging.DEBUG)
 import torch
-from onebit.kernels import cpu
+from onebit.kernels import cpu, reference
 from onebit.kernels.tuning.workload import Workload
 work = Workload([5000])
 work.passes(cpu)["scan"].run()
