@@ -84,7 +84,10 @@ class _Files(NullCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            content = self._path(target_context.codegen()).read_bytes()
+            path = self._path(target_context.codegen())
+            if path.exists() and not _of_this_user(path.parent):
+                raise PermissionError("others can write to its folder")
+            content = path.read_bytes()
             digest, code = content[:32], content[32:]
             if hashlib.sha256(code).digest() != digest:
                 raise ValueError("its checksum is wrong")
@@ -100,7 +103,7 @@ class _Files(NullCache):
         try:
             code = numba.core.serialize.dumps(CompileResult._reduce(data))
             path = self._path(data.codegen)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             _replace(path, hashlib.sha256(code).digest() + code)
         except Exception as error:
             logger.debug("Compiling %s: the code is not kept (%s)", self._name, error)
@@ -108,6 +111,14 @@ class _Files(NullCache):
     def _path(self, codegen: Any) -> Path:
         digest = hashlib.sha256(repr((_version(), codegen.magic_tuple())).encode()).hexdigest()
         return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
+
+
+def _of_this_user(folder: Path) -> bool:
+    """Whether nobody else can write to a folder: machine code of others is not run."""
+    if os.name != "posix":
+        return True
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _replace(path: Path, content: bytes) -> None:

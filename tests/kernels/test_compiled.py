@@ -277,3 +277,13 @@ def test_every_value_of_a_dtype_is_read_and_rounded_as_torch_does(dtype, kind, n
     put(padded.data_ptr(), target.data_ptr(), kind, 0, numel, room.data_ptr())
     torch.testing.assert_close(target[:numel], values.to(dtype), rtol=0, atol=0, equal_nan=True)
     assert bool((target[numel:] == -77).all())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of posix")
+def test_machine_code_in_a_folder_that_others_can_write_is_not_run(filled_cache):
+    folder, path = filled_cache
+    path.parent.chmod(0o777)
+    try:
+        assert "others can write to its folder" in scan_with_cache(folder)
+    finally:
+        path.parent.chmod(0o755)
