@@ -63,8 +63,8 @@ def test_every_element_rounds_as_in_the_reference(dtype):
     """A fused multiply-add would round once where the reference rounds twice. Sums may differ in the last place."""
     ours, theirs = (Workload(NUMELS, ranks=3, scale="tensor", dtype=dtype) for _ in range(2))
     for workload, backend in ((ours, cpu), (theirs, reference)):
-        workload.exp_avg_sq[::5] = 0.0
-        workload.d[::7] = 0.0
+        workload.exp_avg_sq()[::5] = 0.0
+        workload.d()[::7] = 0.0
         for name in ("compress", "average", "decode", "adam_update", "lamb_statistics"):
             workload.passes(backend)[name].run()
     expected, sums = theirs.outputs(), (".scales", ".ratio", ".coefficient", ".average")
@@ -76,8 +76,8 @@ def test_every_element_rounds_as_in_the_reference(dtype):
 def test_warmup_rounds_every_operation():
     """Against numpy: torch's sqrt may be off by a place."""
     workload = Workload([200_000])
-    g, x = (p.tensors[0].numpy() for p in (workload.grads, workload.params))
-    m, v = (state.numpy()[: g.size] for state in (workload.exp_avg, workload.exp_avg_sq))
+    g, x = (p.tensors[0].numpy() for p in (workload.grads(), workload.params()))
+    m, v = (state.numpy()[: g.size] for state in (workload.exp_avg(), workload.exp_avg_sq()))
     h = Hyper(*map(np.float32, HYPER))
     wanted_m = h.beta1 * m + h.one_minus_beta1 * g
     wanted_v = h.beta2 * v + h.one_minus_beta2 * (g * g)
