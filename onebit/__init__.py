@@ -1,7 +1,11 @@
 """Communication-compressed training: what crosses the network is 1 bit an element."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from onebit.checkpoint.merge import merge_states
-from onebit.checkpoint.save_load import load, save
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
@@ -12,6 +16,9 @@ from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
 from onebit.report.history import History
+
+if TYPE_CHECKING:
+    from onebit.checkpoint.save_load import load, save
 
 __all__ = [
     "Algorithm",
@@ -30,3 +37,14 @@ __all__ = [
     "onebit_hook",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`save` and `load` on their first use: torch.distributed.checkpoint takes a second to import."""
+    if name in ("load", "save"):
+        return getattr(import_module("onebit.checkpoint.save_load"), name)
+    raise AttributeError(f"module 'onebit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -148,6 +148,16 @@ def test_one_module_one_name():
     assert result.stdout.strip() == ""
 
 
+def test_import_leaves_checkpoints_for_later():
+    code = (
+        "import sys, onebit; late = 'torch.distributed.checkpoint' not in sys.modules; "
+        "print(late, onebit.save.__name__, onebit.load.__name__, hasattr(onebit, 'restore'))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["True", "save", "load", "False"]
+
+
 def test_two_optimizers_share_one_mechanism():
     """adam.py and lamb.py have no run of six lines in common: what both need is in one place."""
     adam, lamb = (
