@@ -43,12 +43,17 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @tile
+def numel_of(rows, p):
+    return long_at(rows + 24 * p + 8)
+
+
+@tile
 def locate(block, owner, rows, size):
     """The parameter of a block, its group, the block's offset in the parameter and its valid count."""
     p = int_at(owner + 4 * block)
     row = rows + 24 * p
     offset = (block - long_at(row)) * size
-    valid = min(max(long_at(row + 8) - offset, 0), size)
+    valid = min(max(numel_of(rows, p) - offset, 0), size)
     return p, long_at(row + 16), offset, valid
 
 
@@ -56,7 +61,7 @@ def locate(block, owner, rows, size):
 def first_and_blocks(rows, p, size):
     """The first block of a parameter, and how many it has."""
     row = rows + 24 * p
-    return long_at(row), (long_at(row + 8) + (size - 1)) // size
+    return long_at(row), (numel_of(rows, p) + (size - 1)) // size
 
 
 @tile

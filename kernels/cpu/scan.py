@@ -10,7 +10,19 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from onebit.kernels.cpu.blocks import ALL, at, hyper_of, locate, over, staged, table, up
+from onebit.kernels.cpu.blocks import (
+    ALL,
+    FP32,
+    ZERO,
+    at,
+    hyper_of,
+    locate,
+    numel_of,
+    over,
+    staged,
+    table,
+    up,
+)
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, magnitude, splat, total
 from onebit.kernels.cpu.memory import load, long_at, set_float, set_int
@@ -24,12 +36,29 @@ SAFE = np.float32(limits.LARGEST**2)  # a sum of squares up to here holds none o
 
 
 @tile
+def _squares(values, i, scale):
+    g = load(values + 4 * i) * scale
+    return g * g
+
+
+@tile
 def _sum_of_squares(values, count, scale):
-    found = splat(np.float32(0))
+    found = splat(ZERO)
     for i in range(0, count, WIDTH):
-        g = load(values + 4 * i) * scale
-        found = found + g * g
+        found = found + _squares(values, i, scale)
     return total(found)
+
+
+@tile
+def _four_sums(values, size, scale):
+    """The same of four blocks side by side: four streams come from memory much faster than one."""
+    a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+    for i in range(0, size, WIDTH):
+        a = a + _squares(values, i, scale)
+        b = b + _squares(values, size + i, scale)
+        c = c + _squares(values, 2 * size + i, scale)
+        d = d + _squares(values, 3 * size + i, scale)
+    return total(a), total(b), total(c), total(d)
 
 
 @tile
@@ -40,20 +69,37 @@ def _finite(values, count, scale):
     return found == ALL
 
 
+@tile
+def _leave(square, values, count, scale, block, flags, squares):
+    """What a block leaves: its sum, and the flag if one of its elements is not finite."""
+    if squares != 0:
+        set_float(squares + 4 * block, square)
+    if not square <= SAFE and not _finite(values, count, scale):
+        set_int(flags, 1)
+
+
 @Loop
 def _scan(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, squares: int,
 ) -> None:  # fmt: skip
-    for block in range(first, stop):
+    block = first
+    while block < stop:
         p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-        scale = hyper_of(hyper, group).grad_scale
-        square = _sum_of_squares(values, up(valid), scale)
-        if squares != 0:
-            set_float(squares + 4 * block, square)
-        if not square <= SAFE and not _finite(values, up(valid), scale):
-            set_int(flags, 1)
+        address, scale = long_at(grads + 8 * p), hyper_of(hyper, group).grad_scale
+        if grad == FP32 and address != 0 and block + 4 <= stop and offset + 4 * size <= numel_of(rows, p):
+            values = address + 4 * offset
+            a, b, c, d = _four_sums(values, size, scale)
+            _leave(a, values, size, scale, block, flags, squares)
+            _leave(b, values + 4 * size, size, scale, block + 1, flags, squares)
+            _leave(c, values + 8 * size, size, scale, block + 2, flags, squares)
+            _leave(d, values + 12 * size, size, scale, block + 3, flags, squares)
+            block += 4
+        else:
+            values = staged(address, grad, offset, valid, scratch)
+            square = _sum_of_squares(values, up(valid), scale)
+            _leave(square, values, up(valid), scale, block, flags, squares)
+            block += 1
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:

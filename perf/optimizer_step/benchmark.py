@@ -161,8 +161,12 @@ def _local_work(numels: Sequence[int], *, lamb: bool) -> Callable[[], None]:
 
 
 def _plot(rows: Sequence[Row], path: Any) -> Any:
-    return plots.save(path, [_panel(model, rows) for model in dict.fromkeys(row.model for row in rows)],
-                      f"A step on one rank, {cpu_name()}", size=(7.5, 4.2))
+    return plots.save(
+        path,
+        [_panel(model, rows) for model in dict.fromkeys(row.model for row in rows)],
+        f"A step on one rank, {cpu_name()}",
+        size=(7.5, 4.2),
+    )
 
 
 def _panel(model: str, rows: Sequence[Row]) -> plots.Draw:
