@@ -54,12 +54,16 @@ from onebit.kernels.cpu.memory import (
     set_float,
     set_int,
     store,
+    stream,
+    streamed,
 )
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
+
+LARGE = 2**21  # elements that no cache holds
 
 
 @tile
@@ -209,15 +213,20 @@ def _scales(
 
 
 @tile
-def _decoded(bits, scale, n, values):
-    for i in range(0, n, WIDTH):
-        store(values + 4 * i, signed(bits_at(bits + i // 8), scale))
+def _decoded(bits, scale, n, values, past_caches):
+    if past_caches:
+        for i in range(0, n, WIDTH):
+            stream(values + 4 * i, signed(bits_at(bits + i // 8), scale))
+    else:
+        for i in range(0, n, WIDTH):
+            store(values + 4 * i, signed(bits_at(bits + i // 8), scale))
 
 
 @Loop
 def _decode(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, tensor: int,
+    large: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         p, _, offset, valid = locate(first_block + block, owner, rows, size)
@@ -227,8 +236,10 @@ def _decode(
             accepted = flag_of(header, block // shard_blocks, row_bytes) == 0
             in_place = dtype == 0 and valid % WIDTH == 0
             values = address + 4 * offset if in_place else scratch
-            _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values)
+            past_caches = large != 0 and in_place and values % (4 * WIDTH) == 0
+            _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values, past_caches)
             put(values, address, dtype, offset, valid, scratch + 4 * size)
+    streamed()
 
 
 def compress(
@@ -285,5 +296,6 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
         form.nbytes,
         *parts(messages),
         int(form.scale == "tensor"),
+        int(span.elements >= LARGE),
     )
     over_blocks(_decode, span.count, form.block_size, arguments, scratch_blocks=1)

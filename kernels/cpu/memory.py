@@ -77,6 +77,29 @@ def store(typing_context, address, value):
 
 
 @intrinsic
+def stream(typing_context, address, value):
+    """Sixteen fp32 past the caches, to a multiple of 64: what lies there is not fetched first."""
+
+    def generate(context, builder, signature, arguments):
+        stored = builder.store(arguments[1], _at(builder, arguments[0], FLOATS), align=4 * WIDTH)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(INT, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, LANES), generate
+
+
+@intrinsic
+def streamed(typing_context):
+    """After the last `stream`, before another thread reads."""
+
+    def generate(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def load_bf16(typing_context, address):
     """Sixteen bf16, which are the upper halves of fp32."""
 
