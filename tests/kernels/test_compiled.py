@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onebit.kernels import cpu, reference
-from onebit.kernels.cpu import threads
+from onebit.kernels.cpu import codec, threads
 from onebit.kernels.cpu.blocks import BF16, FP16, FP32, put, staged
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.tuning.workload import HYPER, Workload
@@ -56,6 +56,17 @@ def test_any_number_of_threads_gives_the_same_bits(options, many_threads):
         found.append(outputs(**options))
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16"])
+def test_what_is_decoded_past_the_caches_is_the_same(options, monkeypatch):
+    found = []
+    for large in (2**40, 0):
+        monkeypatch.setattr(codec, "LARGE", large)
+        workload = Workload(NUMELS, ranks=2, **options)
+        workload.passes(cpu)["decode"].run()
+        found.append([t.view(torch.uint8).tolist() for t in workload.decoded().tensors])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -109,7 +120,7 @@ import os, sys
 import torch
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 torch.get_num_threads = lambda: 3
-from onebit.kernels.cpu import threads
+from onebit.kernels.cpu import codec, threads
 threads.LEAST = 1
 from tests.kernels.test_compiled import checksum
 
@@ -133,6 +144,7 @@ def run_python(code, *arguments, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_forked_child_runs_passes(when):
@@ -141,11 +153,12 @@ def test_a_forked_child_runs_passes(when):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_pass_runs_while_the_interpreter_shuts_down():
     code = """
 import atexit, torch
 torch.set_num_threads(2)
-from onebit.kernels.cpu import threads
+from onebit.kernels.cpu import codec, threads
 threads.LEAST = 1
 from tests.kernels.test_compiled import outputs
 wanted = outputs()
@@ -200,6 +213,7 @@ def damaged(content):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["empty", "half", "a flipped bit", "another pickle", "no pickle"])
 def test_a_damaged_file_is_compiled_anew(filled_cache, what):
     folder, path = filled_cache
@@ -219,6 +233,7 @@ def test_the_next_process_compiles_nothing(filled_cache):
     assert path.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_all_run(tmp_path):
     command = [sys.executable, "-c", SCAN]
     environment = {**os.environ, "ONEBIT_CACHE_DIR": str(tmp_path)}
@@ -227,6 +242,7 @@ def test_processes_that_compile_at_once_all_run(tmp_path):
     assert len(list((tmp_path / "loops").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_where_no_file_can_be_written_every_process_compiles(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is not kept" in scan_with_cache(tmp_path / "file" / "folder")
@@ -279,6 +295,7 @@ def test_every_value_of_a_dtype_is_read_and_rounded_as_torch_does(dtype, kind, n
     assert bool((target[numel:] == -77).all())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="modes of posix")
 def test_machine_code_in_a_folder_that_others_can_write_is_not_run(filled_cache):
     folder, path = filled_cache

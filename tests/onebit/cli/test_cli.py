@@ -150,6 +150,7 @@ def tune_under_torchrun(folder, *arguments):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_under_torchrun_tune_measures_the_chunks(tmp_path):
     """A table of candidates, and the fastest in the cache; on a CPU the kernels have nothing to choose."""
     text = tune_under_torchrun(tmp_path)
@@ -163,6 +164,7 @@ def test_under_torchrun_tune_measures_the_chunks(tmp_path):
     assert f"Written to {tmp_path / 'kernels.json'}" in text
 
 
+@pytest.mark.slow
 def test_chunks_alone_are_measured_on_a_group_alone(tmp_path, capsys):
     text = tune_under_torchrun(tmp_path, "--only", "chunks")
     assert "nothing to choose" not in text and "chunks 1 " in text
