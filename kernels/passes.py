@@ -22,6 +22,7 @@ sigma(c) = +1 where c >= 0 and -1 elsewhere; d = 1 / (sqrt(v_T) + eps) with v_T 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -242,6 +243,9 @@ def bytes_per_element(
     raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
 
 
+logger = logging.getLogger("onebit")
+
+
 class Passes:
     """A backend whose passes show up in profiles as `onebit.<name>`: in torch.profiler's, and as NVTX ranges by
     torch.autograd.profiler.emit_nvtx.
@@ -281,7 +285,14 @@ def backend(device: torch.device) -> Backend:
         )
     try:
         return load(names[device.type])
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if device.type == "cpu" and not (error.name or "").startswith("onebit"):
+            logger.warning(
+                "Numba cannot be imported (%s): the slow reference does the passes on CPU tensors. "
+                "For compiled ones: pip install numba",
+                error,
+            )
+            return load("reference")
         if error.name != "triton":
             raise
         raise ModuleNotFoundError(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.cli.arguments import CommandError, pick_device
-from onebit.kernels.tuning import tuner
 from onebit.kernels.tuning.machine import device_name
 from perf.command import WrongResult
 
@@ -134,5 +133,4 @@ def describe_group(ranks: Ranks) -> dict[str, Any]:
         "backend": str(dist.get_backend()),
         "ranks": ranks.size,
         "threads": torch.get_num_threads(),
-        "cpu_tile": tuner.cpu_tile(),
     }

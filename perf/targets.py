@@ -21,7 +21,13 @@ class Target:
         return self.reached >= self.needed
 
     def __str__(self) -> str:
-        return f"{self.reached:.1f} times {self.what}, to reach {self.needed:g}: {'met' if self.met else 'missed'}"
+        verdict = "met" if self.met else "missed"
+        return f"{self.shown} times {self.what}, to reach {self.needed:.3g}: {verdict}"
+
+    @property
+    def shown(self) -> str:
+        """What was reached, with two decimals where they decide."""
+        return f"{self.reached:.2f}" if self.reached < 2 else f"{self.reached:.1f}"
 
 
 def as_json(targets: Sequence[Target]) -> list[dict[str, Any]]:

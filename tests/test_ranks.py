@@ -107,6 +107,7 @@ def test_a_size_that_the_pool_does_not_have():
     assert [a[2] for a in run_ranks_once(5, facts, (0,))] == [10] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_outlives_its_parent(blow):

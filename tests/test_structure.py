@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"onebit": "onebit", "kernels": "onebit.kernels", "collectives": "onebit.collectives", "perf": "perf"}
 INTERNALS = ROOT / "tests" / "internals.py"  # the one place where tests reach into classes
-# Underscored names that are no class's of ours: NamedTuple's methods, and what torch has no other name for.
-OF_OTHERS = {"_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_step_count", "_opt_called"}
+# Underscored names that are no class's of ours: NamedTuple's methods, and what torch and numba have no other name for.
+OF_OTHERS = {"_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce"}
 
 
 def module_name(path: Path) -> str:

@@ -1,31 +1,127 @@
-"""Adam's passes for CPU tensors."""
+"""Adam's two updates, each one pass over the model.
+
+    warmup   m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x)
+    update   x = x - lr c_p (m d + wd x),   m = decode(reply)
+
+c_p is 1 for Adam and LAMB's coefficient for LAMB.
+
+Bytes an element, fp32: warmup reads g 4, m 4, v 4, x 4, writes m 4, v 4, x 4: 28; update reads x 4, d 4, bits 1/8,
+writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
+"""
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
-from onebit.kernels.cpu.messages import Packed
-from onebit.kernels.cpu.tiles import (
-    Parameter,
-    Scratch,
-    Tile,
-    cut,
-    for_tiles,
-    groups_of,
-    of_owner,
-    per_block,
-    scaled,
-    sum_blocks,
+from onebit.kernels.cpu.blocks import (
+    ALL,
+    ZERO,
+    at,
+    first_bits,
+    flag_of,
+    hyper_of,
+    locate,
+    moments,
+    of_message,
+    over,
+    parts,
+    put,
+    signed,
+    staged,
+    table,
 )
-from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.layout import Segment, Span
+from onebit.kernels.cpu.compile import Loop, tile
+from onebit.kernels.cpu.lanes import WIDTH, not_zero, root, splat, total, where
+from onebit.kernels.cpu.memory import bits_at, float_at, int_at, load, long_at, set_float, store
+from onebit.kernels.cpu.threads import over_blocks
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 
-_NEVER = torch.tensor(math.inf, dtype=torch.float32, device="cpu")  # the step that needs no bias correction
+
+@tile
+def direction(m, v, x, h):
+    """mhat / (sqrt(vhat) + eps) + wd x"""
+    denominator = root(v) * h.bias2 + h.eps
+    return m * h.bias1 / denominator + h.weight_decay * x
+
+
+@tile
+def _warmup_lanes(i, counts, g_at, m_at, v_at, x_at, h):
+    """Sixteen elements; those that do not count stay as they are. Returns v, 0 there."""
+    g, old_m, old_v, old_x = load(g_at + 4 * i), load(m_at + 4 * i), load(v_at + 4 * i), load(x_at + 4 * i)
+    m, v = moments(g * h.grad_scale, old_m, old_v, h)
+    x = old_x - h.lr * direction(m, v, old_x, h)
+    store(m_at + 4 * i, where(counts, m, old_m))
+    store(v_at + 4 * i, where(counts, v, old_v))
+    store(x_at + 4 * i, where(counts, x, old_x))
+    return where(counts, v, ZERO)
+
+
+@tile
+def _warmup_block(valid, g_at, m_at, v_at, x_at, h):
+    """Returns the sum of v."""
+    summed, full = splat(ZERO), valid // WIDTH * WIDTH
+    for i in range(0, full, WIDTH):
+        summed = summed + _warmup_lanes(i, ALL, g_at, m_at, v_at, x_at, h)
+    if full < valid:
+        summed = summed + _warmup_lanes(full, first_bits(valid - full), g_at, m_at, v_at, x_at, h)
+    return total(summed)
+
+
+@Loop
+def _warmup(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
+    exp_avg: int, exp_avg_sq: int, master: int, sums: int,
+) -> None:  # fmt: skip
+    if int_at(flags) != 0:
+        return
+    for block in range(first, stop):
+        p, group, offset, valid = locate(first_block + block, owner, rows, size)
+        start, address = 4 * block * size, long_at(params + 8 * p)
+        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+        x_at = staged(address, param, offset, valid, scratch + 4 * size) if master == 0 else master + start
+        summed = _warmup_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, group))
+        put(x_at, address, param, offset, valid, scratch)
+        if sums != 0:
+            set_float(sums + 4 * block, summed)
+
+
+@tile
+def _update_lanes(i, counts, m, d_at, x_at, lr, weight_decay):
+    x, d = load(x_at + 4 * i), load(d_at + 4 * i)
+    moved = x - lr * (m * d + weight_decay * x)
+    store(x_at + 4 * i, where(counts & not_zero(d), moved, x))
+
+
+@tile
+def _update_block(valid, bits, scale, d_at, x_at, lr, weight_decay):
+    full = valid // WIDTH * WIDTH
+    for i in range(0, full, WIDTH):
+        _update_lanes(i, ALL, signed(bits_at(bits + i // 8), scale), d_at, x_at, lr, weight_decay)
+    if full < valid:
+        m = signed(bits_at(bits + full // 8), scale)
+        _update_lanes(full, first_bits(valid - full), m, d_at, x_at, lr, weight_decay)
+
+
+@Loop
+def _update(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    params: int, param: int, hyper: int, coefficient: int, shard_blocks: int, row_bytes: int,
+    header: int, scales: int, bits: int, tensor: int, d: int, master: int,
+) -> None:  # fmt: skip
+    for block in range(first, stop):
+        if flag_of(header, block // shard_blocks, row_bytes) == 0:
+            p, group, offset, valid = locate(first_block + block, owner, rows, size)
+            start, address, h = 4 * block * size, long_at(params + 8 * p), hyper_of(hyper, group)
+            lr = h.lr
+            if coefficient != 0:
+                lr = lr * float_at(coefficient + 4 * p)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+            x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
+            _update_block(valid, its_bits, float_at(scale), d + start, x_at, lr, h.weight_decay)
+            put(x_at, address, param, offset, valid, scratch + 4 * size)
 
 
 def adam_warmup(
@@ -39,23 +135,12 @@ def adam_warmup(
     flags: Tensor,
     sums: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.adam_warmup` in tiles."""
-    if int(flags.max()):
-        return
-    groups = groups_of(hyper)
-
-    v = exp_avg_sq.view(span.count, -1)
-
-    def work(tile: Tile, scratch: Scratch) -> None:
-        for s in tile.segments:
-            g, x = gradient(grads, s, groups, scratch.buffer(0, tile)), Parameter(tile, s, params, master)
-            h = groups[s.group]
-            adam_step(x.value, g, tile.cut(exp_avg, s), tile.cut(exp_avg_sq, s), h, h.lr, h.weight_decay)
-            x.store()
-        if sums is not None:
-            sum_blocks(tile, v, sums)
-
-    for_tiles(span, span.count, 1, work)
+    """`onebit.kernels.reference.adam_warmup` in one loop."""
+    arguments = (
+        *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(master),
+        at(sums),
+    )  # fmt: skip
+    over_blocks(_warmup, span.count, span.layout.block_size, arguments, scratch_blocks=2)
 
 
 def adam_update(
@@ -67,47 +152,10 @@ def adam_update(
     hyper: Tensor,
     coefficient: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.adam_update` in tiles."""
-    groups = groups_of(hyper)
-    rates = per_block(span, groups, "lr")
-    packed = Packed(replies, -rates if coefficient is None else of_owner(span, coefficient) * -rates)
-    factors = [1.0] * span.layout.parameters if coefficient is None else coefficient.tolist()
-    d = d.view(span.count, -1)
-
-    def work(tile: Tile, scratch: Scratch) -> None:
-        step = scratch.signs(0, tile, packed.bits(tile)).mul_(packed.scales(tile)).mul_(tile.of(d))  # -lr c_p m d
-        for s in tile.segments:
-            h, x, part = groups[s.group], Parameter(tile, s, params, master), cut(step, s)
-            keep = 1 - h.lr * factors[s.parameter] * h.weight_decay
-            if keep == 1:
-                x.value.add_(part)
-            elif bool((frozen := cut(tile.of(d), s)).amin() > 0):
-                torch.add(part, x.value, alpha=keep, out=x.value)
-            else:  # a coordinate with d = 0 does not decay
-                x.value.copy_(torch.where(frozen != 0, part.add_(x.value, alpha=keep), x.value))
-            x.store()
-
-    for_tiles(span, replies.format.shard_blocks, 1, work, replies)
-
-
-def gradient(grads: Pointers, s: Segment, groups: list[Hyper], buffer: Tensor) -> Tensor:
-    """g' of a segment, in `buffer` where it is not the tensor itself."""
-    g = scaled(grads, s, buffer, groups[s.group].grad_scale)
-    return cut(buffer, s).zero_() if g is None else g
-
-
-def adam_step(x: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Hyper, lr: float, weight_decay: float = 0.0) -> None:
-    """m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x).
-
-    By the kernel of torch.optim.AdamW(fused=True), in one sweep. It would work the bias corrections out of the number
-    of a step; an infinite one leaves them to lr and eps:
-    mhat / (sqrt(vhat) + eps) = (bias1 / bias2) m / (sqrt(v) + eps / bias2). It would multiply x by 1 - lr wd, whose
-    rounding is the same at every step and adds up; here the decay is rounded with x.
-    """
-    if weight_decay:
-        x.add_(x, alpha=-lr * weight_decay)
-    torch._fused_adamw_(
-        [x], [g], [m], [v], [], [_NEVER],
-        lr=lr * h.bias1 / h.bias2, beta1=1 - h.one_minus_beta1, beta2=1 - h.one_minus_beta2, eps=h.eps / h.bias2,
-        weight_decay=0.0, amsgrad=False, maximize=False,
+    """`onebit.kernels.reference.adam_update` in one loop."""
+    form = replies.format
+    arguments = (
+        *over(span), *table(params), at(hyper), at(coefficient), form.shard_blocks, form.nbytes, *parts(replies),
+        int(form.scale == "tensor"), at(d), at(master),
     )  # fmt: skip
+    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=1)

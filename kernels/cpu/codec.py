@@ -1,33 +1,245 @@
-"""compress, average and decode for CPU tensors.
+"""compress, average and decode: momentum, error compensation, sign, scale and packing in one read of each array.
 
-A sign times a scale is exact, so y + sigma * s rounds once with or without a fused multiply-add: `addcmul` gives the
-bits that the Triton kernels give.
+    compress   c = beta1 m + gamma_p ((1 - beta1) g') + e
+    average    c = mean_i decode(message_i) + e
+    both       bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)
+    decode     x = scale sigma
+
+Where `live` has no bit, c = 0 and e = 0, and the scale neither sums nor counts it. A tensor scale is known only after
+the last block: there the residual keeps c, and a second loop makes the scales from the blocks' sums and counts.
+
+Bytes an element, fp32 gradients, momentum kept as a message: compress reads g 4, c 4, m 1/8, writes c 4, bits 1/8:
+12.3. average, of the shard: reads N/8, E 4; writes E 4, bits 1/8. decode reads bits 1/8, writes x 4. `live` 1/8 more.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
+import numpy as np
 from torch import Tensor
 
-from onebit.kernels.cpu.messages import Encoder, Packed
-from onebit.kernels.cpu.tiles import (
-    Scratch,
-    Tile,
-    cut,
-    for_tiles,
-    groups_of,
-    of_tile,
-    per_block,
-    pieces,
-    scaled,
-    segment_of,
+from onebit.kernels.cpu.blocks import (
+    ONE,
+    ZERO,
+    any_flag,
+    at,
+    clear,
+    count_of,
+    flag_of,
+    hyper_of,
+    keep,
+    kept_bits,
+    locate,
+    mean_scale,
+    momentum_at,
+    of_message,
+    over,
+    parts,
+    put,
+    signed,
+    staged,
+    table,
+    up,
+    write_header,
 )
+from onebit.kernels.cpu.compile import Loop, tile
+from onebit.kernels.cpu.lanes import WIDTH, magnitude, splat, total
+from onebit.kernels.cpu.memory import (
+    bits_at,
+    fill,
+    float_at,
+    int_at,
+    load,
+    long_at,
+    set_bits,
+    set_float,
+    set_int,
+    store,
+    stream,
+    streamed,
+)
+from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
+
+LARGE = 2**21  # elements that no cache holds
+
+
+@tile
+def _left_out(value, i, last):
+    """e, which with a tensor scale is derived from the c of the last step. `last` is that scale, else 0."""
+    e = load(value + 4 * i)
+    return e - signed(e >= ZERO, last)
+
+
+@tile
+def _write(c, kept, i, value, bits, l2):
+    """c where e was, its bits, and what it adds to the scale."""
+    c = keep(kept, i, c)
+    store(value + 4 * i, c)
+    positive = c >= ZERO
+    set_bits(bits + i // 8, positive if kept == 0 else positive & bits_at(kept + i // 8))
+    return c * c if l2 != 0 else magnitude(c)
+
+
+@tile
+def _finish(summed, kept, valid, size, value, bits, scale, partial, counted, l2):
+    """A block's scale and what its bits leave out; with a tensor scale its sum and count. Padding is 0."""
+    count, n = count_of(kept, valid), up(valid)
+    if partial != 0:
+        set_float(partial, summed)
+        set_int(counted, count)
+    else:
+        s = mean_scale(summed, count, l2)
+        set_float(scale, s)
+        for i in range(0, n, WIDTH):
+            c = load(value + 4 * i)
+            store(value + 4 * i, keep(kept, i, c - signed(c >= ZERO, s)))
+    if n < size:
+        clear(value + 4 * n, value + 4 * size)
+        fill(bits + n // 8, 0, (size - n) // 8)
+
+
+@tile
+def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, l2):
+    """c of a block, where e was; returns what its scale is made of."""
+    beta1, rest, grad_scale = h.beta1, h.one_minus_beta1, h.grad_scale
+    summed, m_scale = splat(ZERO), beta1 * m_scale
+    if m_bits != 0:
+        for i in range(0, n, WIDTH):
+            y = gamma * (rest * (load(values + 4 * i) * grad_scale))
+            c = signed(bits_at(m_bits + i // 8), m_scale) + y + _left_out(value, i, last)
+            summed = summed + _write(c, kept, i, value, bits, l2)
+    else:
+        for i in range(0, n, WIDTH):
+            y = gamma * (rest * (load(values + 4 * i) * grad_scale))
+            if m_flat != 0:
+                y = beta1 * load(m_flat + 4 * i) + y
+            summed = summed + _write(y + _left_out(value, i, last), kept, i, value, bits, l2)
+    return total(summed)
+
+
+@Loop
+def _compress(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
+    gammas: int, m_flat: int, m_scales: int, m_bits: int, live: int, value: int, residual_scale: int,
+    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
+) -> None:  # fmt: skip
+    flag = int_at(flags)
+    for block in range(first, stop):
+        row = block // shard_blocks
+        if block % shard_blocks == 0:
+            write_header(header + row * row_bytes, flag, fingerprint, shard_blocks)
+        if flag == 0:
+            p, group, offset, valid = locate(first_block + block, owner, rows, size)
+            values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch + 4 * size)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+            m_scale, its_m = of_message(m_scales, m_bits, block, shard_blocks, row_bytes, size, tensor)
+            its_value = value + 4 * block * size
+            summed = _compensate(
+                values, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
+                ZERO if m_bits == 0 else float_at(m_scale), 0 if m_flat == 0 else m_flat + 4 * block * size,
+                0 if m_bits == 0 else its_m, up(valid), kept, its_value,
+                ZERO if tensor == 0 else float_at(residual_scale + 4 * row), its_bits, l2,
+            )  # fmt: skip
+            _finish(
+                summed, kept, valid, size, its_value, its_bits, scale,
+                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+            )  # fmt: skip
+
+
+@tile
+def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, last, bits, l2):
+    """C of a block, where E was; returns what its scale is made of."""
+    summed = splat(ZERO)
+    for i in range(0, n, WIDTH):
+        added = splat(ZERO)
+        for rank in range(ranks):
+            start = rank * row_bytes
+            added = added + signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
+        c = added * inverse_ranks + _left_out(value, i, last)
+        summed = summed + _write(c, kept, i, value, bits, l2)
+    return total(summed)
+
+
+@Loop
+def _average(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    row_bytes: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
+    in_header: int, in_scales: int, in_bits: int, live: int, value: int, residual_scale: int,
+    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
+) -> None:  # fmt: skip
+    flag = any_flag(in_header, ranks, row_bytes)
+    if first == 0:
+        write_header(header, flag, fingerprint, shard_blocks)
+    if flag != 0:
+        return
+    last = ZERO if tensor == 0 else float_at(residual_scale)
+    for block in range(first, stop):
+        _, _, _, valid = locate(first_block + block, owner, rows, size)
+        kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch)
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, tensor)
+        its_value = value + 4 * block * size
+        summed = _mean(
+            in_block, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last,
+            its_bits, l2,
+        )  # fmt: skip
+        _finish(
+            summed, kept, valid, size, its_value, its_bits, scale,
+            0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+        )  # fmt: skip
+
+
+@Loop
+def _scales(
+    header: int, messages: int, row_bytes: int, shard_blocks: int, partial: int, counted: int, scales: int,
+    residual_scale: int, l2: int,
+) -> None:  # fmt: skip
+    """The scale of each message from its blocks' sums and counts."""
+    if flag_of(header, 0, row_bytes) != 0:
+        return
+    for row in range(messages):
+        summed, count = 0.0, 0
+        for block in range(row * shard_blocks, (row + 1) * shard_blocks):
+            summed += float_at(partial + 4 * block)
+            count += int_at(counted + 4 * block)
+        scale = mean_scale(summed, count, l2)
+        set_float(scales + row * row_bytes, scale)
+        set_float(residual_scale + 4 * row, scale)
+
+
+@tile
+def _decoded(bits, scale, n, values, past_caches):
+    if past_caches:
+        for i in range(0, n, WIDTH):
+            stream(values + 4 * i, signed(bits_at(bits + i // 8), scale))
+    else:
+        for i in range(0, n, WIDTH):
+            store(values + 4 * i, signed(bits_at(bits + i // 8), scale))
+
+
+@Loop
+def _decode(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, tensor: int,
+    large: int,
+) -> None:  # fmt: skip
+    for block in range(first, stop):
+        p, _, offset, valid = locate(first_block + block, owner, rows, size)
+        address = long_at(out + 8 * p)
+        if address != 0 and valid > 0:
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+            accepted = flag_of(header, block // shard_blocks, row_bytes) == 0
+            in_place = dtype == 0 and valid % WIDTH == 0
+            values = address + 4 * offset if in_place else scratch
+            past_caches = large != 0 and in_place and values % (4 * WIDTH) == 0
+            _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values, past_caches)
+            put(values, address, dtype, offset, valid, scratch + 4 * size)
+    streamed()
 
 
 def compress(
@@ -42,82 +254,48 @@ def compress(
     live: Tensor | None = None,
     gamma: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.compress` in tiles."""
-    _write_headers(out, int(flags.max()))
-    if int(flags.max()):
-        return
-    groups = groups_of(hyper)
-    beta1 = per_block(span, groups, "beta1")
-    packed = Packed(momentum, beta1) if isinstance(momentum, Messages) else None
-    dense = momentum.view(span.count, -1) if isinstance(momentum, Tensor) else None
-    gammas = [1.0] * span.layout.parameters if gamma is None else gamma.tolist()
-    encoder = Encoder(span, residual, out, live)
-
-    def work(tile: Tile, scratch: Scratch) -> None:
-        c, buffer = encoder.left_out(tile, scratch), scratch.buffer(0, tile)
-        for s in tile.segments:
-            h = groups[s.group]
-            y = scaled(grads, s, buffer, h.grad_scale, h.one_minus_beta1, gammas[s.parameter])
-            if momentum is None:
-                cut(c, s).add_(0 if y is None else y)
-            elif y is None:
-                cut(buffer, s).zero_()
-            elif y.data_ptr() != cut(buffer, s).data_ptr():
-                cut(buffer, s).copy_(y)
-        if packed is not None:
-            c.add_(buffer.addcmul_(scratch.signs(1, tile, packed.bits(tile)), packed.scales(tile)))
-        elif dense is not None:
-            c.add_(buffer.add_(torch.mul(tile.of(dense), of_tile(tile, beta1), out=scratch.buffer(1, tile))))
-        encoder.encode(tile, c, scratch)
-
-    for_tiles(span, out.format.shard_blocks, 2, work)
-    encoder.finish()
+    """`onebit.kernels.reference.compress` in one loop."""
+    form, (m_flat, m_scales, m_bits) = out.format, momentum_at(momentum)
+    arguments = (
+        *over(span), *table(grads), at(hyper), at(flags), form.shard_blocks, form.nbytes, form.fingerprint,
+        at(gamma), m_flat, m_scales, m_bits, at(live), at(residual.value), at(residual.scale), at(residual.partial),
+        at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+    )  # fmt: skip
+    over_blocks(_compress, span.count, form.block_size, arguments, scratch_blocks=1)
+    _finish_scales(residual, out)
 
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
-    """`onebit.kernels.reference.average` in tiles."""
-    flag = int(received.flags.max())
-    _write_headers(out, flag)
-    if flag:
-        return
+    """`onebit.kernels.reference.average` in one loop."""
+    form = out.format
+    arguments = (
+        *over(span), form.nbytes, form.fingerprint, received.rows, 1 / received.rows, form.shard_blocks,
+        *parts(received), at(live), at(residual.value), at(residual.scale), at(residual.partial),
+        at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+    )  # fmt: skip
+    over_blocks(_average, span.count, form.block_size, arguments)
+    _finish_scales(residual, out)
 
-    packed, encoder, mean = Packed(received), Encoder(span, residual, out, live), 1 / received.rows
 
-    def work(tile: Tile, scratch: Scratch) -> None:
-        total = scratch.signs(0, tile, packed.bits(tile, 0)).mul_(packed.scales(tile, 0))
-        for i in range(1, received.rows):
-            total.addcmul_(scratch.signs(1, tile, packed.bits(tile, i)), packed.scales(tile, i))
-        c = encoder.left_out(tile, scratch)
-        if received.rows & (received.rows - 1):
-            c.add_(total.mul_(mean))
-        else:  # a power of two: its multiple is exact, so that rounding once is rounding twice
-            c.add_(total, alpha=mean)
-        encoder.encode(tile, c, scratch)
-
-    for_tiles(span, span.count, 2, work)
-    encoder.finish()
+def _finish_scales(residual: Residual, out: Messages) -> None:
+    if residual.scale is not None:
+        form, (header, scales, _) = out.format, parts(out)
+        _scales(
+            header, out.rows, form.nbytes, form.shard_blocks, at(residual.partial), at(residual.counted), scales,
+            at(residual.scale), int(form.norm == "l2"),
+        )  # fmt: skip
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """`onebit.kernels.reference.decode` in tiles."""
-
-    accepted = torch.ones(messages.rows, dtype=torch.float32, device="cpu").masked_fill_(messages.flags != 0, math.nan)
-    packed = Packed(messages, accepted.repeat_interleave(messages.format.shard_blocks)[:, None])
-
-    def work(tile: Tile, scratch: Scratch) -> None:
-        signs, scales = scratch.signs(0, tile, packed.bits(tile)), packed.scales(tile)
-        for s in tile.segments:
-            x = segment_of(out, s)
-            for rows, part in () if x is None else pieces(tile, s, x):
-                sign = signs[rows, : part.shape[1]]
-                if part.dtype == torch.float32:
-                    torch.mul(sign, scales[rows], out=part)
-                else:
-                    part.copy_(sign.mul_(scales[rows]))
-
-    for_tiles(span, messages.format.shard_blocks, 1, work)
-
-
-def _write_headers(out: Messages, flag: int) -> None:
-    out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
-    out.flags.fill_(flag)
+    """`onebit.kernels.reference.decode` in one loop."""
+    form = messages.format
+    arguments = (
+        *over(span),
+        *table(out),
+        form.shard_blocks,
+        form.nbytes,
+        *parts(messages),
+        int(form.scale == "tensor"),
+        int(span.elements >= LARGE),
+    )
+    over_blocks(_decode, span.count, form.block_size, arguments, scratch_blocks=1)

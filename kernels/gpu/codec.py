@@ -122,7 +122,7 @@ def average_kernel(
 ):  # fmt: skip
     flag = 0
     for i in range(ranks):
-        flag = tl.maximum(flag, tiles.flag_of(in_header, i, row_bytes))
+        flag = tl.where(tiles.flag_of(in_header, i, row_bytes) != 0, 1, flag)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:

@@ -55,7 +55,7 @@ def compress(
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
     """C = mean_i decode(received_i) + E;  out = compress(C);  E = C - decode(out)."""
     out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
-    out.flags.copy_(received.flags.max().expand(out.rows))
+    out.flags.copy_((received.flags != 0).any().expand(out.rows))
     if bool(out.flags.any()):
         return
     total = torch.zeros(span.count, span.layout.block_size, dtype=torch.float32, device=received.buffer.device)

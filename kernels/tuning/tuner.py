@@ -1,7 +1,7 @@
 """Kernel shapes, measured once on each device and kept in a cache file.
 
-A Triton kernel's blocks a program and warps are chosen on its first use on a GPU, or ahead by `onebit tune`;
-the CPU's tile size by `onebit tune` alone. ONEBIT_TUNE=0 switches measuring on first use off.
+A Triton kernel's blocks a program and warps are chosen on its first use on a GPU, or ahead by `onebit tune`.
+ONEBIT_TUNE=0 switches measuring on first use off. The CPU's loops have nothing to choose.
 
 Sums over a block are taken in an order that depends on the warps. Tuning must never change a result: ranks have to
 agree on LAMB's norms, and a run resumed elsewhere on its scales, to the last bit. So where a kernel sums
@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Generic, TypeVar
 
 import torch
 
@@ -40,26 +39,15 @@ class Config:
 
 
 @dataclass(frozen=True)
-class CpuConfig:
-    """Elements in a tile: what all of torch's threads work on at a time, and what stays in their caches."""
-
-    tile: int
-
-
-C = TypeVar("C", Config, CpuConfig)
-
-
-@dataclass(frozen=True)
-class Choice(Generic[C]):
+class Choice:
     """The configuration chosen, each candidate's time (inf: it does not run here), and whether the cache has it."""
 
-    config: C
-    seconds: Mapping[C, float]
+    config: Config
+    seconds: Mapping[Config, float]
     saved: bool = False
 
 
 DEFAULT = Config(blocks_per_program=1, warps=8)
-CPU_DEFAULT = CpuConfig(tile=2**18)
 ELEMENTS = 2**24
 # Which pass runs a kernel. LAMB's warmup launches two.
 PASS_OF = {
@@ -73,13 +61,11 @@ PASS_OF = {
     "lamb_apply_kernel": "lamb_warmup",
     "lamb_statistics_kernel": "lamb_statistics",
 }
-CPU_PASSES = ("compress", "adam_update")
 _FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
 SUMMING_KERNELS = {"compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"}
 _EQUAL = 1.01  # times this close are the same: the earlier candidate wins
 
 _known: dict[tuple[str, torch.device, torch.dtype], Config] = {}
-_cpu: dict[int, CpuConfig] = {}  # by number of threads
 _lock = threading.RLock()
 _suspended = 0
 
@@ -88,10 +74,6 @@ def candidates(kernel: str) -> list[Config]:
     """What a kernel may be launched with, the default first."""
     warps = [DEFAULT.warps] if kernel in SUMMING_KERNELS else [DEFAULT.warps, 4, 16]
     return [Config(b, w) for w, b in itertools.product(warps, (DEFAULT.blocks_per_program, 2, 4, 8))]
-
-
-def cpu_candidates() -> list[CpuConfig]:
-    return [CPU_DEFAULT, *(CpuConfig(2**k) for k in (16, 17, 19, 20))]
 
 
 def kernel_dtype(kernel: str, dtype: torch.dtype) -> torch.dtype:
@@ -105,15 +87,9 @@ def lookup(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
     return _find(kernel, device, dtype) if known is None else known
 
 
-def cpu_tile() -> int:
-    """Elements a tile on the CPU, for the number of threads that torch uses now."""
-    threads = torch.get_num_threads()
-    if threads not in _cpu:
-        _cpu[threads] = _cached(cpu_candidates(), _cpu_key(threads)) or CPU_DEFAULT
-    return _cpu[threads].tile
-
-
-def choose(options: Sequence[C], measure: Callable[[C], float], trying: Callable[[C], None] | None = None) -> Choice[C]:
+def choose(
+    options: Sequence[Config], measure: Callable[[Config], float], trying: Callable[[Config], None] | None = None
+) -> Choice:
     """The fastest of `options`; of equally fast ones the earliest. One that cannot run is skipped. `trying` is called
     with each option before it is measured.
     """
@@ -138,7 +114,7 @@ def tune(
     elements: int = ELEMENTS,
     measure: Callable[[Config], float] | None = None,
     trying: Callable[[Config], None] | None = None,
-) -> Choice[Config]:
+) -> Choice:
     """Measure a kernel's candidates on a GPU, use the best from now on, and write it to the cache."""
     dtype = kernel_dtype(kernel, dtype)
     key = (kernel, device, dtype)
@@ -151,23 +127,6 @@ def tune(
                 torch.cuda.empty_cache()  # the buffers go back to the device
         _known[key] = choice.config
         return _saved(choice, _key(device, kernel, dtype))
-
-
-def tune_cpu(
-    dtype: torch.dtype = torch.float32,
-    elements: int = ELEMENTS,
-    measure: Callable[[CpuConfig], float] | None = None,
-    trying: Callable[[CpuConfig], None] | None = None,
-) -> Choice[CpuConfig]:
-    """Measure the CPU's tile sizes on a step's two large passes, use the best, and write it to the cache."""
-    threads = torch.get_num_threads()
-    with _lock:
-        try:
-            choice = choose(cpu_candidates(), measure or cpu_measure(dtype, elements, threads), trying)
-        finally:
-            _cpu.pop(threads, None)
-        _cpu[threads] = choice.config
-        return _saved(choice, _cpu_key(threads))
 
 
 def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Pass:
@@ -192,7 +151,6 @@ def forget() -> None:
     """Drop the choices kept in this process; the cache file is read again."""
     with _lock:
         _known.clear()
-        _cpu.clear()
         cache.forget()
 
 
@@ -239,17 +197,6 @@ def gpu_measure(kernel: str, device: torch.device, dtype: torch.dtype, elements:
     return measure
 
 
-def cpu_measure(dtype: torch.dtype, elements: int, threads: int) -> Callable[[CpuConfig], float]:
-    device = torch.device("cpu")
-    passes = Workload(elements, device, dtype=dtype).passes(load("cpu"))
-
-    def measure(config: CpuConfig) -> float:
-        _cpu[threads] = config
-        return sum(median_seconds(passes[name].run, device, repeats=5, warmup=1) for name in CPU_PASSES)
-
-    return measure
-
-
 @contextmanager
 def _synchronising() -> Iterator[None]:
     """Allow waiting for the device, which measuring does, also where torch.cuda.set_sync_debug_mode forbids it."""
@@ -269,13 +216,13 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-def _cached(options: Sequence[C], key: str) -> C | None:
+def _cached(options: Sequence[Config], key: str) -> Config | None:
     """The choice in the cache, if it is one of `options`."""
     entry = cache.shared().get(key)
     return next((o for o in options if asdict(o) == entry), None)
 
 
-def _saved(choice: Choice[C], key: str) -> Choice[C]:
+def _saved(choice: Choice, key: str) -> Choice:
     """Write a choice to the cache, unless nothing ran at all."""
     ran = math.isfinite(choice.seconds[choice.config])
     return replace(choice, saved=ran and cache.shared().put(key, asdict(choice.config)))
@@ -283,7 +230,3 @@ def _saved(choice: Choice[C], key: str) -> Choice[C]:
 
 def _key(device: torch.device, kernel: str, dtype: torch.dtype) -> str:
     return f"{device_name(device)}, {kernel}, {str(dtype).removeprefix('torch.')}, {versions()}"
-
-
-def _cpu_key(threads: int) -> str:
-    return f"{device_name(torch.device('cpu'))}, cpu tile, {threads} threads, {versions()}"

@@ -1,7 +1,7 @@
 """`onebit tune`: measures how kernels and exchanges run fastest here, and caches it for every later run.
 
-Alone it measures the kernels of one device. Under torchrun one rank of each machine does that for its machine, and
-then all ranks measure in how many chunks they exchange fastest.
+Alone it measures the kernels of one GPU. Under torchrun one rank of each machine does that for its machine, and then
+all ranks measure in how many chunks they exchange fastest. On a CPU the kernels have nothing to choose.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates, measure_chunks, save_chunks
 from onebit.collectives.transport import transport_for
-from onebit.kernels import backend
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.tuning import cache, tuner
 from onebit.kernels.tuning.machine import device_name
-from onebit.kernels.tuning.tuner import C, Choice, Config, CpuConfig
-from onebit.kernels.tuning.workload import Workload
+from onebit.kernels.tuning.tuner import Choice, Config
 
 WHAT = ("all", "kernels", "chunks")
 MARK = "   <- chosen"
@@ -56,8 +54,10 @@ def run(arguments: argparse.Namespace, progress: Progress) -> None:
             "chunks are measured on a group of ranks: start it on each machine with "
             "torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
         )
-    saved = _tune_device(arguments, pick_device(arguments.device), progress, _write)
-    _write(f"\n{_where(saved)}")
+    device = pick_device(arguments.device)
+    saved = _tune_device(arguments, device, progress, _write)
+    if device.type != "cpu":
+        _write(f"\n{_where(saved)}")
     _write("Chunks are measured on a group of ranks: torchrun --nproc-per-node=<ranks> -m onebit tune")
 
 
@@ -86,7 +86,8 @@ def _tune_group(arguments: argparse.Namespace, device: torch.device, local: int,
         tuner.forget()  # the others of this machine find the choices in the cache
     if arguments.only != "kernels":
         saved &= _tune_chunks(arguments, device, progress if first else None, write)
-    write(f"\n{_where(saved)}")
+    if device.type != "cpu" or arguments.only != "kernels":
+        write(f"\n{_where(saved)}")
     dist.barrier()
 
 
@@ -130,24 +131,14 @@ def _tune_device(
     arguments: argparse.Namespace, device: torch.device, progress: Progress | None, write: Callable[[str], None]
 ) -> bool:
     elements = arguments.elements
+    if device.type == "cpu":
+        write(f"{device_name(device)}: the kernels of a CPU have nothing to choose")
+        return True
     write(f"{device_name(device)}, {arguments.dtype}, {elements:,} elements")
     try:
-        on = _tune_cpu if device.type == "cpu" else _tune_gpu
-        return on(device, DTYPES[arguments.dtype], elements, progress=progress, write=write)
+        return _tune_gpu(device, DTYPES[arguments.dtype], elements, progress=progress, write=write)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         raise CommandError(f"not enough memory for {elements:,} elements: use a smaller --elements") from error
-
-
-def _tune_cpu(
-    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, write: Callable[[str], None]
-) -> bool:
-    names, threads = " and ".join(tuner.CPU_PASSES), torch.get_num_threads()
-    with _shown(progress, names, len(tuner.cpu_candidates())) as trying:
-        choice = tuner.tune_cpu(dtype, elements, trying=trying)
-    passes = Workload(elements, device, dtype=dtype).passes(backend(device))
-    nbytes = sum(passes[name].bytes for name in tuner.CPU_PASSES)
-    write(f"\n{names}, {threads} thread{'s' * (threads > 1)}\n{_table(choice, nbytes)}")
-    return choice.saved
 
 
 def _tune_gpu(
@@ -165,11 +156,11 @@ def _tune_gpu(
 
 
 @contextmanager
-def _shown(progress: Progress | None, title: str, count: int) -> Iterator[Callable[[Config | CpuConfig], None]]:
+def _shown(progress: Progress | None, title: str, count: int) -> Iterator[Callable[[Config], None]]:
     """Shows the candidates of a choice as they are tried."""
     tried = itertools.count(1)
 
-    def trying(config: Config | CpuConfig) -> None:
+    def trying(config: Config) -> None:
         if progress is not None:
             progress.tick(f"{title}: {_name(config)}, candidate {next(tried)} of {count}")
 
@@ -180,7 +171,7 @@ def _shown(progress: Progress | None, title: str, count: int) -> Iterator[Callab
             progress.clear()
 
 
-def _table(choice: Choice[C], nbytes: int) -> str:
+def _table(choice: Choice, nbytes: int) -> str:
     """The candidates, the chosen one marked."""
     if not math.isfinite(choice.seconds[choice.config]):
         raise CommandError("no candidate ran: try a smaller --elements, and see that the device works at all")
@@ -192,12 +183,8 @@ def _table(choice: Choice[C], nbytes: int) -> str:
     return "\n".join(lines)
 
 
-def _name(config: Config | CpuConfig) -> str:
-    return (
-        f"tile {config.tile}"
-        if isinstance(config, CpuConfig)
-        else f"blocks {config.blocks_per_program}, warps {config.warps}"
-    )
+def _name(config: Config) -> str:
+    return f"blocks {config.blocks_per_program}, warps {config.warps}"
 
 
 def _where(saved: bool) -> str:

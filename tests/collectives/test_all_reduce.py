@@ -109,6 +109,7 @@ def telescopes(draw):
     return size, case
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(telescopes())
 def test_it_telescopes(drawn):

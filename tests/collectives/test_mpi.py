@@ -40,6 +40,7 @@ def mpiexec() -> str | None:
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("mpi4py") is None or mpiexec() is None,
         reason="needs mpi4py and mpiexec: pip install mpi4py mpich",

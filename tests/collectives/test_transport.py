@@ -6,7 +6,7 @@ import torch
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport, collective_errors
-from onebit.collectives.transport.torch import TorchTransport, TorchWork
+from onebit.collectives.transport.torch import SMALL, TorchTransport, TorchWork
 from tests.collectives import work
 from tests.ranks import run_ranks
 
@@ -68,6 +68,13 @@ def test_collectives_of_gloo(size):
     """Three under way at once, waited for in another order."""
     for rank, answer in enumerate(run_ranks(size, work.collectives)):
         check_collectives(rank, size, answer)
+
+
+@pytest.mark.parametrize("nbytes", [SMALL, SMALL + 1])
+def test_gloo_gathers_messages_of_any_size(nbytes):
+    """Small ones are sent to all at once, large ones from rank to rank."""
+    for answer in run_ranks(4, work.gathered, nbytes):
+        assert answer == [[(7 * rank + 250) % 256, nbytes * rank % 256] for rank in range(4)]
 
 
 class Broken:

@@ -225,6 +225,15 @@ def collectives(rank: int, size: int) -> tuple[list[Any], ...]:
     return collectives_over(transport_for(group()))
 
 
+def gathered(rank: int, size: int, nbytes: int) -> list[list[int]]:
+    """The first and the last byte of each rank's message."""
+    own = torch.zeros((1, nbytes), dtype=torch.uint8)
+    own[0, 0], own[0, -1] = (7 * rank + 250) % 256, nbytes * rank % 256
+    everyone = torch.full((size, nbytes), 255, dtype=torch.uint8)
+    transport_for(group()).all_gather(everyone, own, "gathering").wait()
+    return everyone[:, [0, -1]].tolist()
+
+
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

@@ -20,7 +20,9 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("combination", SOME, ids=str)
+@pytest.mark.parametrize(
+    "combination", [SOME[0], *(pytest.param(c, marks=pytest.mark.slow) for c in SOME[1:])], ids=str
+)
 def test_survivors_are_told_and_the_restart_is_bit_exact(combination: Combination) -> None:
     outcome = strike(combination, left_alone(combination.kind))
     assert not outcome.problems(combination.fault)

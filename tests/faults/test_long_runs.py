@@ -14,6 +14,7 @@ from tests.faults.soak import Mark
 from tests.onebit.runs import kinds
 
 
+@pytest.mark.slow
 @kinds
 def test_a_poisoned_run_ends_as_if_it_had_not_been_poisoned(kind: str) -> None:
     plan = Plan(kind, steps=160, freeze=30, resume_every=40, share=0.1, record_every=2)
@@ -32,6 +33,7 @@ def test_poison_comes_in_both_stages_and_on_every_rank() -> None:
     assert {len(poison) for poison in bad.values()} == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: what grows is read in /proc")
 @kinds
 def test_nothing_grows(kind: str) -> None:

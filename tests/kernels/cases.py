@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onebit.kernels.cpu import threads
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Layout, Span
@@ -48,7 +49,7 @@ def device_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the grid. `grain`: blocks a Triton program or CPU tile takes."""
+    """One point of the grid. `grain`: blocks a Triton program takes, or at least a CPU thread."""
 
     numels: tuple[int, ...]
     block_size: int = 32
@@ -98,10 +99,11 @@ ON_FUSED = pytest.mark.parametrize("name", FUSED)
 
 
 def use_grain(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Have Triton programs and CPU tiles take `case.grain` blocks."""
+    """Have Triton programs take `case.grain` blocks, and cut CPU loops into runs of as many, on three threads."""
     config = tuner.Config(blocks_per_program=case.grain, warps=8)
     monkeypatch.setattr(tuner, "lookup", lambda *_: config)
-    monkeypatch.setattr(tuner, "cpu_tile", lambda: case.grain * case.block_size)
+    monkeypatch.setattr(threads, "LEAST", case.grain * case.block_size)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
 def group_hypers() -> list[oracle.LambHyper]:

@@ -15,11 +15,12 @@ import torch
 
 from onebit.kernels import cpu
 from onebit.kernels.tuning import cache, tuner
-from onebit.kernels.tuning.tuner import Config, CpuConfig
+from onebit.kernels.tuning.tuner import Config
 from onebit.kernels.tuning.workload import Workload
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+ONE, TWO, THREE = Config(1, 8), Config(2, 8), Config(3, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -58,28 +59,28 @@ def warnings_in(caplog):
 
 
 def test_the_fastest_wins():
-    times = {CpuConfig(1): 3.0, CpuConfig(2): 1.0, CpuConfig(3): 2.0}
+    times = {ONE: 3.0, TWO: 1.0, THREE: 2.0}
     choice = tuner.choose(list(times), times.__getitem__)
-    assert choice.config == CpuConfig(2)
+    assert choice.config == TWO
     assert choice.seconds == times
 
 
 def test_of_equally_fast_ones_the_earliest_wins():
-    times = {CpuConfig(1): 1.5, CpuConfig(2): 1.005, CpuConfig(3): 1.0}
-    assert tuner.choose(list(times), times.__getitem__).config == CpuConfig(2)
-    assert tuner.choose(list(reversed(times)), times.__getitem__).config == CpuConfig(3)
+    times = {ONE: 1.5, TWO: 1.005, THREE: 1.0}
+    assert tuner.choose(list(times), times.__getitem__).config == TWO
+    assert tuner.choose(list(reversed(times)), times.__getitem__).config == THREE
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
 def test_a_candidate_that_does_not_run_is_passed_over(odd):
     def measure(config):
-        if config.tile == 1:
+        if config == ONE:
             raise RuntimeError("out of resource: shared memory")
-        return odd if config.tile == 2 else 5.0
+        return odd if config == TWO else 5.0
 
-    choice = tuner.choose([CpuConfig(1), CpuConfig(2), CpuConfig(3)], measure)
-    assert choice.config == CpuConfig(3)
-    assert choice.seconds[CpuConfig(1)] == choice.seconds[CpuConfig(2)] == math.inf
+    choice = tuner.choose([ONE, TWO, THREE], measure)
+    assert choice.config == THREE
+    assert choice.seconds[ONE] == choice.seconds[TWO] == math.inf
 
 
 def test_where_nothing_runs_the_default_stays_and_is_not_written(own_cache):
@@ -95,7 +96,6 @@ def test_candidates():
     found = tuner.candidates("adam_update_kernel")
     assert found[0] == tuner.DEFAULT
     assert set(found) == {Config(blocks, warps) for blocks in (1, 2, 4, 8) for warps in (4, 8, 16)}
-    assert tuner.cpu_candidates()[0] == tuner.CPU_DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,6 @@ def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, 
     monkeypatch.setenv("ONEBIT_TUNE", "0")
     for kernel in tuner.PASS_OF:
         assert tuner.lookup(kernel, GPU, torch.float32) == tuner.DEFAULT
-    assert tuner.cpu_tile() == tuner.CPU_DEFAULT.tile
     (record,) = warnings_in(caplog)
     assert str(path) in record.getMessage() and "ONEBIT_CACHE_DIR" in record.getMessage()
     tuner.tune("compress_kernel", GPU, torch.float32)
@@ -254,7 +253,7 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(gpu, own_cache, monkeypa
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(own_cache / "file" / "folder"))
     for kernel in ("compress_kernel", "decode_kernel"):
         assert tuner.lookup(kernel, GPU, torch.float32) == Config(4, 8)
-    assert tuner.tune_cpu(measure=lambda config: 1.0).saved is False
+    assert tuner.tune("scan_kernel", GPU, torch.float32).saved is False
     assert len(warnings_in(caplog)) == 1
 
 
@@ -310,29 +309,3 @@ def test_the_cache_folder(monkeypatch):
         monkeypatch.delenv(name)
         found.append(str(cache.folder()))
     assert found == ["/somewhere", "/xdg/onebit", "/home/someone/.cache/onebit"]
-
-
-def test_the_cpu_tile_is_tuned_for_a_number_of_threads(monkeypatch, own_cache):
-    assert tuner.cpu_tile() == tuner.CPU_DEFAULT.tile
-    threads = torch.get_num_threads()
-    choice = tuner.tune_cpu(measure=lambda config: 1.0 if config.tile == 2**17 else 2.0)
-    assert choice.saved and choice.config == CpuConfig(2**17)
-    assert tuner.cpu_tile() == 2**17
-    tuner.forget()
-    assert tuner.cpu_tile() == 2**17  # from the file
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert tuner.cpu_tile() == tuner.CPU_DEFAULT.tile
-
-
-def test_the_cpu_is_measured_with_each_tile(monkeypatch):
-    """The candidate being timed is the one that the passes see."""
-    seen = []
-
-    def watched(run, device, repeats, warmup):
-        run()
-        seen.append(tuner.cpu_tile())
-        return 1.0
-
-    monkeypatch.setattr(tuner, "median_seconds", watched)
-    tuner.tune_cpu(elements=5000)
-    assert seen == [c.tile for c in tuner.cpu_candidates() for _ in tuner.CPU_PASSES]

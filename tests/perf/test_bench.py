@@ -81,7 +81,7 @@ def test_a_section_that_takes_too_long_is_stopped(sections, tmp_path, monkeypatc
 def test_an_unknown_section(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--only", "kernel"])
-    assert "choose among kernels, network" in capsys.readouterr().err
+    assert "choose among kernels, optimizer, network" in capsys.readouterr().err
 
 
 def test_each_section_reads_the_records_that_are_kept():

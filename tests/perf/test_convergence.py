@@ -206,6 +206,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 class TestQuick:
     """Real ranks on real text: 300 steps a run."""

@@ -123,7 +123,7 @@ def test_wrong_arguments(arguments, says, tmp_path, capsys):
 def test_targets_count_at_full_size_only():
     rows = benchmark.measure(small())[1]
     assert all(row.target_percent is None for row in rows)
-    assert benchmark.TARGETS["cpu"]["compress"] == 25 and benchmark.TARGETS["cpu"]["adam_update"] == 40
+    assert benchmark.TARGETS["cpu"]["compress"] == 65 and benchmark.TARGETS["cpu"]["adam_update"] == 80
     assert set(benchmark.TARGETS["cuda"].values()) == {90} and set(benchmark.TARGETS["cuda"]) == set(PASSES)
 
 

@@ -24,6 +24,7 @@ def megabytes(text: str, what: str) -> list[float]:
     return [float(row[1]), float(row[2])]
 
 
+@pytest.mark.slow
 @pytest.mark.netlab
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_bytes_are_those_of_the_links(

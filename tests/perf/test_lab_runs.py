@@ -56,6 +56,7 @@ def test_a_hanging_rank_is_ended_and_named(lab: NetworkLab, script: Callable[[st
     assert not pids_on(lab.namespaces)
 
 
+@pytest.mark.slow
 @pytest.mark.netlab
 def test_torchrun_starts_a_group_across_hosts(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
     body = """

@@ -31,6 +31,7 @@ def test_a_share_that_is_none(share: str, capsys: pytest.CaptureFixture[str]) ->
     assert "lies between 0 and 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.netlab
 def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys) -> None:
     out = tmp_path / "volume.json"

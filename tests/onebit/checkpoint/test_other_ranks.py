@@ -49,7 +49,8 @@ def test_other_ranks_keep_the_mean_residual(kind, move):
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
     moved = saved_and_loaded(case, there, size, here, lambda states: [onebit.merge_states(states)])
     saved, before, beta1 = moved.saved, moved.before, per_element(case, lambda o: o["betas"][0])
-    assert min(np.abs(saved.e).max(), np.abs(saved.server).max(), np.abs(saved.m).max()) > 0
+    assert min(np.abs(saved.e).max(), np.abs(saved.m).max()) > 0
+    assert there == 1 or np.abs(saved.server).max() > 0  # of one message the mean is the message: E is rounding, or 0
     assert moved.warned == [[]] * size
     assert_near(before.d, saved.d)
     assert_near(before.server, saved.server)

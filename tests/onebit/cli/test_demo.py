@@ -36,6 +36,7 @@ def table(text):
     return {name: (float(a), float(b)) for name, a, b in rows if re.fullmatch(r"[\d.]+", a)}
 
 
+@pytest.mark.slow
 def test_adam_and_its_twin(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "plot.png"
@@ -58,6 +59,7 @@ def test_adam_and_its_twin(tmp_path):
     assert max(map(len, result.stdout.splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_lamb_and_its_twin(tmp_path):
     pytest.importorskip("matplotlib")
     command = [*COMMAND, "--optimizer", "lamb", "--steps", "20", "--seed", "3", "--out", str(tmp_path / "plot.png")]
@@ -123,6 +125,7 @@ def under_way(tmp_path):
         stream.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run(under_way):
     assert sorted(under_way.ranks) == [0, 1]
     os.kill(under_way.ranks[1], signal.SIGKILL)
@@ -132,6 +135,7 @@ def test_a_rank_that_dies_ends_the_run(under_way):
     assert not alive(under_way.ranks.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_end_from_outside_leaves_no_rank(under_way, number, status, tmp_path):
     under_way.process.send_signal(number)

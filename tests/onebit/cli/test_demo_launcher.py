@@ -58,6 +58,7 @@ def arguments(tmp_path):
     return lambda *given: parser.parse_args([*given, "--out", str(tmp_path / "plot.png")])
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_the_ranks(tmp_path, arguments, capsys):
     launcher = Launcher(tmp_path)
     demo.run(arguments("--steps", "12"), Progress(), bandwidth="any rate", launcher=launcher)
@@ -72,6 +73,7 @@ def test_a_launcher_starts_the_ranks(tmp_path, arguments, capsys):
         assert float(dense) > 2 * 9 * 1.66
 
 
+@pytest.mark.slow
 def test_on_this_machine_no_counter_is_read_and_a_note_says_what_times_mean(arguments, capsys):
     demo.run(arguments("--steps", "10"), Progress())
     text = capsys.readouterr().out
@@ -89,6 +91,7 @@ def in_the_lab(settings: Settings, command: list[str], lines: queue.Queue[str]) 
     return Process("the network lab", [*lab, "--", "-m", *command], {"PYTHONPATH": str(ROOT)}, lines)
 
 
+@pytest.mark.slow
 @pytest.mark.netlab
 def test_shaped_links(arguments):
     settings = demo.settings_of(arguments("--steps", "16"), "50mbit")

@@ -1,0 +1,172 @@
+"""Compiling the loops: on first use, kept in the cache folder, and with rounding as written.
+
+A file holds the machine code of one loop, after its checksum. Its name has a digest of all that the code depends on:
+these modules, the versions, the processor. A file that is missing, damaged or from elsewhere is compiled anew; where
+none can be written, every process compiles for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.registry import CPUDispatcher
+
+from onebit.kernels.tuning import cache
+
+logger = logging.getLogger("onebit")
+SLOW = 2.0  # seconds of compiling that a log line is worth
+_OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": False}
+
+
+def tile(function: Callable[..., Any]) -> Any:
+    """A function on one block's values: part of every loop that calls it."""
+    return numba.njit(function, forceinline=True, **_OPTIONS)
+
+
+def routine(function: Callable[..., Any]) -> Any:
+    """A function that loops call."""
+    return numba.njit(function, **_OPTIONS)
+
+
+class Loop:
+    """A function of ints and floats that runs over blocks, compiled when it is first called."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._run: Callable[..., None] | None = None
+
+    def __call__(self, *arguments: float) -> None:
+        (self._run or self._compiled())(*arguments)
+
+    def _compiled(self) -> Callable[..., None]:
+        with _lock:
+            if self._run is None:
+                dispatcher = _Dispatcher(self._function, targetoptions={"nopython": True, **_OPTIONS})
+                dispatcher.enable_caching()
+                start = time.perf_counter()
+                dispatcher.compile(_signature(self._function))
+                _count(time.perf_counter() - start)
+                dispatcher.disable_compile()
+                self._run = dispatcher
+        return self._run
+
+
+class _Dispatcher(CPUDispatcher):
+    """Numba's, with files of ours."""
+
+    def enable_caching(self) -> None:
+        self._cache = _Files(self.py_func.__name__)
+
+
+class _Files(NullCache):
+    """Where numba looks for a loop's machine code, and where it leaves it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            path = self._path(target_context.codegen())
+            if path.exists() and not _of_this_user(path.parent):
+                raise PermissionError("others can write to its folder")
+            content = path.read_bytes()
+            digest, code = content[:32], content[32:]
+            if hashlib.sha256(code).digest() != digest:
+                raise ValueError("its checksum is wrong")
+            target_context.refresh()
+            return CompileResult._rebuild(target_context, *pickle.loads(code))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever a damaged file or another numba makes of it
+            logger.debug("Compiling %s: what the cache has is of no use (%s)", self._name, error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            code = numba.core.serialize.dumps(CompileResult._reduce(data))
+            path = self._path(data.codegen)
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            _replace(path, hashlib.sha256(code).digest() + code)
+        except Exception as error:
+            logger.debug("Compiling %s: the code is not kept (%s)", self._name, error)
+
+    def _path(self, codegen: Any) -> Path:
+        digest = hashlib.sha256(repr((_version(), codegen.magic_tuple())).encode()).hexdigest()
+        return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
+
+
+def _of_this_user(folder: Path) -> bool:
+    """Whether nobody else can write to a folder: machine code of others is not run."""
+    if os.name != "posix":
+        return True
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that no reader ever sees half of it."""
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _signature(function: Callable[..., None]) -> Any:
+    """From the annotations: an int is 64 bits wide, a float is a double."""
+    kinds = {"int": numba.types.int64, "float": numba.types.float64}
+    parameters = inspect.signature(function).parameters.values()
+    return numba.types.void(*(kinds[str(each.annotation)] for each in parameters))
+
+
+@functools.cache
+def _version() -> str:
+    """What the machine code depends on besides the processor."""
+    digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, platform.python_version())).encode())
+    for folder in (Path(__file__).parent, Path(cache.__file__).parent.parent / "data"):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_lock = threading.RLock()
+_seconds = 0.0
+
+
+def _count(seconds: float) -> None:
+    """One log line for all that compiling took, once that was long."""
+    global _seconds
+    said, _seconds = _seconds > SLOW, _seconds + seconds
+    if _seconds > SLOW and not said:
+        logger.info("Compiled the passes for this processor in %.1f s: kept in %s", _seconds, cache.folder())
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)  # a thread that the child has not may have held the old one

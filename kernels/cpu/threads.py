@@ -1,0 +1,62 @@
+"""Threads of our own for the compiled loops, which let go of the interpreter's lock: one run of blocks each.
+
+A loop never waits for another, so that calls from several Python threads share the threads. Cutting a span never
+changes a result: blocks are worked on alone, and what is summed over blocks is summed afterwards, in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from onebit.kernels.cpu.compile import Loop
+
+LEAST = 2**16  # elements for which a thread is worth waking
+_LANES_BYTES = 64
+_pool: ThreadPoolExecutor | None = None
+_workers = 0
+
+
+def over_blocks(loop: Loop, blocks: int, block_size: int, arguments: Sequence[float], scratch_blocks: int = 0) -> None:
+    """loop(first, stop, scratch, *arguments) for runs of blocks that together are all of them. At the address `scratch`
+    is memory for `scratch_blocks` blocks of fp32, and after them for a block's bits, or sixteen floats.
+    """
+    parts = max(1, min(torch.get_num_threads(), blocks * block_size // LEAST))
+    size = scratch_blocks * 4 * block_size + max(block_size // 8, _LANES_BYTES)
+    scratch = np.empty(parts * size, dtype=np.uint8)
+    cuts = [blocks * i // parts for i in range(parts + 1)]
+    runs = [(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *arguments) for i in range(parts)]
+    waiting = [_submitted(loop, run, parts - 1) for run in runs[1:]]
+    loop(*runs[0])
+    for future in waiting:
+        future.result()
+
+
+def _submitted(loop: Loop, run: tuple[float, ...], workers: int) -> Future[None]:
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+        return _threads(workers).submit(loop, *run)
+    loop(*run)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def _threads(workers: int) -> ThreadPoolExecutor:
+    global _pool, _workers
+    if _pool is None or workers > _workers:
+        _pool, _workers = ThreadPoolExecutor(workers, thread_name_prefix="onebit-cpu"), workers
+    return _pool
+
+
+def _forget() -> None:
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork

@@ -1,0 +1,1 @@
+"""`optimizer.step` on one rank, beside torch's."""
