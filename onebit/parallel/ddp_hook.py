@@ -190,6 +190,7 @@ def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple
     """Each parameter's residual on this rank, and its servers' residual, gathered from all ranks."""
     worker = reducer.prepare().residual.value
     server = reducer.prepare().gathered_server_residual()
+    assert server is not None
     return {name: (worker[cut], server[cut]) for name, cut in zip(names, _cuts(reducer), strict=True)}
 
 
@@ -200,5 +201,6 @@ def _put(reducer: CompressedAllReduce, residuals: Iterable[tuple[Tensor, Tensor]
     for cut, pair in zip(_cuts(reducer), residuals, strict=True):
         if pair is not None:
             exchange.residual.value[cut], server[cut] = pair
-    for chunk in exchange.chunks:
-        chunk.server_residual.value.copy_(chunk.shard.of(server))
+    for own in (chunk.server for chunk in exchange.chunks):
+        if own is not None:
+            own.residual.value.copy_(own.shard.of(server))
