@@ -1,6 +1,6 @@
 """Restoring an exchange, where gradients are found not to be finite only after the first messages have left.
 
-`Exchange.run` leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
+An exchange leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
 first are sent before the last gradients are there to be checked. So what an exchange changes is copied first, and
 restored where a step is skipped.
 

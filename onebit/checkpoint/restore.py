@@ -173,7 +173,7 @@ class _Restoration:
         present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < ranks}
         served = self._way is TwoPhases
         held = {r: _elements_of(there, r) if served else [0] * len(saved) for r in present}
-        copies = () if served else (ranks,)
+        copies = () if served or ranks == 1 else (ranks,)
         for i, own in enumerate(saved):
             name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // there.block_size)
             shaped(own, BITS, (*copies, blocks, there.block_size // 8), name, "bits")

@@ -109,14 +109,18 @@ def _save_messages(reducer: MomentumReducer, rank: int) -> list[dict[str, Tensor
     saved = []
     for i in range(len(state.params)):
         own = {
-            BITS: bits[..., ends[i] : ends[i + 1], :].clone(),
-            SCALES: scales[..., ends[i] : ends[i + 1]].clone(),
+            BITS: _own(bits[..., ends[i] : ends[i + 1], :]),
+            SCALES: _own(scales[..., ends[i] : ends[i + 1]]),
             residual_name(rank): state.view(RESIDUAL.name, i),
         }
         if pieces[i]:
             own[server_residual_name(rank)] = torch.cat(pieces[i])
         saved.append(own)
     return saved
+
+
+def _own(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def copies_of(messages: Messages) -> tuple[Tensor, Tensor]:

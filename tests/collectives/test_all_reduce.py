@@ -161,7 +161,7 @@ def test_it_telescopes(drawn):
         Case((100,), steps=4, dtype="float16"),
         Case((100, 7), steps=4, dtype="bfloat16", scale="tensor"),
     ],
-    ids=["block", "tensor", "fp16", "bf16-tensor"],
+    ids=["block", "tensor", "direct", "direct-tensor", "fp16", "bf16-tensor"],
 )
 def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(case, value):
     """The steps around the bad one are those of a run that never met it."""
@@ -242,6 +242,9 @@ def test_a_wrong_number_of_chunks(chunks):
     [
         ({"scale": "row"}, "scale must be one of"),
         ({"norm": "max"}, "norm must be one of"),
+        ({"reply": 2}, "reply=2: it must be one of"),
+        ({"reply": True}, "reply=True: it must be one of"),
+        ({"reply": "both"}, "reply='both': it must be one of"),
         ({"block_size": 33}, "multiple of 32"),
     ],
 )
