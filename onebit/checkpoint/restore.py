@@ -226,8 +226,8 @@ def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], there: Layo
     for i, of_parameter in enumerate(whole if reducer.exchange.server_residual is None else ()):
         e = reducer.state.view(RESIDUAL.name, i)  # nobody else sends what the servers left out
         e.add_(of_parameter.view(e.shape).to(e.device))
-    for server in (chunk.server for chunk in reducer.exchange.chunks):
-        for s in () if server is None else server.shard.segments():
+    for server in (chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None):
+        for s in server.shard.segments():
             part = whole[s.parameter][s.start : s.stop]
             server.residual.value[s.offset : s.offset + s.stop - s.start] = part.to(reducer.state.device)
 
