@@ -52,6 +52,7 @@ class Backend(Protocol):
         master     fp32 copy of 16-bit parameters, or None
         live       uint8 [elements / 8], packed as bits are in a message: a coordinate without its bit takes no part
                    and counts as padding does
+        replies    m as messages: with `copies` the mean of a block over them; so is momentum that is kept as messages
         gamma      fp32 [parameters]: messages and momentum hold gamma_p times the momentum (1-bit LAMB, section 4.3)
 
     Bytes an element are those of fp32 parameters and gradients with momentum kept as messages; `bytes_per_element`
