@@ -18,7 +18,9 @@ from onebit import kernels
 from onebit.collectives.agreement import agree
 from onebit.collectives.chunking import choose_chunks
 from onebit.collectives.exchange import Chunk, Exchange, facts
+from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.collectives.transport import transport_for
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
@@ -27,7 +29,7 @@ from onebit.kernels.data.wire import Format, Norm, Scale
 
 _OTHER_TENSORS = (
     "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
-    "block_size, scale, norm and number of ranks it was saved with"
+    "block_size, scale, norm, reply and number of ranks it was saved with"
 )
 
 
@@ -40,6 +42,9 @@ class CompressedAllReduce:
     numel: elements of the tensor, or of each tensor of a list.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any group,
         this process alone.
+    reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. "direct": every
+        rank's message goes to all, and nothing is compressed twice; as many bytes with two ranks, N / 2 times as many
+        with N. "auto": direct with two ranks, else 1.
     chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
 
     A tensor with inf, NaN or a value beyond 2^40 on any rank gives NaN on every rank, as an uncompressed mean of inf
@@ -53,6 +58,7 @@ class CompressedAllReduce:
         device: torch.device | str = "cpu",
         scale: Scale = "block",
         norm: Norm = "l1",
+        reply: AskedReply = 1,
         block_size: int = BLOCK_SIZE,
         chunks: int | Literal["auto"] = "auto",
         process_group: Any = None,
@@ -69,7 +75,9 @@ class CompressedAllReduce:
         kernels.backend(self.device)
         self._tensors = Layout(self.numels, block_size=block_size)
         Format.of(self._tensors, scale, norm)
+        check_reply(reply)
         self.transport = transport_for(process_group)
+        self._way = way_for(reply, self.transport.size)
         self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hyper = hyper_table([Hyper()], self.device)
@@ -79,7 +87,14 @@ class CompressedAllReduce:
     def prepare(self) -> Exchange:
         """Buffers and residuals, as the first call makes them. With chunks="auto" a collective call on all ranks."""
         if self._exchange is None:
-            common = facts(self.numels, block_size=self._block_size, chunks="auto", scale=self._scale, norm=self._norm)
+            common = facts(
+                self.numels,
+                block_size=self._block_size,
+                chunks="auto",
+                scale=self._scale,
+                norm=self._norm,
+                reply=self._way.way,
+            )
             agree(self.transport, self.device, common)
             chunks = choose_chunks(
                 self.transport,
@@ -88,6 +103,7 @@ class CompressedAllReduce:
                 scale=self._scale,
                 norm=self._norm,
                 block_size=self._block_size,
+                way=self._way,
             )
             self._exchange = self._build(chunks)
         return self._exchange
@@ -152,7 +168,8 @@ class CompressedAllReduce:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
         names = {"rank", "chunks", "format", "wire_bytes"}
         unused = state.get("chunks") == 0
-        missing = (names if unused else {*names, "residual", "server_residual"}) - state.keys()
+        residual_names = {"residual", "server_residual"} if self._way is TwoPhases else {"residual"}
+        missing = (names if unused else names | residual_names) - state.keys()
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         residuals = dict(state)
@@ -197,12 +214,13 @@ class CompressedAllReduce:
     @property
     def _unchunked(self) -> int:
         """A fingerprint of the tensors, options and ranks, before the number of chunks is known."""
-        layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size)
+        layout = Layout(self.numels, block_size=self._block_size, ranks=self._way.shards(self.transport.size))
         return Format.of(layout, self._scale, self._norm).fingerprint
 
     def _build(self, chunks: int) -> Exchange:
-        layout = Layout(self.numels, block_size=self._block_size, ranks=self.transport.size, chunks=chunks)
-        return Exchange(layout, self.transport, self.device, scale=self._scale, norm=self._norm)
+        shards = self._way.shards(self.transport.size)
+        layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
+        return self._way(layout, self.transport, self.device, scale=self._scale, norm=self._norm)
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:
         if tensors and tensors[0].device != self.device:

@@ -13,6 +13,7 @@ import torch
 
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
@@ -32,36 +33,47 @@ def candidates(numel: int, ranks: int, block_size: int) -> list[int]:
 
 
 def choose_chunks(
-    transport: Transport, numel: int, device: torch.device, scale: Scale, norm: Norm, block_size: int
+    transport: Transport,
+    numel: int,
+    device: torch.device,
+    scale: Scale,
+    norm: Norm,
+    block_size: int,
+    way: type[Exchange] = TwoPhases,
 ) -> int:
     """The number of chunks for a model of `numel` elements: a collective call."""
-    options = candidates(numel, transport.size, block_size)
+    options = candidates(numel, way.shards(transport.size), block_size)
     if transport.size == 1 or len(options) == 1:
         return 1
     cached = 0
     if transport.rank == 0:
-        cached = cache.shared().get(_key(transport, numel, device)).get("chunks", 0)
+        cached = cache.shared().get(_key(transport, numel, device, way)).get("chunks", 0)
     chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=device)
     transport.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
     if int(chunks) > 0:
         return int(chunks)
-    seconds = measure_chunks(transport, numel, device, scale=scale, norm=norm, block_size=block_size, options=options)
-    best, _ = save_chunks(transport, numel, device, seconds)
+    seconds = measure_chunks(
+        transport, numel, device, scale=scale, norm=norm, block_size=block_size, options=options, way=way
+    )
+    best, _ = save_chunks(transport, numel, device, seconds, way)
     if transport.rank == 0:
         table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
         logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
     return best
 
 
-def save_chunks(transport: Transport, numel: int, device: torch.device, seconds: dict[int, float]) -> tuple[int, bool]:
+def save_chunks(
+    transport: Transport, numel: int, device: torch.device, seconds: dict[int, float], way: type[Exchange] = TwoPhases
+) -> tuple[int, bool]:
     """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
     best = min(seconds, key=lambda c: (seconds[c], c))
-    saved = transport.rank > 0 or cache.shared().put(_key(transport, numel, device), {"chunks": best})
+    saved = transport.rank > 0 or cache.shared().put(_key(transport, numel, device, way), {"chunks": best})
     return best, saved
 
 
-def _key(transport: Transport, numel: int, device: torch.device) -> str:
-    return f"{transport.name}, {transport.size} ranks, {device.type}, 2^{numel.bit_length()} elements, chunks"
+def _key(transport: Transport, numel: int, device: torch.device, way: type[Exchange]) -> str:
+    kind = "" if way is TwoPhases else f", reply {way.way}"
+    return f"{transport.name}, {transport.size} ranks, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
 
 
 def measure_chunks(
@@ -75,6 +87,7 @@ def measure_chunks(
     options: list[int],
     progress: Callable[[int, float], None] | None = None,
     dtype: torch.dtype = torch.float32,
+    way: type[Exchange] = TwoPhases,
 ) -> dict[int, float]:
     """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
     numel = min(numel, _MOST_ELEMENTS)
@@ -84,8 +97,8 @@ def measure_chunks(
     hyper = hyper_table([Hyper()], device)
     seconds = {}
     for chunks in options:
-        layout = Layout([numel], block_size=block_size, ranks=transport.size, chunks=chunks)
-        exchange = Exchange(layout, transport, device, scale=scale, norm=norm)
+        layout = Layout([numel], block_size=block_size, ranks=way.shards(transport.size), chunks=chunks)
+        exchange = way(layout, transport, device, scale=scale, norm=norm)
         x = Pointers.to(layout, [tensor])
 
         def step(exchange: Exchange = exchange, x: Pointers = x) -> None:

@@ -1,18 +1,17 @@
-"""The three phases of a compressed all-reduce, pipelined over chunks.
+"""What every way of exchanging messages has: a flat space cut into chunks, a residual, messages, and their counting.
 
-    gather    each rank compresses its chunk and sends shard k to rank k                    (all-to-all)
-    average   rank k averages what came for its shard, compresses it with its own residual
-    scatter   every rank receives every shard                                               (all-gather)
-
-(1-bit Adam (Tang et al. 2021), figure 3.) While chunk j is on the network, chunk j + 1 is compressed and chunk j - 1
-averaged. All collectives start here, in one order, which is the same on all ranks.
+Two ways: `two_phases`, in which a rank averages a shard for all and compresses the mean once more, and `direct`, in
+which every rank's message goes to all. Both are pipelined over chunks: while one is on the network, the next is
+compressed. All collectives start in `run`, in one order, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +24,18 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 
+Reply = Literal["direct", 1]  # every rank's messages, or the mean of them compressed once more to so many bits
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a rank keeps of a chunk whose shard it averages for all."""
+
+    shard: Span
+    residual: Residual
+    received: Messages
+    reply: Messages
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -32,16 +43,24 @@ class Chunk:
 
     index: int
     span: Span
-    shard: Span  # the part of it that this rank averages
     residual: Residual
-    server_residual: Residual
     sent: Messages
-    received: Messages
-    reply: Messages
     replies: Messages
+    server: Server | None = None
+
+    @property
+    def own_reply(self) -> Messages:
+        """This rank's part of the replies, as it was sent: where a step is skipped, it is what the last step left."""
+        return self.sent if self.server is None else self.server.reply
+
+    @property
+    def residuals(self) -> list[Residual]:
+        return [self.residual, *([] if self.server is None else [self.server.residual])]
 
 
-def facts(numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm) -> dict[str, int | str]:
+def facts(
+    numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm, reply: Reply
+) -> dict[str, int | str]:
     """What must be the same on all ranks for one to read another's messages."""
     return {
         "parameters": len(numels),
@@ -51,11 +70,15 @@ def facts(numels: Sequence[int], block_size: int, chunks: int | str, scale: Scal
         "chunks": chunks,
         "scale": scale,
         "norm": norm,
+        "reply": str(reply),
     }
 
 
-class Exchange:
+class Exchange(ABC):
     """Residuals and messages of one layout on one rank, and the way they go."""
+
+    way: Reply
+    server_residual: Residual | None = None
 
     def __init__(
         self,
@@ -68,37 +91,25 @@ class Exchange:
         value: Tensor | None = None,
     ) -> None:
         """`value`, fp32 [elements of the layout], becomes this rank's residual and is what it starts from."""
-        if layout.ranks != transport.size:
+        if layout.ranks != self.shards(transport.size):
             raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}")
         self.layout, self.transport, self.device = layout, transport, device
         self.format = Format.of(layout, scale, norm)
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
-        everything = layout.all()
-        owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
-        self.residual = Residual.zeros(everything, self.format, device, value)
-        self.server_residual = Residual.zeros(owned, self.format, device)
-        rows = layout.chunks * layout.ranks
-        self.sent, self.received, self.replies = (self._zeros(rows) for _ in range(3))
-        self.reply = self._zeros(layout.chunks)
+        self.residual = Residual.zeros(layout.all(), self.format, device, value)
+        self.sent = self._zeros(layout.chunks * layout.ranks)
+        self.replies = self._zeros(layout.chunks * transport.size, copies=transport.size // layout.ranks)
         self.chunks = [self._chunk(j) for j in range(layout.chunks)]
         self._agreed = False
 
-    def agree(self, more: Mapping[str, int | str] | None = None) -> None:
-        """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
-        if not self._agreed:
-            layout, form = self.layout, self.format
-            common = facts(
-                layout.numel.tolist(),
-                block_size=layout.block_size,
-                chunks=layout.chunks,
-                scale=form.scale,
-                norm=form.norm,
-            )
-            agree(self.transport, self.device, {**common, **(more or {})})
-            self._agreed = True
+    @classmethod
+    @abstractmethod
+    def shards(cls, ranks: int) -> int:
+        """Into how many shards a chunk is cut: the `ranks` of its layout."""
 
+    @abstractmethod
     def run(
         self,
         compress: Callable[[Chunk], None],
@@ -111,85 +122,73 @@ class Exchange:
 
         backwards: the last chunk first. over: another transport of the same ranks.
         """
-        self.agree()
-        over = over or self.transport
-        chunks = self.chunks[::-1] if backwards else self.chunks
-        last = len(chunks) - 1
-        gathers: dict[int, Work] = {}
-        scatters: dict[int, Work] = {}
-        for j in range(last + 3):
-            if j <= last:
-                compress(chunks[j])
-                gathers[j] = self._gather(chunks[j], over)
-            if 0 <= j - 1 <= last:
-                _arrived(gathers.pop(j - 1), chunks[j - 1].received, "the gather phase")
-                scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
-            if j >= 2:
-                _arrived(scatters.pop(j - 2), chunks[j - 2].replies, "the scatter phase")
-                if use is not None:
-                    use(chunks[j - 2])
-        return self.replies
+
+    def agree(self, more: Mapping[str, int | str] | None = None) -> None:
+        """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
+        if not self._agreed:
+            layout, form = self.layout, self.format
+            common = facts(
+                layout.numel.tolist(),
+                block_size=layout.block_size,
+                chunks=layout.chunks,
+                scale=form.scale,
+                norm=form.norm,
+                reply=self.way,
+            )
+            agree(self.transport, self.device, {**common, **(more or {})})
+            self._agreed = True
 
     def live_in(self, span: Span) -> Tensor | None:
         """A span's part of `live`."""
         width = self.layout.block_size // 8
         return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
 
-    def _gather(self, chunk: Chunk, over: Transport) -> Work:
-        self._count(chunk)
-        phase = f"the gather phase (all-to-all of chunk {chunk.index})"
-        return over.all_to_all(chunk.received.buffer, chunk.sent.buffer, phase)
-
-    def _average_and_scatter(self, chunk: Chunk, over: Transport) -> Work:
-        live = self.live_in(chunk.shard)
-        self.backend.average(chunk.shard, chunk.received, chunk.server_residual, chunk.reply, live=live)
-        self._count(chunk)
-        phase = f"the scatter phase (all-gather of chunk {chunk.index})"
-        return over.all_gather(chunk.replies.buffer, chunk.reply.buffer, phase)
-
-    def _count(self, chunk: Chunk) -> None:
-        """One message to every other rank."""
-        self.wire_bytes += (self.transport.size - 1) * chunk.reply.format.nbytes
-
-    def _zeros(self, rows: int) -> Messages:
-        messages = self.format.empty(rows, self.device)
-        messages.buffer.zero_()
-        return messages
-
     def _chunk(self, index: int) -> Chunk:
-        layout, ranks = self.layout, self.layout.ranks
-        span, shard = layout.chunk(index), layout.shard(index, self.transport.rank)
+        layout, ranks = self.layout, self.transport.size
+        span = layout.chunk(index)
         return Chunk(
             index=index,
             span=span,
-            shard=shard,
             residual=self.residual.part(span.first, span, self.format),
-            server_residual=self.server_residual.part(index * layout.shard_blocks, shard, self.format),
-            sent=self.sent.slice(index * ranks, ranks),
-            received=self.received.slice(index * ranks, ranks),
-            reply=self.reply.slice(index, 1),
+            sent=self.sent.slice(index * layout.ranks, layout.ranks),
             replies=self.replies.slice(index * ranks, ranks),
         )
 
-    def gathered_server_residual(self) -> Tensor:
+    def _count(self) -> None:
+        """One message to every other rank."""
+        self.wire_bytes += (self.transport.size - 1) * self.format.nbytes
+
+    def _zeros(self, rows: int, copies: int = 1) -> Messages:
+        messages = self.format.empty(rows, self.device, copies)
+        messages.buffer.zero_()
+        return messages
+
+    def gathered_server_residual(self) -> Tensor | None:
         """E of every rank's shards, in the order of the layout: fp32 [elements]. A collective call."""
+        if self.server_residual is None:
+            return None
         layout, ranks = self.layout, self.layout.ranks
         own = self.server_residual.left_out().view(torch.uint8)
         everyone = torch.empty((ranks, own.numel()), dtype=torch.uint8, device=self.device)
         self.transport.all_gather(everyone, own[None], "gathering the server residuals (all-gather)").wait()
         return everyone.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
 
+    @property
+    def residuals(self) -> dict[str, Residual]:
+        """By the name they are saved under."""
+        found = {"residual": self.residual}
+        return found if self.server_residual is None else {**found, "server_residual": self.server_residual}
+
     def materialize(self) -> None:
-        """Keep both residuals as what was left out, with nothing to derive: the next step computes the same."""
-        self.residual.materialize()
-        self.server_residual.materialize()
+        """Keep residuals as what was left out, with nothing to derive: the next step computes the same."""
+        for residual in self.residuals.values():
+            residual.materialize()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What must survive a restart: both residuals, of this rank."""
-        state = {"residual": self.residual.value, "server_residual": self.server_residual.value}
-        if self.residual.scale is not None and self.server_residual.scale is not None:
-            state |= {"residual_scale": self.residual.scale, "server_residual_scale": self.server_residual.scale}
-        return state
+        """What must survive a restart: the residuals of this rank."""
+        state = {name: residual.value for name, residual in self.residuals.items()}
+        scales = {f"{name}_scale": residual.scale for name, residual in self.residuals.items()}
+        return {**state, **{name: scale for name, scale in scales.items() if scale is not None}}
 
     def check_state_dict(self, state: dict[str, Tensor]) -> None:
         """A ValueError if `load_state_dict` could not copy all of it."""
@@ -200,7 +199,7 @@ class Exchange:
         if state.keys() != own.keys():
             raise ValueError(
                 f"the state has {sorted(state)}, this all-reduce keeps {sorted(own)}: it was saved with another "
-                f"scale. Build the all-reduce with the options it was saved with"
+                f"scale or reply. Build the all-reduce with the options it was saved with"
             )
         for name, tensor in own.items():
             if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
@@ -216,7 +215,7 @@ class Exchange:
             tensor.copy_(state[name])
 
 
-def _arrived(work: Work, messages: Messages, phase: str) -> None:
+def arrived(work: Work, messages: Messages, phase: str) -> None:
     """Wait for messages, and read what their headers say."""
     with record_function(f"onebit.wait for {phase}"):
         work.wait()

@@ -1,6 +1,6 @@
 """Restoring an exchange, where gradients are found not to be finite only after the first messages have left.
 
-`Exchange.run` leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
+An exchange leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
 first are sent before the last gradients are there to be checked. So what an exchange changes is copied first, and
 restored where a step is skipped.
 
@@ -39,6 +39,6 @@ class Undo:
 
 
 def _changed(chunk: Chunk) -> list[Tensor]:
-    """`reply` too: a flagged message leaves in it what the last step had."""
-    states = (chunk.residual.value, chunk.residual.scale, chunk.server_residual.value, chunk.server_residual.scale)
-    return [*(t for t in states if t is not None), chunk.reply.buffer, chunk.replies.buffer]
+    """Its own reply too: a flagged message leaves in it what the last step had."""
+    states = [t for residual in chunk.residuals for t in (residual.value, residual.scale) if t is not None]
+    return [*states, chunk.own_reply.buffer, chunk.replies.buffer]

@@ -52,6 +52,7 @@ class Backend(Protocol):
         master     fp32 copy of 16-bit parameters, or None
         live       uint8 [elements / 8], packed as bits are in a message: a coordinate without its bit takes no part
                    and counts as padding does
+        replies    m as messages: with `copies` the mean of a block over them; so is momentum that is kept as messages
         gamma      fp32 [parameters]: messages and momentum hold gamma_p times the momentum (1-bit LAMB, section 4.3)
 
     Bytes an element are those of fp32 parameters and gradients with momentum kept as messages; `bytes_per_element`
@@ -214,14 +215,15 @@ BIT = 1 / 8  # bytes
 
 
 def bytes_per_element(
-    name: str, itemsize: int, *, master: bool, packed: bool, ranks: int, masked: bool = False
+    name: str, itemsize: int, *, master: bool, packed: bool, ranks: int, masked: bool = False, copies: int = 1
 ) -> float:
     """Bytes that the pass `name` of PASSES moves for one element; scales (1/64 bit with blocks of 2048) are left out.
 
     `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
-    passes that take one get a live mask.
+    passes that take one get a live mask. `copies`: the messages of a block that momentum and replies have.
     """
-    momentum, live = BIT if packed else 4, BIT if masked else 0
+    replies = copies * BIT
+    momentum, live = replies if packed else 4, BIT if masked else 0
     parameter = 4 + 4 + itemsize if master else 2 * itemsize
     match name:
         case "compress":
@@ -229,17 +231,17 @@ def bytes_per_element(
         case "average":
             return ranks * BIT + 4 + 4 + BIT + live
         case "decode":
-            return BIT + itemsize
+            return replies + itemsize
         case "scan":
             return itemsize
         case "adam_warmup":
             return itemsize + 4 * 4 + parameter
         case "adam_update" | "lamb_update":
-            return BIT + 4 + parameter
+            return replies + 4 + parameter
         case "lamb_warmup":  # read for the norms, and again for the update
             return itemsize + 4 * 4 + (4 if master else itemsize) + 2 * 4 + parameter
         case "lamb_statistics":
-            return BIT + momentum + 3 * 4 + live
+            return replies + momentum + 3 * 4 + live
     raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
 
 

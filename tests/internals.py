@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onebit import OneBitState
-from onebit.collectives.exchange import Exchange
+from onebit.collectives.two_phases import TwoPhases
 
 
 def join_flight(optimizer: Any) -> None:
@@ -14,7 +14,7 @@ def join_flight(optimizer: Any) -> None:
     optimizer.overlap._flight._thread.join()
 
 
-def break_scatter(exchange: Exchange, broken: Callable[..., Any]) -> None:
+def break_scatter(exchange: TwoPhases, broken: Callable[..., Any]) -> None:
     """An exchange whose second phase is `broken`."""
     exchange._average_and_scatter = broken  # type: ignore[method-assign]
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from onebit.kernels.cpu.blocks import (
     ALL,
     ZERO,
+    any_flag,
     at,
     first_bits,
-    flag_of,
     hyper_of,
     locate,
+    mean_of_copies,
     moments,
     of_message,
     over,
@@ -29,6 +30,7 @@ from onebit.kernels.cpu.blocks import (
     signed,
     staged,
     table,
+    up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, not_zero, root, splat, total, where
@@ -96,12 +98,17 @@ def _update_lanes(i, counts, m, d_at, x_at, lr, weight_decay):
 
 
 @tile
-def _update_block(valid, bits, scale, d_at, x_at, lr, weight_decay):
+def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay):
+    """m is what the bits stand for, or lies at `m_at` already."""
     full = valid // WIDTH * WIDTH
-    for i in range(0, full, WIDTH):
-        _update_lanes(i, ALL, signed(bits_at(bits + i // 8), scale), d_at, x_at, lr, weight_decay)
+    if m_at != 0:
+        for i in range(0, full, WIDTH):
+            _update_lanes(i, ALL, load(m_at + 4 * i), d_at, x_at, lr, weight_decay)
+    else:
+        for i in range(0, full, WIDTH):
+            _update_lanes(i, ALL, signed(bits_at(bits + i // 8), scale), d_at, x_at, lr, weight_decay)
     if full < valid:
-        m = signed(bits_at(bits + full // 8), scale)
+        m = load(m_at + 4 * full) if m_at != 0 else signed(bits_at(bits + full // 8), scale)
         _update_lanes(full, first_bits(valid - full), m, d_at, x_at, lr, weight_decay)
 
 
@@ -109,19 +116,23 @@ def _update_block(valid, bits, scale, d_at, x_at, lr, weight_decay):
 def _update(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     params: int, param: int, hyper: int, coefficient: int, shard_blocks: int, row_bytes: int,
-    header: int, scales: int, bits: int, tensor: int, d: int, master: int,
+    header: int, scales: int, bits: int, copies: int, tensor: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
-        if flag_of(header, block // shard_blocks, row_bytes) == 0:
+        if any_flag(header + block // shard_blocks * copies * row_bytes, copies, row_bytes) == 0:
             p, group, offset, valid = locate(first_block + block, owner, rows, size)
             start, address, h = 4 * block * size, long_at(params + 8 * p), hyper_of(hyper, group)
             lr = h.lr
             if coefficient != 0:
                 lr = lr * float_at(coefficient + 4 * p)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies)
+            m_at = 0
+            if copies > 1:
+                m_at = scratch + 4 * size
+                mean_of_copies(scale, its_bits, copies, row_bytes, up(valid), m_at)
             x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
-            _update_block(valid, its_bits, float_at(scale), d + start, x_at, lr, h.weight_decay)
-            put(x_at, address, param, offset, valid, scratch + 4 * size)
+            _update_block(valid, its_bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay)
+            put(x_at, address, param, offset, valid, scratch + 8 * size)
 
 
 def adam_warmup(
@@ -156,6 +167,6 @@ def adam_update(
     form = replies.format
     arguments = (
         *over(span), *table(params), at(hyper), at(coefficient), form.shard_blocks, form.nbytes, *parts(replies),
-        int(form.scale == "tensor"), at(d), at(master),
+        replies.copies, int(form.scale == "tensor"), at(d), at(master),
     )  # fmt: skip
-    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=1)
+    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=2)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from onebit.kernels.cpu.compile import routine, tile
-from onebit.kernels.cpu.lanes import WIDTH, not_zero, ones, where
+from onebit.kernels.cpu.lanes import WIDTH, not_zero, ones, splat, where
 from onebit.kernels.cpu.memory import (
     bits_at,
     copy,
@@ -187,11 +187,23 @@ def clear(start, stop):
 
 
 @tile
-def of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor):
-    """Where the scale and the bits of a block lie, in messages that are `row_bytes` apart."""
-    row, j = block // shard_blocks, block % shard_blocks
+def of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies):
+    """Where the scale and the bits of a block lie, in the first of the messages it is in, `row_bytes` apart."""
+    row, j = block // shard_blocks * copies, block % shard_blocks
     scale = scales + row * row_bytes + (0 if tensor != 0 else 4 * j)
     return scale, bits + row * row_bytes + j * (size // 8)
+
+
+@routine
+def mean_of_copies(scale, bits, copies, row_bytes, n, target):
+    """What a block stands for that is in several messages: their mean, in the order of their ranks."""
+    inverse_copies = np.float32(1 / copies)
+    for i in range(0, n, WIDTH):
+        summed = splat(ZERO)
+        for k in range(copies):
+            start = k * row_bytes
+            summed = summed + signed(bits_at(bits + start + i // 8), float_at(scale + start))
+        store(target + 4 * i, summed * inverse_copies)
 
 
 @tile
@@ -245,9 +257,11 @@ def table(pointers: Pointers) -> tuple[int, int]:
     return pointers.addresses.data_ptr(), TYPES[pointers.dtype]
 
 
-def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, int, int]:
-    """Where momentum lies, if it is dense, and its scales and bits, if it is kept as messages."""
-    return (0, *parts(momentum)[1:]) if isinstance(momentum, Messages) else (at(momentum), 0, 0)
+def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, int, int, int]:
+    """Where momentum lies, if it is dense, and its scales, bits and copies, if it is kept as messages."""
+    if isinstance(momentum, Messages):
+        return (0, *parts(momentum)[1:], momentum.copies)
+    return at(momentum), 0, 0, 1
 
 
 def parts(messages: Messages) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ from onebit.kernels.cpu.blocks import (
     keep,
     kept_bits,
     locate,
+    mean_of_copies,
     mean_scale,
     momentum_at,
     of_message,
@@ -124,7 +125,7 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 def _compress(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
-    gammas: int, m_flat: int, m_scales: int, m_bits: int, live: int, value: int, residual_scale: int,
+    gammas: int, m_flat: int, m_scales: int, m_bits: int, m_copies: int, live: int, value: int, residual_scale: int,
     partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
 ) -> None:  # fmt: skip
     flag = int_at(flags)
@@ -135,14 +136,18 @@ def _compress(
         if flag == 0:
             p, group, offset, valid = locate(first_block + block, owner, rows, size)
             values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch + 4 * size)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
-            m_scale, its_m = of_message(m_scales, m_bits, block, shard_blocks, row_bytes, size, tensor)
-            its_value = value + 4 * block * size
+            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch + 8 * size)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, 1)
+            m_scale, its_m = of_message(m_scales, m_bits, block, shard_blocks, row_bytes, size, tensor, m_copies)
+            its_value, its_flat = value + 4 * block * size, m_flat + 4 * block * size
+            if m_copies > 1:
+                its_flat = scratch + 4 * size
+                mean_of_copies(m_scale, its_m, m_copies, row_bytes, up(valid), its_flat)
+            packed = m_bits != 0 and m_copies == 1
             summed = _compensate(
                 values, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
-                ZERO if m_bits == 0 else float_at(m_scale), 0 if m_flat == 0 else m_flat + 4 * block * size,
-                0 if m_bits == 0 else its_m, up(valid), kept, its_value,
+                float_at(m_scale) if packed else ZERO, 0 if m_flat == 0 and m_copies == 1 else its_flat,
+                its_m if packed else 0, up(valid), kept, its_value,
                 ZERO if tensor == 0 else float_at(residual_scale + 4 * row), its_bits, l2,
             )  # fmt: skip
             _finish(
@@ -181,8 +186,8 @@ def _average(
     for block in range(first, stop):
         _, _, _, valid = locate(first_block + block, owner, rows, size)
         kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch)
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
-        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, tensor)
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, 1)
+        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, tensor, 1)
         its_value = value + 4 * block * size
         summed = _mean(
             in_block, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last,
@@ -225,19 +230,23 @@ def _decoded(bits, scale, n, values, past_caches):
 @Loop
 def _decode(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, tensor: int,
-    large: int,
+    out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, copies: int,
+    tensor: int, large: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         p, _, offset, valid = locate(first_block + block, owner, rows, size)
         address = long_at(out + 8 * p)
         if address != 0 and valid > 0:
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
-            accepted = flag_of(header, block // shard_blocks, row_bytes) == 0
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies)
+            first_row = block // shard_blocks * copies
+            accepted = any_flag(header + first_row * row_bytes, copies, row_bytes) == 0
             in_place = dtype == 0 and valid % WIDTH == 0
             values = address + 4 * offset if in_place else scratch
-            past_caches = large != 0 and in_place and values % (4 * WIDTH) == 0
-            _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values, past_caches)
+            if accepted and copies > 1:
+                mean_of_copies(scale, its_bits, copies, row_bytes, up(valid), values)
+            else:
+                past_caches = large != 0 and in_place and values % (4 * WIDTH) == 0
+                _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values, past_caches)
             put(values, address, dtype, offset, valid, scratch + 4 * size)
     streamed()
 
@@ -255,13 +264,13 @@ def compress(
     gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.compress` in one loop."""
-    form, (m_flat, m_scales, m_bits) = out.format, momentum_at(momentum)
+    form = out.format
     arguments = (
         *over(span), *table(grads), at(hyper), at(flags), form.shard_blocks, form.nbytes, form.fingerprint,
-        at(gamma), m_flat, m_scales, m_bits, at(live), at(residual.value), at(residual.scale), at(residual.partial),
+        at(gamma), *momentum_at(momentum), at(live), at(residual.value), at(residual.scale), at(residual.partial),
         at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
     )  # fmt: skip
-    over_blocks(_compress, span.count, form.block_size, arguments, scratch_blocks=1)
+    over_blocks(_compress, span.count, form.block_size, arguments, scratch_blocks=2)
     _finish_scales(residual, out)
 
 
@@ -295,6 +304,7 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
         form.shard_blocks,
         form.nbytes,
         *parts(messages),
+        messages.copies,
         int(form.scale == "tensor"),
         int(span.elements >= LARGE),
     )

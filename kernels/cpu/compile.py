@@ -2,7 +2,7 @@
 
 A file holds the machine code of one loop, after its checksum. Its name has a digest of all that the code depends on:
 these modules, the versions, the processor. A file that is missing, damaged or from elsewhere is compiled anew; where
-none can be written, every process compiles for itself.
+none can be written, every process compiles for itself, and so does one whose modules are no longer those on disk.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class _Files(NullCache):
             logger.debug("Compiling %s: the code is not kept (%s)", self._name, error)
 
     def _path(self, codegen: Any) -> Path:
-        digest = hashlib.sha256(repr((_version(), codegen.magic_tuple())).encode()).hexdigest()
+        if version() != IMPORTED:
+            raise RuntimeError("onebit was changed after this process had imported it")
+        digest = hashlib.sha256(repr((IMPORTED, codegen.magic_tuple())).encode()).hexdigest()
         return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
 
 
@@ -141,14 +143,16 @@ def _signature(function: Callable[..., None]) -> Any:
     return numba.types.void(*(kinds[str(each.annotation)] for each in parameters))
 
 
-@functools.cache
-def _version() -> str:
+def version() -> str:
     """What the machine code depends on besides the processor."""
     digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, platform.python_version())).encode())
     for folder in (Path(__file__).parent, Path(cache.__file__).parent.parent / "data"):
         for path in sorted(folder.glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+IMPORTED = version()  # what this process runs
 
 
 _lock = threading.RLock()

@@ -26,6 +26,7 @@ from onebit.kernels.cpu.blocks import (
     hyper_of,
     kept_bits,
     locate,
+    mean_of_copies,
     momentum_at,
     of_message,
     over,
@@ -72,17 +73,19 @@ def _larger(a, b):
 
 @tile
 def _statistics_block(
-    n, valid, kept, m, bits, m_flat, m_prev, bits_prev, d_at, v_at, h, gamma, denominator
+    n, valid, kept, m, bits, m_at, m_flat, m_prev, bits_prev, d_at, v_at, h, gamma, denominator
 ):  # fmt: skip
-    """The largest ratio. Where both momenta are packed, ghat^2 has two values: where the sign stayed, and changed."""
+    """The largest ratio. Where both momenta are packed, ghat^2 has two values: where the sign stayed, and changed.
+    Else m lies at `m_at`, or is what the bits stand for, and the momentum before it at `m_flat`."""
     found = splat(ZERO)
     stayed, changed = _square(splat(m), splat(m_prev), h, gamma), _square(splat(m), splat(-m_prev), h, gamma)
     for i in range(0, n, WIDTH):
-        now = bits_at(bits + i // 8)
-        if bits_prev != 0:
-            square = where(now ^ bits_at(bits_prev + i // 8), changed, stayed)
+        if m_at != 0:
+            square = _square(load(m_at + 4 * i), load(m_flat + 4 * i), h, gamma)
+        elif bits_prev != 0:
+            square = where(bits_at(bits + i // 8) ^ bits_at(bits_prev + i // 8), changed, stayed)
         else:
-            square = _square(signed(now, m), load(m_flat + 4 * i), h, gamma)
+            square = _square(signed(bits_at(bits + i // 8), m), load(m_flat + 4 * i), h, gamma)
         counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
         ratio = _ratio_lanes(i, counts, square, d_at, v_at, h, gamma, denominator)
         if kept != 0:
@@ -94,21 +97,31 @@ def _statistics_block(
 @Loop
 def _statistics(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    hyper: int, shard_blocks: int, row_bytes: int, messages: int, header: int, scales: int, bits: int, tensor: int,
-    prev_flat: int, prev_scales: int, prev_bits: int, d: int, exp_avg_sq: int, live: int, gammas: int,
-    partial: int, denominator: int,
+    hyper: int, shard_blocks: int, row_bytes: int, messages: int, header: int, scales: int, bits: int, copies: int,
+    tensor: int, prev_flat: int, prev_scales: int, prev_bits: int, prev_copies: int, d: int, exp_avg_sq: int, live: int,
+    gammas: int, partial: int, denominator: int,
 ) -> None:  # fmt: skip
     if any_flag(header, messages, row_bytes) != 0:
         return
     for block in range(first, stop):
         p, group, _, valid = locate(first_block + block, owner, rows, size)
-        kept = 0 if live == 0 else kept_bits(live + block * (size // 8), valid, size, scratch)
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor)
-        prev_scale, its_prev = of_message(prev_scales, prev_bits, block, shard_blocks, row_bytes, size, tensor)
+        kept = 0 if live == 0 else kept_bits(live + block * (size // 8), valid, size, scratch + 8 * size)
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies)
+        prev_scale, its_prev = of_message(
+            prev_scales, prev_bits, block, shard_blocks, row_bytes, size, tensor, prev_copies
+        )
         start = 4 * block * size
+        m_at, its_flat = 0, prev_flat + start
+        if copies > 1:
+            m_at = scratch
+            mean_of_copies(scale, its_bits, copies, row_bytes, up(valid), m_at)
+        if prev_copies > 1:
+            its_flat = scratch + 4 * size
+            mean_of_copies(prev_scale, its_prev, prev_copies, row_bytes, up(valid), its_flat)
+        packed = prev_bits != 0 and prev_copies == 1
         ratio = _statistics_block(
-            up(valid), valid, kept, float_at(scale), its_bits, prev_flat + start,
-            ZERO if prev_bits == 0 else float_at(prev_scale), 0 if prev_bits == 0 else its_prev, d + start,
+            up(valid), valid, kept, float_at(scale), its_bits, m_at, its_flat,
+            float_at(prev_scale) if packed else ZERO, its_prev if packed else 0, d + start,
             exp_avg_sq + start, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p), denominator,
         )  # fmt: skip
         set_float(partial + 4 * block, ratio)
@@ -156,10 +169,10 @@ def lamb_statistics(
     owner, rows, first_block, size = over(span)
     arguments = (
         owner, rows, first_block, size, at(hyper), form.shard_blocks, form.nbytes, replies.rows, header, scales, bits,
-        int(form.scale == "tensor"), *momentum_at(previous), at(d), at(exp_avg_sq), at(live), at(gamma),
+        replies.copies, int(form.scale == "tensor"), *momentum_at(previous), at(d), at(exp_avg_sq), at(live), at(gamma),
         at(state.partial), int(ratio == "denominator"),
     )  # fmt: skip
-    over_blocks(_statistics, span.count, size, arguments)
+    over_blocks(_statistics, span.count, size, arguments, scratch_blocks=2)
     _ratios(
         span.layout.parameters, rows, size, form.nbytes, replies.rows, header, at(state.partial),
         at(state.coefficient), at(state.average), at(state.ratio),

@@ -83,23 +83,26 @@ def _scan(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, squares: int,
 ) -> None:  # fmt: skip
-    block = first
-    while block < stop:
-        p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        address, scale = long_at(grads + 8 * p), hyper_of(hyper, group).grad_scale
-        if grad == FP32 and address != 0 and block + 4 <= stop and offset + 4 * size <= numel_of(rows, p):
-            values = address + 4 * offset
-            a, b, c, d = _four_sums(values, size, scale)
-            _leave(a, values, size, scale, block, flags, squares)
-            _leave(b, values + 4 * size, size, scale, block + 1, flags, squares)
-            _leave(c, values + 8 * size, size, scale, block + 2, flags, squares)
-            _leave(d, values + 12 * size, size, scale, block + 3, flags, squares)
-            block += 4
-        else:
-            values = staged(address, grad, offset, valid, scratch)
-            square = _sum_of_squares(values, up(valid), scale)
-            _leave(square, values, up(valid), scale, block, flags, squares)
-            block += 1
+    end = stop  # backwards: what is read first afterwards is then in the cache
+    while end > first:
+        block = end - 4
+        if block >= first and grad == FP32:
+            p, group, offset, valid = locate(first_block + block, owner, rows, size)
+            address, scale = long_at(grads + 8 * p), hyper_of(hyper, group).grad_scale
+            if address != 0 and offset + 4 * size <= numel_of(rows, p):
+                values = address + 4 * offset
+                a, b, c, d = _four_sums(values, size, scale)
+                _leave(a, values, size, scale, block, flags, squares)
+                _leave(b, values + 4 * size, size, scale, block + 1, flags, squares)
+                _leave(c, values + 8 * size, size, scale, block + 2, flags, squares)
+                _leave(d, values + 12 * size, size, scale, block + 3, flags, squares)
+                end = block
+                continue
+        end -= 1
+        p, group, offset, valid = locate(first_block + end, owner, rows, size)
+        scale = hyper_of(hyper, group).grad_scale
+        values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
+        _leave(_sum_of_squares(values, up(valid), scale), values, up(valid), scale, end, flags, squares)
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:

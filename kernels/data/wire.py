@@ -6,7 +6,9 @@ A message carries one shard of one chunk from one rank to another:
     scales   fp32          one a block (scale="block"), or one (scale="tensor"); padded to 16 bytes
     bits     uint8         block_size / 8 bytes a block, as numpy.packbits(..., bitorder="little") lays them out
 
-An element decodes to +scale where its bit is 1 and to -scale elsewhere. Bits past a block's valid count are 0.
+An element decodes to +scale where its bit is 1 and to -scale elsewhere, or to the mean of that over the messages that
+its block is in (`Messages.copies`): one where a rank has averaged the shard, one a rank where every rank's message goes
+to all. Bits past a block's valid count are 0.
 Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and at most 28 bytes.
 
 The length of a message follows from its format alone, and no byte of it is used as an address or a count: no content
@@ -94,17 +96,22 @@ class Format:
         """The header words of every message of this format, with no flag set."""
         return (MAGIC, 0, self.fingerprint, self.shard_blocks)
 
-    def empty(self, rows: int, device: torch.device | str = "cpu") -> Messages:
+    def empty(self, rows: int, device: torch.device | str = "cpu", copies: int = 1) -> Messages:
         """Uninitialized memory for `rows` messages."""
-        return Messages(torch.empty((rows, self.nbytes), dtype=torch.uint8, device=device), self)
+        return Messages(torch.empty((rows, self.nbytes), dtype=torch.uint8, device=device), self, copies)
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages of one format, one a row, with a typed view of each part."""
+    """Messages of one format, one a row, with a typed view of each part.
+
+    With `copies` each block is in so many messages, which follow one another: row k copies + i is the i-th of those
+    that hold blocks [k shard_blocks, (k + 1) shard_blocks), and their mean is what the block stands for.
+    """
 
     buffer: Tensor  # uint8 [rows, nbytes]
     format: Format
+    copies: int = 1
 
     @property
     def rows(self) -> int:
@@ -151,4 +158,4 @@ class Messages:
         return self.scales.expand(self.rows, self.format.shard_blocks).reshape(-1)
 
     def slice(self, first: int, rows: int) -> Messages:
-        return Messages(self.buffer[first : first + rows], self.format)
+        return Messages(self.buffer[first : first + rows], self.format, self.copies)

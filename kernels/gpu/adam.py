@@ -21,7 +21,7 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import TYPES, format_arguments, launch, message_arguments, span_arguments
+from onebit.kernels.gpu.launch import TYPES, launch, replies_arguments, span_arguments
 
 
 @triton.jit
@@ -87,19 +87,19 @@ def adam_update_kernel(
     owner, parameter_table, p_addresses, hyper, coefficient, first_block, blocks, shard_blocks, row_bytes,
     header, scales, bits, d, master,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM: tl.constexpr, TENSOR: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            if tiles.flag_of(header, block // shard_blocks, row_bytes) == 0:
+            if tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES) == 0:
                 p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
                 p_base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
                 h = tiles.group_row(hyper, group)
                 lr = tl.load(h + tiles.H_LR)
                 if coefficient is not None:
                     lr = lr * tl.load(coefficient + p)
-                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
+                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
                 start = block.to(tl.int64) * BLOCK
                 x = None if master is None else master + start
                 if aligned:
@@ -148,8 +148,7 @@ def adam_update(
     """`onebit.kernels.reference.adam_update` in one launch."""
     arguments = {
         **span_arguments(span, d.device),
-        **message_arguments(replies),
-        **format_arguments(replies.format),
+        **replies_arguments(replies),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "coefficient": coefficient,

@@ -24,10 +24,10 @@ from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import (
     TYPES,
     encoding_arguments,
-    format_arguments,
     launch,
     message_arguments,
     momentum_arguments,
+    replies_arguments,
     span_arguments,
 )
 
@@ -37,6 +37,7 @@ def _compress_block(
     g_base, g_valid, h, gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, scale, bits,
     block, shard_blocks, row_bytes, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
     y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * g
@@ -44,7 +45,7 @@ def _compress_block(
         y = tl.load(gamma) * y
     if (m_bits is not None) or (m_flat is not None):
         m = tiles.load_momentum(
-            m_flat, m_scales, m_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR
+            m_flat, m_scales, m_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR, COPIES
         )
         y = tl.load(h + tiles.H_BETA1) * m + y
     c = y + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
@@ -56,7 +57,7 @@ def compress_kernel(
     owner, parameter_table, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
     gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, L2: tl.constexpr,
+    TENSOR: tl.constexpr, L2: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -82,13 +83,13 @@ def compress_kernel(
                     _compress_block(
                         g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
                         block_partial, block_counted, scale, block_bits, block, shard_blocks, row_bytes, valid,
-                        BLOCK, TILE, True, TENSOR, L2,
+                        BLOCK, TILE, True, TENSOR, L2, COPIES,
                     )  # fmt: skip
                 else:
                     _compress_block(
                         g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
                         block_partial, block_counted, scale, block_bits, block, shard_blocks, row_bytes, valid,
-                        BLOCK, TILE, False, TENSOR, L2,
+                        BLOCK, TILE, False, TENSOR, L2, COPIES,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter + row, shard_blocks):
@@ -155,14 +156,15 @@ def average_kernel(
 def decode_kernel(
     owner, parameter_table, addresses, first_block, blocks, shard_blocks, row_bytes, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             p, _, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             base, writable, aligned = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
-            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
-            flag = tiles.flag_of(header, block // shard_blocks, row_bytes)
+            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
+            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
             x = tl.where(flag == 0, x, float("nan"))
             if aligned:
                 tiles.store_tile(base, x, writable, TILE, True)
@@ -215,8 +217,7 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """`onebit.kernels.reference.decode` in one launch."""
     arguments = {
         **span_arguments(span, messages.buffer.device),
-        **message_arguments(messages),
-        **format_arguments(messages.format),
+        **replies_arguments(messages),
         "addresses": out.addresses,
         "OUT": TYPES[out.dtype],
     }

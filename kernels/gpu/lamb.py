@@ -33,10 +33,9 @@ from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import (
     TYPES,
-    format_arguments,
     launch,
-    message_arguments,
     momentum_arguments,
+    replies_arguments,
     span_arguments,
 )
 
@@ -141,10 +140,11 @@ def _statistics_block(
     scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
     d, exp_avg_sq, live, gamma, partial, h, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
-    m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
+    m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
     m_prev = tiles.load_momentum(
-        prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR
+        prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR, COPIES
     )
     one_minus_beta1 = tl.zeros_like(m) + tl.load(h + tiles.H_ONE_MINUS_BETA1)
     g = tl.div_rn(m - tl.load(h + tiles.H_BETA1) * m_prev, one_minus_beta1)
@@ -174,13 +174,13 @@ def lamb_statistics_kernel(
     prev_flat, prev_scales, prev_bits, d, exp_avg_sq, live, gamma, coefficient, average, ratio, partial, counter,
     factor_min, factor_max, factor_low, factor_high,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
+    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             p, group, _, valid = tiles.locate(block, owner, parameter_table, BLOCK)
-            if (valid > 0) & (tiles.flag_of(header, block // shard_blocks, row_bytes) == 0):
+            if (valid > 0) & (tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES) == 0):
                 h = tiles.group_row(hyper, group)
                 start = block.to(tl.int64) * BLOCK
                 block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
@@ -189,13 +189,13 @@ def lamb_statistics_kernel(
                     _statistics_block(
                         scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
                         d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
-                        BLOCK, TILE, True, TENSOR, DENOMINATOR,
+                        BLOCK, TILE, True, TENSOR, DENOMINATOR, COPIES,
                     )  # fmt: skip
                 else:
                     _statistics_block(
                         scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
                         d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
-                        BLOCK, TILE, False, TENSOR, DENOMINATOR,
+                        BLOCK, TILE, False, TENSOR, DENOMINATOR, COPIES,
                     )  # fmt: skip
                 first, count = _first_and_blocks(parameter_table, p, BLOCK)
                 if tiles.finished(counter + p, count):
@@ -275,9 +275,8 @@ def lamb_statistics(
     """`onebit.kernels.reference.lamb_statistics` in one launch."""
     arguments = {
         **_whole_layout_arguments(span, d.device),
-        **message_arguments(replies),
-        **format_arguments(replies.format),
         **momentum_arguments(previous, "prev_"),
+        **replies_arguments(replies),
         "hyper": hyper,
         "d": d,
         "exp_avg_sq": exp_avg_sq,

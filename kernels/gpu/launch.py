@@ -67,6 +67,11 @@ def format_arguments(form: Format) -> dict[str, Any]:
     return {"shard_blocks": form.shard_blocks, "row_bytes": form.nbytes, "TENSOR": form.scale == "tensor"}
 
 
+def replies_arguments(replies: Messages) -> dict[str, Any]:
+    """What `tiles.decode_block` reads."""
+    return {**message_arguments(replies), **format_arguments(replies.format), "COPIES": replies.copies}
+
+
 def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
     """Momentum kept as messages, as a dense tensor, or not at all: what `tiles.load_momentum` reads."""
     packed = momentum if isinstance(momentum, Messages) else None
@@ -74,6 +79,7 @@ def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[
         f"{prefix}flat": None if packed else momentum,
         f"{prefix}scales": packed and packed.scales,
         f"{prefix}bits": packed and packed.bits,
+        "COPIES": packed.copies if packed else 1,
     }
 
 

@@ -107,30 +107,33 @@ def unpack(bits, scale, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def decode_block(
-    scales,
-    bits,
-    block,
-    shard_blocks,
-    row_bytes,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    TENSOR: tl.constexpr,
-):
-    """Block `block` of messages that lie `row_bytes` apart."""
-    row = (block // shard_blocks).to(tl.int64)
+    scales, bits, block, shard_blocks, row_bytes,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Block `block` of messages that lie `row_bytes` apart, or its mean over COPIES of them."""
+    row = (block // shard_blocks).to(tl.int64) * COPIES
     j = block % shard_blocks
-    scale = tl.load(scales + row * (row_bytes // 4) + (0 if TENSOR else j))
-    return unpack(bits + row * row_bytes + j.to(tl.int64) * (BLOCK // 8), scale, BLOCK, TILE)
+    scales += row * (row_bytes // 4) + (0 if TENSOR else j)
+    bits += row * row_bytes + j.to(tl.int64) * (BLOCK // 8)
+    if COPIES == 1:
+        m = unpack(bits, tl.load(scales), BLOCK, TILE)
+    else:
+        m = tl.zeros((TILE,), tl.float32)
+        stride = row_bytes.to(tl.int64)
+        for i in range(COPIES):
+            m += unpack(bits + i * stride, tl.load(scales + i * (stride // 4)), BLOCK, TILE)
+        m = m * (1 / COPIES)
+    return m
 
 
 @triton.jit
 def load_momentum(
     flat, scales, bits, block, shard_blocks, row_bytes, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """m, kept as the messages that brought it, or still dense."""
     if bits is not None:
-        m = decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR)
+        m = decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
     else:
         m = load_tile(flat + block.to(tl.int64) * BLOCK, valid, TILE, FULL)
     return m
@@ -139,6 +142,16 @@ def load_momentum(
 @triton.jit
 def flag_of(header, row, row_bytes):
     return tl.load(header + row * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD)
+
+
+@triton.jit
+def flag_of_block(header, block, shard_blocks, row_bytes, COPIES: tl.constexpr):
+    """1 where a message that the block is in carries a flag."""
+    first = block // shard_blocks * COPIES
+    flag = 0
+    for i in range(COPIES):
+        flag = tl.where(flag_of(header, first + i, row_bytes) != 0, 1, flag)
+    return flag
 
 
 @triton.jit

@@ -70,8 +70,15 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
 
 
 def message_values(messages: Messages) -> Tensor:
-    """fp32 [blocks, block_size]: what the messages' bits and scales stand for."""
-    return signed(unpack(messages.bits, messages.format.block_size), messages.scale_of_blocks()[:, None])
+    """fp32 [blocks, block_size]: what the messages' bits and scales stand for, the mean over a block's copies."""
+    size = messages.format.block_size
+    values = signed(unpack(messages.bits, size), messages.scale_of_blocks()[:, None])
+    if messages.copies == 1:
+        return values
+    total = torch.zeros(len(values) // messages.copies, size, dtype=torch.float32, device=values.device)
+    for copy in values.view(-1, messages.copies, messages.format.shard_blocks, size).unbind(1):
+        total = total + copy.reshape(-1, size)
+    return total * (1 / messages.copies)
 
 
 def momentum_values(span: Span, momentum: Tensor | Messages) -> Tensor:
@@ -81,7 +88,7 @@ def momentum_values(span: Span, momentum: Tensor | Messages) -> Tensor:
 
 def unflagged_blocks(messages: Messages) -> Tensor:
     """bool [blocks, 1]: which blocks came in messages without a flag."""
-    good = messages.flags == 0
+    good = (messages.flags.view(-1, messages.copies) == 0).all(1)
     return good.repeat_interleave(messages.format.shard_blocks)[:, None]
 
 

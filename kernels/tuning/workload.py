@@ -57,8 +57,8 @@ class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
-    some coordinates out. `scaled`: messages hold each parameter's momentum times a gamma of its own. Each buffer is a
-    method, and is made when it is first called.
+    some coordinates out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
+    each parameter's momentum times a gamma of its own. Each buffer is a method, and is made when it is first called.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Workload:
         scale: Scale = "block",
         norm: Norm = "l1",
         ranks: int = 8,
+        copies: int = 1,
         packed: bool = True,
         master: bool | None = None,
         masked: bool = False,
@@ -78,7 +79,7 @@ class Workload:
     ) -> None:
         sizes = [numels] if isinstance(numels, int) else list(numels)
         self.device, self.dtype, self.packed = torch.device(device), dtype, packed
-        self.masked, self.scaled = masked, scaled
+        self.masked, self.scaled, self.copies = masked, scaled, copies
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format.of(self.layout, scale, norm)
@@ -150,6 +151,7 @@ class Workload:
             master=self.with_master,
             packed=self.packed,
             ranks=self.layout.ranks,
+            copies=self.copies,
             masked=self.masked,
         )
         span = self.shard if name == "average" else self.span
@@ -212,11 +214,13 @@ class Workload:
 
     @_made_once
     def momentum(self) -> Tensor | Messages:
-        return self._messages("momentum", self.span) if self.packed else self._flat("momentum", self.span).mul_(0.1)
+        if self.packed:
+            return self._messages("momentum", self.span, self.copies)
+        return self._flat("momentum", self.span).mul_(0.1)
 
     @_made_once
     def replies(self) -> Messages:
-        return self._messages("replies", self.span)
+        return self._messages("replies", self.span, self.copies)
 
     @_made_once
     def received(self) -> Messages:
@@ -283,15 +287,16 @@ class Workload:
             residual.scale.fill_(0.1)
         return residual
 
-    def _messages(self, name: str, span: Span) -> Messages:
+    def _messages(self, name: str, span: Span, copies: int = 1) -> Messages:
         """One message a rank, as `span` (the whole layout, or the shard that all of them are for) is cut."""
-        source, messages = self._generator(name), self.format.empty(self.layout.ranks, self.device)
+        source = self._generator(name)
+        messages = self.format.empty(self.layout.ranks * copies, self.device, copies)
         messages.buffer.random_(0, 256, generator=source)
         messages.header.copy_(torch.tensor(self.format.header, dtype=torch.int32))
         messages.scales.copy_(
             torch.rand(messages.scales.shape, generator=source, device=self.device).add_(0.5).mul_(0.1)
         )
-        counts = np.resize(span.counts(), (messages.rows, self.format.shard_blocks))
+        counts = np.resize(span.counts(), (self.layout.ranks, self.format.shard_blocks)).repeat(copies, axis=0)
         for row, block in zip(*np.nonzero(counts < self.layout.block_size), strict=True):
             valid = np.arange(self.layout.block_size) < counts[row, block]
             keep = torch.from_numpy(np.packbits(valid, bitorder="little"))

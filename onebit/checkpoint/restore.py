@@ -25,6 +25,9 @@ from onebit.checkpoint.schema import (
     residual_name,
     server_residual_name,
 )
+from onebit.collectives.exchange import Exchange
+from onebit.collectives.reply import WAYS
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
@@ -129,23 +132,33 @@ class _Restoration:
 
     def _saved_layout(self, state: FlatState, index: int) -> Layout:
         n = self._numbers
-        return Layout(state.numels, block_size=n["block_size"], ranks=int(n["ranks"]), chunks=n["chunks"][index])
+        shards = self._way.shards(int(n["ranks"]))
+        return Layout(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
+
+    @property
+    def _way(self) -> type[Exchange]:
+        """Of the exchange that saved the state."""
+        return WAYS[self._numbers.get("reply", 1)]
 
     def _load_messages(self, part: Part, saved: Sequence[Saved], there: Layout) -> None:
         state, reducer, setup = part.state, part.reducer, self._setup
         assert reducer is not None
         self._check_messages(state, saved, there)
-        rank, ranks = setup.topology.replicas.rank, range(there.ranks)
-        same = (there.fingerprint, there.ranks) == (state.layout.fingerprint, setup.topology.replicas.size)
+        n, rank = self._numbers, setup.topology.replicas.rank
+        ranks, way = range(int(n["ranks"])), self._way
+        alike = (there.fingerprint, len(ranks), way) == (
+            state.layout.fingerprint, setup.topology.replicas.size, setup.way,
+        )  # fmt: skip
         holds = [all(residual_name(r) in own for own in saved) for r in ranks]
-        if same and holds[rank]:
+        if alike and holds[rank]:
             _put_residuals(reducer, saved, there, [rank])
         elif all(holds):
             _put_residuals(reducer, saved, there, ranks)
         else:
-            self._warn_of_missing(there.ranks)
-        exact = same or (there.block_size == state.layout.block_size and self._numbers["scale"] == "block")
-        if exact and self._numbers["scale"] == setup.options.scale:
+            self._warn_of_missing(len(ranks))
+        same_messages = way is setup.way and (way is TwoPhases or len(ranks) == setup.topology.replicas.size)
+        same_blocks = there.block_size == state.layout.block_size and n["scale"] == "block"
+        if n["scale"] == setup.options.scale and (alike or (same_messages and same_blocks)):
             _put_momentum(reducer, saved, rank)
         else:
             betas = [group["betas"][0] for group in setup.groups]
@@ -156,12 +169,15 @@ class _Restoration:
             part.fold_momentum_again()
 
     def _check_messages(self, state: FlatState, saved: Sequence[Saved], there: Layout) -> None:
-        present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < there.ranks}
-        held = {r: _elements_of(there, r) for r in present}
+        ranks = int(self._numbers["ranks"])
+        present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < ranks}
+        served = self._way is TwoPhases
+        held = {r: _elements_of(there, r) if served else [0] * len(saved) for r in present}
+        copies = () if served or ranks == 1 else (ranks,)
         for i, own in enumerate(saved):
             name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // there.block_size)
-            shaped(own, BITS, (blocks, there.block_size // 8), name, "bits")
-            shaped(own, SCALES, (blocks,), name, "non-negative")
+            shaped(own, BITS, (*copies, blocks, there.block_size // 8), name, "bits")
+            shaped(own, SCALES, (*copies, blocks), name, "non-negative")
             for r, elements in held.items():
                 if residual_name(r) in own:
                     shaped(own, residual_name(r), tuple(state.params[i].shape), name, "finite")
@@ -183,6 +199,7 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     options = setup.options
     return (
         numbers.get("ranks") == setup.topology.replicas.size
+        and numbers.get("reply", 1) == setup.way.way
         and numbers["block_size"] == options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
     )
@@ -192,7 +209,7 @@ def clear_residuals(current: Snapshot) -> None:
     for part in current.parts:
         if part.reducer is not None:
             exchange = part.reducer.exchange
-            for residual in (exchange.residual, exchange.server_residual):
+            for residual in exchange.residuals.values():
                 residual.materialize()
                 residual.value.zero_()
             if part.fold_momentum_again is not None:
@@ -206,10 +223,13 @@ def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], there: Layo
         for r in ranks:
             e.add_(own[residual_name(r)].to(e.device), alpha=1 / len(ranks))
     whole = _server_residual(saved, there, ranks)
-    for chunk in reducer.exchange.chunks:
-        for s in chunk.shard.segments():
+    for i, of_parameter in enumerate(whole if reducer.exchange.server_residual is None else ()):
+        e = reducer.state.view(RESIDUAL.name, i)  # nobody else sends what the servers left out
+        e.add_(of_parameter.view(e.shape).to(e.device))
+    for server in (chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None):
+        for s in server.shard.segments():
             part = whole[s.parameter][s.start : s.stop]
-            chunk.server_residual.value[s.offset : s.offset + s.stop - s.start] = part.to(reducer.state.device)
+            server.residual.value[s.offset : s.offset + s.stop - s.start] = part.to(reducer.state.device)
 
 
 def _elements_of(layout: Layout, rank: int) -> list[int]:
@@ -222,9 +242,9 @@ def _elements_of(layout: Layout, rank: int) -> list[int]:
 
 
 def _server_residual(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> list[Tensor]:
-    """E of each parameter, as far as the shards of `ranks` hold it; 0 elsewhere."""
+    """E of each parameter, as far as the shards of `ranks` hold it; 0 elsewhere, and where there were no servers."""
     whole = [torch.zeros(n, dtype=torch.float32, device="cpu") for n in there.numel.tolist()]
-    for rank in ranks:
+    for rank in ranks if any(server_residual_name(r) in own for r in ranks for own in saved) else ():
         read = [0] * len(saved)
         for chunk in range(there.chunks):
             for s in there.shard(chunk, rank).segments():
@@ -235,28 +255,31 @@ def _server_residual(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]
 
 
 def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved], rank: int) -> None:
-    """m as the replies of the last step, on the rank that sent a reply also as what it sent."""
-    layout, device = reducer.state.layout, reducer.state.device
-    width = layout.block_size // 8
-    bits = torch.zeros((layout.blocks, width), dtype=torch.uint8, device=device)
-    scales = torch.zeros(layout.blocks, dtype=torch.float32, device=device)
+    """m as the replies of the last step, and as what this rank sent of them."""
+    layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
+    copies, width = replies.copies, layout.block_size // 8
+    bits = torch.zeros((copies, layout.blocks, width), dtype=torch.uint8, device=device)
+    scales = torch.zeros((copies, layout.blocks), dtype=torch.float32, device=device)
     for i, own in enumerate(saved):
         first = int(layout.first[i])
-        bits[first : first + len(own[BITS])] = own[BITS].to(device)
-        scales[first : first + len(own[SCALES])] = own[SCALES].to(device)
-    replies, messages = reducer.replies, layout.chunks * layout.ranks
-    replies.bits.copy_(bits.view(messages, layout.shard_blocks, width))
-    replies.scales.copy_(scales.view(messages, layout.shard_blocks)[:, : replies.format.scales])
+        its_bits, its_scales = own[BITS].to(device), own[SCALES].to(device)
+        bits[:, first : first + its_bits.shape[-2]] = its_bits
+        scales[:, first : first + its_scales.shape[-1]] = its_scales
+    blocks = replies.format.shard_blocks
+    replies.bits.copy_(bits.view(copies, -1, blocks, width).transpose(0, 1).flatten(0, 1))
+    of_messages = scales.view(copies, -1, blocks).transpose(0, 1).flatten(0, 1)
+    replies.scales.copy_(of_messages[:, : replies.format.scales])
     for chunk in reducer.exchange.chunks:
-        chunk.reply.buffer.copy_(chunk.replies.buffer[rank][None])
+        chunk.own_reply.buffer.copy_(chunk.replies.buffer[rank][None])
 
 
 def _decode_momentum(state: FlatState, saved: Sequence[Saved], name: str, betas: Sequence[float] | None = None) -> None:
     """Add m, which messages of another shape held, to a field; multiplied by its group's beta, if given."""
     for i, own in enumerate(saved):
         bits = own[BITS].to(state.device)
-        signs = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).view(len(bits), -1).float() * 2 - 1
-        m = (signs * own[SCALES].to(state.device)[:, None]).view(-1)[: state.numels[i]]
+        signs = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).flatten(-2).float() * 2 - 1
+        values = signs * own[SCALES].to(state.device).unsqueeze(-1)
+        m = (values if values.ndim == 2 else values.mean(0)).view(-1)[: state.numels[i]]
         beta = 1.0 if betas is None else betas[state.groups[i]]
         state.view(name, i).add_(m.view(state.params[i].shape), alpha=beta)
 

@@ -6,7 +6,8 @@
             1-bit Adam    exp_avg, exp_avg_sq            stage 2: denominator
             1-bit LAMB    the same and its averaged      stage 2: denominator, exp_avg_sq, coefficient_average, ratio,
                           coefficients                            gamma, counted_bits
-        momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks]
+        momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks], with
+                                                         direct replies of each rank: [ranks, blocks, ..]
         residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E
         master                                           the fp32 copy of a 16-bit parameter
     param_groups[0]["onebit"]                            numbers: how far the run has come
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.wire import Messages
 from onebit.optim.fields import RESIDUAL
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -78,6 +80,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "chunks": [state.layout.chunks for state in current.states],
         "block_size": setup.options.block_size,
         "scale": setup.options.scale,
+        "reply": setup.way.way,
         "wire_bytes": current.wire_bytes,
         "trace": stages.rule.state(),
     }
@@ -96,24 +99,37 @@ def _save_messages(reducer: MomentumReducer, rank: int) -> list[dict[str, Tensor
     """Residuals and momentum of each parameter."""
     exchange, state, layout = reducer.exchange, reducer.state, reducer.state.layout
     exchange.materialize()
-    bits = exchange.replies.bits.reshape(-1, layout.block_size // 8).contiguous()
-    scales = exchange.replies.scale_of_blocks().contiguous()
+    bits, scales = copies_of(exchange.replies)
     ends = [*layout.first.tolist(), layout.used_blocks]
     pieces: list[list[Tensor]] = [[] for _ in state.params]
-    for span, value in shards(layout, rank, exchange.server_residual.value):
-        for s in span.segments():
-            pieces[s.parameter].append(value[s.offset : s.offset + s.stop - s.start])
+    if exchange.server_residual is not None:
+        for span, value in shards(layout, rank, exchange.server_residual.value):
+            for s in span.segments():
+                pieces[s.parameter].append(value[s.offset : s.offset + s.stop - s.start])
     saved = []
     for i in range(len(state.params)):
         own = {
-            BITS: bits[ends[i] : ends[i + 1]].clone(),
-            SCALES: scales[ends[i] : ends[i + 1]].clone(),
+            BITS: _own(bits[..., ends[i] : ends[i + 1], :]),
+            SCALES: _own(scales[..., ends[i] : ends[i + 1]]),
             residual_name(rank): state.view(RESIDUAL.name, i),
         }
         if pieces[i]:
             own[server_residual_name(rank)] = torch.cat(pieces[i])
         saved.append(own)
     return saved
+
+
+def _own(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def copies_of(messages: Messages) -> tuple[Tensor, Tensor]:
+    """Bits and scales of all blocks in their order: uint8 [blocks, block_size / 8] and fp32 [blocks], or with messages
+    of all ranks [ranks, ..] of both."""
+    copies, blocks = messages.copies, messages.format.shard_blocks
+    bits = messages.bits.unflatten(0, (-1, copies)).transpose(0, 1).flatten(1, 2)
+    scales = messages.scale_of_blocks().view(-1, copies, blocks).transpose(0, 1).flatten(1, 2)
+    return (bits[0], scales[0]) if copies == 1 else (bits, scales)
 
 
 def shards(layout: Layout, rank: int, flat: Tensor) -> Iterator[tuple[Span, Tensor]]:

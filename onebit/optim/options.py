@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Format, Norm, Scale
@@ -33,6 +34,7 @@ class OptionArguments(TypedDict, total=False):
     variance_floor: float
     scale: Scale
     norm: Norm
+    reply: AskedReply
     block_size: int
     chunks: int | Literal["auto"]
     master_weights: bool
@@ -66,6 +68,11 @@ class Options:
     )
     scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
     norm: Norm = _option("l1", 'a scale is the mean size ("l1") or the root mean square ("l2") of what it stands for.')
+    reply: AskedReply = _option(
+        1,
+        "what comes back: the mean compressed to 1 bit once more (1), as in the papers, or every rank's own message "
+        '("direct"), which loses less and sends N / 2 times as much; "auto" is direct with two ranks, else 1.',
+    )
     block_size: int = _option(BLOCK_SIZE, "elements of a block.")
     chunks: int | Literal["auto"] = _option(
         "auto", 'stages of the pipeline of packing and sending; "auto" measures a few, once.'
@@ -140,6 +147,7 @@ class Options:
                 f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in stage 1, "
                 f"and must be torch.bfloat16, torch.float16, or None, which sends them as they are"
             )
+        check_reply(self.reply)
         check_block_size(self.block_size)
         Format(self.block_size, 1, self.scale, self.norm)
 

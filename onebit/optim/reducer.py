@@ -25,6 +25,7 @@ class MomentumReducer:
         self,
         state: FlatState,
         transport: Transport,
+        way: type[Exchange],
         *,
         scale: Scale,
         norm: Norm,
@@ -34,15 +35,16 @@ class MomentumReducer:
     ) -> None:
         """The field "residual" of `state` is what this rank starts from.
 
+        way: of the exchange.
         live: uint8 [elements / 8], a bit for each coordinate that takes part; None where all do.
         gamma: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1.
         keep_previous: whether `previous` is wanted.
         """
         self.state, self.gamma = state, gamma
-        self.exchange = Exchange(state.layout, transport, state.device, scale, norm, value=state[RESIDUAL.name])
+        self.exchange = way(state.layout, transport, state.device, scale, norm, value=state[RESIDUAL.name])
         self.exchange.live = live
-        rows = self.exchange.replies.rows
-        self._previous = self.exchange.format.empty(rows, state.device) if keep_previous else None
+        m = self.exchange.replies
+        self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
         self._arrived = False
 
     @property

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.chunking import candidates, choose_chunks
+from onebit.collectives.exchange import Exchange
+from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
 from onebit.kernels.data.hyper import Hyper
 from onebit.optim import param_groups
@@ -30,6 +32,16 @@ class Setup:
     device: torch.device
     groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
+
+    @property
+    def way(self) -> type[Exchange]:
+        """Of the exchange of messages."""
+        return way_for(self.options.reply, self.topology.replicas.size)
+
+    @property
+    def shards(self) -> int:
+        """Into how many of them a chunk is cut."""
+        return self.way.shards(self.topology.replicas.size)
 
     def name_of(self, parameter: Tensor) -> str:
         return param_groups.name_of(parameter, self.groups, self.names)
@@ -59,7 +71,7 @@ class Setup:
                 params,
                 groups,
                 block_size=self.options.block_size,
-                ranks=self.topology.replicas.size,
+                ranks=self.shards,
                 chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
                 master_weights=self.options.master_weights,
             )
@@ -83,10 +95,10 @@ class Setup:
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
         return choose_chunks(
-            self.topology.replicas, numel, self.device, options.scale, options.norm, options.block_size
+            self.topology.replicas, numel, self.device, options.scale, options.norm, options.block_size, self.way
         )
 
     def _possible_chunks(self, numel: int) -> list[int]:
         if self.options.chunks != "auto":
             return [self.options.chunks]
-        return candidates(numel, self.topology.replicas.size, self.options.block_size)
+        return candidates(numel, self.shards, self.options.block_size)

@@ -35,6 +35,7 @@ class Part:
         self.reducer = MomentumReducer(
             self.state,
             setup.topology.replicas,
+            setup.way,
             scale=setup.options.scale,
             norm=setup.options.norm,
             live=None if live is None else packed(live),

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.agreement import agree
+from onebit.collectives.reply import AskedReply, check_reply
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
 from onebit.kernels.data.wire import Norm
@@ -33,6 +34,7 @@ class OneBitState:
     """Residuals of a model's gradients on this rank.
 
     model: the module, before or after it is wrapped; its parameters' names are what a saved state is keyed by.
+    reply: what comes back of every message, as for `onebit.collectives.CompressedAllReduce`.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class OneBitState:
         process_group: dist.ProcessGroup | None = None,
         *,
         norm: Norm = "l1",
+        reply: AskedReply = 1,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         check_block_size(block_size)
-        self.process_group, self.norm, self.block_size = process_group, norm, block_size
+        check_reply(reply)
+        self.process_group, self.norm, self.reply, self.block_size = process_group, norm, reply, block_size
         self._reducers: dict[Names, CompressedAllReduce] = {}
         self._loaded: list[dict[str, Any]] = []
         self._sent, self._agreed = 0, False
@@ -77,16 +81,24 @@ class OneBitState:
             {"parameters": list(names), "numels": reducer.numels, **reducer.state_dict()}
             for names, reducer in self._reducers.items()
         ]
-        return {"block_size": self.block_size, "norm": self.norm, "sent": self._sent, "buckets": buckets + self._loaded}
+        return {
+            "block_size": self.block_size,
+            "norm": self.norm,
+            "reply": self.reply,
+            "sent": self._sent,
+            "buckets": buckets + self._loaded,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with residuals saved by the same rank of an equally large group."""
         if not {"block_size", "norm", "buckets"} <= state.keys():
             raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
-        if (state["block_size"], state["norm"]) != (self.block_size, self.norm):
+        own = {"block_size": self.block_size, "norm": self.norm, "reply": self.reply}
+        saved = {name: state.get(name, 1) for name in own}  # a state without reply is of two phases
+        if saved != own:
             raise ValueError(
-                f"the state was saved with block_size={state['block_size']} and norm={state['norm']!r}; build "
-                f"OneBitState with the same, it has block_size={self.block_size} and norm={self.norm!r}"
+                f"the state was saved with {_arguments(saved)}; build OneBitState with the same, it has "
+                f"{_arguments(own)}"
             )
         known = set(self._names.values())
         ranks = {bucket["rank"] for bucket in state["buckets"]} - {transport_for(self.process_group).rank}
@@ -106,6 +118,7 @@ class OneBitState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group, self.norm, self.block_size = None, state["norm"], state["block_size"]
+        self.reply = state.get("reply", 1)
         self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
         self._agreed = False
 
@@ -159,6 +172,7 @@ class OneBitState:
             numels,
             device=device,
             norm=self.norm,
+            reply=self.reply,
             block_size=self.block_size,
             chunks=1,
             process_group=self.process_group,
@@ -179,6 +193,10 @@ def local(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
+def _arguments(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
 def _cuts(reducer: CompressedAllReduce) -> list[slice]:
     """Where each parameter's blocks lie in a flat buffer."""
     layout = reducer.prepare().layout
@@ -188,8 +206,8 @@ def _cuts(reducer: CompressedAllReduce) -> list[slice]:
 
 def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple[Tensor, Tensor]]:
     """Each parameter's residual on this rank, and its servers' residual, gathered from all ranks."""
-    worker = reducer.prepare().residual.value
-    server = reducer.prepare().gathered_server_residual()
+    worker, server = reducer.prepare().residual.value, reducer.prepare().gathered_server_residual()
+    server = torch.zeros_like(worker) if server is None else server
     return {name: (worker[cut], server[cut]) for name, cut in zip(names, _cuts(reducer), strict=True)}
 
 
@@ -200,5 +218,6 @@ def _put(reducer: CompressedAllReduce, residuals: Iterable[tuple[Tensor, Tensor]
     for cut, pair in zip(_cuts(reducer), residuals, strict=True):
         if pair is not None:
             exchange.residual.value[cut], server[cut] = pair
-    for chunk in exchange.chunks:
-        chunk.server_residual.value.copy_(chunk.shard.of(server))
+    for own in (chunk.server for chunk in exchange.chunks):
+        if own is not None:
+            own.residual.value.copy_(own.shard.of(server))

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.wire import Messages
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -41,16 +42,23 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
     """fp32 [parameters]: what was left out, and how large the values sent are."""
     exchange, layout = reducer.exchange, state.layout
     squares = torch.zeros(len(state.params), dtype=torch.float32, device=state.device)
-    for chunk in exchange.chunks:
-        server = chunk.server_residual.left_out()
-        for s in chunk.shard.segments():
-            squares[s.parameter] += server[s.offset : s.offset + s.stop - s.start].square().sum()
-    scales, ends = exchange.replies.scale_of_blocks(), [*layout.first.tolist(), layout.used_blocks]
+    for server in (chunk.server for chunk in exchange.chunks):
+        if server is not None:
+            left_out = server.residual.left_out()
+            for s in server.shard.segments():
+                squares[s.parameter] += left_out[s.offset : s.offset + s.stop - s.start].square().sum()
+    scales, ends = _mean_scales(exchange.replies), [*layout.first.tolist(), layout.used_blocks]
     return {
         "residual_norm": _norms(state, exchange.residual.left_out()),
         "server_residual_norm": squares.sqrt(),
         "momentum_scale": torch.stack([scales[a:b].mean() for a, b in pairwise(ends)]).nan_to_num(),
     }
+
+
+def _mean_scales(messages: Messages) -> Tensor:
+    """fp32 [blocks]: the scale of each block, or the mean over the messages it is in."""
+    scales = messages.scale_of_blocks().view(-1, messages.copies, messages.format.shard_blocks)
+    return scales.mean(1).view(-1)
 
 
 def _norms(state: FlatState, flat: Tensor) -> Tensor:

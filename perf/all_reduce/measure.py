@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives import CompressedAllReduce
-from onebit.collectives.exchange import Chunk
+from onebit.collectives.exchange import Chunk, Server
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
 from perf.command import WrongResult
@@ -60,11 +60,12 @@ def check(ranks: Ranks, average: CompressedAllReduce, elements: int) -> None:
         average(x)
         check_same(ranks, x, f"after call {call}")
         got += x[sampled]
-    layout, owned = average.exchange.layout, average.exchange.server_residual.value
-    server = torch.zeros(layout.all().elements, device=ranks.device)
-    for chunk, part in enumerate(owned.chunk(layout.chunks)):
-        layout.shard(chunk, ranks.rank).of(server).copy_(part)
-    expected = (given - average.exchange.residual.value[sampled]) / ranks.size - server[sampled]
+    exchange = average.prepare()
+    server = torch.zeros(exchange.layout.all().elements, device=ranks.device)
+    for own in (chunk.server for chunk in exchange.chunks):
+        if own is not None:
+            own.shard.of(server).copy_(own.residual.value)
+    expected = (given - exchange.residual.value[sampled]) / ranks.size - server[sampled]
     dist.all_reduce(expected)
     error, limit = float((got - expected).abs().max()), 1e-5 * float(1 + expected.abs().max())
     if not error <= limit:
@@ -117,17 +118,22 @@ def _timed(
 
 def _phases(ranks: Ranks, average: CompressedAllReduce, x: Tensor, repeats: int) -> dict[str, float]:
     """Seconds of each phase alone on all ranks at once: what pipelining has to overlap."""
-    exchange, transport = average.exchange, average.transport
+    exchange, transport = average.prepare(), average.transport
     backend, everything = exchange.backend, exchange.layout.all()
     pointers, hyper = Pointers.to(exchange.layout, [x]), hyper_table([Hyper()], ranks.device)
     flags = torch.zeros(1, dtype=torch.int32, device=ranks.device)
 
+    def of_server(c: Chunk, server: Server) -> list[tuple[str, Callable[[], object]]]:
+        return [
+            ("all-to-all", lambda: transport.all_to_all(server.received.buffer, c.sent.buffer, "gather").wait()),
+            ("average", lambda: backend.average(server.shard, server.received, server.residual, server.reply)),
+        ]
+
     def of_chunk(c: Chunk) -> list[tuple[str, Callable[[], object]]]:
         return [
             ("compress", lambda: backend.compress(c.span, pointers, None, c.residual, hyper, flags, c.sent)),
-            ("all-to-all", lambda: transport.all_to_all(c.received.buffer, c.sent.buffer, "gather").wait()),
-            ("average", lambda: backend.average(c.shard, c.received, c.server_residual, c.reply)),
-            ("all-gather", lambda: transport.all_gather(c.replies.buffer, c.reply.buffer, "scatter").wait()),
+            *(of_server(c, c.server) if c.server is not None else ()),
+            ("all-gather", lambda: transport.all_gather(c.replies.buffer, c.own_reply.buffer, "scatter").wait()),
             ("decode", lambda: backend.decode(c.span, c.replies, pointers)),
         ]
 

@@ -101,5 +101,5 @@ class NaiveAdam(torch.optim.AdamW):
 
     def _forget(self) -> None:
         exchange = self.all_reduce.exchange
-        for residual in (exchange.residual, exchange.server_residual):
+        for residual in exchange.residuals.values():
             residual.value.zero_()

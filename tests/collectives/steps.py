@@ -32,9 +32,15 @@ class Case:
     steps: int = 5
     seed: int = 0
     bad: tuple[tuple[int, int, float], ...] = ()  # (step, rank, value): one element of the last tensor
+    reply: Any = 1
 
     def plan(self, ranks: int) -> oracle.Layout:
-        return oracle.Layout(self.numels, self.block_size, ranks, self.chunks)
+        shards = 1 if self.reply == "direct" else ranks
+        return oracle.Layout(self.numels, self.block_size, shards, self.chunks)
+
+    def simulation(self, ranks: int) -> oracle.SimulatedAllReduce:
+        direct = ranks if self.reply == "direct" else 0
+        return oracle.SimulatedAllReduce(self.plan(ranks), self.scale, self.norm, direct=direct)
 
     def all_reduce(self, group: Any, device: str = "cpu") -> CompressedAllReduce:
         return CompressedAllReduce(
@@ -42,6 +48,7 @@ class Case:
             device=device,
             scale=self.scale,
             norm=self.norm,
+            reply=self.reply,
             block_size=self.block_size,
             chunks=self.chunks,
             process_group=group,
@@ -121,9 +128,12 @@ def worker_residual(case: Case, ranks: int, state: dict[str, Any]) -> np.ndarray
 
 
 def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.ndarray:
-    """E over the whole space, built from the shards of all ranks."""
+    """E over the whole space, built from the shards of all ranks; 0 where there are no servers."""
     plan = case.plan(ranks)
     whole = np.zeros(plan.size)
+    if case.reply == "direct":
+        assert not any("server_residual" in state for state in states)
+        return whole
     for rank, state in enumerate(states):
         shards = [plan.shard(chunk, rank) for chunk in range(case.chunks)]
         valid = np.concatenate([plan.valid[shard] for shard in shards])
@@ -145,7 +155,7 @@ def check(case: Case, recorded: list[Recorded]) -> None:
     """Every step of every rank against the simulation, and every rank's result against rank 0's."""
     ranks, plan = len(recorded), case.plan(len(recorded))
     assert all(r.result_bytes == recorded[0].result_bytes for r in recorded), "the ranks got other results"
-    simulation = oracle.SimulatedAllReduce(plan, case.scale, case.norm)
+    simulation = case.simulation(ranks)
     compared = 0
     for t, result in enumerate(recorded[0].results):
         ys = [plan.flatten([x.double().numpy() for x in case.inputs(rank, t)]) for rank in range(ranks)]
@@ -163,10 +173,17 @@ def check(case: Case, recorded: list[Recorded]) -> None:
             turned |= _compare(e, simulation.worker[rank], c, scale=scale, size=size, valid=plan.valid, what=where)
         if turned.any():
             continue  # what rounding turned is in this step's average
+        size = sum(_whole(plan, messages)[1] for messages in simulation.gathered) / ranks + np.abs(started[1])
+        got = plan.flatten(values(case, result))
+        rounded = np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
+        compared += 1
+        if simulation.direct:
+            off = np.where(plan.valid, np.abs(got - expected), 0.0)
+            assert np.all(off <= ROUNDING * (size + rounded)), f"the result of step {t}"
+            continue
         C, scale = _whole(plan, simulation.scattered)
-        size = sum(_whole(plan, messages)[1] for messages in simulation.gathered) / ranks + np.abs(started[1]) + scale
-        E = server_residual(case, ranks, after)
-        turned = _compare(
+        E, size = server_residual(case, ranks, after), size + scale
+        _compare(
             E,
             simulation.server,
             C,
@@ -175,10 +192,8 @@ def check(case: Case, recorded: list[Recorded]) -> None:
             valid=plan.valid,
             what=f"the server residual after step {t}",
         )
-        got = plan.flatten(values(case, result))
-        size = size + np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
-        turned |= _compare(got, expected, C, scale=scale, size=size, valid=plan.valid, what=f"the result of step {t}")
-        compared += 1
+        what = f"the result of step {t}"
+        _compare(got, expected, C, scale=scale, size=size + rounded, valid=plan.valid, what=what)
     assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebit.collectives import CompressedAllReduce
-from onebit.collectives.exchange import Exchange
 from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
@@ -54,6 +54,31 @@ def test_every_size_dtype_scale_and_norm(size):
     runs = run_ranks(size, work.recorded_many, list(CASES.values()))
     for case, recorded in zip(CASES.values(), zip(*runs, strict=True), strict=True):
         steps.check(case, list(recorded))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_direct_replies_of_every_size_dtype_scale_and_norm(size):
+    cases = [replace(case, reply="direct") for case in [*CASES.values(), LONG[2], LONG[3]]]
+    runs = run_ranks(size, work.recorded_many, cases)
+    for case, recorded in zip(cases, zip(*runs, strict=True), strict=True):
+        steps.check(case, list(recorded))
+
+
+@pytest.mark.parametrize(("reply", "size", "way"), [("auto", 1, 1), ("auto", 2, "direct"), ("auto", 3, 1)])
+def test_auto_is_direct_where_that_sends_no_more(reply, size, way):
+    auto, chosen = (Case((300, 63), steps=2, reply=each) for each in (reply, way))
+    runs = [run_ranks(size, work.recorded, case) for case in (auto, chosen)]
+    assert [r.result_bytes for r in runs[0]] == [r.result_bytes for r in runs[1]]
+    assert [r.states[-1]["wire_bytes"] for r in runs[0]] == [r.states[-1]["wire_bytes"] for r in runs[1]]
+
+
+def test_two_ranks_send_as_many_bytes_directly_as_in_two_phases():
+    sent = []
+    for reply in ("direct", 1):
+        runs = run_ranks(2, work.recorded, Case((64 * 2048,), 2048, steps=2, reply=reply))
+        sent.append({r.states[-1]["wire_bytes"] for r in runs})
+    assert max(sent[0]) <= max(sent[1])
+    assert max(sent[0]) == pytest.approx(max(sent[1]), rel=1e-2)
 
 
 def test_groups_that_are_not_the_first_ranks():
@@ -103,6 +128,7 @@ def telescopes(draw):
         chunks=draw(st.sampled_from([1, 2, 3])),
         scale=draw(st.sampled_from(["block", "tensor"])),
         norm=draw(st.sampled_from(["l1", "l2"])),
+        reply=draw(st.sampled_from([1, "direct"])),
         steps=draw(st.integers(1, 12)),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -130,10 +156,12 @@ def test_it_telescopes(drawn):
     [
         Case((300, 63), chunks=2, steps=4),
         Case((300, 63), chunks=3, steps=4, scale="tensor", norm="l2"),
+        Case((300, 63), chunks=2, steps=4, reply="direct"),
+        Case((300, 63), chunks=3, steps=4, scale="tensor", reply="direct"),
         Case((100,), steps=4, dtype="float16"),
         Case((100, 7), steps=4, dtype="bfloat16", scale="tensor"),
     ],
-    ids=["block", "tensor", "fp16", "bf16-tensor"],
+    ids=["block", "tensor", "direct", "direct-tensor", "fp16", "bf16-tensor"],
 )
 def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(case, value):
     """The steps around the bad one are those of a run that never met it."""
@@ -214,6 +242,9 @@ def test_a_wrong_number_of_chunks(chunks):
     [
         ({"scale": "row"}, "scale must be one of"),
         ({"norm": "max"}, "norm must be one of"),
+        ({"reply": 2}, "reply=2: it must be one of"),
+        ({"reply": True}, "reply=True: it must be one of"),
+        ({"reply": "both"}, "reply='both': it must be one of"),
         ({"block_size": 33}, "multiple of 32"),
     ],
 )
@@ -253,4 +284,4 @@ def test_one_object_takes_one_dtype_after_the_other():
 
 def test_an_exchange_wants_a_layout_for_its_group():
     with pytest.raises(ValueError, match="cut for 2 ranks, the group has 1"):
-        Exchange(Layout([100], ranks=2), LocalTransport(), torch.device("cpu"))
+        TwoPhases(Layout([100], ranks=2), LocalTransport(), torch.device("cpu"))

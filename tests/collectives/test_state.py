@@ -5,15 +5,17 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce
-from onebit.collectives.exchange import Exchange
 from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize("case", [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2")])
+@pytest.mark.parametrize(
+    "case", [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
+)
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_loaded_state_goes_on_bit_for_bit(case, auto):
     for whole, rest in run_ranks(3, work.resumed, case, 3, auto):
@@ -111,7 +113,7 @@ def test_a_state_of_another_scale_is_distinguished_from_one_of_other_tensors():
 
 
 def test_an_exchange_copies_all_of_a_state_or_nothing():
-    exchange = Exchange(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
+    exchange = TwoPhases(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
     state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
     with pytest.raises(ValueError, match="server_residual"):
         exchange.load_state_dict(state | {"server_residual": torch.ones(5)})

@@ -248,6 +248,18 @@ def test_where_no_file_can_be_written_every_process_compiles(tmp_path):
     assert "is not kept" in scan_with_cache(tmp_path / "file" / "folder")
 
 
+@pytest.mark.slow
+def test_a_process_whose_modules_were_replaced_leaves_the_cache_alone(tmp_path, filled_cache):
+    """An upgrade while it runs: what it compiles is not what the new files say, nor what the cache has for them."""
+    replaced = "from onebit.kernels.cpu import compile\ncompile.version = lambda: 'another'\n"
+    for folder in (tmp_path, filled_cache[0]):
+        before = [path.read_bytes() for path in folder.rglob("*.bin")]
+        result = run_python(replaced + SCAN, ONEBIT_CACHE_DIR=str(folder))
+        assert result.returncode == 0 and "right" in result.stdout, result.stderr
+        assert result.stderr.count("onebit was changed") == 2  # neither read nor kept
+        assert [path.read_bytes() for path in folder.rglob("*.bin")] == before
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_is_read_only(tmp_path):
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)

@@ -151,19 +151,23 @@ class SimulatedAllReduce:
     `worker[i]` is rank i's residual over the whole space. `server` is the whole space too: each of its
     shards lives on the rank that owns it. `gathered[i]` and `scattered` list the last call's messages,
     one a shard, in the order of the flat space.
+
+    direct: so many ranks, whose messages of whole chunks go to all. The average is their mean; there is no server, the
+    layout has one shard a chunk, and `scattered` stays empty.
     """
 
     layout: Layout
     scale: str = "block"
     norm: str = "l1"
     counted: np.ndarray | None = None
+    direct: int = 0
     worker: Arrays = field(init=False)
     server: np.ndarray = field(init=False)
     gathered: list[list[Message]] = field(init=False, default_factory=list)
     scattered: list[Message] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.worker = [np.zeros(self.layout.size) for _ in range(self.layout.ranks)]
+        self.worker = [np.zeros(self.layout.size) for _ in range(self.direct or self.layout.ranks)]
         self.server = np.zeros(self.layout.size)
 
     def __call__(self, ys: Sequence[np.ndarray]) -> np.ndarray:
@@ -177,6 +181,9 @@ class SimulatedAllReduce:
                 self.worker[rank][shard] = message.error
                 self.gathered[rank].append(message)
                 total += message.decoded
+            if self.direct:
+                result[shard] = total / len(ys)
+                continue
             reply = self._compress(total / len(ys) + self.server[shard], valid[shard], shard)
             self.server[shard] = reply.error
             self.scattered.append(reply)

@@ -12,7 +12,7 @@ message takes a seconds between nodes, b within one. S are the bytes of all grad
 The uncompressed all-reduce gets the best there is: reduce-scatter within nodes, rings between them, all-gather within
 nodes, which sends the fewest bytes. Ours is as `onebit.collectives` does it: every rank sends to every other, so that a
 node of G GPUs sends G times what one rank sends, and one message after the other. The all-gather is a ring over all
-ranks that enters each node once. Stage 2 plays the schedule of `Exchange.run` through, for the best number of chunks.
+ranks that enters each node once. Stage 2 plays the schedule of `TwoPhases.run` through, for the best number of chunks.
 
     uncompressed  forward + backward + all-reduce + update
     stage 1       forward + backward + all-reduce + scan + agreement + update
@@ -171,7 +171,7 @@ def message_bytes(elements: int, ranks: int, chunks: int = 1) -> int:
 
 
 def exchange(elements: int, cluster: Cluster, itemsize: int, chunks: int, use: str | None) -> tuple[float, float]:
-    """Seconds of `Exchange.run` with a pass `use` on the replies, and the seconds of its passes alone."""
+    """Seconds of `TwoPhases.run` with a pass `use` on the replies, and the seconds of its passes alone."""
     size = message_bytes(elements, cluster.gpus, chunks) / chunks
     part = elements / chunks
     compress = pass_seconds("compress", part, cluster, itemsize)
@@ -189,7 +189,7 @@ def exchange(elements: int, cluster: Cluster, itemsize: int, chunks: int, use: s
 
 
 def pipelined(chunks: int, compress: float, gather: float, average: float, scatter: float, use: float) -> float:
-    """`Exchange.run`: passes one after the other on the device, collectives one after the other on the network."""
+    """`TwoPhases.run`: passes one after the other on the device, collectives one after the other on the network."""
     device = network = 0.0
     gathered, scattered = [0.0] * chunks, [0.0] * chunks
     for j in range(chunks + 2):

@@ -45,8 +45,10 @@ def counters(optimizer):
 
 
 def decoded(own, numel):
-    signs = np.unpackbits(own["momentum_bits"].numpy(), axis=1, bitorder="little").astype(np.float64) * 2 - 1
-    return (signs * own["momentum_scales"].double().numpy()[:, None]).reshape(-1)[:numel]
+    """m; with direct replies the mean of what each rank's message says."""
+    signs = np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little").astype(np.float64) * 2 - 1
+    values = signs * own["momentum_scales"].double().numpy()[..., None]
+    return (values if values.ndim == 2 else values.mean(0)).reshape(-1)[:numel]
 
 
 def meaning(states, case):
@@ -68,9 +70,10 @@ def meaning(states, case):
         left_out = [own[r][f"residual_of_rank_{r}"].double().numpy().ravel() for r in range(size)]
         e.append(np.mean(left_out, axis=0) / gamma)
         keepers = np.repeat(owner[first[p] : first[p + 1]], block_size)[:numel]
-        whole = np.full(numel, nan)
+        served = case.options.get("reply", 1) == 1
+        whole = np.full(numel, nan) if served else np.zeros(numel)
         for r in range(size):
-            if (keepers == r).any():
+            if served and (keepers == r).any():
                 whole[keepers == r] = own[r][f"server_residual_of_rank_{r}"].double().numpy()
             else:
                 assert f"server_residual_of_rank_{r}" not in own[r]

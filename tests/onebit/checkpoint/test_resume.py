@@ -65,6 +65,8 @@ RESUMES = {  # options, more of the case, sizes
     "bf16": ({"freeze_step": 4, "chunks": 2}, {"dtype": "bfloat16"}, (1, 3)),
     "bf16, tensor": ({"freeze_step": 3, "scale": "tensor"}, {"dtype": "bfloat16", "groups": TWO_GROUPS}, (1, 2)),
     "bf16 alone": ({"freeze_step": 3, "master_weights": False}, {"dtype": "bfloat16"}, (2,)),
+    "direct": ({"freeze_step": 3, "reply": "direct", "chunks": 2}, {"groups": TWO_GROUPS}, (1, 2, 3)),
+    "direct, bf16, tensor": ({"freeze_step": 3, "reply": "direct", "scale": "tensor"}, {"dtype": "bfloat16"}, (2,)),
     "measured chunks": ({"freeze_step": 3, "chunks": "auto", "norm": "l2"}, {}, (2,)),
 }
 
@@ -83,7 +85,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, size, name, tmp_path):
 
 @kinds
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"scale": "tensor", "chunks": 2}])
+@pytest.mark.parametrize("options", [{}, {"scale": "tensor", "chunks": 2}, {"reply": "direct", "chunks": 2}])
 def test_resume_is_bit_exact_with_skipped_steps_before_and_after(kind, size, options, tmp_path):
     """Also the first after a resume, also the first that would have compressed: that one leaves exp_avg in e."""
     bad = tuple((step, step % size, value) for step, value in ((2, nan), (5, inf), (7, nan), (8, nan)))

@@ -24,7 +24,7 @@ from onebit.cli.plan.model import (
     uncompressed,
 )
 from onebit.collectives.chunking import candidates
-from onebit.collectives.exchange import Exchange
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.wire import Format
 
@@ -127,7 +127,7 @@ class Clock:
 @pytest.mark.parametrize("times", [(1, 2, 3, 4, 5), (5, 4, 3, 2, 1), (1, 7, 1, 1, 0), (0, 1, 6, 5, 2)])
 def test_the_schedule_is_that_of_an_exchange(chunks, times):
     clock = Clock(*times)
-    exchange = Exchange(Layout([BLOCK_SIZE * 2 * chunks], ranks=2, chunks=chunks), clock, CPU)
+    exchange = TwoPhases(Layout([BLOCK_SIZE * 2 * chunks], ranks=2, chunks=chunks), clock, CPU)
     exchange.agree()
     for messages in (exchange.received, exchange.reply):
         messages.header.copy_(torch.tensor(exchange.format.header, dtype=torch.int32))

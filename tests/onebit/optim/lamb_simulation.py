@@ -15,9 +15,11 @@ from tests.onebit.optim.simulation import (
     ROUNDING,
     Simulation,
     any_flipped,
+    check_reply,
     decoded,
     group_or_none,
     hypers,
+    server_residual,
     whole_scale,
 )
 from tests.onebit.runs import Case, arrays, bits, take
@@ -141,13 +143,13 @@ def record(recorded, optimizer, part):
     found = {
         "d": state["denominator"],
         "e": exchange.residual.left_out(),
-        "E": exchange.gathered_server_residual(),
         "v": state["exp_avg_sq"],
         "ratio": state["ratio"],
         "coefficient": state["coefficient"],
     }
     for name, tensor in found.items():
         recorded[name].append(as_numpy(tensor))
+    recorded["E"].append(server_residual(exchange))
     recorded["m"].append(decoded(exchange.replies))
     recorded["x"].append(updated_values(state.params, optimizer))
 
@@ -169,7 +171,7 @@ class LambSimulation(Simulation):
         )  # fmt: skip
         self.d = self.frozen.d
         self.has_variance = self.layout.flatten(self.d) > 0
-        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.has_variance)
+        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, self.has_variance, self.direct)
         self.m, self.v, self.r = m, self.frozen.v, np.ones(len(m))
         self.gamma = self.layout.flatten([np.full(a.shape, g) for a, g in zip(m, self.frozen.gamma, strict=True)], 1.0)
 
@@ -234,12 +236,7 @@ def check_exchange(sim, recorded, i, x, step):
         flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, sim.has_variance, what)
     if flipped:  # the flipped sign is in this step's average
         return False
-    size = server_size + whole_scale(reduce.scattered) + sum(map(whole_scale, reduce.gathered)) / sim.ranks
-    what = f"what the servers have left out in step {step}"
-    flipped |= any_flipped(first.E[i], reduce.server, reduce.scattered, size, sim.has_variance, what)
-    m = sim.gamma * sim.layout.flatten(sim.m)
-    flipped |= any_flipped(first.m[i], m, reduce.scattered, size, sim.has_variance, f"the momentum of step {step}")
-    return not flipped
+    return not check_reply(sim, first, i, server_size, sim.gamma * sim.layout.flatten(sim.m), step)
 
 
 def check_update(sim, first, i, before, step):

@@ -121,17 +121,25 @@ def both_stages(rank, size, case):
 def record(recorded, optimizer, params):
     [reducer] = optimizer.current.reducers
     recorded["e"].append(reducer.exchange.residual.left_out().double().numpy().copy())
-    recorded["E"].append(reducer.exchange.gathered_server_residual().double().numpy())
+    recorded["E"].append(server_residual(reducer.exchange))
     recorded["m"].append(decoded(reducer.exchange.replies))
     recorded["x"].append(arrays([optimizer.state[p].get("master", p) for p in params]))
     for p in params:
         assert torch.equal(p, optimizer.state[p].get("master", p).to(p.dtype))
 
 
+def server_residual(exchange):
+    """The servers' residual, of all ranks; 0 where there are none."""
+    gathered = exchange.gathered_server_residual()
+    return np.zeros(exchange.layout.elements) if gathered is None else gathered.double().numpy()
+
+
 def decoded(messages):
+    """What the messages stand for: the mean over those that a block is in."""
     positive = np.unpackbits(messages.bits.numpy().reshape(-1), bitorder="little") > 0
     scale = np.repeat(messages.scale_of_blocks().double().numpy(), messages.format.block_size)
-    return np.where(positive, scale, -scale)
+    values = np.where(positive, scale, -scale)
+    return values.reshape(messages.rows // messages.copies, messages.copies, -1).mean(1).reshape(-1)
 
 
 class Simulation:
@@ -146,7 +154,9 @@ class Simulation:
         self.shapes = [case.shapes[p] for p in case.order]
         numels = tuple(int(np.prod(shape)) for shape in self.shapes)
         options = case.options
-        self.layout = oracle.Layout(numels, options.get("block_size", 32), ranks, options.get("chunks", 1))
+        self.direct = ranks if options.get("reply") == "direct" else 0
+        shards = 1 if self.direct else ranks
+        self.layout = oracle.Layout(numels, options.get("block_size", 32), shards, options.get("chunks", 1))
 
     def ordered(self, arrays):
         return [arrays[p] for p in self.case.order]
@@ -165,7 +175,7 @@ class Simulation:
         self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
         self.has_variance = self.layout.flatten(self.d) > 0
         scale, norm = options.get("scale", "block"), options.get("norm", "l1")
-        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, counted=self.has_variance)
+        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, self.has_variance, self.direct)
         self.m = m
 
     def sizes(self, step):
@@ -217,13 +227,7 @@ def check(case, recorded):
             what = f"what rank {rank} has left out in step {step}"
             flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, has_variance, what)
         if not flipped:  # the flipped sign is in this step's average
-            size = server_size + whole_scale(reduce.scattered) + sum(map(whole_scale, reduce.gathered)) / sim.ranks
-            what = f"what the servers have left out in step {step}"
-            flipped |= any_flipped(first.E[i], reduce.server, reduce.scattered, size, has_variance, what)
-            flat = sim.layout.flatten(sim.m)
-            flipped |= any_flipped(
-                first.m[i], flat, reduce.scattered, size, has_variance, f"the momentum of step {step}"
-            )
+            flipped = check_reply(sim, first, i, server_size, sim.layout.flatten(sim.m), step)
             compared += not flipped
         sim.m = sim.shaped(np.where(has_variance, first.m[i], 0.0))
         check_update(sim, x, sim.ordered(first.x[i]), step)
@@ -231,6 +235,20 @@ def check(case, recorded):
         reduce.worker = [np.where(has_variance, r.e[i], 0.0) for r in recorded]
         reduce.server = np.where(has_variance, first.E[i], 0.0)
     assert compared >= 0.9 * (case.steps - sim.freeze_step), f"only {compared} steps could be compared"
+
+
+def check_reply(sim, first, i, server_size, m, step):
+    """What came back, and what the servers have left out of it. Returns whether a sign of it was flipped."""
+    reduce, what = sim.all_reduce, f"the momentum of step {step}"
+    size = server_size + sum(map(whole_scale, reduce.gathered)) / sim.ranks
+    if sim.direct:
+        off = np.where(sim.has_variance, np.abs(first.m[i] - m), 0.0)
+        assert np.all(off <= ROUNDING * size), what
+        return False
+    size = size + whole_scale(reduce.scattered)
+    left_out = f"what the servers have left out in step {step}"
+    flipped = any_flipped(first.E[i], reduce.server, reduce.scattered, size, sim.has_variance, left_out)
+    return flipped | any_flipped(first.m[i], m, reduce.scattered, size, sim.has_variance, what)
 
 
 def check_update(sim, x, got, step):

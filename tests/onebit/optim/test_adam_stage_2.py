@@ -54,6 +54,16 @@ def test_100_steps_of_stage_2_equal_the_simulation(size):
         check(case, recorded)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_100_steps_with_direct_replies_equal_the_simulation(size):
+    cases = [
+        options(STAGES, scale=scale, norm=norm, bias_correction=corrected, chunks=1 + i % 3, reply="direct")
+        for i, (scale, norm, corrected) in enumerate(CHOICES[max(size, 2)])
+    ]
+    for case, recorded in zip(cases, zip(*on_ranks(size, run_all, cases), strict=True), strict=True):
+        check(case, recorded)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("master", [True, False], ids=["master", "rounded"])
 def test_stage_2_in_16_bits_equals_the_simulation(dtype, master):

@@ -39,6 +39,13 @@ def test_100_steps_of_stage_2_equal_the_simulation(size):
     assert reasons == {"none", "limit", "the largest", "as far up as it may", "as far down as it may"}
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_100_steps_with_direct_replies_equal_the_simulation(size):
+    cases = [options(chosen(i, *own), reply="direct") for i, own in enumerate(CHOICES[max(size, 2)])]
+    for case, recorded in zip(cases, zip(*on_ranks(size, run_all, cases), strict=True), strict=True):
+        check(case, recorded)
+
+
 def test_stage_2_in_16_bits_equals_the_simulation():
     case = LAMB.but(dtype="bfloat16", steps=40, options={"freeze_step": 8, "scale": "tensor"})
     check(case, on_ranks(2, both_stages, case))

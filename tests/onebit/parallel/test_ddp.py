@@ -40,27 +40,27 @@ def hooked(net, state):
     return ddp
 
 
-def new_state(net):
-    return onebit.OneBitState(net, group(), block_size=BLOCK)
+def new_state(net, reply=1):
+    return onebit.OneBitState(net, group(), reply=reply, block_size=BLOCK)
 
 
 def values(net):
     return torch.cat([p.detach().view(-1) for p in net.parameters()])
 
 
-def with_the_hook(rank, size, steps):
+def with_the_hook(rank, size, steps, reply=1):
     net = model()
-    state = new_state(net)
+    state = new_state(net, reply)
     train(net, hooked(net, state), range(steps), rank, size)
     buckets = [bucket["parameters"] for bucket in state.state_dict()["buckets"]]
     return values(net), buckets, state.wire_bytes
 
 
-def by_hand(rank, size, steps, compressed):
+def by_hand(rank, size, steps, compressed, reply=1):
     net = model()
     parameters = list(net.parameters())
     average = onebit.CompressedAllReduce(
-        [p.numel() for p in parameters], block_size=BLOCK, chunks=1, process_group=group()
+        [p.numel() for p in parameters], block_size=BLOCK, reply=reply, chunks=1, process_group=group()
     )
     optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
     for step in range(steps):
@@ -76,11 +76,12 @@ def by_hand(rank, size, steps, compressed):
     return values(net)
 
 
+@pytest.mark.parametrize("reply", [1, "direct"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_hook_gives_what_averaging_by_hand_gives_bit_for_bit(size):
+def test_the_hook_gives_what_averaging_by_hand_gives_bit_for_bit(size, reply):
     """Also across the rebuild of the buckets: block scales do not depend on who averages what."""
-    found = run_ranks(size, with_the_hook, 12)
-    expected = run_ranks(size, by_hand, 12, True)[0]
+    found = run_ranks(size, with_the_hook, 12, reply)
+    expected = run_ranks(size, by_hand, 12, True, reply)[0]
     for parameters, _, _ in found:
         assert torch.equal(parameters, expected)
 
@@ -234,6 +235,8 @@ def test_a_state_of_something_else_is_refused():
         onebit.OneBitState(nn.Sequential(nn.Linear(2, 2))).load_state_dict(saved)
     with pytest.raises(ValueError, match="block_size=2048"):
         onebit.OneBitState(nn.Linear(2, 2), block_size=64).load_state_dict(saved)
+    with pytest.raises(ValueError, match="saved with .*reply=1; build"):
+        onebit.OneBitState(net, reply="direct").load_state_dict(saved)
     with pytest.raises(ValueError, match="not a state of OneBitState"):
         state.load_state_dict({"weight": torch.zeros(2)})
 

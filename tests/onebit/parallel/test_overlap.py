@@ -61,11 +61,14 @@ def run_with_and_without(rank: int, size: int, case: Case, clip_from: int = 99) 
     }  # fmt: skip
 
 
+WAYS: Any = pytest.mark.parametrize("options", [{}, {"scale": "tensor"}, {"reply": "direct"}], ids=str)
+
+
 @kinds
-@pytest.mark.parametrize("scale", ["block", "tensor"])
+@WAYS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_step_is_the_same_bit_for_bit(kind: str, scale: str, dtype: str) -> None:
-    case = Case(kind, dtype=dtype, steps=8, options={"scale": scale}, missing=((6, 0, 1),))
+def test_every_step_is_the_same_bit_for_bit(kind: str, options: dict[str, Any], dtype: str) -> None:
+    case = Case(kind, dtype=dtype, steps=8, options=options, missing=((6, 0, 1),))
     found = run_ranks(3, run_with_and_without, case)
     for one in found:
         assert all(one["equal"])
@@ -75,15 +78,17 @@ def test_every_step_is_the_same_bit_for_bit(kind: str, scale: str, dtype: str) -
 
 
 @kinds
-@pytest.mark.parametrize("scale", ["block", "tensor"])
+@WAYS
 @pytest.mark.parametrize("at", [4, 5, 7])
 @pytest.mark.parametrize("parameter", [0, 3])
-def test_a_bad_gradient_skips_the_step_after_messages_have_left(kind: str, scale: str, at: int, parameter: int) -> None:
+def test_a_bad_gradient_skips_the_step_after_messages_have_left(
+    kind: str, options: dict[str, Any], at: int, parameter: int
+) -> None:
     """Of the first parameter, whose message leaves last, and of the last one."""
     shapes = Case().shapes
     order = list(range(len(shapes))) if parameter == 3 else [3, 1, 2, 0]
     case = Case(
-        kind, shapes=tuple(shapes[i] for i in order), steps=9, options={"scale": scale},
+        kind, shapes=tuple(shapes[i] for i in order), steps=9, options=options,
         bad=((at, 1, math.nan), (8, 0, math.inf), (9, 1, -math.inf)),
     )  # fmt: skip
     for one in run_ranks(2, run_with_and_without, case):

@@ -1,0 +1,57 @@
+"""One phase: every rank's messages go to all, and each rank takes their mean itself.
+
+    m = mean_i decode(message_i), in the order of ranks
+
+Nothing is compressed a second time, so there is no server and no server residual; m is kept as the messages, N / 8
+bytes an element. (N - 1) / 8 bytes an element are sent, where two phases send 2 (N - 1) / N of n / 8: as many with two
+ranks, 1.5 times as many with 3 and twice as many with 4, in one round instead of two. Not in the papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from onebit.collectives.exchange import Chunk, Exchange, arrived
+from onebit.collectives.transport.protocol import Transport, Work
+from onebit.kernels.data.wire import Messages
+
+
+class Direct(Exchange):
+    """An exchange in which every rank's messages go to all."""
+
+    way = "direct"
+
+    @classmethod
+    def shards(cls, ranks: int) -> int:
+        return 1
+
+    def run(
+        self,
+        compress: Callable[[Chunk], None],
+        use: Callable[[Chunk], None] | None = None,
+        *,
+        backwards: bool = False,
+        over: Transport | None = None,
+    ) -> Messages:
+        self.agree()
+        over = over or self.transport
+        chunks = self.chunks[::-1] if backwards else self.chunks
+        under_way: list[tuple[Chunk, Work]] = []
+        for chunk in chunks:
+            compress(chunk)
+            under_way.append((chunk, self._send(chunk, over)))
+            if len(under_way) > 1:
+                self._receive(*under_way.pop(0), use)
+        for chunk, work in under_way:
+            self._receive(chunk, work, use)
+        return self.replies
+
+    def _send(self, chunk: Chunk, over: Transport) -> Work:
+        self._count()
+        phase = f"the exchange (all-gather of chunk {chunk.index})"
+        return over.all_gather(chunk.replies.buffer, chunk.sent.buffer, phase)
+
+    def _receive(self, chunk: Chunk, work: Work, use: Callable[[Chunk], None] | None) -> None:
+        arrived(work, chunk.replies, "the exchange")
+        if use is not None:
+            use(chunk)

@@ -1,0 +1,106 @@
+"""The three phases of the papers' compressed all-reduce, pipelined over chunks.
+
+    gather    each rank compresses its chunk and sends shard k to rank k                    (all-to-all)
+    average   rank k averages what came for its shard, compresses it with its own residual
+    scatter   every rank receives every shard                                               (all-gather)
+
+(1-bit Adam (Tang et al. 2021), figure 3.) While chunk j is on the network, chunk j + 1 is compressed and chunk j - 1
+averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.exchange import Chunk, Exchange, Server, arrived
+from onebit.collectives.transport.protocol import Transport, Work
+from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Messages, Norm, Scale
+
+
+class TwoPhases(Exchange):
+    """An exchange in which each rank averages a shard of every chunk, and compresses the mean once more."""
+
+    way = 1
+    server_residual: Residual
+
+    def __init__(
+        self,
+        layout: Layout,
+        transport: Transport,
+        device: torch.device,
+        scale: Scale = "block",
+        norm: Norm = "l1",
+        *,
+        value: Tensor | None = None,
+    ) -> None:
+        super().__init__(layout, transport, device, scale, norm, value=value)
+        owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
+        self.server_residual = Residual.zeros(owned, self.format, device)
+        self.received = self._zeros(layout.chunks * layout.ranks)
+        self.reply = self._zeros(layout.chunks)
+        self.chunks = [replace(chunk, server=self._server(chunk.index)) for chunk in self.chunks]
+
+    @classmethod
+    def shards(cls, ranks: int) -> int:
+        return ranks
+
+    def run(
+        self,
+        compress: Callable[[Chunk], None],
+        use: Callable[[Chunk], None] | None = None,
+        *,
+        backwards: bool = False,
+        over: Transport | None = None,
+    ) -> Messages:
+        self.agree()
+        over = over or self.transport
+        chunks = self.chunks[::-1] if backwards else self.chunks
+        last = len(chunks) - 1
+        gathers: dict[int, Work] = {}
+        scatters: dict[int, Work] = {}
+        for j in range(last + 3):
+            if j <= last:
+                compress(chunks[j])
+                gathers[j] = self._gather(chunks[j], over)
+            if 0 <= j - 1 <= last:
+                arrived(gathers.pop(j - 1), _server_of(chunks[j - 1]).received, "the gather phase")
+                scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
+            if j >= 2:
+                arrived(scatters.pop(j - 2), chunks[j - 2].replies, "the scatter phase")
+                if use is not None:
+                    use(chunks[j - 2])
+        return self.replies
+
+    def _server(self, index: int) -> Server:
+        layout = self.layout
+        shard = layout.shard(index, self.transport.rank)
+        return Server(
+            shard=shard,
+            residual=self.server_residual.part(index * layout.shard_blocks, shard, self.format),
+            received=self.received.slice(index * layout.ranks, layout.ranks),
+            reply=self.reply.slice(index, 1),
+        )
+
+    def _gather(self, chunk: Chunk, over: Transport) -> Work:
+        self._count()
+        phase = f"the gather phase (all-to-all of chunk {chunk.index})"
+        return over.all_to_all(_server_of(chunk).received.buffer, chunk.sent.buffer, phase)
+
+    def _average_and_scatter(self, chunk: Chunk, over: Transport) -> Work:
+        server = _server_of(chunk)
+        live = self.live_in(server.shard)
+        self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
+        self._count()
+        phase = f"the scatter phase (all-gather of chunk {chunk.index})"
+        return over.all_gather(chunk.replies.buffer, server.reply.buffer, phase)
+
+
+def _server_of(chunk: Chunk) -> Server:
+    assert chunk.server is not None
+    return chunk.server
