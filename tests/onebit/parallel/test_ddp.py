@@ -235,7 +235,7 @@ def test_a_state_of_something_else_is_refused():
         onebit.OneBitState(nn.Sequential(nn.Linear(2, 2))).load_state_dict(saved)
     with pytest.raises(ValueError, match="block_size=2048"):
         onebit.OneBitState(nn.Linear(2, 2), block_size=64).load_state_dict(saved)
-    with pytest.raises(ValueError, match="saved with .*reply=1; build"):
+    with pytest.raises(ValueError, match=r"saved with .*reply=1; build"):
         onebit.OneBitState(net, reply="direct").load_state_dict(saved)
     with pytest.raises(ValueError, match="not a state of OneBitState"):
         state.load_state_dict({"weight": torch.zeros(2)})
