@@ -1,10 +1,10 @@
-"""One phase: every rank's messages go to all, and each rank takes their mean itself.
+"""reply="direct": messages travel once, each rank's to all others, and every rank takes their mean itself.
 
     m = mean_i decode(message_i), in the order of ranks
 
 Nothing is compressed a second time, so there is no server and no server residual; m is kept as the messages, N / 8
-bytes an element. (N - 1) / 8 bytes an element are sent, where two phases send 2 (N - 1) / N of n / 8: as many with two
-ranks, 1.5 times as many with 3 and twice as many with 4, in one round instead of two. Not in the papers.
+bytes an element. A rank sends N - 1 bits an element, in two phases 2 (N - 1) / N: as many with two ranks, 1.5 times as
+many with 3 and twice as many with 4, in one round instead of two. Not in the papers.
 """
 
 from __future__ import annotations

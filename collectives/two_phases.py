@@ -1,4 +1,4 @@
-"""The three phases of the papers' compressed all-reduce, pipelined over chunks.
+"""reply=1: the papers' compressed all-reduce, pipelined over chunks. Messages travel twice, with an average between.
 
     gather    each rank compresses its chunk and sends shard k to rank k                    (all-to-all)
     average   rank k averages what came for its shard, compresses it with its own residual

@@ -123,7 +123,7 @@ def average_kernel(
 ):  # fmt: skip
     flag = 0
     for i in range(ranks):
-        flag = tl.where(tiles.flag_of(in_header, i, row_bytes) != 0, 1, flag)
+        flag |= tiles.flag_of(in_header, i, row_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:

@@ -146,11 +146,11 @@ def flag_of(header, row, row_bytes):
 
 @triton.jit
 def flag_of_block(header, block, shard_blocks, row_bytes, COPIES: tl.constexpr):
-    """1 where a message that the block is in carries a flag."""
+    """Not 0 where a message that the block is in carries a flag."""
     first = block // shard_blocks * COPIES
     flag = 0
     for i in range(COPIES):
-        flag = tl.where(flag_of(header, first + i, row_bytes) != 0, 1, flag)
+        flag |= flag_of(header, first + i, row_bytes)
     return flag
 
 

@@ -2,13 +2,17 @@
 
     state[p]           one parameter's
         step                                             as torch.optim.AdamW saves it
-        the algorithm's fields                           those of its stage_1 or stage_2 that are saved, by name:
-            1-bit Adam    exp_avg, exp_avg_sq            stage 2: denominator
-            1-bit LAMB    the same and its averaged      stage 2: denominator, exp_avg_sq, coefficient_average, ratio,
-                          coefficients                            gamma, counted_bits
+        the algorithm's fields, by name: those of its stage_1 or stage_2 that are saved
+            1-bit Adam, stage 1    exp_avg, exp_avg_sq
+                        stage 2    denominator
+            1-bit LAMB, stage 1    exp_avg, exp_avg_sq, coefficient_average, coefficient_steps
+                        stage 2    denominator, exp_avg_sq, coefficient_average, coefficient_steps, ratio; gamma with
+                                   scale="tensor"; counted_bits where coordinates had no variance at the freeze;
+                                   first_momentum until a compressed step was taken
         momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks], with
                                                          direct replies of each rank: [ranks, blocks, ..]
-        residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E
+        residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E, of which
+                                                         direct replies have none
         master                                           the fp32 copy of a 16-bit parameter
     param_groups[0]["onebit"]                            numbers: how far the run has come
 

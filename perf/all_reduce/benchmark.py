@@ -64,7 +64,7 @@ def _on_lab(
     options = {"elements": ",".join(map(str, arguments.elements))}
     options |= {name: getattr(arguments, name) for name in PASSED_ON}
     argv = [*WORKER, "--worker", "--device=cpu", *(f"--{name}={value}" for name, value in options.items())]
-    argv += ["--phases"] * arguments.phases
+    argv += ["--phases"] * arguments.phases + ["--direct"] * arguments.direct
     results: list[str] = []
     run_workers(lab, argv, f"{lab.hosts} hosts, {rate}", arguments.timeout, progress, results.append)
     found = json.loads(results[0])
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
     parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")
     parser.add_argument("--phases", action="store_true", help="also each phase of the compressed one alone")
+    parser.add_argument("--direct", action="store_true", help='also with reply="direct"')
     parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
     parser.add_argument(

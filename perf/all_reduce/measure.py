@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.exchange import Chunk, Server
+from onebit.collectives.reply import AskedReply
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
 from perf.command import WrongResult
@@ -21,6 +22,7 @@ from perf.ranks import Ranks, Show, check_same, describe_group, process_group, u
 
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ONE_BIT = "1 bit"
+DIRECT = "direct"  # 1 bit, with reply="direct"
 CHECKED_CALLS = 3
 CHECKED_ELEMENTS = 2**16
 
@@ -75,19 +77,28 @@ def check(ranks: Ranks, average: CompressedAllReduce, elements: int) -> None:
         )
 
 
-def measure(ranks: Ranks, elements: int, chunks: Any, repeats: int, phases: bool) -> list[Row]:
+def measure(ranks: Ranks, elements: int, chunks: Any, repeats: int, phases: bool, direct: bool = False) -> list[Row]:
     """The rows of one size. A collective call."""
+    replies: dict[str, AskedReply] = {ONE_BIT: 1, **({DIRECT: "direct"} if direct else {})}
+    rows = [_compressed(ranks, kind, reply, elements, chunks, repeats, phases) for kind, reply in replies.items()]
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    source = torch.randn(elements, generator=generator, device=ranks.device)
+    return [*rows, *(_uncompressed(ranks, kind, source, repeats, f"{elements:,} elements") for kind in KINDS)]
+
+
+def _compressed(
+    ranks: Ranks, kind: str, reply: AskedReply, elements: int, chunks: Any, repeats: int, phases: bool
+) -> Row:
     what = f"{elements:,} elements"
     ranks.progress(f"{what}: checking results")
-    average = CompressedAllReduce(elements, device=ranks.device, chunks=chunks)
+    average = CompressedAllReduce(elements, device=ranks.device, reply=reply, chunks=chunks)
     check(ranks, average, elements)
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     source = torch.randn(elements, generator=generator, device=ranks.device)
     x = torch.empty_like(source)
-    row = _timed(ranks, Row(ranks.size, None, elements, ONE_BIT), source, x, lambda: average(x), repeats, what)
+    row = _timed(ranks, Row(ranks.size, None, elements, kind), source, x, lambda: average(x), repeats, what)
     check_same(ranks, x, "after the timed calls")
-    row = replace(row, chunks=average.chunks, phases=_phases(ranks, average, x, repeats) if phases else None)
-    return [row, *(_uncompressed(ranks, kind, source, repeats, what) for kind in KINDS)]
+    return replace(row, chunks=average.chunks, phases=_phases(ranks, average, x, repeats) if phases else None)
 
 
 def _uncompressed(ranks: Ranks, kind: str, source: Tensor, repeats: int, what: str) -> Row:
@@ -154,5 +165,5 @@ def run_rank(arguments: argparse.Namespace, show: Show) -> tuple[list[Row], dict
         group = describe_group(ranks)
         rows = []
         for elements in arguments.elements:
-            rows += measure(ranks, elements, arguments.chunks, arguments.repeats, arguments.phases)
+            rows += measure(ranks, elements, arguments.chunks, arguments.repeats, arguments.phases, arguments.direct)
         return rows, group, ranks.rank

@@ -11,7 +11,7 @@ from typing import Any
 
 from onebit.kernels.tuning.machine import provenance
 from perf import plots
-from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, Row
 from perf.lab.rates import rate_bits
 from perf.records import machine, slug, write_record
 from perf.tables import cell
@@ -66,13 +66,22 @@ def table(rows: Sequence[Row]) -> str:
         fewer = " ".join(cell(smaller(group, kind), "7.2f") for kind in BYTES_TARGETS)
         where = f"{own.hosts:5} {own.rate or '-':>8} {own.elements:>11,}"
         lines.append(f"{where} | {times} | {speed} | {sent} | {fewer}")
+    lines += [_direct_line(group) for group in by_kind(rows) if DIRECT in group]
     lines += [f"{row.kind} was not measured: {row.error}" for row in {r.error: r for r in rows if r.error}.values()]
     return "\n".join(lines)
 
 
+def _direct_line(group: dict[str, Row]) -> str:
+    """Direct replies beside two phases."""
+    own, two = group[DIRECT], group[ONE_BIT]
+    where = f"{own.hosts} hosts, {own.rate or 'this group'}, {own.elements:,} elements"
+    times = f"{cell(own.seconds, '.2f', 1e3)} ms for {cell(two.seconds, '.2f', 1e3)} in two phases"
+    return f"direct replies ({where}): {times}, {cell(own.bytes, '.3f', 1e-6)} MB for {cell(two.bytes, '.3f', 1e-6)}"
+
+
 def phase_table(rows: Sequence[Row]) -> str:
     """Milliseconds of each phase alone, beside those of the whole call."""
-    measured = [row for row in rows if row.phases]
+    measured = [row for row in rows if row.phases and row.kind == ONE_BIT]
     if not measured:
         return ""
     names = list(measured[0].phases or {})
@@ -153,7 +162,7 @@ def record_name(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
             parts += [name, *map(str, value)]
     if arguments.chunks != STANDARD["chunks"]:
         parts += ["chunks", str(arguments.chunks)]
-    return slug(*parts)
+    return slug(*parts, *(["direct"] if arguments.direct else []))
 
 
 def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | None) -> dict[str, Any]:

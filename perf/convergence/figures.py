@@ -14,11 +14,13 @@ from perf.convergence.records import Records, losses
 COLORS = {
     "adam": plots.GREY,
     "onebit_adam": plots.BLUE,
+    "direct_adam": plots.PURPLE,
     "frozen_adam": plots.GREEN,
     "naive_adam": plots.ORANGE,
     "naive_adam_start": plots.RED,
     "lamb": plots.GREY,
     "onebit_lamb": plots.BLUE,
+    "direct_lamb": plots.PURPLE,
     "lamb_basic": plots.ORANGE,
 }
 SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be distinguished

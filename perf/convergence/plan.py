@@ -14,11 +14,13 @@ MAIN = "main"
 VARIANTS = {  # by how they are called in tables
     "adam": "Adam",
     "onebit_adam": "1-bit Adam",
+    "direct_adam": "1-bit Adam, direct replies",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
     "lamb": "LAMB",
     "onebit_lamb": "1-bit LAMB",
+    "direct_lamb": "1-bit LAMB, direct replies",
     "lamb_basic": "LAMB + basic 1-bit",
 }
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")

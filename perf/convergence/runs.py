@@ -45,6 +45,8 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return plain
         case "onebit_adam":
             return OneBitAdam(params, **staged)
+        case "direct_adam":
+            return OneBitAdam(params, **staged, reply="direct")
         case "frozen_adam":
             return FrozenAdam(params, **staged)
         case "naive_adam":
@@ -56,6 +58,8 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
         case "onebit_lamb":
             return OneBitLamb(params, **staged)
+        case "direct_lamb":
+            return OneBitLamb(params, **staged, reply="direct")
         case "lamb_basic":
             return LambBasic1Bit(params, **staged)
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
