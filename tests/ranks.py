@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -31,6 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from onebit.kernels import cpu
+from onebit.kernels.tuning.workload import Workload
 
 SIZES = (1, 2, 3, 4, 8)
 MOST = max(SIZES)
@@ -93,10 +97,18 @@ def run_ranks_once(
         ranks.close()
 
 
+@functools.cache
+def _compile_loops() -> None:
+    """Before eight ranks do it on two cores: they find the machine code in the cache."""
+    for each in Workload([100]).passes(cpu).values():
+        each.run()
+
+
 class Ranks:
     """`size` processes in one torch.distributed world, with a group of the first n for every n of `groups`."""
 
     def __init__(self, size: int, groups: Collection[int], group_timeout: float = GROUP_TIMEOUT) -> None:
+        _compile_loops()
         forking = "forkserver" in multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if forking else "spawn")
         if forking:
