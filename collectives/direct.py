@@ -9,11 +9,10 @@ many with 3 and twice as many with 4, in one round instead of two. Not in the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onebit.collectives.exchange import Chunk, Exchange, arrived
 from onebit.collectives.transport.protocol import Transport, Work
-from onebit.kernels.data.wire import Messages
 
 
 class Direct(Exchange):
@@ -25,33 +24,27 @@ class Direct(Exchange):
     def shards(cls, ranks: int) -> int:
         return 1
 
-    def run(
-        self,
-        compress: Callable[[Chunk], None],
-        use: Callable[[Chunk], None] | None = None,
-        *,
-        backwards: bool = False,
-        over: Transport | None = None,
-    ) -> Messages:
-        self.agree()
-        over = over or self.transport
-        chunks = self.chunks[::-1] if backwards else self.chunks
+    def _servers(self) -> Sequence[None]:
+        return [None] * self.layout.chunks
+
+    def _pipeline(
+        self, chunks: Sequence[Chunk], over: Transport, compress: Callable[[Chunk], None], use: Callable[[Chunk], None]
+    ) -> None:
         under_way: list[tuple[Chunk, Work]] = []
         for chunk in chunks:
             compress(chunk)
             under_way.append((chunk, self._send(chunk, over)))
             if len(under_way) > 1:
-                self._receive(*under_way.pop(0), use)
+                _receive(*under_way.pop(0), use)
         for chunk, work in under_way:
-            self._receive(chunk, work, use)
-        return self.replies
+            _receive(chunk, work, use)
 
     def _send(self, chunk: Chunk, over: Transport) -> Work:
         self._count()
         phase = f"the exchange (all-gather of chunk {chunk.index})"
         return over.all_gather(chunk.replies.buffer, chunk.sent.buffer, phase)
 
-    def _receive(self, chunk: Chunk, work: Work, use: Callable[[Chunk], None] | None) -> None:
-        arrived(work, chunk.replies, "the exchange")
-        if use is not None:
-            use(chunk)
+
+def _receive(chunk: Chunk, work: Work, use: Callable[[Chunk], None]) -> None:
+    arrived(work, chunk.replies, "the exchange")
+    use(chunk)

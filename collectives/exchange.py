@@ -101,7 +101,7 @@ class Exchange(ABC):
         self.residual = Residual.zeros(layout.all(), self.format, device, value)
         self.sent = self._zeros(layout.chunks * layout.ranks)
         self.replies = self._zeros(layout.chunks * transport.size, copies=transport.size // layout.ranks)
-        self.chunks = [self._chunk(j) for j in range(layout.chunks)]
+        self.chunks = [self._chunk(j, server) for j, server in enumerate(self._servers())]
         self._agreed = False
 
     @classmethod
@@ -110,6 +110,15 @@ class Exchange(ABC):
         """Into how many shards a chunk is cut: the `ranks` of its layout."""
 
     @abstractmethod
+    def _servers(self) -> Sequence[Server | None]:
+        """Of every chunk, what this rank keeps of the shard that it averages, if it does."""
+
+    @abstractmethod
+    def _pipeline(
+        self, chunks: Sequence[Chunk], over: Transport, compress: Callable[[Chunk], None], use: Callable[[Chunk], None]
+    ) -> None:
+        """Exchange these chunks, in this order."""
+
     def run(
         self,
         compress: Callable[[Chunk], None],
@@ -122,6 +131,10 @@ class Exchange(ABC):
 
         backwards: the last chunk first. over: another transport of the same ranks.
         """
+        self.agree()
+        chunks = self.chunks[::-1] if backwards else self.chunks
+        self._pipeline(chunks, over or self.transport, compress, use or (lambda chunk: None))
+        return self.replies
 
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
@@ -143,7 +156,7 @@ class Exchange(ABC):
         width = self.layout.block_size // 8
         return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
 
-    def _chunk(self, index: int) -> Chunk:
+    def _chunk(self, index: int, server: Server | None) -> Chunk:
         layout, ranks = self.layout, self.transport.size
         span = layout.chunk(index)
         return Chunk(
@@ -152,6 +165,7 @@ class Exchange(ABC):
             residual=self.residual.part(span.first, span, self.format),
             sent=self.sent.slice(index * layout.ranks, layout.ranks),
             replies=self.replies.slice(index * ranks, ranks),
+            server=server,
         )
 
     def _count(self) -> None:

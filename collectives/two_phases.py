@@ -10,17 +10,12 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from onebit.collectives.exchange import Chunk, Exchange, Server, arrived
 from onebit.collectives.transport.protocol import Transport, Work
-from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages, Norm, Scale
 
 
 class TwoPhases(Exchange):
@@ -29,38 +24,13 @@ class TwoPhases(Exchange):
     way = 1
     server_residual: Residual
 
-    def __init__(
-        self,
-        layout: Layout,
-        transport: Transport,
-        device: torch.device,
-        scale: Scale = "block",
-        norm: Norm = "l1",
-        *,
-        value: Tensor | None = None,
-    ) -> None:
-        super().__init__(layout, transport, device, scale, norm, value=value)
-        owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
-        self.server_residual = Residual.zeros(owned, self.format, device)
-        self.received = self._zeros(layout.chunks * layout.ranks)
-        self.reply = self._zeros(layout.chunks)
-        self.chunks = [replace(chunk, server=self._server(chunk.index)) for chunk in self.chunks]
-
     @classmethod
     def shards(cls, ranks: int) -> int:
         return ranks
 
-    def run(
-        self,
-        compress: Callable[[Chunk], None],
-        use: Callable[[Chunk], None] | None = None,
-        *,
-        backwards: bool = False,
-        over: Transport | None = None,
-    ) -> Messages:
-        self.agree()
-        over = over or self.transport
-        chunks = self.chunks[::-1] if backwards else self.chunks
+    def _pipeline(
+        self, chunks: Sequence[Chunk], over: Transport, compress: Callable[[Chunk], None], use: Callable[[Chunk], None]
+    ) -> None:
         last = len(chunks) - 1
         gathers: dict[int, Work] = {}
         scatters: dict[int, Work] = {}
@@ -73,17 +43,22 @@ class TwoPhases(Exchange):
                 scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
             if j >= 2:
                 arrived(scatters.pop(j - 2), chunks[j - 2].replies, "the scatter phase")
-                if use is not None:
-                    use(chunks[j - 2])
-        return self.replies
+                use(chunks[j - 2])
 
-    def _server(self, index: int) -> Server:
+    def _servers(self) -> Sequence[Server]:
         layout = self.layout
-        shard = layout.shard(index, self.transport.rank)
+        owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
+        self.server_residual = Residual.zeros(owned, self.format, self.device)
+        self.received = self._zeros(layout.chunks * layout.ranks)
+        self.reply = self._zeros(layout.chunks)
+        return [self._server(j, layout.shard(j, self.transport.rank)) for j in range(layout.chunks)]
+
+    def _server(self, index: int, shard: Span) -> Server:
+        ranks = self.layout.ranks
         return Server(
             shard=shard,
-            residual=self.server_residual.part(index * layout.shard_blocks, shard, self.format),
-            received=self.received.slice(index * layout.ranks, layout.ranks),
+            residual=self.server_residual.part(index * self.layout.shard_blocks, shard, self.format),
+            received=self.received.slice(index * ranks, ranks),
             reply=self.reply.slice(index, 1),
         )
 
