@@ -27,7 +27,7 @@ from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.timing import median_seconds
 from onebit.kernels.tuning.workload import Workload
 from perf import plots
-from perf.command import WrongResult, add_out, exit_status, make_folder
+from perf.command import WrongResult, add_out, exit_status, make_folder, torch_threads
 from perf.kernels import local_step
 from perf.records import machine, slug, write_record
 
@@ -158,12 +158,8 @@ def record_name(setting: Setting, threads: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: no figures, since a result is wrong. 2: this can't be measured here."""
     arguments = _parser().parse_args(argv)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(arguments.threads)
-    try:
+    with torch_threads(arguments.threads):
         return exit_status("perf.kernels", lambda: run(arguments))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def run(arguments: argparse.Namespace) -> int:

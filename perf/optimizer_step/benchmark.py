@@ -26,7 +26,7 @@ from onebit.kernels import backend
 from onebit.kernels.tuning.machine import provenance
 from onebit.kernels.tuning.workload import Workload
 from perf import plots
-from perf.command import add_out, exit_status, list_of, make_folder, one_of
+from perf.command import add_out, exit_status, list_of, make_folder, one_of, torch_threads
 from perf.records import cpu_name, machine, slug, write_record
 from perf.targets import Target, as_json, check_status
 
@@ -125,12 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2: this can't be measured here. 1: with --check, a target was missed."""
     arguments = _parser().parse_args(argv)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(arguments.threads)
-    try:
+    with torch_threads(arguments.threads):
         return exit_status("perf.optimizer_step", lambda: run(arguments))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _parameters(numels: Sequence[int]) -> list[Tensor]:
