@@ -32,6 +32,7 @@ from onebit.kernels.passes import bytes_per_element
 from onebit.kernels.tuning.machine import provenance
 from onebit.kernels.tuning.workload import Workload
 from perf import plots
+from perf.all_reduce.benchmark import parse_arguments as all_reduce_arguments
 from perf.all_reduce.benchmark import run_lab
 from perf.all_reduce.measure import KINDS, ONE_BIT, Row
 from perf.cluster.papers import BAND, Compared, all_reduces, by_kind, median_error, speed_ups
@@ -72,14 +73,15 @@ def _seconds(run: Callable[[], object]) -> float:
 def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A record: rows of perf.all_reduce, the passes' rates and the latency, all of this run."""
     load = load_average()
-    settings = {"elements": [SMALL, arguments.elements], "chunks": "auto", "phases": False, "timeout": 600}
+    defaults = all_reduce_arguments(["--lab", "--chunks=auto", "--timeout=600"])
     rates: dict[str, dict[str, float]] = {}
     rows: list[Row] = []
     group: dict[str, Any] = {}
     for hosts in arguments.hosts:
         progress.show(f"passes of one of {hosts} ranks")
         before = pass_rates(hosts, arguments.elements)
-        wanted = argparse.Namespace(**{**vars(arguments), **settings, "hosts": [hosts]})
+        ours = {**vars(arguments), "hosts": [hosts], "elements": [SMALL, arguments.elements]}
+        wanted = argparse.Namespace(**{**vars(defaults), **ours})
         found, group = run_lab(wanted, progress)
         rows += found
         after = pass_rates(hosts, arguments.elements)
