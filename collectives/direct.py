@@ -40,7 +40,7 @@ class Direct(Exchange):
             _receive(chunk, work, use)
 
     def _send(self, chunk: Chunk, over: Transport) -> Work:
-        self._count()
+        self._count(self.format)
         phase = f"the exchange (all-gather of chunk {chunk.index})"
         return over.all_gather(chunk.replies.buffer, chunk.sent.buffer, phase)
 

@@ -11,7 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from onebit.collectives.agreement import agree
 from onebit.collectives.transport.protocol import Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Format, Messages, Norm, Scale
+from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
 
-Reply = Literal["direct", 1]  # every rank's messages, or the mean of them compressed once more to so many bits
+Reply = Literal["direct", 1, 2]  # every rank's messages, or the mean of them compressed once more to so many bits
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def facts(
 class Exchange(ABC):
     """Residuals and messages of one layout on one rank, and the way they go."""
 
-    way: Reply
+    way: ClassVar[Reply]
+    reply_bits: ClassVar[Bits] = 1  # an element of what comes back
     server_residual: Residual | None = None
 
     def __init__(
@@ -95,12 +96,14 @@ class Exchange(ABC):
             raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}")
         self.layout, self.transport, self.device = layout, transport, device
         self.format = Format.of(layout, scale, norm)
+        self.reply_format = self.format.with_bits(self.reply_bits)
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
         self.residual = Residual.zeros(layout.all(), self.format, device, value)
-        self.sent = self._zeros(layout.chunks * layout.ranks)
-        self.replies = self._zeros(layout.chunks * transport.size, copies=transport.size // layout.ranks)
+        self.sent = self._zeros(self.format, layout.chunks * layout.ranks)
+        copies = transport.size // layout.ranks
+        self.replies = self._zeros(self.reply_format, layout.chunks * transport.size, copies)
         self.chunks = [self._chunk(j, server) for j, server in enumerate(self._servers())]
         self._agreed = False
 
@@ -168,12 +171,12 @@ class Exchange(ABC):
             server=server,
         )
 
-    def _count(self) -> None:
+    def _count(self, form: Format) -> None:
         """One message to every other rank."""
-        self.wire_bytes += (self.transport.size - 1) * self.format.nbytes
+        self.wire_bytes += (self.transport.size - 1) * form.nbytes
 
-    def _zeros(self, rows: int, copies: int = 1) -> Messages:
-        messages = self.format.empty(rows, self.device, copies)
+    def _zeros(self, form: Format, rows: int, copies: int = 1) -> Messages:
+        messages = form.empty(rows, self.device, copies)
         messages.buffer.zero_()
         return messages
 

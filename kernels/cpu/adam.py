@@ -21,15 +21,16 @@ from onebit.kernels.cpu.blocks import (
     first_bits,
     hyper_of,
     locate,
-    mean_of_copies,
     moments,
     of_message,
     over,
+    packing,
     parts,
     put,
     signed,
     staged,
     table,
+    unpack,
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
@@ -115,8 +116,8 @@ def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay):
 @Loop
 def _update(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    params: int, param: int, hyper: int, coefficient: int, shard_blocks: int, row_bytes: int,
-    header: int, scales: int, bits: int, copies: int, tensor: int, d: int, master: int,
+    params: int, param: int, hyper: int, coefficient: int, shard_blocks: int, header: int, scales: int, bits: int,
+    row_bytes: int, tensor: int, copies: int, planes: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         if any_flag(header + block // shard_blocks * copies * row_bytes, copies, row_bytes) == 0:
@@ -125,11 +126,11 @@ def _update(
             lr = h.lr
             if coefficient != 0:
                 lr = lr * float_at(coefficient + 4 * p)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
             m_at = 0
-            if copies > 1:
+            if copies > 1 or planes > 1:
                 m_at = scratch + 4 * size
-                mean_of_copies(scale, its_bits, copies, row_bytes, up(valid), m_at)
+                unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
             x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
             _update_block(valid, its_bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay)
             put(x_at, address, param, offset, valid, scratch + 8 * size)
@@ -164,9 +165,8 @@ def adam_update(
     coefficient: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.adam_update` in one loop."""
-    form = replies.format
     arguments = (
-        *over(span), *table(params), at(hyper), at(coefficient), form.shard_blocks, form.nbytes, *parts(replies),
-        replies.copies, int(form.scale == "tensor"), at(d), at(master),
+        *over(span), *table(params), at(hyper), at(coefficient), replies.format.shard_blocks, *parts(replies),
+        *packing(replies), at(d), at(master),
     )  # fmt: skip
     over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=2)

@@ -27,6 +27,7 @@ from onebit.kernels.cpu.memory import (
     store,
     store_bf16,
     store_fp16,
+    stream,
 )
 from onebit.kernels.data import wire
 from onebit.kernels.data.hyper import COLUMNS, Hyper
@@ -39,7 +40,7 @@ TYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 ALL = (1 << WIDTH) - 1  # the bits of all lanes
 _ROW = 4 * COLUMNS
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
 @tile
@@ -187,23 +188,62 @@ def clear(start, stop):
 
 
 @tile
-def of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies):
-    """Where the scale and the bits of a block lie, in the first of the messages it is in, `row_bytes` apart."""
+def of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes):
+    """Where the scales and the bits of a block lie, in the first of the messages it is in, `row_bytes` apart. An
+    element has as many bits as there are planes."""
     row, j = block // shard_blocks * copies, block % shard_blocks
-    scale = scales + row * row_bytes + (0 if tensor != 0 else 4 * j)
-    return scale, bits + row * row_bytes + j * (size // 8)
+    scale = scales + row * row_bytes + (0 if tensor != 0 else 4 * planes * j)
+    return scale, bits + row * row_bytes + j * (planes * size // 8)
+
+
+@tile
+def one_of_two(bits, scale, size, i):
+    """Sixteen elements of 2 bits: a sign, and which of the block's two scales it has."""
+    small, large, chosen = float_at(scale), float_at(scale + 4), bits_at(bits + (size + i) // 8)
+    return where(bits_at(bits + i // 8), where(chosen, large, small), where(chosen, -large, -small))
+
+
+@tile
+def mean_of_two(bits, scale, row_bytes, i):
+    """Sixteen elements that are in two messages."""
+    first = signed(bits_at(bits + i // 8), float_at(scale))
+    return (first + signed(bits_at(bits + row_bytes + i // 8), float_at(scale + row_bytes))) * HALF
+
+
+@tile
+def mean_of_copies(bits, scale, copies, row_bytes, i):
+    """Sixteen elements that are in several messages: the mean of those, in the order of their ranks."""
+    summed = splat(ZERO)
+    for k in range(copies):
+        start = k * row_bytes
+        summed = summed + signed(bits_at(bits + start + i // 8), float_at(scale + start))
+    return summed * np.float32(1 / copies)
+
+
+@tile
+def write(target, values, past_caches):
+    if past_caches != 0:
+        stream(target, values)
+    else:
+        store(target, values)
 
 
 @routine
-def mean_of_copies(scale, bits, copies, row_bytes, n, target):
-    """What a block stands for that is in several messages: their mean, in the order of their ranks."""
-    inverse_copies = np.float32(1 / copies)
-    for i in range(0, n, WIDTH):
-        summed = splat(ZERO)
-        for k in range(copies):
-            start = k * row_bytes
-            summed = summed + signed(bits_at(bits + start + i // 8), float_at(scale + start))
-        store(target + 4 * i, summed * inverse_copies)
+def unpack(scale, bits, size, copies, planes, row_bytes, n, target, past_caches):
+    """What the first n elements of a block stand for."""
+    if planes == 2:
+        for i in range(0, n, WIDTH):
+            write(target + 4 * i, one_of_two(bits, scale, size, i), past_caches)
+    elif copies == 1:
+        value = float_at(scale)
+        for i in range(0, n, WIDTH):
+            write(target + 4 * i, signed(bits_at(bits + i // 8), value), past_caches)
+    elif copies == 2:
+        for i in range(0, n, WIDTH):
+            write(target + 4 * i, mean_of_two(bits, scale, row_bytes, i), past_caches)
+    else:
+        for i in range(0, n, WIDTH):
+            write(target + 4 * i, mean_of_copies(bits, scale, copies, row_bytes, i), past_caches)
 
 
 @tile
@@ -220,8 +260,8 @@ def any_flag(header, rows, row_bytes):
 
 
 @routine
-def write_header(header, flag, fingerprint, blocks):
-    set_int(header, _MAGIC)
+def write_header(header, flag, fingerprint, blocks, planes):
+    set_int(header, _MAGIC + planes - 1)
     set_int(header + _FLAG, flag)
     set_int(header + 8, fingerprint)
     set_int(header + 12, blocks)
@@ -257,11 +297,17 @@ def table(pointers: Pointers) -> tuple[int, int]:
     return pointers.addresses.data_ptr(), TYPES[pointers.dtype]
 
 
-def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, int, int, int]:
-    """Where momentum lies, if it is dense, and its scales, bits and copies, if it is kept as messages."""
+def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, ...]:
+    """Where momentum lies, if it is dense, and its scales, bits and how they are packed, if it is kept as messages."""
     if isinstance(momentum, Messages):
-        return (0, *parts(momentum)[1:], momentum.copies)
-    return at(momentum), 0, 0, 1
+        return (0, *parts(momentum)[1:], *packing(momentum))
+    return at(momentum), 0, 0, 0, 0, 1, 1
+
+
+def packing(messages: Messages) -> tuple[int, int, int, int]:
+    """Bytes from message to message, whether each has one scale, how many have a block, and the bits of an element."""
+    form = messages.format
+    return form.nbytes, int(form.scale == "tensor"), messages.copies, form.bits
 
 
 def parts(messages: Messages) -> tuple[int, int, int]:

@@ -5,6 +5,9 @@
     both       bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)
     decode     x = scale sigma
 
+average may write 2 bits an element: whether it is large, more than ABOVE times the block's mean size, picks one of two
+scales, each the mean size of those it stands for.
+
 Where `live` has no bit, c = 0 and e = 0, and the scale neither sums nor counts it. A tensor scale is known only after
 the last block: there the residual keeps c, and a second loop makes the scales from the blocks' sums and counts.
 
@@ -29,21 +32,23 @@ from onebit.kernels.cpu.blocks import (
     keep,
     kept_bits,
     locate,
-    mean_of_copies,
     mean_scale,
     momentum_at,
     of_message,
+    one_of_two,
     over,
+    packing,
     parts,
     put,
     signed,
     staged,
     table,
+    unpack,
     up,
     write_header,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, magnitude, splat, total
+from onebit.kernels.cpu.lanes import WIDTH, magnitude, ones, splat, total, where
 from onebit.kernels.cpu.memory import (
     bits_at,
     fill,
@@ -55,14 +60,13 @@ from onebit.kernels.cpu.memory import (
     set_float,
     set_int,
     store,
-    stream,
     streamed,
 )
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages
+from onebit.kernels.data.wire import ABOVE, Messages
 
 LARGE = 2**21  # elements that no cache holds
 
@@ -125,28 +129,31 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 def _compress(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
-    gammas: int, m_flat: int, m_scales: int, m_bits: int, m_copies: int, live: int, value: int, residual_scale: int,
-    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
+    gammas: int, m_flat: int, m_scales: int, m_bits: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
+    live: int, value: int, residual_scale: int, partial: int, counted: int, header: int, scales: int, bits: int,
+    tensor: int, l2: int,
 ) -> None:  # fmt: skip
-    flag = int_at(flags)
+    flag, packed = int_at(flags), m_bits != 0 and m_copies == 1 and m_planes == 1
+    unpacked = m_bits != 0 and not packed
     for block in range(first, stop):
         row = block // shard_blocks
         if block % shard_blocks == 0:
-            write_header(header + row * row_bytes, flag, fingerprint, shard_blocks)
+            write_header(header + row * row_bytes, flag, fingerprint, shard_blocks, 1)
         if flag == 0:
             p, group, offset, valid = locate(first_block + block, owner, rows, size)
             values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
             kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch + 8 * size)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, 1)
-            m_scale, its_m = of_message(m_scales, m_bits, block, shard_blocks, row_bytes, size, tensor, m_copies)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, 1, 1)
+            m_scale, its_m = of_message(
+                m_scales, m_bits, block, shard_blocks, m_row_bytes, size, m_tensor, m_copies, m_planes
+            )
             its_value, its_flat = value + 4 * block * size, m_flat + 4 * block * size
-            if m_copies > 1:
+            if unpacked:
                 its_flat = scratch + 4 * size
-                mean_of_copies(m_scale, its_m, m_copies, row_bytes, up(valid), its_flat)
-            packed = m_bits != 0 and m_copies == 1
+                unpack(m_scale, its_m, size, m_copies, m_planes, m_row_bytes, up(valid), its_flat, 0)
             summed = _compensate(
                 values, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
-                float_at(m_scale) if packed else ZERO, 0 if m_flat == 0 and m_copies == 1 else its_flat,
+                float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,
                 its_m if packed else 0, up(valid), kept, its_value,
                 ZERO if tensor == 0 else float_at(residual_scale + 4 * row), its_bits, l2,
             )  # fmt: skip
@@ -170,33 +177,59 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
     return total(summed)
 
 
+@tile
+def _finish_two_bits(summed, kept, valid, size, value, bits, scale):
+    """Which elements of a block are large, the mean sizes of both kinds, and what they leave out. Padding is 0."""
+    count, n, large_bits = count_of(kept, valid), up(valid), bits + size // 8
+    least = np.float32(ABOVE) * mean_scale(summed, count, 0)
+    small_sum, large_sum, larger = splat(ZERO), splat(ZERO), 0
+    for i in range(0, n, WIDTH):
+        c = magnitude(load(value + 4 * i))
+        large = c > least
+        set_bits(large_bits + i // 8, large)
+        larger += ones(large)
+        small_sum, large_sum = small_sum + where(large, ZERO, c), large_sum + where(large, c, ZERO)
+    set_float(scale, mean_scale(total(small_sum), count - larger, 0))
+    set_float(scale + 4, mean_scale(total(large_sum), larger, 0))
+    for i in range(0, n, WIDTH):
+        left = load(value + 4 * i) - one_of_two(bits, scale, size, i)
+        store(value + 4 * i, keep(kept, i, left))
+    if n < size:
+        clear(value + 4 * n, value + 4 * size)
+        fill(bits + n // 8, 0, (size - n) // 8)
+        fill(large_bits + n // 8, 0, (size - n) // 8)
+
+
 @Loop
 def _average(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    row_bytes: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
+    row_bytes: int, in_tensor: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
     in_header: int, in_scales: int, in_bits: int, live: int, value: int, residual_scale: int,
-    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int,
+    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int, planes: int,
 ) -> None:  # fmt: skip
     flag = any_flag(in_header, ranks, row_bytes)
     if first == 0:
-        write_header(header, flag, fingerprint, shard_blocks)
+        write_header(header, flag, fingerprint, shard_blocks, planes)
     if flag != 0:
         return
     last = ZERO if tensor == 0 else float_at(residual_scale)
     for block in range(first, stop):
         _, _, _, valid = locate(first_block + block, owner, rows, size)
         kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch)
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, 1)
-        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, tensor, 1)
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, 0, size, tensor, 1, planes)
+        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, in_tensor, 1, 1)
         its_value = value + 4 * block * size
         summed = _mean(
             in_block, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last,
             its_bits, l2,
         )  # fmt: skip
-        _finish(
-            summed, kept, valid, size, its_value, its_bits, scale,
-            0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
-        )  # fmt: skip
+        if planes == 2:
+            _finish_two_bits(summed, kept, valid, size, its_value, its_bits, scale)
+        else:
+            _finish(
+                summed, kept, valid, size, its_value, its_bits, scale,
+                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+            )  # fmt: skip
 
 
 @Loop
@@ -217,36 +250,26 @@ def _scales(
         set_float(residual_scale + 4 * row, scale)
 
 
-@tile
-def _decoded(bits, scale, n, values, past_caches):
-    if past_caches:
-        for i in range(0, n, WIDTH):
-            stream(values + 4 * i, signed(bits_at(bits + i // 8), scale))
-    else:
-        for i in range(0, n, WIDTH):
-            store(values + 4 * i, signed(bits_at(bits + i // 8), scale))
-
-
 @Loop
 def _decode(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    out: int, dtype: int, shard_blocks: int, row_bytes: int, header: int, scales: int, bits: int, copies: int,
-    tensor: int, large: int,
+    out: int, dtype: int, shard_blocks: int, header: int, scales: int, bits: int, row_bytes: int, tensor: int,
+    copies: int, planes: int, large: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         p, _, offset, valid = locate(first_block + block, owner, rows, size)
         address = long_at(out + 8 * p)
         if address != 0 and valid > 0:
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
             first_row = block // shard_blocks * copies
-            accepted = any_flag(header + first_row * row_bytes, copies, row_bytes) == 0
             in_place = dtype == 0 and valid % WIDTH == 0
             values = address + 4 * offset if in_place else scratch
-            if accepted and copies > 1:
-                mean_of_copies(scale, its_bits, copies, row_bytes, up(valid), values)
+            if any_flag(header + first_row * row_bytes, copies, row_bytes) == 0:
+                past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
+                unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), values, past_caches)
             else:
-                past_caches = large != 0 and in_place and values % (4 * WIDTH) == 0
-                _decoded(its_bits, float_at(scale) if accepted else np.float32(np.nan), up(valid), values, past_caches)
+                for i in range(0, up(valid), WIDTH):
+                    store(values + 4 * i, splat(np.float32(np.nan)))
             put(values, address, dtype, offset, valid, scratch + 4 * size)
     streamed()
 
@@ -278,9 +301,10 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     """`onebit.kernels.reference.average` in one loop."""
     form = out.format
     arguments = (
-        *over(span), form.nbytes, form.fingerprint, received.rows, 1 / received.rows, form.shard_blocks,
-        *parts(received), at(live), at(residual.value), at(residual.scale), at(residual.partial),
-        at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+        *over(span), received.format.nbytes, int(received.format.scale == "tensor"), form.fingerprint, received.rows,
+        1 / received.rows, form.shard_blocks, *parts(received), at(live), at(residual.value), at(residual.scale),
+        at(residual.partial), at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+        form.bits,
     )  # fmt: skip
     over_blocks(_average, span.count, form.block_size, arguments)
     _finish_scales(residual, out)
@@ -297,15 +321,8 @@ def _finish_scales(residual: Residual, out: Messages) -> None:
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """`onebit.kernels.reference.decode` in one loop."""
-    form = messages.format
     arguments = (
-        *over(span),
-        *table(out),
-        form.shard_blocks,
-        form.nbytes,
-        *parts(messages),
-        messages.copies,
-        int(form.scale == "tensor"),
+        *over(span), *table(out), messages.format.shard_blocks, *parts(messages), *packing(messages),
         int(span.elements >= LARGE),
-    )
-    over_blocks(_decode, span.count, form.block_size, arguments, scratch_blocks=1)
+    )  # fmt: skip
+    over_blocks(_decode, span.count, messages.format.block_size, arguments, scratch_blocks=1)

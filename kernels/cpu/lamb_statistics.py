@@ -26,12 +26,13 @@ from onebit.kernels.cpu.blocks import (
     hyper_of,
     kept_bits,
     locate,
-    mean_of_copies,
     momentum_at,
     of_message,
     over,
+    packing,
     parts,
     signed,
+    unpack,
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
@@ -97,31 +98,31 @@ def _statistics_block(
 @Loop
 def _statistics(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    hyper: int, shard_blocks: int, row_bytes: int, messages: int, header: int, scales: int, bits: int, copies: int,
-    tensor: int, prev_flat: int, prev_scales: int, prev_bits: int, prev_copies: int, d: int, exp_avg_sq: int, live: int,
-    gammas: int, partial: int, denominator: int,
+    hyper: int, shard_blocks: int, messages: int, header: int, scales: int, bits: int, row_bytes: int, tensor: int,
+    copies: int, planes: int, prev_flat: int, prev_scales: int, prev_bits: int, prev_row_bytes: int, prev_tensor: int,
+    prev_copies: int, prev_planes: int, d: int, exp_avg_sq: int, live: int, gammas: int, partial: int, denominator: int,
 ) -> None:  # fmt: skip
     if any_flag(header, messages, row_bytes) != 0:
         return
+    prev_packed = prev_bits != 0 and prev_copies == 1 and prev_planes == 1
     for block in range(first, stop):
         p, group, _, valid = locate(first_block + block, owner, rows, size)
         kept = 0 if live == 0 else kept_bits(live + block * (size // 8), valid, size, scratch + 8 * size)
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies)
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
         prev_scale, its_prev = of_message(
-            prev_scales, prev_bits, block, shard_blocks, row_bytes, size, tensor, prev_copies
+            prev_scales, prev_bits, block, shard_blocks, prev_row_bytes, size, prev_tensor, prev_copies, prev_planes
         )
         start = 4 * block * size
         m_at, its_flat = 0, prev_flat + start
-        if copies > 1:
+        if copies > 1 or planes > 1:
             m_at = scratch
-            mean_of_copies(scale, its_bits, copies, row_bytes, up(valid), m_at)
-        if prev_copies > 1:
+            unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
+        if prev_bits != 0 and not prev_packed:
             its_flat = scratch + 4 * size
-            mean_of_copies(prev_scale, its_prev, prev_copies, row_bytes, up(valid), its_flat)
-        packed = prev_bits != 0 and prev_copies == 1
+            unpack(prev_scale, its_prev, size, prev_copies, prev_planes, prev_row_bytes, up(valid), its_flat, 0)
         ratio = _statistics_block(
             up(valid), valid, kept, float_at(scale), its_bits, m_at, its_flat,
-            float_at(prev_scale) if packed else ZERO, its_prev if packed else 0, d + start,
+            float_at(prev_scale) if prev_packed else ZERO, its_prev if prev_packed else 0, d + start,
             exp_avg_sq + start, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p), denominator,
         )  # fmt: skip
         set_float(partial + 4 * block, ratio)
@@ -168,9 +169,9 @@ def lamb_statistics(
     form, (header, scales, bits) = replies.format, parts(replies)
     owner, rows, first_block, size = over(span)
     arguments = (
-        owner, rows, first_block, size, at(hyper), form.shard_blocks, form.nbytes, replies.rows, header, scales, bits,
-        replies.copies, int(form.scale == "tensor"), *momentum_at(previous), at(d), at(exp_avg_sq), at(live), at(gamma),
-        at(state.partial), int(ratio == "denominator"),
+        owner, rows, first_block, size, at(hyper), form.shard_blocks, replies.rows, header, scales, bits,
+        *packing(replies), *momentum_at(previous), at(d), at(exp_avg_sq), at(live), at(gamma), at(state.partial),
+        int(ratio == "denominator"),
     )  # fmt: skip
     over_blocks(_statistics, span.count, size, arguments, scratch_blocks=2)
     _ratios(

@@ -9,7 +9,11 @@ A message carries one shard of one chunk from one rank to another:
 An element decodes to +scale where its bit is 1 and to -scale elsewhere, or to the mean of that over the messages that
 its block is in (`Messages.copies`): one where a rank has averaged the shard, one a rank where every rank's message goes
 to all. Bits past a block's valid count are 0.
-Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and at most 28 bytes.
+
+With 2 bits an element a block has two scales, the mean sizes of its small and of its large elements, and twice as many
+bytes of bits: the signs of all, then for all whether they are large: more than ABOVE times the block's mean size.
+Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element and at most 28 bytes, twice that
+with 2 bits.
 
 The length of a message follows from its format alone, and no byte of it is used as an address or a count: no content
 can make a reader access memory elsewhere. In host memory headers are checked (2 us for 8 messages), which finds what is
@@ -33,8 +37,10 @@ from onebit.kernels.data.layout import Layout
 
 Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2"]
+Bits = Literal[1, 2]
 
-MAGIC = 0x01424231  # "1BB" and the version of this layout
+MAGIC = 0x02424231  # "1BB", or "2BB" with 2 bits, and the version of this layout
+ABOVE = 1.23  # times the mean size of a block: a larger element is one of the large ones
 NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step's messages
 _ALIGN = 16
 _HEADER_WORDS = 4
@@ -58,6 +64,7 @@ class Format:
     scale: Scale = "block"
     norm: Norm = "l1"
     layout_fingerprint: int = 0
+    bits: Bits = 1  # an element
 
     def __post_init__(self) -> None:
         if not is_one_of(self.scale, get_args(Scale)):
@@ -69,10 +76,22 @@ class Format:
     def of(cls, layout: Layout, scale: Scale = "block", norm: Norm = "l1") -> Format:
         return cls(layout.block_size, layout.shard_blocks, scale, norm, layout.fingerprint)
 
+    def with_bits(self, bits: Bits) -> Format:
+        """The same blocks in so many bits an element. With 2 every block has its own mean sizes, whatever `scale` and
+        `norm` are."""
+        if bits == self.bits:
+            return self
+        return Format(self.block_size, self.shard_blocks, layout_fingerprint=self.layout_fingerprint, bits=bits)
+
     @property
     def scales(self) -> int:
         """Scales in one message."""
-        return self.shard_blocks if self.scale == "block" else 1
+        return self.shard_blocks * self.bits if self.scale == "block" else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's bits."""
+        return self.bits * self.block_size // 8
 
     @property
     def scales_offset(self) -> int:
@@ -84,17 +103,18 @@ class Format:
 
     @property
     def nbytes(self) -> int:
-        return self.bits_offset + _aligned(self.shard_blocks * self.block_size // 8)
+        return self.bits_offset + _aligned(self.shard_blocks * self.block_bytes)
 
     @cached_property
     def fingerprint(self) -> int:
         text = f"{self.block_size} {self.shard_blocks} {self.scale} {self.norm} {self.layout_fingerprint}"
+        text += "" if self.bits == 1 else f" {self.bits}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
     @property
     def header(self) -> tuple[int, int, int, int]:
         """The header words of every message of this format, with no flag set."""
-        return (MAGIC, 0, self.fingerprint, self.shard_blocks)
+        return (MAGIC + self.bits - 1, 0, self.fingerprint, self.shard_blocks)
 
     def empty(self, rows: int, device: torch.device | str = "cpu", copies: int = 1) -> Messages:
         """Uninitialized memory for `rows` messages."""
@@ -124,14 +144,14 @@ class Messages:
 
     @cached_property
     def scales(self) -> Tensor:
-        """fp32 [rows, shard_blocks] or [rows, 1]"""
+        """fp32 [rows, shard_blocks] or [rows, 1]; with 2 bits [rows, 2 shard_blocks], each block's two in a row"""
         start = self.format.scales_offset
         return self.buffer[:, start : start + 4 * self.format.scales].view(torch.float32)
 
     @cached_property
     def bits(self) -> Tensor:
-        """uint8 [rows, shard_blocks, block_size / 8]"""
-        start, width = self.format.bits_offset, self.format.block_size // 8
+        """uint8 [rows, shard_blocks, block_bytes]"""
+        start, width = self.format.bits_offset, self.format.block_bytes
         flat = self.buffer[:, start : start + self.format.shard_blocks * width]
         return flat.unflatten(1, (self.format.shard_blocks, width))
 
@@ -148,13 +168,15 @@ class Messages:
             if (magic, 0, fingerprint, blocks) != self.format.header or flags not in (0, NONFINITE):
                 raise MessageError(
                     f"{phase}: what came from rank {rank} is no message of this exchange (its header is {magic:#x}, "
-                    f"{flags}, {fingerprint}, {blocks}; expected {MAGIC:#x}, 0 or {NONFINITE}, "
+                    f"{flags}, {fingerprint}, {blocks}; expected {self.format.header[0]:#x}, 0 or {NONFINITE}, "
                     f"{self.format.fingerprint}, {self.format.shard_blocks}): it was damaged on the way, or the rank "
                     f"runs another onebit. Restart the ranks from the last checkpoint"
                 )
 
     def scale_of_blocks(self) -> Tensor:
-        """fp32 [rows * shard_blocks]: the scale that decodes each block."""
+        """fp32 [rows * shard_blocks]: the scale that decodes each block; with 2 bits [rows * shard_blocks, 2]."""
+        if self.format.bits == 2:
+            return self.scales.reshape(-1, 2)
         return self.scales.expand(self.rows, self.format.shard_blocks).reshape(-1)
 
     def slice(self, first: int, rows: int) -> Messages:

@@ -87,7 +87,7 @@ def adam_update_kernel(
     owner, parameter_table, p_addresses, hyper, coefficient, first_block, blocks, shard_blocks, row_bytes,
     header, scales, bits, d, master,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -99,7 +99,7 @@ def adam_update_kernel(
                 lr = tl.load(h + tiles.H_LR)
                 if coefficient is not None:
                     lr = lr * tl.load(coefficient + p)
-                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
+                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
                 start = block.to(tl.int64) * BLOCK
                 x = None if master is None else master + start
                 if aligned:

@@ -27,6 +27,7 @@ from onebit.kernels.gpu.launch import (
     launch,
     message_arguments,
     momentum_arguments,
+    momentum_format_arguments,
     replies_arguments,
     span_arguments,
 )
@@ -35,9 +36,9 @@ from onebit.kernels.gpu.launch import (
 @triton.jit
 def _compress_block(
     g_base, g_valid, h, gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, scale, bits,
-    block, shard_blocks, row_bytes, valid,
+    block, shard_blocks, m_row_bytes, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
-    COPIES: tl.constexpr,
+    COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
     y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * g
@@ -45,8 +46,9 @@ def _compress_block(
         y = tl.load(gamma) * y
     if (m_bits is not None) or (m_flat is not None):
         m = tiles.load_momentum(
-            m_flat, m_scales, m_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR, COPIES
-        )
+            m_flat, m_scales, m_bits, block, shard_blocks, m_row_bytes, valid,
+            BLOCK, TILE, FULL, TENSOR and BITS == 1, COPIES, BITS,
+        )  # fmt: skip
         y = tl.load(h + tiles.H_BETA1) * m + y
     c = y + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
     tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
@@ -55,10 +57,12 @@ def _compress_block(
 @tiles.entry
 def compress_kernel(
     owner, parameter_table, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
-    gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
+    gamma, m_flat, m_scales, m_bits, m_row_bytes, live, value, residual_scale, partial, counted, counter,
+    header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, L2: tl.constexpr, COPIES: tl.constexpr,
+    TENSOR: tl.constexpr, L2: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
+    m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit have the format of what is written
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -66,7 +70,7 @@ def compress_kernel(
             row = (block // shard_blocks).to(tl.int64)
             j = block % shard_blocks
             if j == 0:
-                tiles.write_header(header + row * (row_bytes // 4), flag, fingerprint, shard_blocks)
+                tiles.write_header(header + row * (row_bytes // 4), flag, fingerprint, shard_blocks, 1)
             if flag == 0:
                 p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
                 g_base, g_valid, aligned = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
@@ -82,14 +86,14 @@ def compress_kernel(
                 if aligned:
                     _compress_block(
                         g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
-                        block_partial, block_counted, scale, block_bits, block, shard_blocks, row_bytes, valid,
-                        BLOCK, TILE, True, TENSOR, L2, COPIES,
+                        block_partial, block_counted, scale, block_bits, block, shard_blocks, m_stride, valid,
+                        BLOCK, TILE, True, TENSOR, L2, COPIES, BITS,
                     )  # fmt: skip
                 else:
                     _compress_block(
                         g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
-                        block_partial, block_counted, scale, block_bits, block, shard_blocks, row_bytes, valid,
-                        BLOCK, TILE, False, TENSOR, L2, COPIES,
+                        block_partial, block_counted, scale, block_bits, block, shard_blocks, m_stride, valid,
+                        BLOCK, TILE, False, TENSOR, L2, COPIES, BITS,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter + row, shard_blocks):
@@ -104,15 +108,19 @@ def _average_block(
     in_scales, in_bits, ranks, inverse_ranks, row_bytes, live, value, residual_scale, partial, counted, scale, bits,
     block, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((TILE,), tl.float32)
     stride = row_bytes.to(tl.int64)
     block_bits = in_bits + block.to(tl.int64) * (BLOCK // 8)
     for i in range(ranks):
-        s = tl.load(in_scales + i * (stride // 4) + (0 if TENSOR else block))
+        s = tl.load(in_scales + i * (stride // 4) + (0 if IN_TENSOR else block))
         total += tiles.unpack(block_bits + i * stride, s, BLOCK, TILE)
     c = total * inverse_ranks + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
-    tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
+    if BITS == 2:
+        tiles.encode_two_bits(c, live, value, scale, bits, valid, BLOCK, TILE, FULL)
+    else:
+        tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
 
 
 @tiles.entry
@@ -120,6 +128,7 @@ def average_kernel(
     owner, parameter_table, first_block, blocks, row_bytes, fingerprint, ranks, inverse_ranks,
     in_header, in_scales, in_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     flag = 0
     for i in range(ranks):
@@ -128,11 +137,11 @@ def average_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             if block == 0:
-                tiles.write_header(header, flag, fingerprint, blocks)
+                tiles.write_header(header, flag, fingerprint, blocks, BITS)
             if flag == 0:
                 _, _, _, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-                scale = scales + (0 if TENSOR else block)
-                block_bits = bits + block.to(tl.int64) * (BLOCK // 8)
+                scale = scales + (0 if TENSOR else block * BITS)
+                block_bits = bits + block.to(tl.int64) * (BITS * BLOCK // 8)
                 block_value = value + block.to(tl.int64) * BLOCK
                 block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
                 block_partial = partial + block if TENSOR else None
@@ -141,11 +150,13 @@ def average_kernel(
                     _average_block(
                         in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_live, block_value, residual_scale,
                         block_partial, block_counted, scale, block_bits, block, valid, BLOCK, TILE, True, TENSOR, L2,
+                        IN_TENSOR, BITS,
                     )  # fmt: skip
                 else:
                     _average_block(
                         in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_live, block_value, residual_scale,
                         block_partial, block_counted, scale, block_bits, block, valid, BLOCK, TILE, False, TENSOR, L2,
+                        IN_TENSOR, BITS,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter, blocks):
@@ -156,14 +167,14 @@ def average_kernel(
 def decode_kernel(
     owner, parameter_table, addresses, first_block, blocks, shard_blocks, row_bytes, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
-    COPIES: tl.constexpr,
+    COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             p, _, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             base, writable, aligned = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
-            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
+            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
             flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
             x = tl.where(flag == 0, x, float("nan"))
             if aligned:
@@ -188,6 +199,7 @@ def compress(
     arguments = {
         **span_arguments(span, residual.value.device),
         **momentum_arguments(momentum, "m_"),
+        **momentum_format_arguments(momentum),
         **encoding_arguments(residual, out),
         "addresses": grads.addresses,
         "hyper": hyper,
@@ -205,6 +217,9 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
         **span_arguments(span, residual.value.device),
         **message_arguments(received, "in_"),
         **encoding_arguments(residual, out),
+        "row_bytes": received.format.nbytes,
+        "IN_TENSOR": received.format.scale == "tensor",
+        "BITS": out.format.bits,
         "ranks": received.rows,
         "inverse_ranks": 1 / received.rows,
         "live": live,

@@ -140,12 +140,13 @@ def _statistics_block(
     scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
     d, exp_avg_sq, live, gamma, partial, h, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
-    COPIES: tl.constexpr,
+    COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
+    m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
     m_prev = tiles.load_momentum(
-        prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, valid, BLOCK, TILE, FULL, TENSOR, COPIES
-    )
+        prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, valid,
+        BLOCK, TILE, FULL, TENSOR, COPIES, BITS,
+    )  # fmt: skip
     one_minus_beta1 = tl.zeros_like(m) + tl.load(h + tiles.H_ONE_MINUS_BETA1)
     g = tl.div_rn(m - tl.load(h + tiles.H_BETA1) * m_prev, one_minus_beta1)
     if gamma is not None:
@@ -174,7 +175,7 @@ def lamb_statistics_kernel(
     prev_flat, prev_scales, prev_bits, d, exp_avg_sq, live, gamma, coefficient, average, ratio, partial, counter,
     factor_min, factor_max, factor_low, factor_high,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr, COPIES: tl.constexpr,
+    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -189,13 +190,13 @@ def lamb_statistics_kernel(
                     _statistics_block(
                         scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
                         d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
-                        BLOCK, TILE, True, TENSOR, DENOMINATOR, COPIES,
+                        BLOCK, TILE, True, TENSOR, DENOMINATOR, COPIES, BITS,
                     )  # fmt: skip
                 else:
                     _statistics_block(
                         scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
                         d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
-                        BLOCK, TILE, False, TENSOR, DENOMINATOR, COPIES,
+                        BLOCK, TILE, False, TENSOR, DENOMINATOR, COPIES, BITS,
                     )  # fmt: skip
                 first, count = _first_and_blocks(parameter_table, p, BLOCK)
                 if tiles.finished(counter + p, count):

@@ -63,13 +63,14 @@ def message_arguments(messages: Messages, prefix: str = "") -> dict[str, Any]:
 
 
 def format_arguments(form: Format) -> dict[str, Any]:
-    """How a kernel finds a block's part of a message. All messages of one launch have one format."""
+    """How a kernel finds a block's part of a message. Messages of one launch are cut alike."""
     return {"shard_blocks": form.shard_blocks, "row_bytes": form.nbytes, "TENSOR": form.scale == "tensor"}
 
 
 def replies_arguments(replies: Messages) -> dict[str, Any]:
     """What `tiles.decode_block` reads."""
-    return {**message_arguments(replies), **format_arguments(replies.format), "COPIES": replies.copies}
+    form = replies.format
+    return {**message_arguments(replies), **format_arguments(form), "COPIES": replies.copies, "BITS": form.bits}
 
 
 def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
@@ -79,8 +80,15 @@ def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[
         f"{prefix}flat": None if packed else momentum,
         f"{prefix}scales": packed and packed.scales,
         f"{prefix}bits": packed and packed.bits,
-        "COPIES": packed.copies if packed else 1,
     }
+
+
+def momentum_format_arguments(momentum: Tensor | Messages | None) -> dict[str, Any]:
+    """How momentum is packed, in a launch that writes messages of 1 bit."""
+    if not isinstance(momentum, Messages):
+        return {"m_row_bytes": 0, "COPIES": 1, "BITS": 1}
+    form = momentum.format
+    return {"m_row_bytes": form.nbytes, "COPIES": momentum.copies, "BITS": form.bits}
 
 
 def residual_arguments(residual: Residual) -> dict[str, Any]:

@@ -29,6 +29,7 @@ H_GRAD_SCALE = tl.constexpr(_column("grad_scale"))
 LARGEST = tl.constexpr(_LARGEST)
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
+ABOVE = tl.constexpr(wire.ABOVE)
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in: one binary serves every layout.
 entry = triton.jit(do_not_specialize=["first_block", "blocks", "shard_blocks", "fingerprint", "ranks"])
@@ -106,16 +107,25 @@ def unpack(bits, scale, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def unpack_two(bits, scales, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A tile from 2 bits an element."""
+    large = load_bits(bits + BLOCK // 8, BLOCK, TILE)
+    return unpack(bits, tl.where(large, tl.load(scales + 1), tl.load(scales)), BLOCK, TILE)
+
+
+@triton.jit
 def decode_block(
     scales, bits, block, shard_blocks, row_bytes,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Block `block` of messages that lie `row_bytes` apart, or its mean over COPIES of them."""
     row = (block // shard_blocks).to(tl.int64) * COPIES
     j = block % shard_blocks
-    scales += row * (row_bytes // 4) + (0 if TENSOR else j)
-    bits += row * row_bytes + j.to(tl.int64) * (BLOCK // 8)
-    if COPIES == 1:
+    scales += row * (row_bytes // 4) + (0 if TENSOR else j * BITS)
+    bits += row * row_bytes + j.to(tl.int64) * (BITS * BLOCK // 8)
+    if BITS == 2:
+        m = unpack_two(bits, scales, BLOCK, TILE)
+    elif COPIES == 1:
         m = unpack(bits, tl.load(scales), BLOCK, TILE)
     else:
         m = tl.zeros((TILE,), tl.float32)
@@ -130,10 +140,11 @@ def decode_block(
 def load_momentum(
     flat, scales, bits, block, shard_blocks, row_bytes, valid,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """m, kept as the messages that brought it, or still dense."""
     if bits is not None:
-        m = decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES)
+        m = decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
     else:
         m = load_tile(flat + block.to(tl.int64) * BLOCK, valid, TILE, FULL)
     return m
@@ -155,8 +166,8 @@ def flag_of_block(header, block, shard_blocks, row_bytes, COPIES: tl.constexpr):
 
 
 @triton.jit
-def write_header(header, flag, fingerprint, shard_blocks):
-    tl.store(header, MAGIC)
+def write_header(header, flag, fingerprint, shard_blocks, BITS: tl.constexpr):
+    tl.store(header, MAGIC + (BITS - 1))
     tl.store(header + FLAGS_WORD, flag)
     tl.store(header + 2, fingerprint)
     tl.store(header + 3, shard_blocks)
@@ -207,6 +218,34 @@ def encode(
         left = tl.where(kept, left, 0.0)
     store_tile(value, left, BLOCK, TILE, FULL)
     pack(bit, bits, BLOCK, TILE)
+
+
+@triton.jit
+def encode_two_bits(
+    c, live, value, scales, bits, valid, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    """Store a block's signs, which of its elements are large, the mean sizes of both kinds, and what they leave out."""
+    kept = tl.arange(0, TILE) < valid
+    count = valid
+    if live is not None:
+        kept = kept & load_bits(live, BLOCK, TILE)
+        count = tl.sum(kept.to(tl.int32), axis=0)
+    if (live is not None) or (not FULL):
+        c = tl.where(kept, c, 0.0)
+    size = tl.abs(c)
+    large = size > mean_scale(tl.sum(size, axis=0), count, False) * ABOVE
+    larger = tl.sum(large.to(tl.int32), axis=0)
+    small_size = mean_scale(tl.sum(tl.where(large, 0.0, size), axis=0), count - larger, False)
+    large_size = mean_scale(tl.sum(tl.where(large, size, 0.0), axis=0), larger, False)
+    tl.store(scales, small_size)
+    tl.store(scales + 1, large_size)
+    bit = (c >= 0) & kept
+    left = c - signed(bit, tl.where(large, large_size, small_size))
+    if (live is not None) or (not FULL):
+        left = tl.where(kept, left, 0.0)
+    store_tile(value, left, BLOCK, TILE, FULL)
+    pack(bit, bits, BLOCK, TILE)
+    pack(large, bits + BLOCK // 8, BLOCK, TILE)
 
 
 @triton.jit

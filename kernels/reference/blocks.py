@@ -60,6 +60,12 @@ def unpack(packed: Tensor, block_size: int) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 1).view(-1, block_size) != 0
 
 
+def packed(bits: Tensor) -> Tensor:
+    """uint8 [blocks, block_size / 8] from bool [blocks, block_size]: the first bit in the lowest place."""
+    weights = 2 ** torch.arange(8, dtype=torch.int32, device=bits.device)
+    return (bits.unflatten(1, (-1, 8)) * weights).sum(2).to(torch.uint8)
+
+
 def signed(positive: Tensor, scale: Tensor) -> Tensor:
     """+scale where `positive`, -scale elsewhere."""
     return torch.where(positive, scale, -scale)

@@ -11,11 +11,12 @@ from torch import Tensor
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages
+from onebit.kernels.data.wire import ABOVE, Messages
 from onebit.kernels.reference.blocks import (
     element_mask,
     gather,
     hyper_columns,
+    packed,
     parameter_column,
     scatter,
     signed,
@@ -53,7 +54,7 @@ def compress(
 
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
-    """C = mean_i decode(received_i) + E;  out = compress(C);  E = C - decode(out)."""
+    """C = mean_i decode(received_i) + E;  out = compress(C), in 1 bit or 2;  E = C - decode(out)."""
     out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
     out.flags.copy_((received.flags != 0).any().expand(out.rows))
     if bool(out.flags.any()):
@@ -61,18 +62,23 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     total = torch.zeros(span.count, span.layout.block_size, dtype=torch.float32, device=received.buffer.device)
     for i in range(received.rows):
         total = total + message_values(received.slice(i, 1))
-    _encode(span, total * (1 / received.rows), residual, out, live)
+    encode = _encode if out.format.bits == 1 else _encode_two_bits
+    encode(span, total * (1 / received.rows), residual, out, live)
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """x = scale * sigma; NaN where the message is flagged, which is what an uncompressed mean would give."""
+    """x = scale sigma; NaN where the message is flagged, which is what an uncompressed mean would give."""
     scatter(span, out, lambda _: torch.where(unflagged_blocks(messages), message_values(messages), torch.nan))
 
 
 def message_values(messages: Messages) -> Tensor:
     """fp32 [blocks, block_size]: what the messages' bits and scales stand for, the mean over a block's copies."""
-    size = messages.format.block_size
-    values = signed(unpack(messages.bits, size), messages.scale_of_blocks()[:, None])
+    size, scales = messages.format.block_size, messages.scale_of_blocks()
+    if messages.format.bits == 2:
+        positive, large = (unpack(part, size) for part in messages.bits.chunk(2, -1))
+        values = signed(positive, torch.where(large, scales[:, 1:], scales[:, :1]))
+    else:
+        values = signed(unpack(messages.bits, size), scales[:, None])
     if messages.copies == 1:
         return values
     total = torch.zeros(len(values) // messages.copies, size, dtype=torch.float32, device=values.device)
@@ -109,11 +115,28 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tens
         scale = scale.sqrt()
     out.scales.copy_(scale.view(out.scales.shape))
     bits = (c >= 0) & mask
-    weights = 2 ** torch.arange(8, dtype=torch.int32, device=y.device)
-    packed = (bits.unflatten(1, (-1, 8)) * weights).sum(2).to(torch.uint8)
-    out.bits.copy_(packed.view(out.bits.shape))
+    out.bits.copy_(packed(bits).view(out.bits.shape))
     if residual.scale is None:
         residual.value.copy_(torch.where(mask, c - signed(bits, scale[:, None]), 0).view(-1))
     else:
         residual.value.copy_(c.view(-1))
         residual.scale.copy_(scale)
+
+
+def _encode_two_bits(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tensor | None) -> None:
+    """c = y + e into a sign and one of two sizes, the means of the block's small and large elements."""
+    mask = element_mask(span, y.device, live)
+    c = torch.where(mask, y + residual.value.view(span.count, -1), 0)
+    size = c.abs()
+    large = size > ABOVE * _mean(size, mask)
+    small_size, large_size = _mean(size, mask & ~large), _mean(size, large)
+    positive = (c >= 0) & mask
+    out.scales.copy_(torch.cat([small_size, large_size], 1).view(out.scales.shape))
+    out.bits.copy_(torch.cat([packed(positive), packed(large)], 1).view(out.bits.shape))
+    left = c - signed(positive, torch.where(large, large_size, small_size))
+    residual.value.copy_(torch.where(mask, left, 0).view(-1))
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[blocks, 1]: of those that the mask has; 0 where it has none."""
+    return (torch.where(mask, values, 0).sum(1) / mask.sum(1).clamp(min=1))[:, None]

@@ -21,7 +21,7 @@ from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Format, Messages, Norm, Scale
+from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
 from onebit.kernels.passes import Backend, bytes_per_element
 
 HYPER = Hyper.at_step(1000, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -57,8 +57,9 @@ class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
-    some coordinates out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
-    each parameter's momentum times a gamma of its own. Each buffer is a method, and is made when it is first called.
+    some coordinates out. `copies`: the messages that momentum and replies have of each block; `reply_bits`: the bits an
+    element has in them. `scaled`: messages hold each parameter's momentum times a gamma of its own. Each buffer is a
+    method, and is made when it is first called.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Workload:
         norm: Norm = "l1",
         ranks: int = 8,
         copies: int = 1,
+        reply_bits: Bits = 1,
         packed: bool = True,
         master: bool | None = None,
         masked: bool = False,
@@ -83,6 +85,7 @@ class Workload:
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format.of(self.layout, scale, norm)
+        self.reply_format = self.format.with_bits(reply_bits)
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far, by the name of their method
 
@@ -152,6 +155,7 @@ class Workload:
             packed=self.packed,
             ranks=self.layout.ranks,
             copies=self.copies,
+            reply_bits=self.reply_format.bits,
             masked=self.masked,
         )
         span = self.shard if name == "average" else self.span
@@ -215,32 +219,32 @@ class Workload:
     @_made_once
     def momentum(self) -> Tensor | Messages:
         if self.packed:
-            return self._messages("momentum", self.span, self.copies)
+            return self._messages("momentum", self.span, self.reply_format, self.copies)
         return self._flat("momentum", self.span).mul_(0.1)
 
     @_made_once
     def replies(self) -> Messages:
-        return self._messages("replies", self.span, self.copies)
+        return self._messages("replies", self.span, self.reply_format, self.copies)
 
     @_made_once
     def received(self) -> Messages:
-        return self._messages("received", self.shard)
+        return self._messages("received", self.shard, self.format)
 
     @_made_once
     def sent(self) -> Messages:
-        return self._unwritten(self.layout.ranks)
+        return self._unwritten(self.format, self.layout.ranks)
 
     @_made_once
     def reply(self) -> Messages:
-        return self._unwritten(1)
+        return self._unwritten(self.reply_format, 1)
 
     @_made_once
     def residual(self) -> Residual:
-        return self._residual("residual", self.span)
+        return self._residual("residual", self.span, self.format)
 
     @_made_once
     def server_residual(self) -> Residual:
-        return self._residual("server_residual", self.shard)
+        return self._residual("server_residual", self.shard, self.reply_format)
 
     @_made_once
     def warmup_state(self) -> LambState:
@@ -252,9 +256,9 @@ class Workload:
         state.average.fill_(0.1)
         return state
 
-    def _unwritten(self, rows: int) -> Messages:
+    def _unwritten(self, form: Format, rows: int) -> Messages:
         """Messages whose every scale is NaN."""
-        messages = self.format.empty(rows, self.device)
+        messages = form.empty(rows, self.device)
         messages.buffer.fill_(255)
         return messages
 
@@ -280,25 +284,26 @@ class Workload:
         packed = torch.empty(span.elements // 8, dtype=torch.uint8, device=self.device)
         return packed.random_(0, 256, generator=self._generator(name))
 
-    def _residual(self, name: str, span: Span) -> Residual:
-        residual = Residual.zeros(span, self.format, self.device)
+    def _residual(self, name: str, span: Span, form: Format) -> Residual:
+        residual = Residual.zeros(span, form, self.device)
         residual.value.copy_(self._flat(name, span).mul_(0.1))
         if residual.scale is not None:
             residual.scale.fill_(0.1)
         return residual
 
-    def _messages(self, name: str, span: Span, copies: int = 1) -> Messages:
+    def _messages(self, name: str, span: Span, form: Format, copies: int = 1) -> Messages:
         """One message a rank, as `span` (the whole layout, or the shard that all of them are for) is cut."""
         source = self._generator(name)
-        messages = self.format.empty(self.layout.ranks * copies, self.device, copies)
+        messages = form.empty(self.layout.ranks * copies, self.device, copies)
         messages.buffer.random_(0, 256, generator=source)
-        messages.header.copy_(torch.tensor(self.format.header, dtype=torch.int32))
+        messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
         messages.scales.copy_(
             torch.rand(messages.scales.shape, generator=source, device=self.device).add_(0.5).mul_(0.1)
         )
-        counts = np.resize(span.counts(), (self.layout.ranks, self.format.shard_blocks)).repeat(copies, axis=0)
+        counts = np.resize(span.counts(), (self.layout.ranks, form.shard_blocks)).repeat(copies, axis=0)
         for row, block in zip(*np.nonzero(counts < self.layout.block_size), strict=True):
             valid = np.arange(self.layout.block_size) < counts[row, block]
-            keep = torch.from_numpy(np.packbits(valid, bitorder="little"))
-            messages.bits[row, block] &= keep.to(self.device)
+            keep = torch.from_numpy(np.packbits(valid, bitorder="little")).to(self.device)
+            for part in messages.bits[row, block].chunk(form.bits):
+                part &= keep
         return messages

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.schema import VERSION, Saved
+from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
 from onebit.kernels.data.wire import Scale
@@ -71,7 +72,7 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
     if numbers["compressing"]:
         reply = numbers.get("reply", 1)
-        if not is_one_of(reply, ("direct",)) and not (is_whole(reply) and reply == 1):
+        if not is_one_of(reply, ("direct",)) and not (is_whole(reply) and reply in WAYS):
             raise ValueError(f"reply is {_shown(reply)} in the state: {_DAMAGED}")
         check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
         if not is_one_of(numbers.get("scale"), get_args(Scale)):

@@ -25,9 +25,9 @@ from onebit.checkpoint.schema import (
     residual_name,
     server_residual_name,
 )
+from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import WAYS
-from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
@@ -156,28 +156,30 @@ class _Restoration:
             _put_residuals(reducer, saved, there, ranks)
         else:
             self._warn_of_missing(len(ranks))
-        same_messages = way is setup.way and (way is TwoPhases or len(ranks) == setup.topology.replicas.size)
-        same_blocks = there.block_size == state.layout.block_size and n["scale"] == "block"
-        if n["scale"] == setup.options.scale and (alike or (same_messages and same_blocks)):
+        same_messages = way is setup.way and (way is not Direct or len(ranks) == setup.topology.replicas.size)
+        same_scales = n["scale"] == setup.options.scale or way.reply_bits == 2
+        of_blocks = n["scale"] == "block" or way.reply_bits == 2
+        same_blocks = there.block_size == state.layout.block_size and of_blocks
+        if same_scales and (alike or (same_messages and same_blocks)):
             _put_momentum(reducer, saved, rank)
         else:
             betas = [group["betas"][0] for group in setup.groups]
             if setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
                 state.add(FIRST_MOMENTUM)
-                _decode_momentum(state, saved, FIRST_MOMENTUM.name)
-            part.fold_momentum_again = partial(_decode_momentum, state, saved, RESIDUAL.name, betas)
+                _decode_momentum(state, saved, way, FIRST_MOMENTUM.name)
+            part.fold_momentum_again = partial(_decode_momentum, state, saved, way, RESIDUAL.name, betas)
             part.fold_momentum_again()
 
     def _check_messages(self, state: FlatState, saved: Sequence[Saved], there: Layout) -> None:
         ranks = int(self._numbers["ranks"])
         present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < ranks}
-        served = self._way is TwoPhases
+        served, bits = self._way is not Direct, self._way.reply_bits
         held = {r: _elements_of(there, r) if served else [0] * len(saved) for r in present}
         copies = () if served or ranks == 1 else (ranks,)
         for i, own in enumerate(saved):
             name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // there.block_size)
-            shaped(own, BITS, (*copies, blocks, there.block_size // 8), name, "bits")
-            shaped(own, SCALES, (*copies, blocks), name, "non-negative")
+            shaped(own, BITS, (*copies, blocks, bits * there.block_size // 8), name, "bits")
+            shaped(own, SCALES, (*copies, blocks, *([2] if bits == 2 else [])), name, "non-negative")
             for r, elements in held.items():
                 if residual_name(r) in own:
                     shaped(own, residual_name(r), tuple(state.params[i].shape), name, "finite")
@@ -257,28 +259,33 @@ def _server_residual(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]
 def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved], rank: int) -> None:
     """m as the replies of the last step, and as what this rank sent of them."""
     layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
-    copies, width = replies.copies, layout.block_size // 8
-    bits = torch.zeros((copies, layout.blocks, width), dtype=torch.uint8, device=device)
-    scales = torch.zeros((copies, layout.blocks), dtype=torch.float32, device=device)
+    copies, form = replies.copies, replies.format
+    bits = torch.zeros((copies, layout.blocks, form.block_bytes), dtype=torch.uint8, device=device)
+    scales = torch.zeros((copies, layout.blocks, form.bits), dtype=torch.float32, device=device)
     for i, own in enumerate(saved):
-        first = int(layout.first[i])
-        its_bits, its_scales = own[BITS].to(device), own[SCALES].to(device)
-        bits[:, first : first + its_bits.shape[-2]] = its_bits
-        scales[:, first : first + its_scales.shape[-1]] = its_scales
-    blocks = replies.format.shard_blocks
-    replies.bits.copy_(bits.view(copies, -1, blocks, width).transpose(0, 1).flatten(0, 1))
-    of_messages = scales.view(copies, -1, blocks).transpose(0, 1).flatten(0, 1)
-    replies.scales.copy_(of_messages[:, : replies.format.scales])
+        first, its_bits = int(layout.first[i]), own[BITS].to(device)
+        stop = first + its_bits.shape[-2]
+        bits[:, first:stop] = its_bits
+        scales[:, first:stop] = own[SCALES].to(device).reshape(*its_bits.shape[:-1], form.bits)
+    blocks = form.shard_blocks
+    replies.bits.copy_(bits.unflatten(1, (-1, blocks)).transpose(0, 1).flatten(0, 1))
+    of_messages = scales.unflatten(1, (-1, blocks)).transpose(0, 1).flatten(0, 1).flatten(1)
+    replies.scales.copy_(of_messages[:, : form.scales])
     for chunk in reducer.exchange.chunks:
         chunk.own_reply.buffer.copy_(chunk.replies.buffer[rank][None])
 
 
-def _decode_momentum(state: FlatState, saved: Sequence[Saved], name: str, betas: Sequence[float] | None = None) -> None:
+def _decode_momentum(
+    state: FlatState, saved: Sequence[Saved], way: type[Exchange], name: str, betas: Sequence[float] | None = None
+) -> None:
     """Add m, which messages of another shape held, to a field; multiplied by its group's beta, if given."""
     for i, own in enumerate(saved):
-        bits = own[BITS].to(state.device)
-        signs = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).flatten(-2).float() * 2 - 1
-        values = signs * own[SCALES].to(state.device).unsqueeze(-1)
+        bits, scales = own[BITS].to(state.device), own[SCALES].to(state.device).unsqueeze(-1)
+        ones = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).flatten(-2)
+        if way.reply_bits == 2:
+            ones, large = ones.chunk(2, -1)
+            scales = torch.where(large == 1, scales[:, 1], scales[:, 0])
+        values = (ones.float() * 2 - 1) * scales
         m = (values if values.ndim == 2 else values.mean(0)).view(-1)[: state.numels[i]]
         beta = 1.0 if betas is None else betas[state.groups[i]]
         state.view(name, i).add_(m.view(state.params[i].shape), alpha=beta)

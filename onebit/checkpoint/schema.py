@@ -10,7 +10,8 @@
                                    scale="tensor"; counted_bits where coordinates had no variance at the freeze;
                                    first_momentum until a compressed step was taken
         momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks], with
-                                                         direct replies of each rank: [ranks, blocks, ..]
+                                                         direct replies of each rank: [ranks, blocks, ..], with
+                                                         replies of 2 bits [blocks, block_size / 4] and [blocks, 2]
         residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E, of which
                                                          direct replies have none
         master                                           the fp32 copy of a 16-bit parameter
@@ -104,6 +105,7 @@ def _save_messages(reducer: MomentumReducer, rank: int) -> list[dict[str, Tensor
     exchange, state, layout = reducer.exchange, reducer.state, reducer.state.layout
     exchange.materialize()
     bits, scales = copies_of(exchange.replies)
+    axis = 0 if exchange.replies.copies == 1 else 1
     ends = [*layout.first.tolist(), layout.used_blocks]
     pieces: list[list[Tensor]] = [[] for _ in state.params]
     if exchange.server_residual is not None:
@@ -113,8 +115,8 @@ def _save_messages(reducer: MomentumReducer, rank: int) -> list[dict[str, Tensor
     saved = []
     for i in range(len(state.params)):
         own = {
-            BITS: _own(bits[..., ends[i] : ends[i + 1], :]),
-            SCALES: _own(scales[..., ends[i] : ends[i + 1]]),
+            BITS: _own(bits.narrow(axis, ends[i], ends[i + 1] - ends[i])),
+            SCALES: _own(scales.narrow(axis, ends[i], ends[i + 1] - ends[i])),
             residual_name(rank): state.view(RESIDUAL.name, i),
         }
         if pieces[i]:
@@ -128,11 +130,11 @@ def _own(part: Tensor) -> Tensor:
 
 
 def copies_of(messages: Messages) -> tuple[Tensor, Tensor]:
-    """Bits and scales of all blocks in their order: uint8 [blocks, block_size / 8] and fp32 [blocks], or with messages
-    of all ranks [ranks, ..] of both."""
+    """Bits and scales of all blocks in their order: uint8 [blocks, block_bytes] and fp32 [blocks], or [blocks, 2] with
+    2 bits; with messages of all ranks [ranks, ..] of both."""
     copies, blocks = messages.copies, messages.format.shard_blocks
     bits = messages.bits.unflatten(0, (-1, copies)).transpose(0, 1).flatten(1, 2)
-    scales = messages.scale_of_blocks().view(-1, copies, blocks).transpose(0, 1).flatten(1, 2)
+    scales = messages.scale_of_blocks().unflatten(0, (-1, copies, blocks)).transpose(0, 1).flatten(1, 2)
     return (bits[0], scales[0]) if copies == 1 else (bits, scales)
 
 

@@ -69,9 +69,9 @@ class Options:
     scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
     norm: Norm = _option("l1", 'a scale is the mean size ("l1") or the root mean square ("l2") of what it stands for.')
     reply: AskedReply = _option(
-        1,
-        "what comes back: the mean compressed to 1 bit once more (1), as in the papers, or every rank's own message "
-        '("direct"), which loses less and sends N / 2 times as much; "auto" is direct with two ranks, else 1.',
+        "auto",
+        "what comes back: the mean compressed once more, to 1 bit (1), as in the papers, or to 2 (2), or every rank's "
+        'own message ("direct"): least is lost, N / 2 times as much is sent; "auto": direct with two ranks, else 1.',
     )
     block_size: int = _option(BLOCK_SIZE, "elements of a block.")
     chunks: int | Literal["auto"] = _option(

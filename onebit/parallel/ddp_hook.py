@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.agreement import agree
-from onebit.collectives.reply import AskedReply, check_reply
+from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
 from onebit.kernels.data.wire import Norm
@@ -43,7 +43,7 @@ class OneBitState:
         process_group: dist.ProcessGroup | None = None,
         *,
         norm: Norm = "l1",
-        reply: AskedReply = 1,
+        reply: AskedReply = "auto",
         block_size: int = BLOCK_SIZE,
     ) -> None:
         check_block_size(block_size)
@@ -95,7 +95,7 @@ class OneBitState:
             raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
         own = {"block_size": self.block_size, "norm": self.norm, "reply": self.reply}
         saved = {name: state.get(name, 1) for name in own}  # a state without reply is of two phases
-        if saved != own:
+        if self._meaning(saved) != self._meaning(own):
             raise ValueError(
                 f"the state was saved with {_arguments(saved)}; build OneBitState with the same, it has "
                 f"{_arguments(own)}"
@@ -112,6 +112,10 @@ class OneBitState:
             raise ValueError(f"the model has no parameter {sorted(unknown)[0]!r}: the state is another model's")
         self._reducers, self._loaded, self._sent = {}, list(state["buckets"]), int(state.get("sent", 0))
         self._agreed = False
+
+    def _meaning(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What options are on so many ranks."""
+        return {**options, "reply": way_for(options["reply"], transport_for(self.process_group).size)}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.state_dict()

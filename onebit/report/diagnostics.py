@@ -57,8 +57,17 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
 
 def _mean_scales(messages: Messages) -> Tensor:
     """fp32 [blocks]: the scale of each block, or the mean over the messages it is in."""
-    scales = messages.scale_of_blocks().view(-1, messages.copies, messages.format.shard_blocks)
-    return scales.mean(1).view(-1)
+    scales = messages.scale_of_blocks()
+    if messages.format.bits == 2:
+        return _mean_sizes(messages, scales)
+    return scales.view(-1, messages.copies, messages.format.shard_blocks).mean(1).view(-1)
+
+
+def _mean_sizes(messages: Messages, scales: Tensor) -> Tensor:
+    """fp32 [blocks]: with 2 bits an element, the mean size of a block's elements; padding counts as small."""
+    large = messages.bits.flatten(0, 1).chunk(2, -1)[1]
+    ones = ((large.unsqueeze(-1) >> torch.arange(8, device=large.device)) & 1).float().mean((1, 2))
+    return torch.lerp(scales[:, 0], scales[:, 1], ones)
 
 
 def _norms(state: FlatState, flat: Tensor) -> Tensor:

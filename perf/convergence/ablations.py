@@ -78,7 +78,7 @@ class NaiveAdam(torch.optim.AdamW):
         self._transport = transport_for(process_group)
         self._held = [p for group in self.param_groups for p in group["params"]]
         self.all_reduce = CompressedAllReduce(
-            [p.numel() for p in self._held], device=self._held[0].device, chunks=1, process_group=process_group
+            [p.numel() for p in self._held], device=self._held[0].device, reply=1, chunks=1, process_group=process_group
         )
 
     @property

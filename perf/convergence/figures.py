@@ -14,12 +14,14 @@ from perf.convergence.records import Records, losses
 COLORS = {
     "adam": plots.GREY,
     "onebit_adam": plots.BLUE,
+    "two_bit_adam": plots.CYAN,
     "direct_adam": plots.PURPLE,
     "frozen_adam": plots.GREEN,
     "naive_adam": plots.ORANGE,
     "naive_adam_start": plots.RED,
     "lamb": plots.GREY,
     "onebit_lamb": plots.BLUE,
+    "two_bit_lamb": plots.CYAN,
     "direct_lamb": plots.PURPLE,
     "lamb_basic": plots.ORANGE,
 }

@@ -11,20 +11,30 @@ from perf.convergence.bert import Masked, Sentiment
 from perf.convergence.tasks import Images, LanguageModel, Task
 
 MAIN = "main"
+MANY = 8  # ranks: of these one seed, as they share two cores
 VARIANTS = {  # by how they are called in tables
     "adam": "Adam",
     "onebit_adam": "1-bit Adam",
+    "two_bit_adam": "1-bit Adam, replies of 2 bits",
     "direct_adam": "1-bit Adam, direct replies",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
     "lamb": "LAMB",
     "onebit_lamb": "1-bit LAMB",
+    "two_bit_lamb": "1-bit LAMB, replies of 2 bits",
     "direct_lamb": "1-bit LAMB, direct replies",
     "lamb_basic": "LAMB + basic 1-bit",
 }
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
+REPLY = "reply"
+REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: the option, and the variant's name
+    1: "onebit_{family}",
+    2: "two_bit_{family}",
+    "direct": "direct_{family}",
+}
 SWEEPS = {
+    REPLY: "what comes back of messages, and at how many ranks",
     "freeze": "share of the steps in stage 1",
     "workers": "ranks, the same global batch",
     "batch": "global batch, the same steps and learning rate",
@@ -50,7 +60,7 @@ TASKS: dict[str, Task] = {
             "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
             "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
             steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2}, chosen=CHOSEN,
-            sweeps=("freeze", "workers", "batch", "lr"),
+            sweeps=("reply", "freeze", "workers", "batch", "lr"),
         ),
         Images(
             "images", "ResNet-8 on Fashion-MNIST",
@@ -59,7 +69,7 @@ TASKS: dict[str, Task] = {
             "batches of 128, theirs were 200 and 250 of 1,024; stage 1 is 20 % and 30 % of the steps, theirs 6.5 % and "
             "8 %; for validation the statistics of batch norms are averaged over ranks",
             steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2}, chosen=CHOSEN, accuracy=True,
-            sweeps=("freeze", "lr"),
+            sweeps=("reply", "freeze", "lr"),
         ),
         Masked(
             "mlm", "BERT's masked objective, continued from a checkpoint on essays and novels",
@@ -69,7 +79,7 @@ TASKS: dict[str, Task] = {
             steps=300, batch=16, lr={"adam": 5e-4, "lamb": 5e-3},
             chosen="Adam's set before any run; LAMB's the best of four, factors of 2 apart, in 100 steps of 32 on one "
             "rank and another seed",
-            sweeps=("freeze",),
+            sweeps=("reply", "freeze"),
         ),
         Sentiment(
             "sentiment", "Fine-tuning a BERT on the sentiment of movie snippets",
@@ -133,6 +143,8 @@ def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
     match sweep:
         case "main":
             return {"": {}}
+        case "reply":
+            return {str(n): {"ranks": n} for n in (2, 4, 8)}
         case "workers":
             return {str(n): {"ranks": n} for n in (1, 2, 4)}
         case "batch":
@@ -155,10 +167,16 @@ def plan(
                 for variant in _variants(TASKS[task], sweep, variants):
                     for point in points(TASKS[task], sweep).values():
                         run = Run.standard(task, variant, seed, ranks).at(point)
-                        if run not in seen:
+                        if run not in seen and (run.ranks < MANY or seed == 0):
                             seen.add(run)
                             yield run
 
 
 def _variants(task: Task, sweep: str, chosen: Sequence[str]) -> list[str]:
-    return [v for v in chosen if family_of(v) in task.families and (sweep == MAIN or v in SWEPT)]
+    swept = reply_variants(task.families) if sweep == REPLY else SWEPT
+    return [v for v in chosen if family_of(v) in task.families and (sweep == MAIN or v in swept)]
+
+
+def reply_variants(families: Sequence[str]) -> list[str]:
+    """Baselines, and their 1-bit optimizers with every reply."""
+    return [v for f in families for v in (f, *(name.format(family=f) for name in REPLIES.values()))]

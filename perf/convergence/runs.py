@@ -16,7 +16,7 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
-from perf.convergence.plan import TASKS, VARIANTS, Run
+from perf.convergence.plan import REPLIES, TASKS, VARIANTS, Run, family_of
 from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
@@ -43,12 +43,10 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             transport = transport_for(None)
             plain.register_step_pre_hook(lambda *_: average_([p.grad for p in params if p.grad is not None], transport))
             return plain
-        case "onebit_adam":
-            return OneBitAdam(params, **staged)
-        case "direct_adam":
-            return OneBitAdam(params, **staged, reply="direct")
+        case "onebit_adam" | "two_bit_adam" | "direct_adam":
+            return OneBitAdam(params, **staged, reply=reply_of(run.variant))
         case "frozen_adam":
-            return FrozenAdam(params, **staged)
+            return FrozenAdam(params, **staged, reply=1)
         case "naive_adam":
             assert isinstance(run.freeze, int)
             return NaiveAdam(params, warmup=run.freeze, **common)
@@ -56,13 +54,16 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return NaiveAdam(params, **common)
         case "lamb":
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
-        case "onebit_lamb":
-            return OneBitLamb(params, **staged)
-        case "direct_lamb":
-            return OneBitLamb(params, **staged, reply="direct")
+        case "onebit_lamb" | "two_bit_lamb" | "direct_lamb":
+            return OneBitLamb(params, **staged, reply=reply_of(run.variant))
         case "lamb_basic":
-            return LambBasic1Bit(params, **staged)
+            return LambBasic1Bit(params, **staged, reply=1)
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
+
+
+def reply_of(variant: str) -> Any:
+    """The optimizer's option."""
+    return next(reply for reply, name in REPLIES.items() if name.format(family=family_of(variant)) == variant)
 
 
 def compresses(optimizer: torch.optim.Optimizer) -> bool:

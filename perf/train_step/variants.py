@@ -110,6 +110,9 @@ VARIANTS = {
     "powersgd-4": Variant("PowerSGD, rank 4", ADAMW, rank=4),
     "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam),
     "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1"),
+    "adam-2-reply-1": Variant(
+        "1-bit Adam, stage 2, `reply=1`", OneBitAdam, stage=2, before="adam-1", options={"reply": 1}
+    ),
     "adam-2-overlap": Variant(
         "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True}
     ),

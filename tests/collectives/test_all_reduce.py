@@ -56,9 +56,10 @@ def test_every_size_dtype_scale_and_norm(size):
         steps.check(case, list(recorded))
 
 
+@pytest.mark.parametrize("reply", ["direct", 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_direct_replies_of_every_size_dtype_scale_and_norm(size):
-    cases = [replace(case, reply="direct") for case in [*CASES.values(), LONG[2], LONG[3]]]
+def test_other_replies_of_every_size_dtype_scale_and_norm(size, reply):
+    cases = [replace(case, reply=reply) for case in [*CASES.values(), LONG[2], LONG[3]]]
     runs = run_ranks(size, work.recorded_many, cases)
     for case, recorded in zip(cases, zip(*runs, strict=True), strict=True):
         steps.check(case, list(recorded))
@@ -79,6 +80,14 @@ def test_two_ranks_send_as_many_bytes_directly_as_in_two_phases():
         sent.append({r.states[-1]["wire_bytes"] for r in runs})
     assert max(sent[0]) <= max(sent[1])
     assert max(sent[0]) == pytest.approx(max(sent[1]), rel=1e-2)
+
+
+def test_two_bits_come_back_for_half_as_many_bytes_again():
+    sent = []
+    for reply in (2, 1):
+        runs = run_ranks(3, work.recorded, Case((64 * 2048,), 2048, steps=2, reply=reply))
+        sent.append({r.states[-1]["wire_bytes"] for r in runs})
+    assert max(sent[0]) == pytest.approx(1.5 * max(sent[1]), rel=1e-2)
 
 
 def test_groups_that_are_not_the_first_ranks():
@@ -128,7 +137,7 @@ def telescopes(draw):
         chunks=draw(st.sampled_from([1, 2, 3])),
         scale=draw(st.sampled_from(["block", "tensor"])),
         norm=draw(st.sampled_from(["l1", "l2"])),
-        reply=draw(st.sampled_from([1, "direct"])),
+        reply=draw(st.sampled_from([1, 2, "direct"])),
         steps=draw(st.integers(1, 12)),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -158,10 +167,11 @@ def test_it_telescopes(drawn):
         Case((300, 63), chunks=3, steps=4, scale="tensor", norm="l2"),
         Case((300, 63), chunks=2, steps=4, reply="direct"),
         Case((300, 63), chunks=3, steps=4, scale="tensor", reply="direct"),
+        Case((300, 63), chunks=2, steps=4, scale="tensor", reply=2),
         Case((100,), steps=4, dtype="float16"),
         Case((100, 7), steps=4, dtype="bfloat16", scale="tensor"),
     ],
-    ids=["block", "tensor", "direct", "direct-tensor", "fp16", "bf16-tensor"],
+    ids=["block", "tensor", "direct", "direct-tensor", "two-bits", "fp16", "bf16-tensor"],
 )
 def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(case, value):
     """The steps around the bad one are those of a run that never met it."""
@@ -242,7 +252,7 @@ def test_a_wrong_number_of_chunks(chunks):
     [
         ({"scale": "row"}, "scale must be one of"),
         ({"norm": "max"}, "norm must be one of"),
-        ({"reply": 2}, "reply=2: it must be one of"),
+        ({"reply": 3}, "reply=3: it must be one of"),
         ({"reply": True}, "reply=True: it must be one of"),
         ({"reply": "both"}, "reply='both': it must be one of"),
         ({"block_size": 33}, "multiple of 32"),

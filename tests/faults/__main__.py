@@ -42,10 +42,10 @@ def main() -> int:
             except LabUnavailable as why:
                 print(f"skipped what needs the lab: {why}")
                 launchers = tuple(name for name in launchers if name != "lab")
-        expected = {kind: left_alone(kind) for kind in OPTIMIZERS}
+        expected = {(kind, reply): left_alone(kind, reply) for kind in OPTIMIZERS for reply in (1, "direct")}
         everything = list(combinations(launchers)) * options.repeat
         for combination in everything:
-            outcome = strike(combination, expected[combination.kind], lab)
+            outcome = strike(combination, expected[combination.kind, combination.fault.at.reply], lab)
             problems = outcome.problems(combination.fault)
             struck, failed = struck + 1, failed + bool(problems)
             verdict = "bit-exact" if not problems else "FAILED: " + "; ".join(problems)

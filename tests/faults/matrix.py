@@ -75,9 +75,9 @@ def combinations(launchers: tuple[str, ...] = ("ranks", "torchrun", "lab")) -> I
 
 
 @functools.cache
-def left_alone(kind: str) -> list[str]:
+def left_alone(kind: str, reply: str | int = 1) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
-        return run_ranks_once(RANKS, undisturbed, (kind, folder))
+        return run_ranks_once(RANKS, undisturbed, (kind, reply, folder))
 
 
 def strike(combination: Combination, expected: list[str], lab: NetworkLab | None = None) -> Outcome:
@@ -88,7 +88,7 @@ def strike(combination: Combination, expected: list[str], lab: NetworkLab | None
             raised_by = run_ranks_once(
                 RANKS, struck, (kind, folder, fault), group_timeout=TIMEOUT, expect_dead=[fault.victim]
             )
-            ended = run_ranks_once(RANKS, undisturbed, (kind, folder))
+            ended = run_ranks_once(RANKS, undisturbed, (kind, fault.at.reply, folder))
             return Outcome({r: raised_by[r] for r in range(RANKS) if r != fault.victim}, ended == expected)
         if combination.launcher == "torchrun":
             _under_torchrun(kind, fault, folder)
@@ -98,9 +98,10 @@ def strike(combination: Combination, expected: list[str], lab: NetworkLab | None
         return _written(fault, Path(folder), expected)
 
 
-def _arguments(kind: str, folder: str | Path, fault: Fault | None) -> list[str]:
-    given = [] if fault is None else ["--fault", f"{fault.how},{fault.point},{fault.victim}"]
-    return ["-m", "tests.faults.training", str(folder), kind, *given]
+def _arguments(kind: str, folder: str | Path, fault: Fault, strikes: bool = True) -> list[str]:
+    given = ["--fault", f"{fault.how},{fault.point},{fault.victim}"] if strikes else []
+    replies = ["--reply", "direct"] if fault.at.reply == "direct" else []
+    return ["-m", "tests.faults.training", str(folder), kind, *replies, *given]
 
 
 def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
@@ -131,7 +132,7 @@ def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
     finally:
         run.stop()
         lab.link_up(fault.victim)
-    lab.run(_arguments(kind, folder, None), timeout=240, launcher="env")
+    lab.run(_arguments(kind, folder, fault, strikes=False), timeout=240, launcher="env")
 
 
 def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:

@@ -17,6 +17,7 @@ from onebit.collectives.transport.torch import TorchTransport
 
 How = Literal["kill", "stop", "cut"]
 FINITE, AVERAGE = "agreeing on finite gradients", "averaging gradients (all-reduce)"
+EXCHANGE = "the exchange (all-gather of chunk"
 GATHER, SCATTER = "the gather phase (all-to-all of chunk", "the scatter phase (all-gather of chunk"
 
 
@@ -29,6 +30,7 @@ class Point:
     phase: str
     when: Literal["before", "under way", "after"]
     survivors: tuple[str, ...]
+    reply: Literal["direct", 1] = 1
 
 
 POINTS = (
@@ -41,6 +43,8 @@ POINTS = (
     Point(2, "before the all-gather", f"{SCATTER} 1", "before", (SCATTER,)),
     Point(2, "in the all-gather", f"{SCATTER} 1", "under way", (SCATTER, FINITE)),
     Point(2, "after the all-gather", f"{SCATTER} 1", "after", (SCATTER, FINITE)),
+    Point(2, "before the exchange", f"{EXCHANGE} 0", "before", (EXCHANGE,), "direct"),
+    Point(2, "in the exchange", f"{EXCHANGE} 1", "under way", (EXCHANGE, FINITE), "direct"),
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import onebit
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
-from tests.faults.striking import AVERAGE, GATHER, SCATTER
+from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER
 from tests.onebit.runs import Case, bits, kinds, take
 from tests.ranks import group, run_ranks
 
@@ -78,7 +78,7 @@ def damaged(rank: int, size: int, case: Case, phase: str, place: str) -> dict[st
             found["step"] = step
             if (rank, step) == (WHO, AT):
                 if optimizer.compressing:
-                    transport.format = optimizer.current.reducers[0].exchange.format
+                    transport.format = optimizer.current.reducers[0].exchange.reply_format
                 transport.due = phase != "residual"
                 if phase == "residual":
                     optimizer.current.reducers[0].exchange.residual.value[0] += 0.5
@@ -89,14 +89,15 @@ def damaged(rank: int, size: int, case: Case, phase: str, place: str) -> dict[st
     return found
 
 
-def case_of(kind: str, freeze_step: int) -> Case:
-    return Case(kind, steps=10, options={"freeze_step": freeze_step, "check_every": 4})
+def case_of(kind: str, freeze_step: int, **options: Any) -> Case:
+    return Case(kind, steps=10, options={"freeze_step": freeze_step, "check_every": 4, **options})
 
 
 @kinds
 @pytest.mark.parametrize("place", PLACES)
-def test_in_the_all_gather_it_is_found(kind: str, place: str) -> None:
-    found = run_ranks(3, damaged, case_of(kind, 3), SCATTER, place)
+@pytest.mark.parametrize(("reply", "phase"), [(1, SCATTER), (2, SCATTER), ("direct", EXCHANGE)])
+def test_in_the_all_gather_it_is_found(kind: str, reply: Any, phase: str, place: str) -> None:
+    found = run_ranks(3, damaged, case_of(kind, 3, reply=reply), phase, place)
     assert found[0]["params"][AT - 2] == found[1]["params"][AT - 2]
     assert found[0]["params"][AT - 1] != found[1]["params"][AT - 1], "the damage had no effect"
     for one in found:

@@ -17,6 +17,8 @@ SOME = [
     Combination("ranks", "OneBitLamb", Fault("kill", 3, 1)),
     Combination("ranks", "OneBitAdam", Fault("stop", 5, 1)),
     Combination("ranks", "OneBitAdam", Fault("kill", 7, 2)),
+    Combination("ranks", "OneBitAdam", Fault("stop", 9, 0)),
+    Combination("ranks", "OneBitLamb", Fault("kill", 10, 1)),
 ]
 
 
@@ -24,7 +26,7 @@ SOME = [
     "combination", [SOME[0], *(pytest.param(c, marks=pytest.mark.slow) for c in SOME[1:])], ids=str
 )
 def test_survivors_are_told_and_the_restart_is_bit_exact(combination: Combination) -> None:
-    outcome = strike(combination, left_alone(combination.kind))
+    outcome = strike(combination, left_alone(combination.kind, combination.fault.at.reply))
     assert not outcome.problems(combination.fault)
 
 

@@ -31,9 +31,10 @@ SAVE_EVERY = 4
 STRUCK = {1: 6, 2: 11}  # the step in which a fault of each stage strikes
 
 
-def case_of(kind: str) -> Case:
+def case_of(kind: str, reply: str | int) -> Case:
     """Seven steps of stage 1, seven of stage 2."""
-    return Case(kind, steps=14, options={"freeze_step": 7, "chunks": 2, "check_every": 5}, groups=({}, {"lr": 2e-3}))
+    options = {"freeze_step": 7, "chunks": 2, "check_every": 5, "reply": reply}
+    return Case(kind, steps=14, options=options, groups=({}, {"lr": 2e-3}))
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,14 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
-def undisturbed(rank: int, size: int, kind: str, folder: str) -> str:
+def undisturbed(rank: int, size: int, kind: str, reply: str | int, folder: str) -> str:
     """Also what goes on from a checkpoint: the work of ranks of `tests.ranks`."""
-    return train(case_of(kind), Striking(group()), Path(folder))
+    return train(case_of(kind, reply), Striking(group()), Path(folder))
 
 
 def struck(rank: int, size: int, kind: str, folder: str, fault: Fault) -> Raised:
-    return train_until_raised(case_of(kind), striking(group(), rank, fault, Path(folder)), Path(folder))
+    case = case_of(kind, fault.at.reply)
+    return train_until_raised(case, striking(group(), rank, fault, Path(folder)), Path(folder))
 
 
 def striking(ranks: Any, rank: int, fault: Fault | None, folder: Path) -> Striking:
@@ -122,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind")
+    parser.add_argument("--reply", default=1)
     parser.add_argument("--fault", help=f"how, number of the point (0 to {len(POINTS) - 1}), rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,7 +134,7 @@ def main() -> None:
         fault = Fault(how, int(point), int(victim))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ranks = dist.new_group(timeout=timedelta(seconds=TIMEOUT if fault else 60))
-    rank, case = dist.get_rank(), case_of(options.kind)
+    rank, case = dist.get_rank(), case_of(options.kind, options.reply)
     transport = striking(ranks, rank, fault, options.folder)
     if fault is None:
         (options.folder / f"end-{rank}").write_text(train(case, transport, options.folder))

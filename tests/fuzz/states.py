@@ -25,7 +25,8 @@ CASES = [
             {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5, "zero_variance": "hold"},
             ({},),
         ),
-        ("float32", {"chunks": "auto"}, ({},)),
+        ("float32", {"chunks": "auto", "reply": 2}, ({},)),
+        ("float32", {"reply": "direct"}, ({},)),
     )
 ]
 

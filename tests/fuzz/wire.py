@@ -49,27 +49,31 @@ class Wire:
         form = Format.of(layout, pick(source, ("block", "tensor")), pick(source, ("l1", "l2")))
         chunk = int(source.integers(chunks))
         span, shard = layout.chunk(chunk), layout.shard(chunk, int(source.integers(ranks)))
-        messages, header = _messages(source, form, ranks)
+        work, copies = pick(source, (_decode, _update, _average)), 1
+        if work is not _average:  # of replies, which are 1 bit, or 2, or every rank's own
+            kind = pick(source, (1, 2, "direct"))
+            form, copies = form.with_bits(2 if kind == 2 else 1), int(source.integers(1, 5)) if kind == "direct" else 1
+        messages, header = _messages(source, form, ranks, copies)
         outcome = _check_header(messages, header)
-        work = pick(source, (_decode, _update, _average))
         work(source, layout, shard if work is _average else span, messages)
         return f"{work.__name__[1:]}, {outcome}"
 
 
-def _messages(source: Source, form: Format, ranks: int) -> tuple[Messages, bool]:
+def _messages(source: Source, form: Format, ranks: int, copies: int) -> tuple[Messages, bool]:
     """Of random bytes, with guards; and whether their headers are as they should be."""
-    whole = torch.from_numpy(np.frombuffer(source.bytes(ranks * form.nbytes + 2 * _GUARD), np.uint8).copy())
-    messages = Messages(whole[_GUARD : _GUARD + ranks * form.nbytes].view(ranks, form.nbytes), form)
+    rows = ranks * copies
+    whole = torch.from_numpy(np.frombuffer(source.bytes(rows * form.nbytes + 2 * _GUARD), np.uint8).copy())
+    messages = Messages(whole[_GUARD : _GUARD + rows * form.nbytes].view(rows, form.nbytes), form, copies)
     kind = source.random()
     if kind < 0.8:
         messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
-        messages.flags.copy_(torch.from_numpy(source.integers(0, 2, size=ranks) * (source.random() < 0.2)))
+        messages.flags.copy_(torch.from_numpy(source.integers(0, 2, size=rows) * (source.random() < 0.2)))
     if kind < 0.6:
         messages.scales.copy_(torch.from_numpy(source.random(tuple(messages.scales.shape), dtype=np.float32)))
     if 0.6 <= kind < 0.75:
         bit = int(source.integers(128))
         if bit != 32:  # the flag itself
-            messages.buffer[int(source.integers(ranks)), bit // 8] ^= 1 << bit % 8
+            messages.buffer[int(source.integers(rows)), bit // 8] ^= 1 << bit % 8
     words = messages.header.tolist()
     good = all((m, 0, f, b) == form.header and flag in (0, 1) for m, flag, f, b in words)
     return messages, good
@@ -114,10 +118,10 @@ def _average(source: Source, layout: Layout, shard: Any, messages: Messages) -> 
         count = int(shard.counts()[first // layout.block_size])
         kept.tensors[0][first + count : first + layout.block_size] = 0
     other, before = kept.copy(), messages.buffer.clone()
-    outs = []
+    outs, form = [], messages.format.with_bits(pick(source, (1, 2)))
     for backend, own in ((cpu, kept), (reference, other)):
-        residual = Residual.zeros(shard, messages.format, value=own.tensors[0])
-        outs.append(messages.format.empty(1))
+        residual = Residual.zeros(shard, form, value=own.tensors[0])
+        outs.append(form.empty(1))
         outs[-1].buffer.zero_()
         backend.average(shard, messages, residual, outs[-1])
     if _moderate(messages):

@@ -62,7 +62,7 @@ def test_views_have_their_types_shapes_and_places(form):
 
 def sent(form: Format, bits: np.ndarray, scales: np.ndarray, flags: int) -> bytes:
     """A message by hand: struct and numpy only."""
-    header = struct.pack("<4I", 0x01424231, flags, form.fingerprint, form.shard_blocks)
+    header = struct.pack("<4I", 0x02424231, flags, form.fingerprint, form.shard_blocks)
     parts = header + scales.astype("<f4").tobytes()
     parts += bytes(form.bits_offset - len(parts)) + np.packbits(bits, bitorder="little").tobytes()
     return parts + bytes(form.nbytes - len(parts))
@@ -119,7 +119,7 @@ def test_the_first_element_is_the_lowest_bit_of_the_first_byte():
 def test_the_header_has_the_words_that_the_format_says():
     form = Format(2048, 5, "block", "l1", layout_fingerprint=77)
     assert form.header == (MAGIC, 0, form.fingerprint, 5)
-    assert MAGIC.to_bytes(4, "little") == b"1BB\x01"
+    assert MAGIC.to_bytes(4, "little") == b"1BB\x02"
     assert 0 <= form.fingerprint < 2**31
     assert NONFINITE == 1
 

@@ -73,6 +73,7 @@ class Case:
             "lr": 1e-2,
             "block_size": 32,
             "chunks": 1,
+            "reply": 1,
             "process_group": group,
             **self.options,
         }

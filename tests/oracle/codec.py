@@ -1,4 +1,4 @@
-"""The layout of a flat space, one message in 1 bit, and the average of N ranks' messages."""
+"""The layout of a flat space, one message in 1 bit or 2, and the average of N ranks' messages."""
 
 from __future__ import annotations
 
@@ -76,20 +76,35 @@ class Layout:
         return [self.shard(chunk, rank) for chunk in range(self.chunks) for rank in range(self.ranks)]
 
 
+ABOVE = 1.23  # times the mean size of a block: a larger element is large
+
+
 @dataclass(frozen=True)
 class Message:
-    """The 1-bit form of c: scales has one entry a block, or a single one (scale="tensor")."""
+    """The 1-bit form of c: scales has one entry a block, or a single one (scale="tensor").
+
+    With 2 bits `large` says which elements are, and scales has two entries a block: the mean size of those that are
+    not, and of those that are.
+    """
 
     c: np.ndarray
     bits: np.ndarray
     scales: np.ndarray
     valid: np.ndarray
+    large: np.ndarray | None = None
+
+    @property
+    def scale(self) -> np.ndarray:
+        """What the sign of each element is multiplied by."""
+        if self.large is None:
+            return np.repeat(self.scales, self.c.size // max(self.scales.size, 1))
+        small, large = np.repeat(self.scales, self.c.size // len(self.scales), axis=0).T
+        return np.where(self.large, large, small)
 
     @property
     def decoded(self) -> np.ndarray:
         """scale * sigma(c), and 0 where nothing is valid."""
-        scale = np.repeat(self.scales, self.c.size // max(self.scales.size, 1))
-        return np.where(self.valid, np.where(self.bits, scale, -scale), 0.0)
+        return np.where(self.valid, np.where(self.bits, self.scale, -self.scale), 0.0)
 
     @property
     def error(self) -> np.ndarray:
@@ -98,6 +113,17 @@ class Message:
     def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
         """Valid elements whose sign rounding of size `tolerance` cannot turn."""
         return self.valid & (np.abs(self.c) > tolerance)
+
+    def unsure_blocks(self, tolerance: float | np.ndarray) -> np.ndarray:
+        """Of every element, whether rounding of size `tolerance` can make one of its block large, or no longer large:
+        both scales of that block are then others."""
+        if self.large is None:
+            return np.zeros(self.c.shape, bool)
+        size, width = np.abs(self.c), self.c.size // len(self.scales)
+        counts = np.maximum(self.valid.reshape(-1, width).sum(1), 1)
+        least = ABOVE * np.repeat(np.where(self.valid, size, 0.0).reshape(-1, width).sum(1) / counts, width)
+        close = self.valid & (np.abs(size - least) <= tolerance)
+        return np.repeat(close.reshape(-1, width).any(1), width)
 
 
 def sigma(c: np.ndarray) -> np.ndarray:
@@ -139,6 +165,22 @@ def compress(
     return Message(c, sigma(c) > 0, np.array(scales), valid)
 
 
+def compress_two_bits(
+    c: np.ndarray, valid: np.ndarray | None = None, *, block_size: int, counted: np.ndarray | None = None
+) -> Message:
+    """A sign, and whether |c| is above ABOVE times the mean size of its block. What is not `counted` is in no mean."""
+    c = np.asarray(c, np.float64)
+    valid = np.ones(c.shape, bool) if valid is None else valid
+    counted = valid if counted is None else counted & valid
+    large, scales = np.zeros(c.shape, bool), []
+    for start in range(0, c.size, block_size):
+        block = slice(start, start + block_size)
+        size, takes_part = np.abs(c[block]), counted[block]
+        large[block] = takes_part & (size > ABOVE * magnitude(size[takes_part], "l1"))
+        scales.append([magnitude(size[takes_part & ~large[block]], "l1"), magnitude(size[large[block]], "l1")])
+    return Message(c, sigma(c) > 0, np.array(scales), counted, large)
+
+
 def packed(bits: np.ndarray) -> np.ndarray:
     """The bytes of a message's bits."""
     return np.packbits(bits, bitorder="little")
@@ -152,6 +194,7 @@ class SimulatedAllReduce:
     shards lives on the rank that owns it. `gathered[i]` and `scattered` list the last call's messages,
     one a shard, in the order of the flat space.
 
+    reply_bits: of what a server sends.
     direct: so many ranks, whose messages of whole chunks go to all. The average is their mean; there is no server, the
     layout has one shard a chunk, and `scattered` stays empty.
     """
@@ -161,6 +204,7 @@ class SimulatedAllReduce:
     norm: str = "l1"
     counted: np.ndarray | None = None
     direct: int = 0
+    reply_bits: int = 1
     worker: Arrays = field(init=False)
     server: np.ndarray = field(init=False)
     gathered: list[list[Message]] = field(init=False, default_factory=list)
@@ -184,19 +228,15 @@ class SimulatedAllReduce:
             if self.direct:
                 result[shard] = total / len(ys)
                 continue
-            reply = self._compress(total / len(ys) + self.server[shard], valid[shard], shard)
+            reply = self._compress(total / len(ys) + self.server[shard], valid[shard], shard, self.reply_bits)
             self.server[shard] = reply.error
             self.scattered.append(reply)
             result[shard] = reply.decoded
         return result
 
-    def _compress(self, c: np.ndarray, valid: np.ndarray, shard: slice) -> Message:
-        counted = None if self.counted is None else self.counted[shard]
-        return compress(
-            np.where(valid, c, 0.0),
-            valid,
-            block_size=self.layout.block_size,
-            scale=self.scale,
-            norm=self.norm,
-            counted=counted,
-        )
+    def _compress(self, c: np.ndarray, valid: np.ndarray, shard: slice, bits: int = 1) -> Message:
+        c, counted = np.where(valid, c, 0.0), None if self.counted is None else self.counted[shard]
+        size = self.layout.block_size
+        if bits == 2:
+            return compress_two_bits(c, valid, block_size=size, counted=counted)
+        return compress(c, valid, block_size=size, scale=self.scale, norm=self.norm, counted=counted)

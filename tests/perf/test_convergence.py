@@ -60,7 +60,8 @@ def test_the_plan_has_every_run_once_the_main_comparison_first() -> None:
     main = 2 * 3 * len(VARIANTS)
     assert all(run == Run.standard(run.task, run.variant, run.seed) for run in runs[:main])
     assert all(run != Run.standard(run.task, run.variant, run.seed) for run in runs[main:])
-    assert {run.ranks for run in runs} == {1, 2, 4} and "auto" in {run.freeze for run in runs}
+    assert {run.seed for run in runs if run.ranks == 8} == {0}
+    assert {run.ranks for run in runs} == {1, 2, 4, 8} and "auto" in {run.freeze for run in runs}
 
 
 def test_a_steps_global_batch_is_the_same_for_any_number_of_ranks() -> None:

@@ -151,12 +151,12 @@ def timed(rank, size, name):
     return row
 
 
-@pytest.mark.parametrize("name", ["fp16", OURS])
-def test_a_step_is_divided_into_its_parts(name):
+@pytest.mark.parametrize(("name", "expected"), [("fp16", (1,)), (OURS, (1, 2)), ("adam-2-reply-1", (2, 3, 4))])
+def test_a_step_is_divided_into_its_parts(name, expected):
+    """Messages of 1-bit Adam: those of one chunk or two, once between two ranks, and twice with reply=1."""
     for found in run_ranks_once(2, timed, (name,)):
         assert (found.forward, found.backward, found.step) == (FORWARD, BACKWARD, STEP)
-        messages = found.all_reduce / MESSAGE
-        assert messages == 1 if name == "fp16" else messages in (2, 3, 4)  # flags, all-to-all and all-gather
+        assert found.all_reduce / MESSAGE in expected
         assert found.seconds == FORWARD + BACKWARD + STEP + found.all_reduce
         assert found.calls == (found.seconds,) * 2
 

@@ -46,8 +46,12 @@ def counters(optimizer):
 
 def decoded(own, numel):
     """m; with direct replies the mean of what each rank's message says."""
-    signs = np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little").astype(np.float64) * 2 - 1
-    values = signs * own["momentum_scales"].double().numpy()[..., None]
+    ones = np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little").astype(np.float64)
+    scales = own["momentum_scales"].double().numpy()[..., None]
+    if scales.ndim == ones.ndim + 1:  # 2 bits
+        ones, large = np.split(ones, 2, axis=-1)
+        scales = np.where(large == 1, scales[:, 1], scales[:, 0])
+    values = (ones * 2 - 1) * scales
     return (values if values.ndim == 2 else values.mean(0)).reshape(-1)[:numel]
 
 
@@ -70,7 +74,7 @@ def meaning(states, case):
         left_out = [own[r][f"residual_of_rank_{r}"].double().numpy().ravel() for r in range(size)]
         e.append(np.mean(left_out, axis=0) / gamma)
         keepers = np.repeat(owner[first[p] : first[p + 1]], block_size)[:numel]
-        served = case.options.get("reply", 1) == 1
+        served = case.options.get("reply", 1) != "direct"
         whole = np.full(numel, nan) if served else np.zeros(numel)
         for r in range(size):
             if served and (keepers == r).any():

@@ -67,6 +67,8 @@ RESUMES = {  # options, more of the case, sizes
     "bf16 alone": ({"freeze_step": 3, "master_weights": False}, {"dtype": "bfloat16"}, (2,)),
     "direct": ({"freeze_step": 3, "reply": "direct", "chunks": 2}, {"groups": TWO_GROUPS}, (1, 2, 3)),
     "direct, bf16, tensor": ({"freeze_step": 3, "reply": "direct", "scale": "tensor"}, {"dtype": "bfloat16"}, (2,)),
+    "two bits": ({"freeze_step": 3, "reply": 2, "chunks": 2}, {"groups": TWO_GROUPS}, (1, 2, 3)),
+    "two bits, tensor": ({"freeze_step": 3, "reply": 2, "scale": "tensor"}, {}, (2,)),
     "measured chunks": ({"freeze_step": 3, "chunks": "auto", "norm": "l2"}, {}, (2,)),
 }
 

@@ -69,7 +69,7 @@ def test_lamb_and_its_twin(tmp_path):
     assert "1-bit LAMB" in result.stdout and "from step 7 on" in result.stdout
     found = table(result.stdout)
     assert max(found["validation loss"]) < 4
-    assert "30.6 times less" in result.stdout
+    assert "30.8 times less" in result.stdout
 
 
 class Demo:

@@ -171,7 +171,9 @@ class LambSimulation(Simulation):
         )  # fmt: skip
         self.d = self.frozen.d
         self.has_variance = self.layout.flatten(self.d) > 0
-        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, self.has_variance, self.direct)
+        self.all_reduce = oracle.SimulatedAllReduce(
+            self.layout, scale, norm, self.has_variance, self.direct, reply_bits=2 if own.get("reply") == 2 else 1
+        )
         self.m, self.v, self.r = m, self.frozen.v, np.ones(len(m))
         self.gamma = self.layout.flatten([np.full(a.shape, g) for a, g in zip(m, self.frozen.gamma, strict=True)], 1.0)
 

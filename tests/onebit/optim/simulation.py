@@ -136,9 +136,12 @@ def server_residual(exchange):
 
 def decoded(messages):
     """What the messages stand for: the mean over those that a block is in."""
-    positive = np.unpackbits(messages.bits.numpy().reshape(-1), bitorder="little") > 0
-    scale = np.repeat(messages.scale_of_blocks().double().numpy(), messages.format.block_size)
-    values = np.where(positive, scale, -scale)
+    ones = np.unpackbits(messages.bits.numpy().reshape(-1, messages.format.block_bytes), axis=1, bitorder="little") > 0
+    scale = messages.scale_of_blocks().double().numpy().reshape(len(ones), -1)
+    if messages.format.bits == 2:
+        ones, large = np.split(ones, 2, axis=1)
+        scale = np.where(large, scale[:, 1:], scale[:, :1])
+    values = np.where(ones, scale, -scale)
     return values.reshape(messages.rows // messages.copies, messages.copies, -1).mean(1).reshape(-1)
 
 
@@ -175,7 +178,9 @@ class Simulation:
         self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
         self.has_variance = self.layout.flatten(self.d) > 0
         scale, norm = options.get("scale", "block"), options.get("norm", "l1")
-        self.all_reduce = oracle.SimulatedAllReduce(self.layout, scale, norm, self.has_variance, self.direct)
+        self.all_reduce = oracle.SimulatedAllReduce(
+            self.layout, scale, norm, self.has_variance, self.direct, reply_bits=2 if options.get("reply") == 2 else 1
+        )
         self.m = m
 
     def sizes(self, step):
@@ -191,7 +196,7 @@ class Simulation:
 
 
 def whole_scale(messages):
-    return np.concatenate([np.repeat(m.scales, m.c.size // m.scales.size) for m in messages])
+    return np.concatenate([m.scale for m in messages])
 
 
 def whole_c(messages):
@@ -199,10 +204,16 @@ def whole_c(messages):
 
 
 def any_flipped(got, expected, messages, size, has_variance, what):
-    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0. Returns whether that is so anywhere."""
+    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0, or anything where rounding may turn
+    what is large in a block. Returns whether that is so anywhere."""
     allowed, scale = ROUNDING * size, whole_scale(messages)
     off = np.where(has_variance, np.abs(got - expected), 0.0)
     unsure = (np.abs(whole_c(messages)) <= allowed) & (np.abs(off - 2 * scale) <= allowed)
+    start = 0
+    for message in messages:
+        part = slice(start, start + message.c.size)
+        unsure[part] |= message.unsure_blocks(allowed[part])
+        start = part.stop
     wrong = ~((off <= allowed) | unsure)
     where = np.flatnonzero(wrong)[:4]
     assert not wrong.any(), f"{what}: {wrong.sum()} differ, {got[where]} for {expected[where]} at {where}"

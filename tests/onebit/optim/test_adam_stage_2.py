@@ -54,10 +54,11 @@ def test_100_steps_of_stage_2_equal_the_simulation(size):
         check(case, recorded)
 
 
+@pytest.mark.parametrize("reply", ["direct", 2])
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_100_steps_with_direct_replies_equal_the_simulation(size):
+def test_100_steps_with_other_replies_equal_the_simulation(size, reply):
     cases = [
-        options(STAGES, scale=scale, norm=norm, bias_correction=corrected, chunks=1 + i % 3, reply="direct")
+        options(STAGES, scale=scale, norm=norm, bias_correction=corrected, chunks=1 + i % 3, reply=reply)
         for i, (scale, norm, corrected) in enumerate(CHOICES[max(size, 2)])
     ]
     for case, recorded in zip(cases, zip(*on_ranks(size, run_all, cases), strict=True), strict=True):

@@ -39,9 +39,10 @@ def test_100_steps_of_stage_2_equal_the_simulation(size):
     assert reasons == {"none", "limit", "the largest", "as far up as it may", "as far down as it may"}
 
 
+@pytest.mark.parametrize("reply", ["direct", 2])
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_100_steps_with_direct_replies_equal_the_simulation(size):
-    cases = [options(chosen(i, *own), reply="direct") for i, own in enumerate(CHOICES[max(size, 2)])]
+def test_100_steps_with_other_replies_equal_the_simulation(size, reply):
+    cases = [options(chosen(i, *own), reply=reply) for i, own in enumerate(CHOICES[max(size, 2)])]
     for case, recorded in zip(cases, zip(*on_ranks(size, run_all, cases), strict=True), strict=True):
         check(case, recorded)
 

@@ -52,7 +52,7 @@ class OneBitMomentum(onebit.OneBitOptimizer):
         super().__init__(params, defaults, Momentum(), **options)
 
 
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "block_size": 32, "chunks": 1}
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "block_size": 32, "chunks": 1, "reply": 1}
 CASE = Case(steps=12, options={"freeze_step": 4})
 
 

@@ -61,7 +61,7 @@ def run_with_and_without(rank: int, size: int, case: Case, clip_from: int = 99) 
     }  # fmt: skip
 
 
-WAYS: Any = pytest.mark.parametrize("options", [{}, {"scale": "tensor"}, {"reply": "direct"}], ids=str)
+WAYS: Any = pytest.mark.parametrize("options", [{}, {"scale": "tensor"}, {"reply": "direct"}, {"reply": 2}], ids=str)
 
 
 @kinds
