@@ -10,7 +10,7 @@ from onebit.collectives.two_phases import TwoBitReplies, TwoPhases
 from onebit.kernels.data.checks import is_one_of, is_whole
 
 AskedReply = Literal["auto", "direct", 1, 2]
-WAYS: dict[Reply, type[Exchange]] = {way.way: way for way in (Direct, TwoPhases, TwoBitReplies)}
+WAYS: dict[Reply, type[Exchange]] = {way.way: way for way in (TwoPhases, TwoBitReplies, Direct)}
 
 
 def check_reply(reply: object) -> None:

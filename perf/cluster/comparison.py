@@ -119,7 +119,7 @@ def compare(record: dict[str, Any]) -> list[Compared]:
             cores=min(1.0, record["cpu_count"] / row.hosts),
         )
         if row.kind == ONE_BIT:
-            seconds = compressed_all_reduce(row.elements, cluster, chunks=row.chunks)
+            seconds = compressed_all_reduce(row.elements, cluster, chunks=row.chunks, reply=1)
         else:
             seconds = cluster.all_reduce(row.elements * KINDS[row.kind].itemsize)
         what = f"{row.kind}: {row.hosts} hosts, {row.rate}, {row.elements:,} elements"

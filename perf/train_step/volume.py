@@ -2,7 +2,8 @@
 
     python -m perf.train_step.volume [--hosts 2] [--elements 4_000_000] [--steps 50] [--share 0.2]      root on Linux
 
-Each run takes the same steps on a network lab's hosts, of which it keeps `share` in stage 1. What an uncompressed run
+Each run takes the same steps on a network lab's hosts, of which it keeps `share` in stage 1; 1-bit Adam once with the
+replies that it takes by itself, and once with reply=1, the papers'. What an uncompressed run
 sends over what 1-bit Adam sends is compared with 1 / (w + (1 - w) / bits), w the share of stage 1, bits the size of a
 gradient (1-bit Adam, Tang et al. 2021, section 7.1). Counters include headers, acknowledgements and each run's start.
 """
@@ -23,6 +24,7 @@ import onebit
 from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
 from onebit.collectives.averaging import average_
+from onebit.collectives.reply import AskedReply
 from onebit.collectives.transport import transport_for
 from onebit.kernels.tuning.machine import provenance
 from perf.command import exit_status, host_count
@@ -32,6 +34,7 @@ from perf.records import RESULTS, cpu_name, write_record
 from perf.tables import markdown
 
 DTYPES = {32: torch.float32, 16: torch.float16}
+RUNS: dict[str, AskedReply | None] = {"uncompressed": None, "onebit_adam": "auto", "onebit_adam, reply=1": 1}
 TOLERANCE = 0.05
 RECORD = RESULTS / "volume.json"
 
@@ -40,18 +43,19 @@ def formula(share: float, bits: int) -> float:
     return 1 / (share + (1 - share) / bits)
 
 
-def take_steps(bits: int, freeze_step: int | None, elements: int, steps: int) -> None:
-    """One rank: `steps` steps on gradients of its own. None: nothing is compressed."""
+def take_steps(run: str, bits: int, freeze_step: int, elements: int, steps: int) -> None:
+    """One rank: `steps` steps of one of RUNS, on gradients of its own."""
     dist.init_process_group("gloo")
     p = nn.Parameter(torch.zeros(elements, dtype=DTYPES[bits]))
     source = torch.Generator().manual_seed(dist.get_rank())
     p.grad = torch.randn(elements, generator=source).to(p.dtype)
-    if freeze_step is None:
+    reply = RUNS[run]
+    if reply is None:
         transport = transport_for(None)
         for _ in range(steps):
             average_([p.grad], transport)
     else:
-        optimizer = onebit.OneBitAdam([p], freeze_step=freeze_step, chunks=1)
+        optimizer = onebit.OneBitAdam([p], freeze_step=freeze_step, chunks=1, reply=reply)
         for _ in range(steps):
             optimizer.step()
     dist.barrier()
@@ -64,9 +68,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]
     sent = {}
     with NetworkLab(arguments.hosts) as lab:
         for bits in DTYPES:
-            for name, last in (("uncompressed", None), ("onebit_adam", freeze_step)):
+            for number, name in enumerate(RUNS):
                 before = sum(lab.bytes_sent())
-                numbers = (bits, -1 if last is None else last, arguments.elements, arguments.steps)
+                numbers = (number, bits, freeze_step, arguments.elements, arguments.steps)
                 argv = ("-m", "perf.train_step.volume", "--worker", ",".join(map(str, numbers)))
                 run_workers(lab, argv, f"{name}, gradients of {bits} bits", arguments.timeout, progress)
                 sent[f"{name} {bits}"] = sum(lab.bytes_sent()) - before
@@ -77,18 +81,23 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]
     }  # fmt: skip
 
 
-def rows(record: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Of each size of a gradient in bits: the formula, and what was measured."""
+def rows(record: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Of each size of a gradient and each run of 1-bit Adam: the formula, and what was measured."""
     share, sent = record["freeze_step"] / record["steps"], record["sent"]
-    return [(b, formula(share, b), sent[f"uncompressed {b}"] / sent[f"onebit_adam {b}"]) for b in DTYPES]
+    return [
+        (name.replace("onebit_adam", f"fp{b}"), formula(share, b), sent[f"uncompressed {b}"] / sent[f"{name} {b}"])
+        for b in DTYPES
+        for name in RUNS
+        if f"{name} {b}" in sent and RUNS[name] is not None
+    ]
 
 
 def table(record: dict[str, Any]) -> str:
     lines = []
-    for bits, expected, found in rows(record):
+    for name, expected, found in rows(record):
         off = found / expected - 1
         verdict = "yes" if abs(off) <= TOLERANCE else "no"
-        lines.append([f"fp{bits}", f"{expected:.2f} x", f"{found:.2f} x", f"{off:+.1%}", verdict])
+        lines.append([name, f"{expected:.2f} x", f"{found:.2f} x", f"{off:+.1%}", verdict])
     return markdown(["gradients", "formula", "measured", "difference", "within 5 %"], lines)
 
 
@@ -114,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
-        bits, last, elements, steps = map(int, arguments.worker.split(","))
-        take_steps(bits, None if last < 0 else last, elements, steps)
+        number, *numbers = map(int, arguments.worker.split(","))
+        take_steps(list(RUNS)[number], *numbers)
         return 0
     if not 0 < arguments.share < 1:
         parser.error(f"--share {arguments.share}: the share of the steps in stage 1 lies between 0 and 1")

@@ -19,7 +19,10 @@ def test_the_formula() -> None:
 
 
 def test_what_is_made_of_counters() -> None:
-    assert volume.rows(RECORD) == [(32, pytest.approx(4.444, abs=1e-3), 3200 / 720), (16, pytest.approx(4), 3.2)]
+    expected = [("fp32", pytest.approx(4.444, abs=1e-3), 3200 / 720), ("fp16", pytest.approx(4), 3.2)]
+    assert volume.rows(RECORD) == expected
+    both = {**RECORD, "sent": {**RECORD["sent"], "onebit_adam, reply=1 32": 800}}
+    assert volume.rows(both) == [expected[0], ("fp32, reply=1", expected[0][1], 4), expected[1]]
     assert "| fp32 | 4.44 x | 4.44 x | +0.0% | yes |" in volume.table(RECORD)
     assert "| fp16 | 4.00 x | 3.20 x | -20.0% | no |" in volume.table(RECORD)
 

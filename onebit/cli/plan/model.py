@@ -1,18 +1,19 @@
 """How long a training step takes on a cluster that is not at hand: a model of latency and bandwidth.
 
 N GPUs on M nodes of G. A node's GPUs share its network, R bytes a second each way; within a node a GPU sends B. A
-message takes a seconds between nodes, b within one. S are the bytes of all gradients, s those of one rank's messages.
+message takes a seconds between nodes, b within one. S are the bytes of all gradients, s those of one rank's messages, r
+those of all that comes back to it: s, 2 s with replies of 2 bits, N s with direct ones, which need no all-to-all.
 
     all-reduce    2 (G-1)/G S/B + 2 (M-1)/M S/R         + 2 (G-1) b + 2 (M-1) a      uncompressed
     all-to-all    max(G (N-G)/N s/R, (G-1)/N s/B)       + (N-G) a + (G-1) b          gather
-    all-gather    (N-1)/N s / min(R, B)                 + (M-1) a + (N-M) b          scatter
+    all-gather    (N-1)/N r / min(R, B)                 + (M-1) a + (N-M) b          scatter, or the direct exchange
     agreement     2 ceil(log2 N) a                                                   one number, every step of ours
     a pass        elements x bytes an element / (memory bandwidth x efficiency)
 
 The uncompressed all-reduce gets the best there is: reduce-scatter within nodes, rings between them, all-gather within
 nodes, which sends the fewest bytes. Ours is as `onebit.collectives` does it: every rank sends to every other, so that a
 node of G GPUs sends G times what one rank sends, and one message after the other. The all-gather is a ring over all
-ranks that enters each node once. Stage 2 plays the schedule of `TwoPhases.run` through, for the best number of chunks.
+ranks that enters each node once. Stage 2 plays the schedule of `Exchange.run` through, for the best number of chunks.
 
     uncompressed  forward + backward + all-reduce + update
     stage 1       forward + backward + all-reduce + scan + agreement + update
@@ -30,6 +31,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from onebit.collectives.chunking import candidates
+from onebit.collectives.direct import Direct
+from onebit.collectives.exchange import Exchange
+from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.data.wire import Format
@@ -127,6 +131,7 @@ class Model:
     optimizer: Literal["adam", "lamb"] = "adam"
     warmup: float = 0.15  # share of the steps that are stage 1
     overlap: Overlap = "uncompressed"
+    reply: AskedReply = "auto"
     local: float | None = None  # seconds of an optimizer's own work in any stage; None: those of its passes
 
     def __post_init__(self) -> None:
@@ -134,6 +139,7 @@ class Model:
             raise ValueError(
                 f"elements is {self.elements}, accumulation is {self.accumulation}: both are whole numbers, 1 or more"
             )
+        check_reply(self.reply)
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}: it is a share of the steps, from 0 to 1")
         for name in ("forward", "backward", "local"):
@@ -157,39 +163,67 @@ class Step:
         return self.forward + self.backward + self.communication + self.local
 
 
-def pass_seconds(name: str, elements: float, cluster: Cluster, itemsize: int) -> float:
+def pass_seconds(
+    name: str, elements: float, cluster: Cluster, itemsize: int, way: type[Exchange] | None = None
+) -> float:
     """One pass of one rank on `elements`."""
-    each = bytes_per_element(name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus)
+    copies, reply_bits = (1, 1) if way is None else (cluster.gpus // way.shards(cluster.gpus), way.reply_bits)
+    each = bytes_per_element(
+        name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies, reply_bits=reply_bits
+    )
     rate = cluster.rates.get(name, cluster.memory * cluster.efficiency)
     return elements * each / rate / cluster.cores
 
 
-def message_bytes(elements: int, ranks: int, chunks: int = 1) -> int:
-    """Bytes of one rank's messages to all ranks, itself included, of all chunks."""
-    shard_blocks = -(-elements // (BLOCK_SIZE * ranks * chunks))
-    return ranks * chunks * Format(BLOCK_SIZE, shard_blocks).nbytes
+def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange]) -> tuple[int, int]:
+    """Bytes of all chunks: what one rank compresses for servers, and what every rank then has of all; itself included.
+
+    Without servers all goes to all at once.
+    """
+    shards = way.shards(ranks)
+    form = Format(BLOCK_SIZE, -(-elements // (BLOCK_SIZE * shards * chunks)))
+    if way is Direct:
+        return 0, ranks * chunks * form.nbytes
+    return ranks * chunks * form.nbytes, ranks * chunks * form.with_bits(way.reply_bits).nbytes
 
 
-def exchange(elements: int, cluster: Cluster, itemsize: int, chunks: int, use: str | None) -> tuple[float, float]:
-    """Seconds of `TwoPhases.run` with a pass `use` on the replies, and the seconds of its passes alone."""
-    size = message_bytes(elements, cluster.gpus, chunks) / chunks
+def exchange(
+    elements: int, cluster: Cluster, itemsize: int, chunks: int, use: str | None, way: type[Exchange]
+) -> tuple[float, float]:
+    """Seconds of `Exchange.run` with a pass `use` on the replies, and the seconds of its passes alone."""
+    gathered, replied = (size / chunks for size in message_bytes(elements, cluster.gpus, chunks, way))
     part = elements / chunks
-    compress = pass_seconds("compress", part, cluster, itemsize)
-    average = pass_seconds("average", part / cluster.gpus, cluster, itemsize)
-    used = pass_seconds(use, part, cluster, itemsize) if use else 0.0
+    compress = pass_seconds("compress", part, cluster, itemsize, way)
+    used = pass_seconds(use, part, cluster, itemsize, way) if use else 0.0
+    if way is Direct:
+        return sent_once(chunks, compress, cluster.all_gather(replied), used), chunks * (compress + used)
+    average = pass_seconds("average", part / cluster.gpus, cluster, itemsize, way)
     total = pipelined(
         chunks,
         compress=compress,
-        gather=cluster.all_to_all(size),
+        gather=cluster.all_to_all(gathered),
         average=average,
-        scatter=cluster.all_gather(size),
+        scatter=cluster.all_gather(replied),
         use=used,
     )
     return total, chunks * (compress + average + used)
 
 
+def sent_once(chunks: int, compress: float, exchange: float, use: float) -> float:
+    """`Direct.run`: passes one after the other on the device, collectives one after the other on the network."""
+    device = network = 0.0
+    arrived = [0.0] * chunks
+    for j in range(chunks + 1):
+        if j < chunks:
+            device += compress
+            arrived[j] = network = max(network, device) + exchange
+        if j >= 1:
+            device = max(device, arrived[j - 1]) + use
+    return device
+
+
 def pipelined(chunks: int, compress: float, gather: float, average: float, scatter: float, use: float) -> float:
-    """`TwoPhases.run`: passes one after the other on the device, collectives one after the other on the network."""
+    """`TwoPhases.run`: the same with two collectives, and an average between them."""
     device = network = 0.0
     gathered, scattered = [0.0] * chunks, [0.0] * chunks
     for j in range(chunks + 2):
@@ -204,11 +238,14 @@ def pipelined(chunks: int, compress: float, gather: float, average: float, scatt
     return device
 
 
-def compressed_all_reduce(elements: int, cluster: Cluster, itemsize: int = 4, chunks: int | None = None) -> float:
+def compressed_all_reduce(
+    elements: int, cluster: Cluster, itemsize: int = 4, chunks: int | None = None, reply: AskedReply = "auto"
+) -> float:
     """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
-    options = candidates(elements, cluster.gpus, BLOCK_SIZE) if chunks is None else [chunks]
+    way = way_for(reply, cluster.gpus)
+    options = candidates(elements, way.shards(cluster.gpus), BLOCK_SIZE) if chunks is None else [chunks]
     scan = pass_seconds("scan", elements, cluster, itemsize) + cluster.agreement()
-    return scan + min(exchange(elements, cluster, itemsize, chunks=c, use="decode")[0] for c in options)
+    return scan + min(exchange(elements, cluster, itemsize, chunks=c, use="decode", way=way)[0] for c in options)
 
 
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
@@ -226,18 +263,19 @@ def stage_1(model: Model, cluster: Cluster) -> Step:
 
 def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     """With the best number of chunks where none is given."""
+    way = way_for(model.reply, cluster.gpus)
     if chunks is None:
-        options = candidates(model.elements, cluster.gpus, BLOCK_SIZE)
+        options = candidates(model.elements, way.shards(cluster.gpus), BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
     n, itemsize, hides = model.elements, model.itemsize, model.overlap == "both"
     if model.local is not None:
-        size = message_bytes(n, cluster.gpus, chunks) / chunks
-        time = chunks * (cluster.all_to_all(size) + cluster.all_gather(size))
+        gathered, replied = (size / chunks for size in message_bytes(n, cluster.gpus, chunks, way))
+        time = chunks * ((cluster.all_to_all(gathered) if gathered else 0.0) + cluster.all_gather(replied))
         return replace(_step(model, time, 0.0, hides=hides, agreement=cluster.agreement()), chunks=chunks)
     adam = model.optimizer == "adam"
-    total, passes = exchange(n, cluster, itemsize, chunks=chunks, use="adam_update" if adam else None)
+    total, passes = exchange(n, cluster, itemsize, chunks=chunks, use="adam_update" if adam else None, way=way)
     after = [] if adam else ["lamb_statistics", "lamb_update"]
-    local = _scan(model, cluster) + passes + sum(pass_seconds(name, n, cluster, itemsize) for name in after)
+    local = _scan(model, cluster) + passes + sum(pass_seconds(name, n, cluster, itemsize, way) for name in after)
     return replace(_step(model, total - passes, local, hides=hides, agreement=cluster.agreement()), chunks=chunks)
 
 
@@ -255,9 +293,9 @@ def sent_uncompressed(model: Model, cluster: Cluster, itemsize: int | None = Non
 def sent_compressed(model: Model, cluster: Cluster, chunks: int = 1) -> tuple[float, float]:
     """The same of stage 2."""
     n, g = cluster.gpus, cluster.on_node
-    size = message_bytes(model.elements, n, chunks)
+    gathered, replied = message_bytes(model.elements, n, chunks, way_for(model.reply, n))
     ring = (n - 1) / n if cluster.nodes > 1 else 0.0
-    return 2 * size * (n - 1) / n, size * (g * (n - g) / n + ring)
+    return (gathered + replied) * (n - 1) / n, gathered * g * (n - g) / n + replied * ring
 
 
 def pays_below(model: Model, cluster: Cluster) -> float:

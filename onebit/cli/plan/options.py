@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from onebit.cli.plan.model import Cluster
+from onebit.collectives.reply import AskedReply
 
 LARGEST = 1e15  # beyond any cluster; what is computed of such numbers is finite
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -70,6 +71,14 @@ def one_of(*known: str) -> Callable[[str], str]:
     return parsed
 
 
+def reply(text: str) -> AskedReply:
+    known = {str(each): each for each in get_args(AskedReply)}
+    if text not in known:
+        raise ValueError(f"{text!r} is none of {', '.join(known)}")
+    found: AskedReply = known[text]
+    return found
+
+
 def pass_rates(text: str) -> dict[str, float]:
     """B/s of every pass in a record of perf.kernels."""
     try:
@@ -108,6 +117,9 @@ MODEL_OPTIONS = {
     "overlap": Option(
         one_of("none", "uncompressed", "both"),
         "which all-reduces hide behind backward: none; uncompressed, as DDP does it (default); both",
+    ),
+    "reply": Option(
+        reply, "what comes back of messages: auto, direct, 1 or 2, as the option of the optimizers (default: auto)"
     ),
     "local": Option(
         number, "of the optimizer's own work in any stage (default: from the bytes of its passes)", "ms", 1e-3

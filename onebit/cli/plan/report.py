@@ -21,6 +21,8 @@ from onebit.cli.plan.model import (
     uncompressed,
 )
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CONSTANTS
+from onebit.collectives.direct import Direct
+from onebit.collectives.reply import WAYS, way_for
 
 MOST_GPUS = 4096
 RATES = (0.1e9, 800e9)  # bit/s, of the plot
@@ -67,8 +69,21 @@ def results(model: Model, cluster: Cluster) -> dict[str, Any]:
                 "fp16": all_steps["fp16"].total / mean,
             },
         },
+        "replies": replies(model, cluster),
         "pays_below_bit_per_s": None if math.isinf(below) else below,
     }
+
+
+def replies(model: Model, cluster: Cluster) -> dict[str, dict[str, float]]:
+    """Stage 2 with each kind of reply: collectives a chunk, seconds a step, and bytes."""
+    found = {}
+    for reply, way in WAYS.items():
+        other = replace(model, reply=reply)
+        step = stage_2(other, cluster)
+        gpu, node = sent_compressed(other, cluster, step.chunks)
+        rounds = 1 if way is Direct else 2
+        found[str(reply)] = {"collectives": rounds, "total": step.total, "gpu": gpu, "node": node}
+    return found
 
 
 def describe(model: Model, cluster: Cluster) -> str:
@@ -83,10 +98,21 @@ def describe(model: Model, cluster: Cluster) -> str:
         rows.append((f"  {what}", *(f"{found['bytes_sent'][name][who] / 1e6:,.1f}" for name in names)))
     lines = [f"{first:<28}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows]
     table = "\n".join(line.rstrip() for line in lines)
+    asked = way_for(model.reply, cluster.gpus).way
+    ours = [("stage 2 by --reply", *(f"{name}{' (this)' * (name == str(asked))}" for name in found["replies"]))]
+    for key, what, unit in (
+        ("collectives", "collectives a chunk", 1.0),
+        ("total", "milliseconds a step", 1e-3),
+        ("gpu", "MB a GPU sends", 1e6),
+        ("node", "MB a node sends to others", 1e6),
+    ):
+        form = ",.0f" if key == "collectives" else ",.1f"
+        ours.append((f"  {what}", *(f"{each[key] / unit:{form}}" for each in found["replies"].values())))
+    by_reply = "\n".join(f"{first:<28}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in ours)
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.on_node}"
     return (
         f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {cluster.gpus} GPUs, {nodes}, "
-        f"{cluster.network / 1e9:.4g} Gbit/s a node\n\n{table}\n\n"
+        f"{cluster.network / 1e9:.4g} Gbit/s a node\n\n{table}\n\n{by_reply}\n\n"
         f"{_speed_ups(model, found['speed_up'])}\n{_pays(found['pays_below_bit_per_s'], cluster)}\n\n"
         f"Predicted, not measured. Constants of the model, each replaceable:\n{_constants(cluster)}"
     )

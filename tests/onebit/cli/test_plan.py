@@ -18,13 +18,15 @@ from onebit.cli.plan.model import (
     pays_below,
     pipelined,
     sent_compressed,
+    sent_once,
     sent_uncompressed,
     stage_1,
     stage_2,
     uncompressed,
 )
 from onebit.collectives.chunking import candidates
-from onebit.collectives.two_phases import TwoPhases
+from onebit.collectives.direct import Direct
+from onebit.collectives.two_phases import TwoBitReplies, TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.wire import Format
 
@@ -141,7 +143,11 @@ def test_the_schedule_is_that_of_an_exchange(chunks, times):
 @pytest.mark.parametrize("ranks, chunks", [(1, 1), (3, 2), (64, 8)])
 def test_messages_have_the_bytes_of_the_wire(elements, ranks, chunks):
     form = Format.of(Layout([elements], ranks=ranks, chunks=chunks))
-    assert message_bytes(elements, ranks, chunks) == ranks * chunks * form.nbytes
+    sent = ranks * chunks * form.nbytes
+    assert message_bytes(elements, ranks, chunks, TwoPhases) == (sent, sent)
+    assert message_bytes(elements, ranks, chunks, TwoBitReplies) == (sent, ranks * chunks * form.with_bits(2).nbytes)
+    whole = Format.of(Layout([elements], chunks=chunks))
+    assert message_bytes(elements, ranks, chunks, Direct) == (0, ranks * chunks * whole.nbytes)
 
 
 def test_bytes_sent():
@@ -149,14 +155,41 @@ def test_bytes_sent():
     assert gpu == pytest.approx(2 * 680e6 * 15 / 16) and node == pytest.approx(2 * 680e6 * 3 / 4)
     gpu, node = sent_compressed(BERT, SLOW)
     assert sent_uncompressed(BERT, SLOW, 4)[0] / gpu == pytest.approx(32 / (1 + 1 / 64), rel=1e-3)
-    assert node == pytest.approx(message_bytes(340_000_000, 16) * (4 * 12 / 16 + 15 / 16))
+    assert node == pytest.approx(message_bytes(340_000_000, 16, 1, TwoPhases)[0] * (4 * 12 / 16 + 15 / 16))
     assert sent_compressed(BERT, replace(SLOW, gpus=4))[1] == 0
+
+
+def test_bytes_sent_by_reply():
+    one, two, direct = (sent_compressed(replace(BERT, reply=reply), SLOW)[0] for reply in (1, 2, "direct"))
+    assert two == pytest.approx(1.5 * one, rel=1e-3) and direct == pytest.approx(16 / 2 * one, rel=1e-3)
+    pair = replace(SLOW, gpus=2)
+    assert sent_compressed(BERT, pair) == sent_compressed(replace(BERT, reply="direct"), pair)
+    assert sent_compressed(BERT, pair)[0] == pytest.approx(sent_compressed(replace(BERT, reply=1), pair)[0], rel=1e-3)
+
+
+def test_two_ranks_save_a_round_with_direct_replies():
+    pair, small = replace(SLOW, gpus=2, gpus_per_node=1), replace(BERT, elements=4096)
+    one, direct = (stage_2(replace(small, reply=reply), pair).communication for reply in (1, "direct"))
+    assert one - direct == pytest.approx(SLOW.latency, rel=0.1)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("times", [(1, 2, 3), (5, 1, 1), (1, 1, 4)])
+def test_the_schedule_is_that_of_a_direct_exchange(chunks, times):
+    compress, send, use = times
+    clock = Clock(compress, 0, 0, send, use)
+    exchange = Direct(Layout([BLOCK_SIZE * chunks], chunks=chunks), clock, CPU)
+    exchange.agree()
+    exchange.sent.header.copy_(torch.tensor(exchange.format.header, dtype=torch.int32))
+    clock.device = clock.network = 0.0
+    exchange.run(lambda chunk: clock.work(clock.took.compress), lambda chunk: clock.work(clock.took.use))
+    assert sent_once(chunks, *times) == clock.device
 
 
 def test_a_step_is_its_parts():
     plain, two = uncompressed(BERT, SLOW), stage_2(BERT, SLOW, chunks=1)
     assert plain.total == pytest.approx(0.036 + 0.061 + SLOW.all_reduce(680e6) + 340e6 * (2 + 16 + 10) / 9e10)
-    size = message_bytes(340_000_000, 16)
+    size, _ = message_bytes(340_000_000, 16, 1, TwoPhases)
     assert two.communication == pytest.approx(SLOW.all_to_all(size) + SLOW.all_gather(size) + SLOW.agreement())
     passes = 2 + (2 + 4 + 1 / 8 + 4 + 1 / 8) + (16 / 8 + 8 + 1 / 8) / 16 + (1 / 8 + 4 + 10)  # TARGETS, 16 bits
     assert two.local == pytest.approx(340e6 * passes / 9e10)
