@@ -8,8 +8,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import SWEEPS, SWEPT, TASKS, VARIANTS, family_of
-from perf.convergence.records import Records, losses
+from perf.convergence.plan import REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.records import Records, bits_sent, losses
+from perf.convergence.records import differences as differences_between
 
 COLORS = {
     "adam": plots.GREY,
@@ -29,16 +30,26 @@ SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be distinguishe
 
 
 def draw(
-    out: Path, task: str, runs: Mapping[str, Records], swept: Mapping[str, Mapping[str, Mapping[str, Records]]]
+    out: Path,
+    task: str,
+    runs: Mapping[str, Records],
+    swept: Mapping[str, Mapping[str, Mapping[str, Records]]],
+    replied: Mapping[str, Mapping[str, Records]],
 ) -> list[Path]:
     families = [f for f in ("adam", "lamb") if any(family_of(v) == f for v in runs)]
     panels = [curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
               for f in families]  # fmt: skip
     made = [out / f"{task}.png"]
     plots.save(made[0], [*panels, differences(runs)], TASKS[task].title)
+    if replied:
+        made.append(out / f"{task}-reply.png")
+        panels = [replies(family, replied) for family in families]
+        plots.save(made[-1], panels, f"{TASKS[task].title}: what comes back of messages")
     if swept:
         made.append(out / f"{task}-sweeps.png")
-        plots.save(made[1], [sweep(SWEEPS[name], at) for name, at in swept.items()], f"{TASKS[task].title}: final loss")
+        plots.save(
+            made[-1], [sweep(SWEEPS[name], at) for name, at in swept.items()], f"{TASKS[task].title}: final loss"
+        )
     return made
 
 
@@ -96,6 +107,36 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.grid(alpha=0.3, axis="x")
         axes.set(title="Final loss less the baseline's, a dot a seed", xlabel="difference, worse to the right")
+
+    return panel
+
+
+def replies(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.Draw:
+    """Final loss less the baseline's over the bits sent, means over the seeds of both; a colour a number of ranks."""
+
+    def panel(axes: Any) -> None:
+        for label, at in runs.items():
+            found = []
+            for variant in (name.format(family=family) for name in REPLIES.values()):
+                if off := differences_between(at.get(variant, {}), at.get(family, {})):
+                    sent = bits_sent(next(iter(at[variant].values())))
+                    found.append((sent, mean(off), VARIANTS[variant].partition(", ")[2] or "replies of 1 bit"))
+            if not found:
+                continue
+            x, y, names = zip(*found, strict=True)
+            (line,) = axes.plot(x, y, marker="o", ls="", label=f"{label} ranks")
+            for place, name in zip(zip(x, y, strict=True), names, strict=True):
+                axes.annotate(
+                    name, place, textcoords="offset points", xytext=(4, 4), fontsize=7, color=line.get_color()
+                )
+        axes.axhline(0, color="black", lw=0.8)
+        axes.margins(x=0.2)
+        axes.set(
+            title=VARIANTS[family], xlabel="bits sent for each element and step", ylabel="loss, less the baseline's"
+        )
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
 
     return panel
 

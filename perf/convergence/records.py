@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from perf.convergence.plan import SWEPT, TASKS, VARIANTS, Run, points
+from perf.convergence.plan import REPLIES, REPLY, SWEPT, TASKS, VARIANTS, Run, points, reply_variants
 from perf.records import read_record
 
 Record = Mapping[str, Any]
@@ -60,6 +60,37 @@ def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[s
         for label, runs in table.items()
         if runs
     }
+
+
+def reply_runs(out: Path, task: str) -> dict[str, dict[str, Records]]:
+    """By number of ranks, then by variant: what messages get back. None if kinds of it were compared at one number."""
+    table = {
+        label: {
+            v: records for v in reply_variants(TASKS[task].families) if (records := found(out, _at(task, v, point)))
+        }
+        for label, point in points(TASKS[task], REPLY).items()
+    }
+    return {label: runs for label, runs in table.items() if runs} if sum(map(_compares, table.values())) > 1 else {}
+
+
+def _compares(runs: Mapping[str, Records]) -> bool:
+    """Whether an optimizer was run with more than one kind of reply."""
+    return any(sum(name.format(family=f) in runs for name in REPLIES.values()) > 1 for f in ("adam", "lamb"))
+
+
+def _at(task: str, variant: str, point: Mapping[str, Any]) -> Run:
+    return Run.standard(task, variant, 0).at(point)
+
+
+def bits_sent(record: Record) -> float:
+    """Bits that a rank sends for each element and compressed step."""
+    steps = record["config"]["steps"] - record["uncompressed_steps"]
+    return 8 * record["compressed_bytes"] / record["padded"] / steps
+
+
+def differences(records: Records, baseline: Records) -> list[float]:
+    """Of losses, over the seeds that both have."""
+    return [records[seed]["loss"] - baseline[seed]["loss"] for seed in sorted(records.keys() & baseline.keys())]
 
 
 def losses(records: Records) -> list[float]:

@@ -10,8 +10,17 @@ from statistics import mean, stdev
 
 from perf import plots
 from perf.convergence import figures
-from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, family_of, has_stages
-from perf.convergence.records import Record, Records, every_record, main_runs, sweep_runs
+from perf.convergence.plan import MAIN, REPLY, SWEEPS, TASKS, VARIANTS, family_of, has_stages
+from perf.convergence.records import (
+    Record,
+    Records,
+    bits_sent,
+    differences,
+    every_record,
+    main_runs,
+    reply_runs,
+    sweep_runs,
+)
 from perf.records import read_record
 from perf.tables import markdown
 from perf.train_step import volume
@@ -58,11 +67,6 @@ def within(records: Records, baseline: Records) -> str:
     return "yes" if mean(own) <= mean(theirs) + stdev(theirs) else "no"
 
 
-def differences(records: Records, baseline: Records) -> list[float]:
-    """Of losses, over the seeds that both have."""
-    return [records[seed]["loss"] - baseline[seed]["loss"] for seed in sorted(records.keys() & baseline.keys())]
-
-
 def difference(records: Records, baseline: Records) -> str:
     pairs = differences(records, baseline)
     if not pairs:
@@ -97,6 +101,20 @@ def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
             row += [f(ours, plain) if ours and plain else "-" for f in (difference, within)[: 1 if lone else 2]]
         rows.append(row)
     return "One seed.\n\n" + markdown(head, rows).replace(" (one seed)", "") if lone else markdown(head, rows)
+
+
+def reply_table(runs: Mapping[str, Mapping[str, Records]]) -> str:
+    """A row a kind of reply and number of ranks. Differences are to the baseline at as many ranks."""
+    head = ["ranks", "optimizer", "bits an element and step", "validation loss", "seeds", "difference"]
+    rows = []
+    for label, at in runs.items():
+        for variant, records in at.items():
+            baseline = at.get(family_of(variant), {})
+            bits = "" if variant == family_of(variant) else f"{bits_sent(next(iter(records.values()))):.2f}"
+            off = "" if variant == family_of(variant) else difference(records, baseline)
+            rows.append([label, VARIANTS[variant], bits, cell(records).replace(" (one seed)", ""), len(records), off])
+    note = "Bits are those that a rank sends in stage 2, for each element of the messages, headers and scales included."
+    return f"{markdown(head, [list(map(str, row)) for row in rows])}\n\n{note}"
 
 
 def _with_freeze(records: Records) -> str:
@@ -222,14 +240,18 @@ def sections(out: Path, docs: Path, ranks: int) -> Iterator[str]:
         runs = main_runs(out, task, ranks)
         if not runs:
             continue
-        swept = {s: t for s in SWEEPS if (t := sweep_runs(out, task, s, ranks))}
+        swept = {s: t for s in SWEEPS if s != REPLY and (t := sweep_runs(out, task, s, ranks))}
+        replies = reply_runs(out, task)
+        made = ([REPLY] if replies else []) + list(swept)
         seeds = max(len(records) for records in runs.values())
-        yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], list(swept), seeds, ranks)}"
+        yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], made, seeds, ranks)}"
         yield main_table(task, runs)
         yield ratio_note(runs)
         yield remark(out, task)
-        for path in figures.draw(out, task, runs, swept) if plots.available() else ():
+        for path in figures.draw(out, task, runs, swept, replies) if plots.available() else ():
             yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
+        if replies:
+            yield f"### {SWEEPS[REPLY].capitalize()}\n\n{reply_table(replies)}"
         for sweep, table_of in swept.items():
             yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, table_of)}"
         if volumes := volume_table(runs):
