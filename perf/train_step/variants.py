@@ -125,7 +125,7 @@ VARIANTS = {
 }
 UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
 POWERSGD = ("powersgd-1", "powersgd-4")
-TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, "adam-2-bf16")  # whose losses are compared
+TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, "adam-2-reply-1", "adam-2-bf16")  # whose losses are compared
 TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
 
 
