@@ -16,11 +16,12 @@ from torch import Tensor
 
 from onebit import kernels
 from onebit.collectives.agreement import agree
-from onebit.collectives.chunking import choose_chunks
+from onebit.collectives.averaging import average_
+from onebit.collectives.chunking import choose_chunks, shards_of
+from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.reply import AskedReply, check_reply, way_for
-from onebit.collectives.transport import transport_for
-from onebit.collectives.two_phases import TwoPhases
+from onebit.collectives.topology import Topology
 from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
@@ -45,6 +46,10 @@ class CompressedAllReduce:
     reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. 2: it compresses the
         mean to 2 bits, for 1.5 times the bytes. "direct": every rank's message goes to all, and nothing is compressed
         twice; as many bytes with two ranks, N / 2 times as many with N. "auto": direct with two ranks, else 1.
+    node_group: two levels: the ranks of this rank's node average in full precision, and each exchanges a slice with the
+        ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group of any kind
+        that process_group may be, or "auto" for the ranks of a host, where every host has equally many; None for one
+        level. With two levels N is the number of nodes, and building the all-reduce is a collective call.
     chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
 
     A tensor with inf, NaN or a value beyond 2^40 on any rank gives NaN on every rank, as an uncompressed mean of inf
@@ -62,6 +67,7 @@ class CompressedAllReduce:
         block_size: int = BLOCK_SIZE,
         chunks: int | Literal["auto"] = "auto",
         process_group: Any = None,
+        node_group: Any = None,
     ) -> None:
         if not is_one_of(chunks, ("auto",)) and not is_whole(chunks, least=1):
             raise ValueError(f'chunks must be a positive number or "auto", got {chunks!r}')
@@ -76,7 +82,8 @@ class CompressedAllReduce:
         self._tensors = Layout(self.numels, block_size=block_size)
         Format.of(self._tensors, scale, norm)
         check_reply(reply)
-        self.transport = transport_for(process_group)
+        self.topology = Topology.of(process_group, node_group, self.device)
+        self.transport = self.topology.replicas
         self._way = way_for(reply, self.transport.size)
         self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -95,9 +102,9 @@ class CompressedAllReduce:
                 norm=self._norm,
                 reply=self._way.way,
             )
-            agree(self.transport, self.device, common)
+            agree(self.topology.everyone, self.device, common)
             chunks = choose_chunks(
-                self.transport,
+                self.topology,
                 sum(self.numels),
                 self.device,
                 scale=self._scale,
@@ -125,17 +132,20 @@ class CompressedAllReduce:
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
-        x = self._bind([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        own = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        x = self._bind(own)
         exchange = self.prepare()
         exchange.agree({"dtype": str(x.dtype)})
+        if self.topology.node is not None:
+            average_(own, self.topology.node)
         backend = exchange.backend
         self._flags.zero_()
         backend.scan(exchange.layout.all(), x, self._hyper, self._flags)
-        self.transport.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
+        self.topology.everyone.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
 
         def compress(chunk: Chunk) -> None:
             backend.compress(
-                chunk.span,
+                chunk.slice,
                 x,
                 momentum=None,
                 residual=chunk.residual,
@@ -155,9 +165,9 @@ class CompressedAllReduce:
         """
         exchange = self._exchange
         if exchange is None:
-            return {"rank": self.transport.rank, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
+            return {"rank": self.topology.everyone.rank, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
         own = {
-            "rank": self.transport.rank,
+            "rank": self.topology.everyone.rank,
             "chunks": exchange.layout.chunks,
             "format": exchange.format.fingerprint,
             "wire_bytes": exchange.wire_bytes,
@@ -168,7 +178,7 @@ class CompressedAllReduce:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
         names = {"rank", "chunks", "format", "wire_bytes"}
         unused = state.get("chunks") == 0
-        residual_names = {"residual", "server_residual"} if self._way is TwoPhases else {"residual"}
+        residual_names = {"residual"} if self._way is Direct else {"residual", "server_residual"}
         missing = (names if unused else names | residual_names) - state.keys()
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
@@ -177,9 +187,9 @@ class CompressedAllReduce:
         if not all(map(is_whole, numbers)):
             raise ValueError(f"rank, chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
         rank, chunks, form, wire_bytes = numbers
-        if rank != self.transport.rank:
+        if rank != (here := self.topology.everyone.rank):
             raise ValueError(
-                f"the state was saved by rank {rank}, this is rank {self.transport.rank}: residuals are each rank's "
+                f"the state was saved by rank {rank}, this is rank {here}: residuals are each rank's "
                 f"own. Save on every rank, and load what the same rank saved"
             )
         if chunks == 0:
@@ -214,13 +224,15 @@ class CompressedAllReduce:
     @property
     def _unchunked(self) -> int:
         """A fingerprint of the tensors, options and ranks, before the number of chunks is known."""
-        layout = Layout(self.numels, block_size=self._block_size, ranks=self._way.shards(self.transport.size))
+        layout = Layout(self.numels, block_size=self._block_size, ranks=shards_of(self.topology, self._way))
         return Format.of(layout, self._scale, self._norm).fingerprint
 
     def _build(self, chunks: int) -> Exchange:
-        shards = self._way.shards(self.transport.size)
+        shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
-        return self._way(layout, self.transport, self.device, scale=self._scale, norm=self._norm)
+        return self._way(
+            layout, self.transport, self.device, scale=self._scale, norm=self._norm, node=self.topology.node
+        )
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:
         if tensors and tensors[0].device != self.device:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from onebit.collectives.exchange import Exchange
+from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.hyper import Hyper, hyper_table
@@ -32,8 +33,14 @@ def candidates(numel: int, ranks: int, block_size: int) -> list[int]:
     return [c for c in CANDIDATES if c == 1 or numel >= c * ranks * _BLOCKS_A_SHARD * block_size]
 
 
+def shards_of(topology: Topology, way: type[Exchange]) -> int:
+    """Into how many a chunk is cut: with two levels, every slice of it as a chunk otherwise."""
+    slices = 1 if topology.node is None else topology.node.size
+    return slices * way.shards(topology.replicas.size)
+
+
 def choose_chunks(
-    transport: Transport,
+    topology: Topology,
     numel: int,
     device: torch.device,
     scale: Scale,
@@ -42,42 +49,43 @@ def choose_chunks(
     way: type[Exchange] = TwoPhases,
 ) -> int:
     """The number of chunks for a model of `numel` elements: a collective call."""
-    options = candidates(numel, way.shards(transport.size), block_size)
-    if transport.size == 1 or len(options) == 1:
+    everyone, options = topology.everyone, candidates(numel, shards_of(topology, way), block_size)
+    if everyone.size == 1 or len(options) == 1:
         return 1
     cached = 0
-    if transport.rank == 0:
-        cached = cache.shared().get(_key(transport, numel, device, way)).get("chunks", 0)
+    if everyone.rank == 0:
+        cached = cache.shared().get(_key(topology, numel, device, way)).get("chunks", 0)
     chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=device)
-    transport.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
+    everyone.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
     if int(chunks) > 0:
         return int(chunks)
     seconds = measure_chunks(
-        transport, numel, device, scale=scale, norm=norm, block_size=block_size, options=options, way=way
+        topology, numel, device, scale=scale, norm=norm, block_size=block_size, options=options, way=way
     )
-    best, _ = save_chunks(transport, numel, device, seconds, way)
-    if transport.rank == 0:
+    best, _ = save_chunks(topology, numel, device, seconds, way)
+    if everyone.rank == 0:
         table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
         logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
     return best
 
 
 def save_chunks(
-    transport: Transport, numel: int, device: torch.device, seconds: dict[int, float], way: type[Exchange] = TwoPhases
+    topology: Topology, numel: int, device: torch.device, seconds: dict[int, float], way: type[Exchange] = TwoPhases
 ) -> tuple[int, bool]:
     """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
     best = min(seconds, key=lambda c: (seconds[c], c))
-    saved = transport.rank > 0 or cache.shared().put(_key(transport, numel, device, way), {"chunks": best})
-    return best, saved
+    key = _key(topology, numel, device, way)
+    return best, topology.everyone.rank > 0 or cache.shared().put(key, {"chunks": best})
 
 
-def _key(transport: Transport, numel: int, device: torch.device, way: type[Exchange]) -> str:
+def _key(topology: Topology, numel: int, device: torch.device, way: type[Exchange]) -> str:
+    ranks = f"{topology.everyone.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
     kind = "" if way is TwoPhases else f", reply {way.way}"
-    return f"{transport.name}, {transport.size} ranks, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
+    return f"{topology.everyone.name}, {ranks}, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
 
 
 def measure_chunks(
-    transport: Transport,
+    topology: Topology,
     numel: int,
     device: torch.device,
     *,
@@ -91,32 +99,32 @@ def measure_chunks(
 ) -> dict[int, float]:
     """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
     numel = min(numel, _MOST_ELEMENTS)
-    source = torch.Generator(device).manual_seed(transport.rank)
+    source = torch.Generator(device).manual_seed(topology.everyone.rank)
     tensor = torch.randn(numel, generator=source, device=device).to(dtype)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
     hyper = hyper_table([Hyper()], device)
     seconds = {}
     for chunks in options:
-        layout = Layout([numel], block_size=block_size, ranks=way.shards(transport.size), chunks=chunks)
-        exchange = way(layout, transport, device, scale=scale, norm=norm)
+        layout = Layout([numel], block_size=block_size, ranks=shards_of(topology, way), chunks=chunks)
+        exchange = way(layout, topology.replicas, device, scale=scale, norm=norm, node=topology.node)
         x = Pointers.to(layout, [tensor])
 
         def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
             backend = exchange.backend
             exchange.run(
                 lambda c: backend.compress(
-                    c.span, x, momentum=None, residual=c.residual, hyper=hyper, flags=flags, out=c.sent
+                    c.slice, x, momentum=None, residual=c.residual, hyper=hyper, flags=flags, out=c.sent
                 ),
                 lambda c: backend.decode(c.span, c.replies, x),
             )
 
-        seconds[chunks] = _slowest(transport, device, step)
+        seconds[chunks] = _slowest(topology.everyone, device, step)
         if progress is not None:
             progress(chunks, seconds[chunks])
     return seconds
 
 
-def _slowest(transport: Transport, device: torch.device, step: Callable[[], None]) -> float:
+def _slowest(everyone: Transport, device: torch.device, step: Callable[[], None]) -> float:
     """Fastest of three runs after one that does not count, on the slowest rank."""
     step()
     times = []
@@ -127,5 +135,5 @@ def _slowest(transport: Transport, device: torch.device, step: Callable[[], None
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
-    transport.all_max(slowest, "comparing measurements (all-reduce of three numbers)")
+    everyone.all_max(slowest, "comparing measurements (all-reduce of three numbers)")
     return float(slowest.min())

@@ -42,9 +42,9 @@ class Direct(Exchange):
     def _send(self, chunk: Chunk, over: Transport) -> Work:
         self._count(self.format)
         phase = f"the exchange (all-gather of chunk {chunk.index})"
-        return over.all_gather(chunk.replies.buffer, chunk.sent.buffer, phase)
+        return over.all_gather(chunk.arriving.buffer, chunk.sent.buffer, phase)
 
 
 def _receive(chunk: Chunk, work: Work, use: Callable[[Chunk], None]) -> None:
-    arrived(work, chunk.replies, "the exchange")
+    arrived(work, chunk.arriving, "the exchange")
     use(chunk)

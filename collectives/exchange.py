@@ -3,6 +3,10 @@
 Two ways: `two_phases`, in which a rank averages a shard for all and compresses the mean once more, and `direct`, in
 which every rank's message goes to all. Both are pipelined over chunks: while one is on the network, the next is
 compressed. All collectives start in `run`, in one order, which is the same on all ranks.
+
+With two levels a node is one rank to the network. A chunk is cut in slices, one a rank of the node. A rank compresses
+and exchanges its own slice alone, with the ranks of the same place on the other nodes, and what comes back is spread
+over the node, as bits. Each way is the same on a slice as it is on a chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch.autograd.profiler import record_function
 
 from onebit import kernels
 from onebit.collectives.agreement import agree
-from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.protocol import LocalTransport, Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
@@ -39,13 +43,15 @@ class Server:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stage of the pipeline: its part of every buffer."""
+    """One stage of the pipeline: its part of every buffer. With one level the slice is the chunk."""
 
     index: int
     span: Span
-    residual: Residual
-    sent: Messages
-    replies: Messages
+    slice: Span  # what this rank compresses
+    residual: Residual  # of the slice
+    sent: Messages  # of the slice
+    arriving: Messages  # replies of the slice
+    replies: Messages  # of the chunk
     server: Server | None = None
 
     @property
@@ -75,7 +81,10 @@ def facts(
 
 
 class Exchange(ABC):
-    """Residuals and messages of one layout on one rank, and the way they go."""
+    """Residuals and messages of one layout on one rank, and the way they go.
+
+    transport: the ranks of the network. node: those of this rank's node, each with a slice; None for one level.
+    """
 
     way: ClassVar[Reply]
     reply_bits: ClassVar[Bits] = 1  # an element of what comes back
@@ -90,20 +99,29 @@ class Exchange(ABC):
         norm: Norm = "l1",
         *,
         value: Tensor | None = None,
+        node: Transport | None = None,
     ) -> None:
-        """`value`, fp32 [elements of the layout], becomes this rank's residual and is what it starts from."""
-        if layout.ranks != self.shards(transport.size):
-            raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}")
+        """`value`, fp32 [elements of the slices], becomes this rank's residual and is what it starts from."""
+        self.node = node or LocalTransport()
+        if layout.ranks != self.node.size * self.shards(transport.size):
+            raise ValueError(
+                f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}, the node {self.node.size}"
+            )
         self.layout, self.transport, self.device = layout, transport, device
         self.format = Format.of(layout, scale, norm)
         self.reply_format = self.format.with_bits(self.reply_bits)
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
-        self.residual = Residual.zeros(layout.all(), self.format, device, value)
-        self.sent = self._zeros(self.format, layout.chunks * layout.ranks)
-        copies = transport.size // layout.ranks
-        self.replies = self._zeros(self.reply_format, layout.chunks * transport.size, copies)
+        shards = self.shards(transport.size)
+        slices = Span(layout, 0, layout.blocks // self.node.size)  # of all chunks, one after the other
+        self.residual = Residual.zeros(slices, self.format, device, value)
+        self.sent = self._zeros(self.format, layout.chunks * shards)
+        copies = transport.size // shards
+        self.replies = self._zeros(self.reply_format, layout.chunks * transport.size * self.node.size, copies)
+        self.arriving = self.replies
+        if self.node.size > 1:
+            self.arriving = self._zeros(self.reply_format, layout.chunks * transport.size, copies)
         self.chunks = [self._chunk(j, server) for j, server in enumerate(self._servers())]
         self._agreed = False
 
@@ -136,8 +154,21 @@ class Exchange(ABC):
         """
         self.agree()
         chunks = self.chunks[::-1] if backwards else self.chunks
-        self._pipeline(chunks, over or self.transport, compress, use or (lambda chunk: None))
+
+        def spread_and_use(chunk: Chunk) -> None:
+            self._spread(chunk)
+            if use is not None:
+                use(chunk)
+
+        self._pipeline(chunks, over or self.transport, compress, spread_and_use)
         return self.replies
+
+    def _spread(self, chunk: Chunk) -> None:
+        """Every slice's replies to all ranks of the node."""
+        if self.node.size > 1:
+            phase = f"the spread over the node (all-gather of chunk {chunk.index})"
+            out, own = chunk.replies.buffer.view(self.node.size, -1), chunk.arriving.buffer.view(1, -1)
+            arrived(self.node.all_gather(out, own, phase), chunk.replies, "the spread over the node")
 
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
@@ -151,7 +182,8 @@ class Exchange(ABC):
                 norm=form.norm,
                 reply=self.way,
             )
-            agree(self.transport, self.device, {**common, **(more or {})})
+            for ranks in (self.transport, self.node):
+                agree(ranks, self.device, {**common, **(more or {})})
             self._agreed = True
 
     def live_in(self, span: Span) -> Tensor | None:
@@ -160,14 +192,18 @@ class Exchange(ABC):
         return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
 
     def _chunk(self, index: int, server: Server | None) -> Chunk:
-        layout, ranks = self.layout, self.transport.size
-        span = layout.chunk(index)
+        layout, ranks, node = self.layout, self.transport.size, self.node
+        span, shards = layout.chunk(index), self.shards(ranks)
+        size = span.count // node.size
+        part = Span(layout, span.first + node.rank * size, size)
         return Chunk(
             index=index,
             span=span,
-            residual=self.residual.part(span.first, span, self.format),
-            sent=self.sent.slice(index * layout.ranks, layout.ranks),
-            replies=self.replies.slice(index * ranks, ranks),
+            slice=part,
+            residual=self.residual.part(index * size, part, self.format),
+            sent=self.sent.slice(index * shards, shards),
+            arriving=self.arriving.slice(index * ranks, ranks),
+            replies=self.replies.slice(index * ranks * node.size, ranks * node.size),
             server=server,
         )
 
@@ -185,10 +221,12 @@ class Exchange(ABC):
         if self.server_residual is None:
             return None
         layout, ranks = self.layout, self.layout.ranks
-        own = self.server_residual.left_out().view(torch.uint8)
-        everyone = torch.empty((ranks, own.numel()), dtype=torch.uint8, device=self.device)
-        self.transport.all_gather(everyone, own[None], "gathering the server residuals (all-gather)").wait()
-        return everyone.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
+        own = self.server_residual.left_out().view(1, -1).view(torch.uint8)
+        for transport in (self.transport, self.node):  # shards of a slice, then slices
+            everyone = torch.empty((transport.size, own.numel()), dtype=torch.uint8, device=self.device)
+            transport.all_gather(everyone, own, "gathering the server residuals (all-gather)").wait()
+            own = everyone.view(1, -1)
+        return own.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
 
     @property
     def residuals(self) -> dict[str, Residual]:

@@ -1,40 +1,119 @@
 """Who is who among the ranks.
 
-Today every rank holds all parameters and talks to all others, so one group is enough. Two more kinds of groups belong
-here once ranks share a node's network, or the parameters:
+    everyone      all ranks. What a step decides (is it skipped, by what are gradients clipped) is decided over them
+    replicas      the ranks that average over the network: everyone, or with two levels the ranks of the same place on
+                  every node. That ranks hold the same parameters, options and bits is compared over them
+    node          with two levels, the ranks of this rank's node, which average in full precision first
 
-    node group    the ranks of one host. Gradients are averaged among them before anything is compressed, and each
-                  compresses its own slice; `replicas` are then the ranks of the same place on every other host
-    shard group   the ranks that hold the parts of one copy of the parameters (FSDP2); `replicas` are then the ranks
-                  that hold the same part of every other copy
-
-In both cases `everyone` is larger than `replicas`. What a step decides on all ranks (is it skipped, by what are
-gradients clipped) is decided over `everyone`. That ranks hold the same parameters, options and bits is compared over
-`replicas`.
+One more kind belongs here once parameters are sharded (FSDP2): the ranks that hold the parts of one copy of them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from onebit.collectives.agreement import all_gather_json, listed
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Transport
+
+logger = logging.getLogger("onebit")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_ASKING = "finding the ranks of each node (all-gather)"
 
 
 @dataclass(frozen=True)
 class Topology:
     """The groups of ranks that this rank belongs to."""
 
-    replicas: Transport  # the ranks that hold the same parameters, and average over the network
+    everyone: Transport
+    replicas: Transport
+    node: Transport | None = None  # None: one level
 
     @classmethod
-    def of(cls, process_group: Any = None) -> Topology:
+    def of(cls, process_group: Any = None, node_group: Any = None, device: torch.device | None = None) -> Topology:
         """Of a torch.distributed group, an mpi4py communicator, a transport, or None: torch's default group if there is
-        one, else this process alone."""
-        return cls(replicas=transport_for(process_group))
+        one, else this process alone.
 
-    @property
-    def everyone(self) -> Transport:
-        """The ranks that must agree on every step: whether it is skipped, and by what gradients are clipped."""
-        return self.replicas
+        node_group: the same kinds, of this rank's node; "auto" finds the ranks of a host; None for one level. With one
+        this is a collective call of all ranks, which needs the `device` of the tensors that they send.
+        """
+        everyone = transport_for(process_group)
+        if node_group is None or everyone.size == 1:
+            return cls(everyone, everyone)
+        at = device or torch.device("cpu")
+        automatic = isinstance(node_group, str) and node_group == "auto"
+        nodes = _found(everyone, at) if automatic else _given(everyone, node_group, at)
+        if nodes is None:
+            return cls(everyone, everyone)
+        number = next(i for i, ranks in enumerate(nodes) if everyone.rank in ranks)
+        replicas, node = everyone.split(nodes[number].index(everyone.rank)), everyone.split(number)
+        if everyone.rank == 0:
+            logger.info(
+                "%d nodes of %d ranks: averaged in full precision inside a node, with 1 bit between nodes",
+                len(nodes), node.size,
+            )  # fmt: skip
+        return cls(everyone, replicas, node)
+
+
+def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
+    """The ranks of every host; None where that is no reason for two levels."""
+    hosts = all_gather_json(everyone, device, _host(), _ASKING)
+    nodes = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
+    sizes = {len(ranks) for ranks in nodes}
+    if len(nodes) > 1 and len(sizes) > 1 and everyone.rank == 0:
+        counts = ", ".join(str(len(ranks)) for ranks in nodes)
+        logger.info("The hosts have %s ranks, not equally many: every rank sends for itself (one level)", counts)
+    return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
+
+
+def _given(everyone: Transport, node_group: Any, device: torch.device) -> list[list[int]] | None:
+    """The ranks of every node as they were given. What does not fit is a ValueError on all ranks."""
+    try:
+        own, problem = transport_for(node_group), ""
+    except (TypeError, ValueError) as error:
+        own, problem = None, str(error)
+    problems = all_gather_json(everyone, device, problem, _ASKING)
+    if any(problems):
+        who = next(rank for rank, each in enumerate(problems) if each)
+        raise ValueError(f"node_group of rank {who}: {problems[who]}")
+    assert own is not None
+    ranks = all_gather_json(own, device, everyone.rank, _ASKING)
+    nodes = all_gather_json(everyone, device, ranks, _ASKING)
+    if reason := _misfit(nodes):
+        raise ValueError(
+            f"node_group: {reason}. Give every rank the group of its own node, nodes of equally many ranks, or None "
+            f"for one level"
+        )
+    distinct = [list(each) for each in dict.fromkeys(map(tuple, nodes))]
+    return distinct if 1 < len(distinct) < everyone.size else None
+
+
+def _misfit(nodes: Sequence[list[int]]) -> str:
+    """Why what each rank calls its node can't be: empty if it can."""
+    for rank, ranks in enumerate(nodes):
+        if rank not in ranks or any(nodes[other] != ranks for other in ranks):
+            return f"rank {rank} has the {listed(ranks)}, which have other groups"
+    sizes = Counter(map(len, nodes))
+    if len(sizes) > 1:
+        odd = min(sizes, key=lambda size: sizes[size])
+        rank = next(i for i, ranks in enumerate(nodes) if len(ranks) == odd)
+        return f"rank {rank} has a node of {odd}, others have {max(sizes, key=lambda size: sizes[size])}"
+    return ""
+
+
+def _host() -> str:
+    """The same on all ranks of a host alone: torchrun's number of the node, or the host's name and boot."""
+    if (node := os.environ.get("GROUP_RANK")) is not None:
+        return f"node {node}"
+    boot = _BOOT.read_text() if _BOOT.exists() else ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()

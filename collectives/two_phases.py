@@ -46,19 +46,20 @@ class TwoPhases(Exchange):
                 arrived(gathers.pop(j - 1), _server_of(chunks[j - 1]).received, "the gather phase")
                 scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
             if j >= 2:
-                arrived(scatters.pop(j - 2), chunks[j - 2].replies, "the scatter phase")
+                arrived(scatters.pop(j - 2), chunks[j - 2].arriving, "the scatter phase")
                 use(chunks[j - 2])
 
     def _servers(self) -> Sequence[Server]:
-        layout = self.layout
+        layout, ranks = self.layout, self.transport.size
         owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
         self.server_residual = Residual.zeros(owned, self.reply_format, self.device)
-        self.received = self._zeros(self.format, layout.chunks * layout.ranks)
+        self.received = self._zeros(self.format, layout.chunks * ranks)
         self.reply = self._zeros(self.reply_format, layout.chunks)
-        return [self._server(j, layout.shard(j, self.transport.rank)) for j in range(layout.chunks)]
+        own = self.node.rank * ranks + self.transport.rank
+        return [self._server(j, layout.shard(j, own)) for j in range(layout.chunks)]
 
     def _server(self, index: int, shard: Span) -> Server:
-        ranks = self.layout.ranks
+        ranks = self.transport.size
         return Server(
             shard=shard,
             residual=self.server_residual.part(index * self.layout.shard_blocks, shard, self.reply_format),
@@ -77,7 +78,7 @@ class TwoPhases(Exchange):
         self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
         self._count(self.reply_format)
         phase = f"the scatter phase (all-gather of chunk {chunk.index})"
-        return over.all_gather(chunk.replies.buffer, server.reply.buffer, phase)
+        return over.all_gather(chunk.arriving.buffer, server.reply.buffer, phase)
 
 
 class TwoBitReplies(TwoPhases):

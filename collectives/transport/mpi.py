@@ -68,6 +68,9 @@ class MpiTransport:
             )
         return MpiTransport(self.communicator.Dup(), self.timeout)
 
+    def split(self, color: int) -> Transport:
+        return MpiTransport(self.communicator.Split(color, self.rank), self.timeout)
+
     def _send_buffer(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
             return tensor

@@ -55,6 +55,10 @@ class Transport(Protocol):
         """The same ranks with an order of collectives of its own, for another thread: a collective call."""
         ...
 
+    def split(self, color: int) -> Transport:
+        """The ranks that gave the same color, in their order, as a group: a collective call of all."""
+        ...
+
 
 class Done:
     """Work that is over."""
@@ -83,6 +87,9 @@ class LocalTransport:
         return Done()
 
     def duplicate(self) -> Transport:
+        return self
+
+    def split(self, color: int) -> Transport:
         return self
 
 

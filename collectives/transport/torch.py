@@ -55,16 +55,26 @@ class TorchTransport:
     def duplicate(self) -> Transport:
         if self.group is dist.group.WORLD:
             return TorchTransport(dist.new_group(timeout=self._timeout, backend=self.name))
-        self._make_as_many_groups()
+        return self._new_group(dist.get_process_group_ranks(self.group))
+
+    def split(self, color: int) -> Transport:
+        own = torch.tensor([[color]], dtype=torch.int64, device=self._device)
+        colors = torch.empty((self.size, 8), dtype=torch.uint8, device=self._device)
+        self.all_gather(colors, own.view(torch.uint8), "telling ranks apart (all-gather of one number)").wait()
+        same = (colors.view(torch.int64).view(-1) == color).tolist()
         ranks = dist.get_process_group_ranks(self.group)
+        return self._new_group([rank for rank, ours in zip(ranks, same, strict=True) if ours])
+
+    def _new_group(self, ranks: list[int]) -> Transport:
+        """Made by its members alone, who all are in this group."""
+        self._make_as_many_groups()
         return TorchTransport(dist.new_group(ranks, self._timeout, self.name, use_local_synchronization=True))
 
     def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has: the name on all ranks
         has to be the same, so those that have fewer make some of themselves alone."""
         groups = dist.distributed_c10d._world.pg_names
-        device = torch.device("cuda" if self.name == "nccl" else "cpu")
-        most = torch.tensor([len(groups)], dtype=torch.int64, device=device)
+        most = torch.tensor([len(groups)], dtype=torch.int64, device=self._device)
         self.all_max(most, "counting process groups (all-reduce of one number)")
         while len(groups) < int(most):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -72,9 +82,13 @@ class TorchTransport:
     @property
     def _timeout(self) -> timedelta | None:
         """The group's own; None is torch's default."""
-        kind = torch.device("cuda" if self.name == "nccl" else "cpu")
         group: Any = self.group
-        return getattr(getattr(group._get_backend(kind), "options", None), "_timeout", None)
+        return getattr(getattr(group._get_backend(self._device), "options", None), "_timeout", None)
+
+    @property
+    def _device(self) -> torch.device:
+        """Of tensors that the group can send."""
+        return torch.device("cuda" if self.name == "nccl" else "cpu")
 
     def _start(self, collective: Callable[..., Any], out: Tensor, sent: Tensor, phase: str) -> Work:
         landing, source = out.view(-1), sent.view(-1)

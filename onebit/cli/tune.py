@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
-from onebit.collectives.chunking import candidates, measure_chunks, save_chunks
-from onebit.collectives.transport import transport_for
+from onebit.collectives.chunking import candidates, measure_chunks, save_chunks, shards_of
+from onebit.collectives.reply import way_for
+from onebit.collectives.topology import Topology
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.tuning import cache, tuner
 from onebit.kernels.tuning.machine import device_name
@@ -95,9 +96,10 @@ def _tune_chunks(
     arguments: argparse.Namespace, device: torch.device, progress: Progress | None, write: Callable[[str], None]
 ) -> bool:
     """How many chunks suit the network between the ranks."""
-    transport, dtype, elements = transport_for(), DTYPES[arguments.dtype], arguments.elements
-    options = candidates(elements, transport.size, BLOCK_SIZE)
-    write(f"Chunks of an exchange: {transport.name}, {transport.size} ranks on {device.type}, {elements:,} elements")
+    topology, dtype, elements = Topology.of(), DTYPES[arguments.dtype], arguments.elements
+    everyone, way = topology.everyone, way_for("auto", topology.replicas.size)
+    options = candidates(elements, shards_of(topology, way), BLOCK_SIZE)
+    write(f"Chunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
 
     def show(chunks: int) -> None:
         if progress is not None:
@@ -111,7 +113,7 @@ def _tune_chunks(
 
     show(options[0])
     seconds = measure_chunks(
-        transport,
+        topology,
         elements,
         device,
         scale="block",
@@ -120,8 +122,9 @@ def _tune_chunks(
         options=options,
         progress=measured,
         dtype=dtype,
+        way=way,
     )
-    best, saved = save_chunks(transport, elements, device, seconds)
+    best, saved = save_chunks(topology, elements, device, seconds, way)
     for chunks, each in seconds.items():
         write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
     return saved

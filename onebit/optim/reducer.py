@@ -80,9 +80,9 @@ class MomentumReducer:
 
     def compress(self, chunk: Chunk, hyper: Tensor, flags: Tensor) -> None:
         """One chunk's messages of b1 m + (1-b1) g."""
-        live = self.exchange.live_in(chunk.span)
+        live = self.exchange.live_in(chunk.slice)
         self.state.backend.compress(
-            chunk.span, self.state.gradients, chunk.replies, chunk.residual, hyper, flags, chunk.sent, live=live,
+            chunk.slice, self.state.gradients, chunk.arriving, chunk.residual, hyper, flags, chunk.sent, live=live,
             gamma=self.gamma,
         )  # fmt: skip
 

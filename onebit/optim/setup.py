@@ -95,7 +95,7 @@ class Setup:
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
         return choose_chunks(
-            self.topology.replicas, numel, self.device, options.scale, options.norm, options.block_size, self.way
+            self.topology, numel, self.device, options.scale, options.norm, options.block_size, self.way
         )
 
     def _possible_chunks(self, numel: int) -> list[int]:

@@ -142,7 +142,7 @@ def _phases(ranks: Ranks, average: CompressedAllReduce, x: Tensor, repeats: int)
 
     def of_chunk(c: Chunk) -> list[tuple[str, Callable[[], object]]]:
         return [
-            ("compress", lambda: backend.compress(c.span, pointers, None, c.residual, hyper, flags, c.sent)),
+            ("compress", lambda: backend.compress(c.slice, pointers, None, c.residual, hyper, flags, c.sent)),
             *(of_server(c, c.server) if c.server is not None else ()),
             ("all-gather", lambda: transport.all_gather(c.replies.buffer, c.own_reply.buffer, "scatter").wait()),
             ("decode", lambda: backend.decode(c.span, c.replies, pointers)),

@@ -149,6 +149,9 @@ class TimedTransport:
     def all_max(self, values: Tensor, phase: str) -> None:
         self.time(lambda: self.inner.all_max(values, phase))
 
+    def split(self, color: int) -> Transport:
+        return TimedTransport(self._mark, self.inner.split(color))
+
     def duplicate(self) -> Transport:
         """Its waits count as this one's: `step` waits for the thread that waits."""
         other = TimedTransport(self._mark, self.inner.duplicate())

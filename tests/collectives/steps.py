@@ -33,17 +33,24 @@ class Case:
     seed: int = 0
     bad: tuple[tuple[int, int, float], ...] = ()  # (step, rank, value): one element of the last tensor
     reply: Any = 1
+    nodes: int = 0  # of equally many ranks, which follow one another; 0 for one level
+
+    def senders(self, ranks: int) -> int:
+        """Ranks to the network: nodes, or every rank."""
+        return self.nodes or ranks
 
     def plan(self, ranks: int) -> oracle.Layout:
-        shards = 1 if self.reply == "direct" else ranks
+        senders = self.senders(ranks)
+        shards = ranks // senders * (1 if self.reply == "direct" else senders)
         return oracle.Layout(self.numels, self.block_size, shards, self.chunks)
 
     def simulation(self, ranks: int) -> oracle.SimulatedAllReduce:
-        direct = ranks if self.reply == "direct" else 0
+        """Of the senders."""
+        direct = self.senders(ranks) if self.reply == "direct" else 0
         bits = 2 if self.reply == 2 else 1
         return oracle.SimulatedAllReduce(self.plan(ranks), self.scale, self.norm, direct=direct, reply_bits=bits)
 
-    def all_reduce(self, group: Any, device: str = "cpu") -> CompressedAllReduce:
+    def all_reduce(self, group: Any, device: str = "cpu", node_group: Any = None) -> CompressedAllReduce:
         return CompressedAllReduce(
             list(self.numels),
             device=device,
@@ -53,6 +60,7 @@ class Case:
             block_size=self.block_size,
             chunks=self.chunks,
             process_group=group,
+            node_group=node_group,
         )
 
     def inputs(self, rank: int, step: int) -> list[Tensor]:
@@ -123,14 +131,25 @@ def record(
     return Recorded(states, results)
 
 
-def worker_residual(case: Case, ranks: int, state: dict[str, Any]) -> np.ndarray:
-    """e of one rank over the whole space, in float64, 0 in padding."""
-    return _residual(state, "residual", case.plan(ranks).valid)
+def node_mean(inputs: list[list[Tensor]]) -> list[Tensor]:
+    """Of the ranks of a node, rounded as tensors of their dtype are; of one rank what it has."""
+    first, *others = ([x.mul(1 / len(inputs)) for x in tensors] for tensors in inputs)
+    for tensors in others:
+        first = [a + b for a, b in zip(first, tensors, strict=True)]
+    return first
+
+
+def worker_residual(case: Case, ranks: int, *states: dict[str, Any]) -> np.ndarray:
+    """e of one sender over the whole space, in float64, 0 in padding. A node's ranks hold its slices."""
+    valid = case.plan(ranks).valid.reshape(case.chunks, len(states), -1).swapaxes(0, 1)
+    slices = [_residual(state, "residual", own.ravel()) for state, own in zip(states, valid, strict=True)]
+    return np.stack([each.reshape(case.chunks, -1) for each in slices], 1).ravel()
 
 
 def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.ndarray:
     """E over the whole space, built from the shards of all ranks; 0 where there are no servers."""
-    plan = case.plan(ranks)
+    plan, senders = case.plan(ranks), case.senders(ranks)
+    states = [states[n * (ranks // senders) + g] for g in range(ranks // senders) for n in range(senders)]
     whole = np.zeros(plan.size)
     if case.reply == "direct":
         assert not any("server_residual" in state for state in states)
@@ -155,26 +174,33 @@ def _residual(state: dict[str, Any], name: str, valid: np.ndarray) -> np.ndarray
 def check(case: Case, recorded: list[Recorded]) -> None:
     """Every step of every rank against the simulation, and every rank's result against rank 0's."""
     ranks, plan = len(recorded), case.plan(len(recorded))
+    senders = case.senders(ranks)
+    each = ranks // senders
     assert all(r.result_bytes == recorded[0].result_bytes for r in recorded), "the ranks got other results"
     simulation = case.simulation(ranks)
     compared, certain = 0, 0.0
     for t, result in enumerate(recorded[0].results):
-        ys = [plan.flatten([x.double().numpy() for x in case.inputs(rank, t)]) for rank in range(ranks)]
+        own = [case.inputs(rank, t) for rank in range(ranks)]
+        means = [node_mean(own[n * each : (n + 1) * each]) for n in range(senders)]
+        ys = [plan.flatten([x.double().numpy() for x in mean]) for mean in means]
+        parts = [plan.flatten([x.double().abs().numpy() for x in tensors]) for tensors in own]
+        sizes = [np.mean(parts[n * each : (n + 1) * each], axis=0) for n in range(senders)]
         before, after = ([r.states[s] for r in recorded] for s in (t, t + 1))
-        simulation.worker = [worker_residual(case, ranks, state) for state in before]
+        nodes = [slice(n * each, (n + 1) * each) for n in range(senders)]
+        simulation.worker = [worker_residual(case, ranks, *before[node]) for node in nodes]
         simulation.server = server_residual(case, ranks, before)
         started = [e.copy() for e in simulation.worker], simulation.server.copy()
         expected = simulation(ys)
         turned = np.zeros(plan.size, bool)
-        for rank in range(ranks):
+        for rank, node in enumerate(nodes):
             c, scale = _whole(simulation.gathered[rank])
-            size = np.abs(ys[rank]) + np.abs(started[0][rank]) + scale
-            e = worker_residual(case, ranks, after[rank])
-            where = f"the worker residual of rank {rank} after step {t}"
+            size = sizes[rank] + np.abs(started[0][rank]) + scale
+            e = worker_residual(case, ranks, *after[node])
+            where = f"the worker residual of sender {rank} after step {t}"
             turned |= _compare(e, simulation.worker[rank], c, scale=scale, size=size, valid=plan.valid, what=where)
         if turned.any():
             continue  # what rounding turned is in this step's average
-        size = sum(_whole(messages)[1] for messages in simulation.gathered) / ranks + np.abs(started[1])
+        size = sum(_whole(messages)[1] for messages in simulation.gathered) / senders + np.abs(started[1])
         got = plan.flatten(values(case, result))
         rounded = np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
         compared += 1

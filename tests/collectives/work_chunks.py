@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from onebit.collectives import chunking
+from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.kernels.tuning import tuner
 from tests.collectives import steps
@@ -110,10 +111,10 @@ def really_measured(
     """Nothing replaced: what `onebit tune` shows, then a run that chooses by itself."""
     seen: list[tuple[int, float]] = []
     with cache_folder(folder):
-        transport, numel = transport_for(group()), sum(case.numels)
+        topology, numel = Topology.of(group()), sum(case.numels)
         options = chunking.candidates(numel, size, case.block_size)
         seconds = chunking.measure_chunks(
-            transport,
+            topology,
             numel,
             torch.device("cpu"),
             scale=case.scale,

@@ -1,0 +1,170 @@
+"""Two levels: what a node's ranks exchange is what one rank of the node's mean would, against the float64 oracle."""
+
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onebit.collectives import CompressedAllReduce
+from onebit.collectives.topology import Topology
+from tests.collectives import steps, work
+from tests.collectives.steps import Case
+from tests.ranks import group, run_ranks, run_ranks_once
+
+CASES = [
+    Case((1000, 63, 129), chunks=2),
+    Case((300, 7), chunks=3, norm="l2", reply=2),
+    Case((300, 63), scale="tensor", norm="l2"),
+    Case((1000, 5), chunks=2, reply="direct"),
+    Case((300, 63), scale="tensor", chunks=2, reply="direct"),
+    Case((300, 63), scale="tensor", chunks=2, reply=2),
+    Case((63,), dtype="bfloat16"),
+]
+
+
+def own_node(rank, nodes, each):
+    """The group of this rank's node, which all ranks make."""
+    groups = [dist.new_group(list(range(n * each, (n + 1) * each))) for n in range(nodes)]
+    return groups[rank // each]
+
+
+def recorded(rank, size, nodes, cases):
+    node = own_node(rank, nodes, size // nodes)
+    return [steps.record(case, rank, None, all_reduce=case.all_reduce(group(), node_group=node)) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"), [(2, 2), (3, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((2, 4), (4, 2)))]
+)
+def test_nodes_are_ranks_to_the_network(nodes, each):
+    cases = [replace(case, nodes=nodes) for case in CASES if each == 2 or case.dtype == "float32"]
+    runs = run_ranks_once(nodes * each, recorded, (nodes, cases))
+    for case, ranks in zip(cases, zip(*runs, strict=True), strict=True):
+        steps.check(case, list(ranks))
+
+
+def both(rank, size, case):
+    """With nodes of one rank each, and with one level."""
+    nodes = [steps.record(case, rank, None, all_reduce=case.all_reduce(group(), node_group=alone)) for alone in
+             [[dist.new_group([r]) for r in range(size)][rank]]]  # fmt: skip
+    return nodes[0].result_bytes == steps.record(case, rank, group()).result_bytes
+
+
+def test_nodes_of_one_rank_are_one_level_bit_for_bit():
+    assert run_ranks_once(3, both, (Case((300, 63), chunks=2),)) == [True] * 3
+
+
+def sent(rank, size, nodes, elements):
+    node = own_node(rank, nodes, size // nodes)
+    found = []
+    for node_group in (node, None):
+        average = CompressedAllReduce(elements, chunks=1, reply=1, process_group=group(), node_group=node_group)
+        average(torch.randn(elements))
+        found.append(average.wire_bytes)
+    return found
+
+
+def test_a_node_sends_what_one_rank_would():
+    """With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks."""
+    runs = run_ranks_once(4, sent, (2, 2**18))
+    two, one = (sum(found[i] for found in runs[:2]) for i in (0, 1))
+    assert one == pytest.approx(3 * two, rel=0.01)
+
+
+def states_go_on(rank, size, case):
+    node = own_node(rank, 2, 2)
+    whole = steps.record(case, rank, None, all_reduce=case.all_reduce(group(), node_group=node))
+    first = case.all_reduce(group(), node_group=node)
+    steps.record(replace(case, steps=3), rank, None, all_reduce=first)
+    second = case.all_reduce(group(), node_group=node)
+    second.load_state_dict(first.state_dict())
+    rest = steps.record(case, rank, None, first=3, all_reduce=second)
+    return steps.same_state(whole.states[-1], rest.states[-1])
+
+
+@pytest.mark.parametrize("reply", [1, 2, "direct"])
+def test_a_saved_state_goes_on_bit_for_bit(reply):
+    assert run_ranks_once(4, states_go_on, (Case((300, 63), chunks=2, reply=reply),)) == [True] * 4
+
+
+def with_a_bad_value(rank, size):
+    average = CompressedAllReduce(300, chunks=2, process_group=group(), node_group=own_node(rank, 2, 2))
+    average(torch.randn(300))
+    before = {k: v.clone() for k, v in average.exchange.state_dict().items()}
+    x = torch.randn(300)
+    if rank == 3:
+        x[7] = float("inf")
+    average(x)
+    same = all(torch.equal(v, before[k]) for k, v in average.exchange.state_dict().items())
+    return bool(torch.isnan(x).all()), same
+
+
+def test_what_is_not_finite_on_one_rank_gives_nan_on_all():
+    assert run_ranks_once(4, with_a_bad_value) == [(True, True)] * 4
+
+
+def auto(rank, size, hosts):
+    """Sizes and places of this rank's groups, and what was logged."""
+    os.environ["GROUP_RANK"] = str(hosts[rank])
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("onebit").addHandler(handler)
+    logging.getLogger("onebit").setLevel(logging.INFO)
+    topology = Topology.of(group(), "auto")
+    node = topology.node
+    return topology.replicas.size, topology.replicas.rank, node and (node.size, node.rank), records
+
+
+def test_hosts_are_found():
+    assert [found[:3] for found in run_ranks_once(4, auto, ([0, 0, 1, 1],))] == [
+        (2, 0, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 0)), (2, 1, (2, 1))
+    ]  # fmt: skip
+    mixed = run_ranks_once(4, auto, ([1, 0, 0, 1],))
+    assert [found[:3] for found in mixed] == [(2, 0, (2, 0)), (2, 1, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 1))]
+    assert any("2 nodes of 2 ranks" in line for line in mixed[0][3])
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 1]])
+def test_one_level_where_hosts_do_not_ask_for_two(hosts):
+    found = run_ranks_once(4, auto, (hosts,))
+    assert [each[:3] for each in found] == [(4, rank, None) for rank in range(4)]
+    assert any("3, 1 ranks, not equally many" in line for line in found[0][3]) == (hosts == [0, 0, 0, 1])
+
+
+def refused(rank, size, nodes):
+    """The message of the error, for nodes given as lists of ranks."""
+    groups = [dist.new_group(ranks) for ranks in nodes]
+    own = next((g for g, ranks in zip(groups, nodes, strict=True) if rank in ranks), groups[0])
+    errors = []
+    with work.error_of(errors):
+        Topology.of(group(), own)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ([[0, 1, 2], [3]], "node_group: rank 3 has a node of 1, others have 3"),
+        ([[0, 1]], "node_group of rank 2: this rank is not"),
+    ],
+    ids=["unequal", "an outsider"],
+)
+def test_nodes_that_do_not_fit_are_refused_on_all_ranks(nodes, says):
+    for errors in run_ranks_once(4, refused, (nodes,)):
+        assert says in errors[0]
+
+
+def test_a_string_that_is_no_group():
+    for errors in run_ranks(2, not_a_group):
+        assert "can't communicate over a str" in errors[0]
+
+
+def not_a_group(rank, size):
+    errors = []
+    with work.error_of(errors):
+        Topology.of(group(), "hosts")
+    return errors
