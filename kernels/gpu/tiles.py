@@ -192,16 +192,23 @@ def load_residual(value, scale, valid, TILE: tl.constexpr, FULL: tl.constexpr, T
 
 
 @triton.jit
-def encode(
-    c, live, value, scale, partial, counted, bits, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
-):  # fmt: skip
-    """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
+def kept_elements(live, valid, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Which elements of a block count, and how many."""
     kept = tl.arange(0, TILE) < valid
     count = valid
     if live is not None:
         kept = kept & load_bits(live, BLOCK, TILE)
         count = tl.sum(kept.to(tl.int32), axis=0)
+    return kept, count
+
+
+@triton.jit
+def encode(
+    c, live, value, scale, partial, counted, bits, valid,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+):  # fmt: skip
+    """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
+    kept, count = kept_elements(live, valid, BLOCK, TILE)
     if (live is not None) or (not FULL):
         c = tl.where(kept, c, 0.0)
     bit = (c >= 0) & kept
@@ -225,11 +232,7 @@ def encode_two_bits(
     c, live, value, scales, bits, valid, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
     """Store a block's signs, which of its elements are large, the mean sizes of both kinds, and what they leave out."""
-    kept = tl.arange(0, TILE) < valid
-    count = valid
-    if live is not None:
-        kept = kept & load_bits(live, BLOCK, TILE)
-        count = tl.sum(kept.to(tl.int32), axis=0)
+    kept, count = kept_elements(live, valid, BLOCK, TILE)
     if (live is not None) or (not FULL):
         c = tl.where(kept, c, 0.0)
     size = tl.abs(c)

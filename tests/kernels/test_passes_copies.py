@@ -34,7 +34,11 @@ def outputs(work, passes):
 @EACH
 def test_readers_agree_with_the_reference(name, options):
     ours, theirs = outputs(workload(options, device_of(name)), backend(name)), outputs(workload(options), reference)
-    half = options.get("dtype") == torch.float16
+    assert_same(ours, theirs, half=options.get("dtype") == torch.float16)
+
+
+def assert_same(ours, theirs, half):
+    """Bits equal, values to rounding: that of fp16 where `half`."""
     for what, expected in theirs.items():
         got = ours[what].cpu()
         if expected.is_floating_point():

@@ -26,7 +26,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.test_passes_average import expected_average
 from tests.kernels.test_passes_compress import ELEMENTWISE, SUMMED
-from tests.kernels.test_passes_copies import NUMELS, outputs
+from tests.kernels.test_passes_copies import NUMELS, assert_same, outputs
 
 READERS = {
     "block": {"ranks": 2},
@@ -154,14 +154,7 @@ def test_readers_agree_with_the_reference(name, options):
     options = {"block_size": 32, "reply_bits": 2, **options}
     ours = outputs(Workload(NUMELS, device_of(name), **options), backend(name))
     theirs = outputs(Workload(NUMELS, **options), reference)
-    half = options.get("dtype") == torch.float16
-    for what, expected in theirs.items():
-        got = ours[what].cpu()
-        if expected.is_floating_point():
-            close = {"rtol": 2e-3, "atol": 1e-3} if half else {"rtol": 1e-5, "atol": 1e-6}
-            torch.testing.assert_close(got, expected, **close, equal_nan=True, msg=lambda text, w=what: f"{w}: {text}")
-        else:
-            assert torch.equal(got, expected), what
+    assert_same(ours, theirs, half=options.get("dtype") == torch.float16)
 
 
 @ON_BACKENDS

@@ -85,4 +85,5 @@ def test_bytes_an_element_in_stage_2(kind: str, ranks: int) -> None:
 if __name__ == "__main__":
     for kind, ranks in itertools.product(OPTIMIZERS, MOST_STATE):
         found = run_ranks(ranks, measure, kind, timeout=120)[0]
-        print(f"{kind}, stage 2, {ranks} ranks: state {found['state']:.2f}, buffers {found['buffers']:.2f} bytes an element")
+        state, buffers = found["state"], found["buffers"]
+        print(f"{kind}, stage 2, {ranks} ranks: state {state:.2f}, buffers {buffers:.2f} bytes an element")
