@@ -39,7 +39,8 @@ steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a f
 processes, over Gloo. A loss is that of the validation data after the last step, mean and standard deviation over
 seeds, which decide the model's start and the data's order. "Difference" is between runs of the same seed. "Within": the
 mean is at most that of the baseline plus the baseline's standard deviation. Every run in the folder counts. Where
-`freeze_step="auto"`, `freeze_window` is 5 % of the steps.
+`freeze_step="auto"`, `freeze_window` is 5 % of the steps. Where nothing else is said messages come back in 1 bit, as in
+the papers (`reply=1`); by default two ranks exchange them directly.
 
 The data come with packages and are not in this repository:
 
