@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.wire import Messages
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
@@ -47,7 +48,7 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
             left_out = server.residual.left_out()
             for s in server.shard.segments():
                 squares[s.parameter] += left_out[s.offset : s.offset + s.stop - s.start].square().sum()
-    scales, ends = _mean_scales(exchange.replies), [*layout.first.tolist(), layout.used_blocks]
+    scales, ends = _mean_scales(exchange.replies, layout), [*layout.first.tolist(), layout.used_blocks]
     return {
         "residual_norm": _norms(state, exchange.residual.left_out()),
         "server_residual_norm": squares.sqrt(),
@@ -55,19 +56,15 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
     }
 
 
-def _mean_scales(messages: Messages) -> Tensor:
-    """fp32 [blocks]: the scale of each block, or the mean over the messages it is in."""
+def _mean_scales(messages: Messages, layout: Layout) -> Tensor:
+    """fp32 [blocks]: the scale of each block, or the mean over the messages it is in; with 2 bits the mean size."""
     scales = messages.scale_of_blocks()
     if messages.format.bits == 2:
-        return _mean_sizes(messages, scales)
+        large = messages.bits.flatten(0, 1).chunk(2, -1)[1]
+        ones = ((large.unsqueeze(-1) >> torch.arange(8, device=large.device)) & 1).sum((1, 2))
+        counts = torch.from_numpy(layout.counts()).to(large.device).clamp(min=1)
+        return torch.lerp(scales[:, 0], scales[:, 1], ones / counts)
     return scales.view(-1, messages.copies, messages.format.shard_blocks).mean(1).view(-1)
-
-
-def _mean_sizes(messages: Messages, scales: Tensor) -> Tensor:
-    """fp32 [blocks]: with 2 bits an element, the mean size of a block's elements; padding counts as small."""
-    large = messages.bits.flatten(0, 1).chunk(2, -1)[1]
-    ones = ((large.unsqueeze(-1) >> torch.arange(8, device=large.device)) & 1).float().mean((1, 2))
-    return torch.lerp(scales[:, 0], scales[:, 1], ones)
 
 
 def _norms(state: FlatState, flat: Tensor) -> Tensor:

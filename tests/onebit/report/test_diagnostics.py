@@ -25,19 +25,21 @@ def diagnosed(rank: int, size: int, case: Case) -> dict[str, Any]:
     late = optimizer.diagnostics()
     (reducer,) = optimizer.current.reducers
     e, server, state = reducer.exchange.residual.left_out(), reducer.exchange.gathered_server_residual(), reducer.state
+    server = torch.zeros_like(e) if server is None else server
     return {
         "early": early,
         "late": late,
         "variance": [float(x.norm()) for x in v],
         "residual": [float(state.cut(e, i).norm()) for i in range(len(params))],
         "server": [float(state.cut(server, i).square().sum()) for i in range(len(params))],
+        "sizes": [np.mean([float(part.abs().mean()) for part in m.view(-1).split(32)]) for m in reducer.momentum()],
     }
 
 
 @kinds
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_norms_and_scales(kind: str, scale: str) -> None:
-    case = Case(kind, steps=8, options={"freeze_step": 4, "scale": scale, "chunks": 2})
+@pytest.mark.parametrize(("scale", "reply"), [("block", 1), ("tensor", 1), ("block", 2), ("block", "direct")])
+def test_norms_and_scales(kind: str, scale: str, reply: Any) -> None:
+    case = Case(kind, steps=8, options={"freeze_step": 4, "scale": scale, "chunks": 2, "reply": reply})
     found = run_ranks(3, diagnosed, case)
     for one in found:
         early, late = list(one["early"].values()), list(one["late"].values())
@@ -45,6 +47,8 @@ def test_norms_and_scales(kind: str, scale: str) -> None:
         np.testing.assert_allclose([p["residual_norm"] for p in late], one["residual"], rtol=1e-5)
         assert all("residual_norm" not in p for p in early)
         assert all(p["momentum_scale"] > 0 for p in late)
+        if reply != "direct":  # whose scales are those of messages, and not of their mean
+            np.testing.assert_allclose([p["momentum_scale"] for p in late], one["sizes"], rtol=1e-5)
         assert all(("ratio" in p) == (kind == "OneBitLamb") for p in late)
     shards = [[p["server_residual_norm"] ** 2 for p in one["late"].values()] for one in found]
     np.testing.assert_allclose(np.sum(shards, 0), found[0]["server"], rtol=1e-4)
