@@ -14,6 +14,7 @@ from torch import Tensor
 from onebit.collectives.transport.protocol import Transport
 from onebit.kernels.data.wire import MessageError
 
+NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
 _MOST_JSON = 2**24  # bytes of one rank's text
 _PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy
 _PRIME = 1000003
@@ -28,10 +29,12 @@ def agree(transport: Transport, device: torch.device, facts: Mapping[str, float 
         return
     reference = texts.index(Counter(texts).most_common(1)[0][0])
     usual = everyone[reference]
+    apart = [theirs for theirs in everyone if theirs.get(NODES) != usual.get(NODES)]
+    names = {NODES} if apart else {name for theirs in everyone for name in theirs}
     differences = [
         f"rank {rank} has {name} {theirs.get(name)!r} where rank {reference} has {usual.get(name)!r}"
         for rank, theirs in enumerate(everyone)
-        for name in sorted(usual.keys() | theirs.keys())
+        for name in sorted(names)
         if theirs.get(name) != usual.get(name)
     ]
     raise ValueError(

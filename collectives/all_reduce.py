@@ -28,6 +28,7 @@ from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Format, Norm, Scale
 
+_ONE_LEVEL = {"slice": 0, "slices": 1, "sender": 0, "reply": "1"}  # of a state that does not say
 _OTHER_TENSORS = (
     "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
     "block_size, scale, norm, reply and number of ranks it was saved with"
@@ -46,14 +47,14 @@ class CompressedAllReduce:
     reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. 2: it compresses the
         mean to 2 bits, for 1.5 times the bytes. "direct": every rank's message goes to all, and nothing is compressed
         twice; as many bytes with two ranks, N / 2 times as many with N. "auto": direct with two ranks, else 1.
-    node_group: two levels: the ranks of this rank's node average in full precision, and each exchanges a slice with the
-        ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group of any kind
-        that process_group may be, or "auto" for the ranks of a host, where every host has equally many; None for one
-        level. With two levels N is the number of nodes, and building the all-reduce is a collective call.
+    node_group: two levels: the ranks of this rank's node average uncompressed, in the tensors' dtype, and each sends a
+        slice to the ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group
+        of any kind that process_group may be, or "auto" for the ranks of a host, where every host has equally many;
+        None for one level. With two levels N is the number of nodes, and building it is a collective call.
     chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
 
-    A tensor with inf, NaN or a value beyond 2^40 on any rank gives NaN on every rank, as an uncompressed mean of inf
-    would, and leaves the residuals as they were.
+    A tensor with inf, NaN or a value beyond 2^40 on any rank (with two levels: in any node's mean) gives NaN on every
+    rank, as an uncompressed mean of inf would, and leaves the residuals as they were.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class CompressedAllReduce:
                 scale=self._scale,
                 norm=self._norm,
                 reply=self._way.way,
+                nodes=self.topology.node is not None,
             )
             agree(self.topology.everyone, self.device, common)
             chunks = choose_chunks(
@@ -127,17 +129,16 @@ class CompressedAllReduce:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank has sent in messages."""
+        """Bytes that this rank has sent in messages, with two levels those to other nodes."""
         return 0 if self._exchange is None else self._exchange.wire_bytes
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
-        own = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        x = self._bind(own)
+        x = self._bind([tensors] if isinstance(tensors, Tensor) else list(tensors))
         exchange = self.prepare()
         exchange.agree({"dtype": str(x.dtype)})
         if self.topology.node is not None:
-            average_(own, self.topology.node)
+            average_([t for t in x.tensors if t is not None], self.topology.node)
         backend = exchange.backend
         self._flags.zero_()
         backend.scan(exchange.layout.all(), x, self._hyper, self._flags)
@@ -165,14 +166,15 @@ class CompressedAllReduce:
         """
         exchange = self._exchange
         if exchange is None:
-            return {"rank": self.topology.everyone.rank, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
+            own = {"rank": self.topology.everyone.rank, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
+            return {**own, **self._place}
         own = {
             "rank": self.topology.everyone.rank,
             "chunks": exchange.layout.chunks,
             "format": exchange.format.fingerprint,
             "wire_bytes": exchange.wire_bytes,
         }
-        return {**own, **exchange.state_dict()}
+        return {**own, **self._place, **exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
@@ -183,6 +185,12 @@ class CompressedAllReduce:
         if missing:
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         residuals = dict(state)
+        for name, here in self._place.items():
+            if (there := residuals.pop(name, _ONE_LEVEL[name])) != here:
+                raise ValueError(
+                    f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are kept by the "
+                    f"place of a rank and by reply. Build the all-reduce as it was when it was saved"
+                )
         numbers = [residuals.pop(name) for name in ("rank", "chunks", "format", "wire_bytes")]
         if not all(map(is_whole, numbers)):
             raise ValueError(f"rank, chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
@@ -210,6 +218,14 @@ class CompressedAllReduce:
         exchange.wire_bytes = wire_bytes
         self._exchange = exchange
 
+    @property
+    def _place(self) -> dict[str, int | str]:
+        """Of what replies the residuals are, and with two levels of which sender's slice; empty for the papers' way."""
+        found: dict[str, int | str] = {} if self._way.way == 1 else {"reply": str(self._way.way)}
+        if (node := self.topology.node) is not None:
+            found |= {"slice": node.rank, "slices": node.size, "sender": self.transport.rank}
+        return found
+
     def _load_unused(self, form: int, wire_bytes: int, residuals: dict[str, Any]) -> None:
         """The state of an all-reduce that was never called: residuals of zero."""
         if residuals or wire_bytes:
@@ -230,8 +246,9 @@ class CompressedAllReduce:
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
+        topology = self.topology
         return self._way(
-            layout, self.transport, self.device, scale=self._scale, norm=self._norm, node=self.topology.node
+            layout, self.transport, self.device, self._scale, self._norm, node=topology.node, everyone=topology.everyone
         )
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:

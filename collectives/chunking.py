@@ -106,7 +106,9 @@ def measure_chunks(
     seconds = {}
     for chunks in options:
         layout = Layout([numel], block_size=block_size, ranks=shards_of(topology, way), chunks=chunks)
-        exchange = way(layout, topology.replicas, device, scale=scale, norm=norm, node=topology.node)
+        exchange = way(
+            layout, topology.replicas, device, scale=scale, norm=norm, node=topology.node, everyone=topology.everyone
+        )
         x = Pointers.to(layout, [tensor])
 
         def step(exchange: Exchange = exchange, x: Pointers = x) -> None:

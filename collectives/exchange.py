@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from onebit import kernels
-from onebit.collectives.agreement import agree
+from onebit.collectives.agreement import NODES, agree
 from onebit.collectives.transport.protocol import LocalTransport, Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
@@ -65,7 +65,13 @@ class Chunk:
 
 
 def facts(
-    numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm, reply: Reply
+    numels: Sequence[int],
+    block_size: int,
+    chunks: int | str,
+    scale: Scale,
+    norm: Norm,
+    reply: Reply,
+    nodes: bool = False,
 ) -> dict[str, int | str]:
     """What must be the same on all ranks for one to read another's messages."""
     return {
@@ -77,6 +83,7 @@ def facts(
         "scale": scale,
         "norm": norm,
         "reply": str(reply),
+        NODES: "given" if nodes else "none",
     }
 
 
@@ -84,6 +91,7 @@ class Exchange(ABC):
     """Residuals and messages of one layout on one rank, and the way they go.
 
     transport: the ranks of the network. node: those of this rank's node, each with a slice; None for one level.
+    everyone: all ranks, where those are more than the transport's.
     """
 
     way: ClassVar[Reply]
@@ -100,9 +108,10 @@ class Exchange(ABC):
         *,
         value: Tensor | None = None,
         node: Transport | None = None,
+        everyone: Transport | None = None,
     ) -> None:
         """`value`, fp32 [elements of the slices], becomes this rank's residual and is what it starts from."""
-        self.node = node or LocalTransport()
+        self.node, self.everyone = node or LocalTransport(), everyone or transport
         if layout.ranks != self.node.size * self.shards(transport.size):
             raise ValueError(
                 f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}, the node {self.node.size}"
@@ -181,9 +190,9 @@ class Exchange(ABC):
                 scale=form.scale,
                 norm=form.norm,
                 reply=self.way,
+                nodes=self.node.size > 1,
             )
-            for ranks in (self.transport, self.node):
-                agree(ranks, self.device, {**common, **(more or {})})
+            agree(self.everyone, self.device, {**common, **(more or {})})
             self._agreed = True
 
     def live_in(self, span: Span) -> Tensor | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from onebit.collectives.agreement import all_gather_json, listed
+from onebit.collectives.agreement import NODES, all_gather_json, listed
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Transport
 
@@ -55,8 +55,8 @@ class Topology:
         nodes = _found(everyone, at) if automatic else _given(everyone, node_group, at)
         if nodes is None:
             return cls(everyone, everyone)
-        number = next(i for i, ranks in enumerate(nodes) if everyone.rank in ranks)
-        replicas, node = everyone.split(nodes[number].index(everyone.rank)), everyone.split(number)
+        node = everyone.split(next(i for i, ranks in enumerate(nodes) if everyone.rank in ranks))
+        replicas = everyone.split(node.rank)
         if everyone.rank == 0:
             logger.info(
                 "%d nodes of %d ranks: averaged in full precision inside a node, with 1 bit between nodes",
@@ -67,7 +67,7 @@ class Topology:
 
 def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
     """The ranks of every host; None where that is no reason for two levels."""
-    hosts = all_gather_json(everyone, device, _host(), _ASKING)
+    hosts = [each["host"] for each in _gathered(everyone, device, {NODES: "auto", "host": _host()})]
     nodes = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
     sizes = {len(ranks) for ranks in nodes}
     if len(nodes) > 1 and len(sizes) > 1 and everyone.rank == 0:
@@ -79,16 +79,14 @@ def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
 def _given(everyone: Transport, node_group: Any, device: torch.device) -> list[list[int]] | None:
     """The ranks of every node as they were given. What does not fit is a ValueError on all ranks."""
     try:
-        own, problem = transport_for(node_group), ""
+        own: dict[str, Any] = {"ranks": sorted(transport_for(node_group).places(everyone))}
     except (TypeError, ValueError) as error:
-        own, problem = None, str(error)
-    problems = all_gather_json(everyone, device, problem, _ASKING)
-    if any(problems):
-        who = next(rank for rank, each in enumerate(problems) if each)
-        raise ValueError(f"node_group of rank {who}: {problems[who]}")
-    assert own is not None
-    ranks = all_gather_json(own, device, everyone.rank, _ASKING)
-    nodes = all_gather_json(everyone, device, ranks, _ASKING)
+        own = {"problem": str(error)}
+    found = _gathered(everyone, device, {NODES: "given", **own})
+    for rank, each in enumerate(found):
+        if "problem" in each:
+            raise ValueError(f"node_group of rank {rank}: {each['problem']}")
+    nodes = [each["ranks"] for each in found]
     if reason := _misfit(nodes):
         raise ValueError(
             f"node_group: {reason}. Give every rank the group of its own node, nodes of equally many ranks, or None "
@@ -96,6 +94,19 @@ def _given(everyone: Transport, node_group: Any, device: torch.device) -> list[l
         )
     distinct = [list(each) for each in dict.fromkeys(map(tuple, nodes))]
     return distinct if 1 < len(distinct) < everyone.size else None
+
+
+def _gathered(everyone: Transport, device: torch.device, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every rank. A ValueError on all of them where they were not given the same kind of node_group."""
+    found = all_gather_json(everyone, device, own, _ASKING)
+    kinds = [each.get(NODES) for each in found]
+    if len(set(kinds)) > 1:
+        other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+        raise ValueError(
+            f"the ranks do not agree: node_group is {kinds[0]} on rank 0 and {kinds[other]} on rank {other}. Give "
+            f"every rank the same: None, a group, or 'auto'"
+        )
+    return found
 
 
 def _misfit(nodes: Sequence[list[int]]) -> str:

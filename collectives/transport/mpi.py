@@ -71,6 +71,15 @@ class MpiTransport:
     def split(self, color: int) -> Transport:
         return MpiTransport(self.communicator.Split(color, self.rank), self.timeout)
 
+    def places(self, of: Transport) -> list[int]:
+        if not isinstance(of, MpiTransport):
+            raise TypeError(f"a communicator of MPI can't be a part of ranks that communicate by {of.name}")
+        own, theirs = self.communicator.Get_group(), of.communicator.Get_group()
+        found = [int(rank) for rank in own.Translate_ranks(list(range(self.size)), theirs)]
+        if MPI.UNDEFINED in found:
+            raise ValueError(f"its rank {found.index(MPI.UNDEFINED)} is not in process_group")
+        return found
+
     def _send_buffer(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
             return tensor

@@ -56,7 +56,11 @@ class Transport(Protocol):
         ...
 
     def split(self, color: int) -> Transport:
-        """The ranks that gave the same color, in their order, as a group: a collective call of all."""
+        """The ranks that gave the same color as a group: a collective call of all."""
+        ...
+
+    def places(self, of: Transport) -> list[int]:
+        """Which ranks of another transport of the same kind these are, asking nobody."""
         ...
 
 
@@ -91,6 +95,9 @@ class LocalTransport:
 
     def split(self, color: int) -> Transport:
         return self
+
+    def places(self, of: Transport) -> list[int]:
+        return [of.rank]
 
 
 class collective_errors:

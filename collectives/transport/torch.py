@@ -65,6 +65,15 @@ class TorchTransport:
         ranks = dist.get_process_group_ranks(self.group)
         return self._new_group([rank for rank, ours in zip(ranks, same, strict=True) if ours])
 
+    def places(self, of: Transport) -> list[int]:
+        if not isinstance(of, TorchTransport):
+            raise TypeError(f"a group of torch.distributed can't be a part of ranks that communicate by {of.name}")
+        theirs = dist.get_process_group_ranks(of.group)
+        own = dist.get_process_group_ranks(self.group)
+        if outside := set(own) - set(theirs):
+            raise ValueError(f"its rank {min(outside)} of the world is not in process_group")
+        return [theirs.index(rank) for rank in own]
+
     def _new_group(self, ranks: list[int]) -> Transport:
         """Made by its members alone, who all are in this group."""
         self._make_as_many_groups()

@@ -150,10 +150,12 @@ class _Restoration:
             state.layout.fingerprint, setup.topology.replicas.size, setup.way,
         )  # fmt: skip
         holds = [all(residual_name(r) in own for own in saved) for r in ranks]
-        if alike and holds[rank]:
-            _put_residuals(reducer, saved, there, [rank])
+        same_ranks = len(ranks) == setup.topology.replicas.size
+        same_shards = there.fingerprint == state.layout.fingerprint or Direct in (way, setup.way)
+        if same_ranks and same_shards and holds[rank]:  # what a rank has left out itself is all that it needs
+            _put_residuals(reducer, saved, there, [rank], of=len(ranks))
         elif all(holds):
-            _put_residuals(reducer, saved, there, ranks)
+            _put_residuals(reducer, saved, there, ranks, of=len(ranks))
         else:
             self._warn_of_missing(len(ranks))
         same_messages = way is setup.way and (way is not Direct or len(ranks) == setup.topology.replicas.size)
@@ -201,7 +203,6 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     options = setup.options
     return (
         numbers.get("ranks") == setup.topology.replicas.size
-        and numbers.get("reply", 1) == setup.way.way
         and numbers["block_size"] == options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
     )
@@ -218,16 +219,18 @@ def clear_residuals(current: Snapshot) -> None:
                 part.fold_momentum_again()
 
 
-def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> None:
-    """The mean of these ranks' e, and what they hold of E."""
+def _put_residuals(
+    reducer: MomentumReducer, saved: Sequence[Saved], there: Layout, ranks: Sequence[int], of: int
+) -> None:
+    """The mean of these ranks' e, and what they hold of E. They are all that saved the state, or one `of` them."""
     for i, own in enumerate(saved):
         e = reducer.state.view(RESIDUAL.name, i)
         for r in ranks:
             e.add_(own[residual_name(r)].to(e.device), alpha=1 / len(ranks))
     whole = _server_residual(saved, there, ranks)
     for i, of_parameter in enumerate(whole if reducer.exchange.server_residual is None else ()):
-        e = reducer.state.view(RESIDUAL.name, i)  # nobody else sends what the servers left out
-        e.add_(of_parameter.view(e.shape).to(e.device))
+        e = reducer.state.view(RESIDUAL.name, i)  # nobody else sends what the servers left out; messages are averaged
+        e.add_(of_parameter.view(e.shape).to(e.device), alpha=of / len(ranks))
     for server in (chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None):
         for s in server.shard.segments():
             part = whole[s.parameter][s.start : s.stop]

@@ -95,6 +95,7 @@ class OneBitState:
             raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
         own = {"block_size": self.block_size, "norm": self.norm, "reply": self.reply}
         saved = {name: state.get(name, 1) for name in own}  # a state without reply is of two phases
+        check_reply(saved["reply"])
         if self._meaning(saved) != self._meaning(own):
             raise ValueError(
                 f"the state was saved with {_arguments(saved)}; build OneBitState with the same, it has "

@@ -8,8 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.layout import Layout
-from onebit.kernels.data.wire import Messages
+from onebit.collectives.exchange import Exchange
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -48,7 +47,7 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
             left_out = server.residual.left_out()
             for s in server.shard.segments():
                 squares[s.parameter] += left_out[s.offset : s.offset + s.stop - s.start].square().sum()
-    scales, ends = _mean_scales(exchange.replies, layout), [*layout.first.tolist(), layout.used_blocks]
+    scales, ends = _mean_scales(exchange), [*layout.first.tolist(), layout.used_blocks]
     return {
         "residual_norm": _norms(state, exchange.residual.left_out()),
         "server_residual_norm": squares.sqrt(),
@@ -56,15 +55,25 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
     }
 
 
-def _mean_scales(messages: Messages, layout: Layout) -> Tensor:
+def _mean_scales(exchange: Exchange) -> Tensor:
     """fp32 [blocks]: the scale of each block, or the mean over the messages it is in; with 2 bits the mean size."""
+    messages, layout = exchange.replies, exchange.layout
     scales = messages.scale_of_blocks()
     if messages.format.bits == 2:
-        large = messages.bits.flatten(0, 1).chunk(2, -1)[1]
-        ones = ((large.unsqueeze(-1) >> torch.arange(8, device=large.device)) & 1).sum((1, 2))
-        counts = torch.from_numpy(layout.counts()).to(large.device).clamp(min=1)
-        return torch.lerp(scales[:, 0], scales[:, 1], ones / counts)
+        large = _ones(messages.bits.flatten(0, 1).chunk(2, -1)[1])
+        if exchange.live is None:
+            counts = torch.from_numpy(layout.counts()).to(large.device)
+        else:
+            counts = _ones(exchange.live.view(layout.blocks, -1))
+        return torch.lerp(scales[:, 0], scales[:, 1], large / counts.clamp(min=1))
     return scales.view(-1, messages.copies, messages.format.shard_blocks).mean(1).view(-1)
+
+
+def _ones(packed: Tensor) -> Tensor:
+    """int64 [rows]: how many bits of a row of bytes are 1. Temporaries are bytes too."""
+    pairs = packed - ((packed >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return ((fours + (fours >> 4)) & 0x0F).sum(-1)
 
 
 def _norms(state: FlatState, flat: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def plan(
                 for variant in _variants(TASKS[task], sweep, variants):
                     for point in points(TASKS[task], sweep).values():
                         run = Run.standard(task, variant, seed, ranks).at(point)
-                        if run not in seen and (run.ranks < MANY or seed == 0):
+                        if run not in seen and (sweep != REPLY or run.ranks < MANY or seed == 0):
                             seen.add(run)
                             yield run
 

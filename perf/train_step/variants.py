@@ -152,6 +152,9 @@ class TimedTransport:
     def split(self, color: int) -> Transport:
         return TimedTransport(self._mark, self.inner.split(color))
 
+    def places(self, of: Transport) -> list[int]:
+        return self.inner.places(of)
+
     def duplicate(self) -> Transport:
         """Its waits count as this one's: `step` waits for the thread that waits."""
         other = TimedTransport(self._mark, self.inner.duplicate())

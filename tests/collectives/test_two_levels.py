@@ -46,15 +46,12 @@ def test_nodes_are_ranks_to_the_network(nodes, each):
         steps.check(case, list(ranks))
 
 
-def both(rank, size, case):
-    """With nodes of one rank each, and with one level."""
-    nodes = [steps.record(case, rank, None, all_reduce=case.all_reduce(group(), node_group=alone)) for alone in
-             [[dist.new_group([r]) for r in range(size)][rank]]]  # fmt: skip
-    return nodes[0].result_bytes == steps.record(case, rank, group()).result_bytes
+def level_of(rank, size, hosts):
+    return Topology.of(group(), [dist.new_group([r]) for r in range(size)][rank]).node is None
 
 
-def test_nodes_of_one_rank_are_one_level_bit_for_bit():
-    assert run_ranks_once(3, both, (Case((300, 63), chunks=2),)) == [True] * 3
+def test_nodes_of_one_rank_are_one_level():
+    assert run_ranks_once(3, level_of, ([0, 1, 2],)) == [True] * 3
 
 
 def sent(rank, size, nodes, elements):
@@ -136,26 +133,80 @@ def test_one_level_where_hosts_do_not_ask_for_two(hosts):
 
 
 def refused(rank, size, nodes):
-    """The message of the error, for nodes given as lists of ranks."""
-    groups = [dist.new_group(ranks) for ranks in nodes]
-    own = next((g for g, ranks in zip(groups, nodes, strict=True) if rank in ranks), groups[0])
+    """The message of the error, for the ranks that each rank calls its node; None and "auto" stand for themselves."""
+    wanted = nodes[rank]
+    lists = sorted({tuple(ranks) for ranks in nodes if isinstance(ranks, list)})
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in lists}
+    own = groups[tuple(wanted)] if isinstance(wanted, list) else wanted
     errors = []
     with work.error_of(errors):
-        Topology.of(group(), own)
+        CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own)(torch.ones(300))
     return errors
 
 
-@pytest.mark.parametrize(
-    ("nodes", "says"),
-    [
-        ([[0, 1, 2], [3]], "node_group: rank 3 has a node of 1, others have 3"),
-        ([[0, 1]], "node_group of rank 2: this rank is not"),
-    ],
-    ids=["unequal", "an outsider"],
-)
+REFUSED = {
+    "unequal": ([[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]], "node_group: rank 3 has a node of 1, others have 3"),
+    "an outsider": ([[0, 1]] * 4, "node_group of rank 2: this rank is not"),
+    "overlapping": ([[0, 1], [1, 2], [2, 3], [0, 3]], "node_group: rank 0 has the ranks 0, 1, which have other groups"),
+    "auto and none": (["auto", "auto", None, "auto"], "node_group"),
+    "a group and auto": ([[0, 1], [0, 1], [2, 3], "auto"], "node_group is given on rank 0 and auto on rank 3"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "says"), REFUSED.values(), ids=REFUSED.keys())
 def test_nodes_that_do_not_fit_are_refused_on_all_ranks(nodes, says):
     for errors in run_ranks_once(4, refused, (nodes,)):
-        assert says in errors[0]
+        assert says in errors[0] and errors[0].startswith("ValueError")
+
+
+def differing(rank, size, options):
+    """Rank 0 has other options than the rest."""
+    own = {"chunks": 1, **(options if rank == 0 else {})}
+    errors, x = [], torch.ones(own.pop("numel", 300), dtype=own.pop("dtype", torch.float32))
+    with work.error_of(errors):
+        CompressedAllReduce(x.numel(), process_group=group(), node_group=own_node(rank, 2, 2), **own)(x)
+    return errors
+
+
+DIFFERENT = [
+    {"block_size": 64}, {"chunks": 2}, {"scale": "tensor"}, {"reply": 1}, {"numel": 301}, {"dtype": torch.bfloat16}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", DIFFERENT, ids=str)
+def test_a_rank_that_differs_is_an_error_on_all_ranks(options):
+    for errors in run_ranks_once(4, differing, (options,)):
+        assert "the ranks do not agree: rank 0 has" in errors[0]
+
+
+def of_parameters(rank, size):
+    tensors = [torch.nn.Parameter(torch.full((40, 3), float(rank))), torch.nn.Parameter(torch.ones(5))]
+    average = CompressedAllReduce([120, 5], chunks=1, process_group=group(), node_group=own_node(rank, 2, 2))
+    average(tensors)
+    return [float(t.mean()) for t in tensors]
+
+
+def test_parameters_are_averaged_in_place():
+    for first, second in run_ranks_once(4, of_parameters):
+        assert first == pytest.approx(1.5) and second == pytest.approx(1.0)
+
+
+def misplaced(rank, size):
+    """A state of ranks 0 and 1 on one node, loaded where 0 and 2 are."""
+    saved = CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own_node(rank, 2, 2))
+    saved(torch.randn(300))
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    errors = []
+    with work.error_of(errors):
+        other = CompressedAllReduce(300, chunks=1, process_group=group(), node_group=pairs[rank % 2])
+        other.load_state_dict(saved.state_dict())
+    return errors
+
+
+def test_a_state_of_another_place_is_refused():
+    found = run_ranks_once(4, misplaced)
+    assert [bool(errors) for errors in found] == [False, True, True, False]
+    assert "the state was saved with slice 1, here it is 0" in found[1][0]
 
 
 def test_a_string_that_is_no_group():

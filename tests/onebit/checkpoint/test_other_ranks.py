@@ -81,6 +81,23 @@ def test_other_ranks_keep_the_mean_residual(kind, move):
     assert_step(moved.case, size, 7, saved, moved.after, moved.x, moved.params)
 
 
+OTHER_REPLIES = [(1, 2), (2, 1), (1, "direct"), (2, "direct"), ("direct", 1), ("direct", 2)]
+
+
+@kinds
+@pytest.mark.parametrize("replies", OTHER_REPLIES, ids=lambda r: f"{r[0]} to {r[1]}")
+def test_each_ranks_own_state_keeps_all_residuals_with_another_reply(kind, replies):
+    """As many ranks: none needs what the others have left out."""
+    case = Case(kind, options={"freeze_step": 3, "reply": replies[0], "chunks": 2}, groups=TWO_GROUPS)
+    moved = saved_and_loaded(case, 3, 3, {"reply": replies[1]}, lambda states: states)
+    saved, before, beta1 = moved.saved, moved.before, per_element(case, lambda o: o["betas"][0])
+    assert moved.warned == [[]] * 3
+    served = replies[1] != "direct"
+    assert_near(before.server, saved.server if served else 0 * saved.server)
+    assert_near(before.e, saved.e + (0 if served else saved.server) + beta1 * saved.m)
+    assert not before.m.any()
+
+
 @kinds
 def test_other_ranks_go_on_with_16_bit_parameters(kind):
     case = Case(kind, options={"freeze_step": 3}, dtype="bfloat16")
