@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onebit.collectives import CompressedAllReduce
+from onebit.collectives import CompressedAllReduce, topology
 from onebit.collectives.topology import Topology
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
@@ -207,6 +207,16 @@ def test_a_state_of_another_place_is_refused():
     found = run_ranks_once(4, misplaced)
     assert [bool(errors) for errors in found] == [False, True, True, False]
     assert "the state was saved with slice 1, here it is 0" in found[1][0]
+
+
+def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    here = topology._host()
+    assert here == topology._host() and len(here) == 64
+    monkeypatch.setattr(topology.socket, "gethostname", lambda: "another")
+    assert topology._host() != here
+    monkeypatch.setenv("GROUP_RANK", "3")
+    assert topology._host() == "node 3"
 
 
 def test_a_string_that_is_no_group():
