@@ -67,7 +67,7 @@ class Topology:
 
 def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
     """The ranks of every host; None where that is no reason for two levels."""
-    hosts = [each["host"] for each in _gathered(everyone, device, {NODES: "auto", "host": _host()})]
+    hosts = [each["host"] for each in _gathered(everyone, device, {NODES: "auto", "host": this_host()})]
     nodes = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
     sizes = {len(ranks) for ranks in nodes}
     if len(nodes) > 1 and len(sizes) > 1 and everyone.rank == 0:
@@ -122,7 +122,7 @@ def _misfit(nodes: Sequence[list[int]]) -> str:
     return ""
 
 
-def _host() -> str:
+def this_host() -> str:
     """The same on all ranks of a host alone: torchrun's number of the node, or the host's name and boot."""
     if (node := os.environ.get("GROUP_RANK")) is not None:
         return f"node {node}"

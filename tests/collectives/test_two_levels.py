@@ -211,12 +211,12 @@ def test_a_state_of_another_place_is_refused():
 
 def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
     monkeypatch.delenv("GROUP_RANK", raising=False)
-    here = topology._host()
-    assert here == topology._host() and len(here) == 64
+    here = topology.this_host()
+    assert here == topology.this_host() and len(here) == 64
     monkeypatch.setattr(topology.socket, "gethostname", lambda: "another")
-    assert topology._host() != here
+    assert topology.this_host() != here
     monkeypatch.setenv("GROUP_RANK", "3")
-    assert topology._host() == "node 3"
+    assert topology.this_host() == "node 3"
 
 
 def test_a_string_that_is_no_group():
