@@ -4,8 +4,8 @@ An exchange leaves state as it was when every message of a step has the flag. Wh
 first are sent before the last gradients are there to be checked. So what an exchange changes is copied first, and
 restored where a step is skipped.
 
-A second residual buffer: 4 + 4/N + 1/8 B an element, with direct replies 4 + N/8 + 1/8. Bytes moved an element: reads 4, writes 4; on a GPU the device
-decides whether to restore, which reads 8 and writes 4 more.
+A second residual buffer: 4 + 4/N + 1/8 B an element, with direct replies 4 + N/8 + 1/8. Bytes moved an element: reads
+4, writes 4; on a GPU the device decides whether to restore, which reads 8 and writes 4 more.
 """
 
 from __future__ import annotations
