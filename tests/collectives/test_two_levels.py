@@ -37,7 +37,7 @@ def recorded(rank, size, nodes, cases):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "each"), [(2, 2), (3, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((2, 4), (4, 2)))]
+    ("nodes", "each"), [(2, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 2), (2, 4), (4, 2)))]
 )
 def test_nodes_are_ranks_to_the_network(nodes, each):
     cases = [replace(case, nodes=nodes) for case in CASES if each == 2 or case.dtype == "float32"]
@@ -82,7 +82,7 @@ def states_go_on(rank, size, case):
     return steps.same_state(whole.states[-1], rest.states[-1])
 
 
-@pytest.mark.parametrize("reply", [1, 2, "direct"])
+@pytest.mark.parametrize("reply", [1, *(pytest.param(r, marks=pytest.mark.slow) for r in (2, "direct"))])
 def test_a_saved_state_goes_on_bit_for_bit(reply):
     assert run_ranks_once(4, states_go_on, (Case((300, 63), chunks=2, reply=reply),)) == [True] * 4
 
@@ -125,7 +125,9 @@ def test_hosts_are_found():
     assert any("2 nodes of 2 ranks" in line for line in mixed[0][3])
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 1]])
+@pytest.mark.parametrize(
+    "hosts", [[0, 0, 0, 1], *(pytest.param(h, marks=pytest.mark.slow) for h in ([0, 0, 0, 0], [0, 1, 2, 3]))], ids=str
+)
 def test_one_level_where_hosts_do_not_ask_for_two(hosts):
     found = run_ranks_once(4, auto, (hosts,))
     assert [each[:3] for each in found] == [(4, rank, None) for rank in range(4)]
@@ -173,7 +175,9 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", DIFFERENT, ids=str)
+@pytest.mark.parametrize(
+    "options", [DIFFERENT[0], *(pytest.param(o, marks=pytest.mark.slow) for o in DIFFERENT[1:])], ids=str
+)
 def test_a_rank_that_differs_is_an_error_on_all_ranks(options):
     for errors in run_ranks_once(4, differing, (options,)):
         assert "the ranks do not agree: rank 0 has" in errors[0]

@@ -95,7 +95,9 @@ def case_of(kind: str, freeze_step: int, **options: Any) -> Case:
 
 @kinds
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("reply", "phase"), [(1, SCATTER), (2, SCATTER), ("direct", EXCHANGE)])
+@pytest.mark.parametrize(
+    ("reply", "phase"), [(1, SCATTER), pytest.param(2, SCATTER, marks=pytest.mark.slow), ("direct", EXCHANGE)]
+)
 def test_in_the_all_gather_it_is_found(kind: str, reply: Any, phase: str, place: str) -> None:
     found = run_ranks(3, damaged, case_of(kind, 3, reply=reply), phase, place)
     assert found[0]["params"][AT - 2] == found[1]["params"][AT - 2]

@@ -81,7 +81,10 @@ def test_other_ranks_keep_the_mean_residual(kind, move):
     assert_step(moved.case, size, 7, saved, moved.after, moved.x, moved.params)
 
 
-OTHER_REPLIES = [(1, 2), (2, 1), (1, "direct"), (2, "direct"), ("direct", 1), ("direct", 2)]
+OTHER_REPLIES = [
+    (1, "direct"), (1, 2),
+    *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((2, 1), (2, "direct"), ("direct", 1), ("direct", 2))),
+]  # fmt: skip
 
 
 @kinds
