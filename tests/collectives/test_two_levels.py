@@ -146,6 +146,7 @@ def refused(rank, size, nodes):
     return errors
 
 
+QUICK = ("unequal", "overlapping")
 REFUSED = {
     "unequal": ([[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]], "node_group: rank 3 has a node of 1, others have 3"),
     "an outsider": ([[0, 1]] * 4, "node_group of rank 2: this rank is not"),
@@ -155,7 +156,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "says"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [pytest.param(*own, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, own in REFUSED.items()],
+)
 def test_nodes_that_do_not_fit_are_refused_on_all_ranks(nodes, says):
     for errors in run_ranks_once(4, refused, (nodes,)):
         assert says in errors[0] and errors[0].startswith("ValueError")

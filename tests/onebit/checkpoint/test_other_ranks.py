@@ -54,7 +54,7 @@ MOVES = {
 
 
 @kinds
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [pytest.param(m, marks=[pytest.mark.slow] * ("two bits" in m)) for m in MOVES])
 def test_other_ranks_keep_the_mean_residual(kind, move):
     there, size, options, here = MOVES[move]
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
