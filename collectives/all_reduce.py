@@ -28,7 +28,6 @@ from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Format, Norm, Scale
 
-_ONE_LEVEL = {"slice": 0, "slices": 1, "sender": 0, "reply": "1"}  # of a state that does not say
 _OTHER_TENSORS = (
     "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
     "block_size, scale, norm, reply and number of ranks it was saved with"
@@ -179,18 +178,16 @@ class CompressedAllReduce:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
         names = {"rank", "chunks", "format", "wire_bytes"}
-        unused = state.get("chunks") == 0
-        residual_names = {"residual"} if self._way is Direct else {"residual", "server_residual"}
-        missing = (names if unused else names | residual_names) - state.keys()
-        if missing:
-            raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
-        residuals = dict(state)
+        _check_names(state, names)
+        residuals, unsaid = dict(state), {"reply": "1", "slice": 0, "slices": 1, "sender": state["rank"]}
         for name, here in self._place.items():
-            if (there := residuals.pop(name, _ONE_LEVEL[name])) != here:
+            if (there := residuals.pop(name, unsaid[name])) != here:
                 raise ValueError(
                     f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are kept by the "
                     f"place of a rank and by reply. Build the all-reduce as it was when it was saved"
                 )
+        if state["chunks"] != 0:
+            _check_names(state, {"residual"} if self._way is Direct else {"residual", "server_residual"})
         numbers = [residuals.pop(name) for name in ("rank", "chunks", "format", "wire_bytes")]
         if not all(map(is_whole, numbers)):
             raise ValueError(f"rank, chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
@@ -220,11 +217,10 @@ class CompressedAllReduce:
 
     @property
     def _place(self) -> dict[str, int | str]:
-        """Of what replies the residuals are, and with two levels of which sender's slice; empty for the papers' way."""
-        found: dict[str, int | str] = {} if self._way.way == 1 else {"reply": str(self._way.way)}
-        if (node := self.topology.node) is not None:
-            found |= {"slice": node.rank, "slices": node.size, "sender": self.transport.rank}
-        return found
+        """Whose residuals these are, and of what replies: of which sender to the network, and which of its slices."""
+        node = self.topology.node
+        slices = {"slice": 0, "slices": 1} if node is None else {"slice": node.rank, "slices": node.size}
+        return {"reply": str(self._way.way), **slices, "sender": self.transport.rank}
 
     def _load_unused(self, form: int, wire_bytes: int, residuals: dict[str, Any]) -> None:
         """The state of an all-reduce that was never called: residuals of zero."""
@@ -262,3 +258,8 @@ class CompressedAllReduce:
             self._pointers = Pointers(self._tensors, self.device, dtype)
         self._pointers.bind_tensors(tensors)
         return self._pointers
+
+
+def _check_names(state: dict[str, Any], names: set[str]) -> None:
+    if missing := names - state.keys():
+        raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")

@@ -146,23 +146,19 @@ class _Restoration:
         self._check_messages(state, saved, there)
         n, rank = self._numbers, setup.topology.replicas.rank
         ranks, way = range(int(n["ranks"])), self._way
-        alike = (there.fingerprint, len(ranks), way) == (
-            state.layout.fingerprint, setup.topology.replicas.size, setup.way,
-        )  # fmt: skip
-        holds = [all(residual_name(r) in own for own in saved) for r in ranks]
         same_ranks = len(ranks) == setup.topology.replicas.size
-        same_shards = there.fingerprint == state.layout.fingerprint or Direct in (way, setup.way)
+        same_cut = there.fingerprint == state.layout.fingerprint
+        holds = [all(residual_name(r) in own for own in saved) for r in ranks]
+        same_shards = same_cut or Direct in (way, setup.way)
         if same_ranks and same_shards and holds[rank]:  # what a rank has left out itself is all that it needs
             _put_residuals(reducer, saved, there, [rank], of=len(ranks))
         elif all(holds):
             _put_residuals(reducer, saved, there, ranks, of=len(ranks))
         else:
             self._warn_of_missing(len(ranks))
-        same_messages = way is setup.way and (way is not Direct or len(ranks) == setup.topology.replicas.size)
-        same_scales = n["scale"] == setup.options.scale or way.reply_bits == 2
-        of_blocks = n["scale"] == "block" or way.reply_bits == 2
-        same_blocks = there.block_size == state.layout.block_size and of_blocks
-        if same_scales and (alike or (same_messages and same_blocks)):
+        same_blocks = there.block_size == state.layout.block_size and (same_cut or n["scale"] == "block")
+        same_messages = (way, n["scale"]) == (setup.way, setup.options.scale) and (same_ranks or way is not Direct)
+        if same_messages and same_blocks:
             _put_momentum(reducer, saved, rank)
         else:
             betas = [group["betas"][0] for group in setup.groups]

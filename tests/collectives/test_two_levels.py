@@ -46,12 +46,12 @@ def test_nodes_are_ranks_to_the_network(nodes, each):
         steps.check(case, list(ranks))
 
 
-def level_of(rank, size, hosts):
+def level_of(rank, size):
     return Topology.of(group(), [dist.new_group([r]) for r in range(size)][rank]).node is None
 
 
 def test_nodes_of_one_rank_are_one_level():
-    assert run_ranks_once(3, level_of, ([0, 1, 2],)) == [True] * 3
+    assert run_ranks_once(3, level_of) == [True] * 3
 
 
 def sent(rank, size, nodes, elements):
