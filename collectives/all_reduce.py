@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onebit import kernels
 from onebit.collectives.agreement import agree
-from onebit.collectives.averaging import average_
+from onebit.collectives.averaging import average_slices
 from onebit.collectives.chunking import choose_chunks, shards_of
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Chunk, Exchange, facts
@@ -136,11 +136,14 @@ class CompressedAllReduce:
         x = self._bind([tensors] if isinstance(tensors, Tensor) else list(tensors))
         exchange = self.prepare()
         exchange.agree({"dtype": str(x.dtype)})
-        if self.topology.node is not None:
-            average_([t for t in x.tensors if t is not None], self.topology.node)
-        backend = exchange.backend
+        backend, node = exchange.backend, self.topology.node
+        if node is not None:
+            whole = [t for t in x.tensors if t is not None]
+            for chunk in exchange.chunks:
+                average_slices(exchange.layout.slices(chunk.index, node.size), whole, whole, node)
         self._flags.zero_()
-        backend.scan(exchange.layout.all(), x, self._hyper, self._flags)
+        for chunk in exchange.chunks:
+            backend.scan(chunk.slice, x, self._hyper, self._flags)
         self.topology.everyone.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
 
         def compress(chunk: Chunk) -> None:
@@ -218,9 +221,9 @@ class CompressedAllReduce:
     @property
     def _place(self) -> dict[str, int | str]:
         """Whose residuals these are, and of what replies: of which sender to the network, and which of its slices."""
-        node = self.topology.node
-        slices = {"slice": 0, "slices": 1} if node is None else {"slice": node.rank, "slices": node.size}
-        return {"reply": str(self._way.way), **slices, "sender": self.transport.rank}
+        topology = self.topology
+        slices = {"slice": topology.slice_index, "slices": topology.slices}
+        return {"reply": str(self._way.way), **slices, "sender": topology.replicas.rank}
 
     def _load_unused(self, form: int, wire_bytes: int, residuals: dict[str, Any]) -> None:
         """The state of an all-reduce that was never called: residuals of zero."""

@@ -1,4 +1,7 @@
-"""The uncompressed mean over ranks, in place: what stage 1 does with gradients where DDP does not.
+"""Uncompressed means over ranks: what is done with gradients where DDP does not.
+
+    average_          every tensor, on every rank: stage 1
+    average_slices    with two levels, over the ranks of a node: each gets the mean of its own slice of every chunk
 
 Tensors travel in buckets of some 25 MB, two under way at a time; a tensor that fills a bucket is sent as it lies. On
 the way they may be of a narrower dtype than their own.
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.transport.protocol import Transport, Work
+from onebit.kernels.data.layout import Span
 
 BUCKET_BYTES = 25 * 2**20
 _UNDER_WAY = 2
@@ -50,6 +54,56 @@ def average_(
             _finish(under_way.pop(0), factor)
     for sent in under_way:
         _finish(sent, factor)
+
+
+def average_slices(
+    slices: Sequence[Span],
+    tensors: Sequence[Tensor | None],
+    into: Sequence[Tensor],
+    node: Transport,
+    factor: Tensor | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
+    """Write to `into` the mean over the node's ranks of the elements of this rank's slice; others stay as they are.
+
+    slices: of one chunk, by rank. tensors, into: contiguous, one a parameter of the layout; None is zeros. They may be
+    the same. factor, wire_dtype: as for `average_`. Each rank is sent its slice (all-to-all) and adds in fp32.
+    """
+    dtype = into[0].dtype
+    wire = narrower(dtype, wire_dtype)
+    blocks = max(1, bucket_bytes // (node.size * slices[0].layout.block_size * wire.itemsize))
+    under_way: list[tuple[Work, Tensor, Span]] = []
+    for first in range(0, slices[0].count, blocks):
+        parts = [each.blocks(first, min(blocks, each.count - first)) for each in slices]
+        sent = torch.zeros((node.size, parts[0].elements), dtype=wire, device=into[0].device)
+        for row, part in zip(sent, parts, strict=True):
+            _read(part, tensors, row, factor)
+        came = torch.empty_like(sent)
+        phase = "averaging gradients over the node (all-to-all)"
+        work = node.all_to_all(came.view(torch.uint8), sent.view(torch.uint8), phase)
+        under_way.append((work, came, parts[node.rank]))
+        if len(under_way) == _UNDER_WAY:
+            _write_mean(*under_way.pop(0), into, factor)
+    for each in under_way:
+        _write_mean(*each, into, factor)
+
+
+def _read(span: Span, tensors: Sequence[Tensor | None], row: Tensor, factor: Tensor | None) -> None:
+    """A span's elements, multiplied by `factor` in fp32."""
+    for s in span.segments():
+        if (tensor := tensors[s.parameter]) is not None:
+            values = tensor.view(-1)[s.start : s.stop]
+            row[s.offset : s.offset + s.stop - s.start] = values if factor is None else values.float() * factor
+
+
+def _write_mean(work: Work, came: Tensor, span: Span, into: Sequence[Tensor], factor: Tensor | None) -> None:
+    work.wait()
+    mean = came.sum(0, dtype=torch.float32).div_(len(came))
+    if factor is not None:
+        mean.div_(factor)
+    for s in span.segments():
+        into[s.parameter].view(-1)[s.start : s.stop] = mean[s.offset : s.offset + s.stop - s.start]
 
 
 def narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:

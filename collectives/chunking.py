@@ -35,8 +35,7 @@ def candidates(numel: int, ranks: int, block_size: int) -> list[int]:
 
 def shards_of(topology: Topology, way: type[Exchange]) -> int:
     """Into how many a chunk is cut: with two levels, every slice of it as a chunk otherwise."""
-    slices = 1 if topology.node is None else topology.node.size
-    return slices * way.shards(topology.replicas.size)
+    return topology.slices * way.shards(topology.replicas.size)
 
 
 def choose_chunks(

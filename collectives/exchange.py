@@ -41,6 +41,33 @@ class Server:
     reply: Messages
 
 
+class Spread:
+    """Every slice's replies to all ranks of the node, while the next chunk is on the network; then `use`."""
+
+    def __init__(self, node: Transport, use: Callable[[Chunk], None] | None) -> None:
+        self._node, self._use = node, use
+        self._under_way: tuple[Chunk, Work] | None = None
+
+    def start(self, chunk: Chunk) -> None:
+        """This chunk's replies have arrived for this rank's slice."""
+        if self._node.size > 1:
+            phase = f"the spread over the node (all-gather of chunk {chunk.index})"
+            out, own = chunk.replies.buffer.view(self._node.size, -1), chunk.arriving.buffer.view(1, -1)
+            work = self._node.all_gather(out, own, phase)
+            self.finish()
+            self._under_way = chunk, work
+        elif self._use is not None:
+            self._use(chunk)
+
+    def finish(self) -> None:
+        if self._under_way is not None:
+            chunk, work = self._under_way
+            self._under_way = None
+            arrived(work, chunk.replies, "the spread over the node")
+            if self._use is not None:
+                self._use(chunk)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """One stage of the pipeline: its part of every buffer. With one level the slice is the chunk."""
@@ -97,6 +124,11 @@ class Exchange(ABC):
     way: ClassVar[Reply]
     reply_bits: ClassVar[Bits] = 1  # an element of what comes back
     server_residual: Residual | None = None
+
+    @property
+    def own_row(self) -> int:
+        """Of the messages that a chunk's replies are, the place of this rank's own."""
+        return self.node.rank * self.transport.size + self.transport.rank
 
     def __init__(
         self,
@@ -156,28 +188,18 @@ class Exchange(ABC):
         *,
         backwards: bool = False,
         over: Transport | None = None,
+        node: Transport | None = None,
     ) -> Messages:
         """Exchange every chunk: `compress` writes a chunk's messages, `use` reads its replies.
 
-        backwards: the last chunk first. over: another transport of the same ranks.
+        backwards: the last chunk first. over, node: other transports of the same ranks.
         """
         self.agree()
         chunks = self.chunks[::-1] if backwards else self.chunks
-
-        def spread_and_use(chunk: Chunk) -> None:
-            self._spread(chunk)
-            if use is not None:
-                use(chunk)
-
-        self._pipeline(chunks, over or self.transport, compress, spread_and_use)
+        spread = Spread(node or self.node, use)
+        self._pipeline(chunks, over or self.transport, compress, spread.start)
+        spread.finish()
         return self.replies
-
-    def _spread(self, chunk: Chunk) -> None:
-        """Every slice's replies to all ranks of the node."""
-        if self.node.size > 1:
-            phase = f"the spread over the node (all-gather of chunk {chunk.index})"
-            out, own = chunk.replies.buffer.view(self.node.size, -1), chunk.arriving.buffer.view(1, -1)
-            arrived(self.node.all_gather(out, own, phase), chunk.replies, "the spread over the node")
 
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
@@ -202,14 +224,12 @@ class Exchange(ABC):
 
     def _chunk(self, index: int, server: Server | None) -> Chunk:
         layout, ranks, node = self.layout, self.transport.size, self.node
-        span, shards = layout.chunk(index), self.shards(ranks)
-        size = span.count // node.size
-        part = Span(layout, span.first + node.rank * size, size)
+        shards, part = self.shards(ranks), layout.part(index, node.rank, node.size)
         return Chunk(
             index=index,
-            span=span,
+            span=layout.chunk(index),
             slice=part,
-            residual=self.residual.part(index * size, part, self.format),
+            residual=self.residual.part(index * part.count, part, self.format),
             sent=self.sent.slice(index * shards, shards),
             arriving=self.arriving.slice(index * ranks, ranks),
             replies=self.replies.slice(index * ranks * node.size, ranks * node.size),

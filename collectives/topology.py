@@ -2,7 +2,9 @@
 
     everyone      all ranks. What a step decides (is it skipped, by what are gradients clipped) is decided over them
     replicas      the ranks that average over the network: everyone, or with two levels the ranks of the same place on
-                  every node. That ranks hold the same parameters, options and bits is compared over them
+                  every node
+    copies        the ranks that hold the same parameters. Gradients of stage 1 are averaged over them, and that they
+                  hold the same options and bits is compared over them
     node          with two levels, the ranks of this rank's node, which average in full precision first
 
 One more kind belongs here once parameters are sharded (FSDP2): the ranks that hold the parts of one copy of them.
@@ -38,6 +40,31 @@ class Topology:
     everyone: Transport
     replicas: Transport
     node: Transport | None = None  # None: one level
+
+    @property
+    def copies(self) -> Transport:
+        """The ranks that hold the same parameters."""
+        return self.everyone
+
+    @property
+    def nodes(self) -> int:
+        """How many senders to the network there are: with one level, ranks."""
+        return self.replicas.size
+
+    @property
+    def slices(self) -> int:
+        """Into how many a chunk is cut: one a rank of the node."""
+        return 1 if self.node is None else self.node.size
+
+    @property
+    def slice_index(self) -> int:
+        """Which of them is this rank's."""
+        return 0 if self.node is None else self.node.rank
+
+    @property
+    def place(self) -> int:
+        """Where this rank's residuals belong among those of all ranks: with one level its rank."""
+        return self.replicas.rank * self.slices + self.slice_index
 
     @classmethod
     def of(cls, process_group: Any = None, node_group: Any = None, device: torch.device | None = None) -> Topology:

@@ -55,8 +55,7 @@ class TwoPhases(Exchange):
         self.server_residual = Residual.zeros(owned, self.reply_format, self.device)
         self.received = self._zeros(self.format, layout.chunks * ranks)
         self.reply = self._zeros(self.reply_format, layout.chunks)
-        own = self.node.rank * ranks + self.transport.rank
-        return [self._server(j, layout.shard(j, own)) for j in range(layout.chunks)]
+        return [self._server(j, layout.shard(j, self.own_row)) for j in range(layout.chunks)]
 
     def _server(self, index: int, shard: Span) -> Server:
         ranks = self.transport.size

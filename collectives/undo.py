@@ -41,4 +41,5 @@ class Undo:
 def _changed(chunk: Chunk) -> list[Tensor]:
     """Its own reply too: a flagged message leaves in it what the last step had."""
     states = [t for residual in chunk.residuals for t in (residual.value, residual.scale) if t is not None]
-    return [*states, chunk.own_reply.buffer, chunk.replies.buffer]
+    replies = {each.buffer.data_ptr(): each.buffer for each in (chunk.arriving, chunk.replies)}  # one with one level
+    return [*states, chunk.own_reply.buffer, *replies.values()]

@@ -21,8 +21,8 @@ class Work(Protocol):
     def wait(self) -> None: ...
 
 
-class Transport(Protocol):
-    """A group of ranks. Messages are contiguous uint8 tensors [size, nbytes]."""
+class Ranks(Protocol):
+    """Ranks that can compare and decide. Messages are contiguous uint8 tensors [size, nbytes]."""
 
     @property
     def rank(self) -> int: ...
@@ -35,10 +35,6 @@ class Transport(Protocol):
         """Names the kind of network for the tuner's cache: nccl, gloo, mpi."""
         ...
 
-    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        """out[i] = what rank i has as sent[rank]"""
-        ...
-
     def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
         """out[i] = what rank i has as `sent` [1, nbytes]"""
         ...
@@ -49,6 +45,14 @@ class Transport(Protocol):
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
         """values = the elementwise sum over ranks, the same bit for bit on each"""
+        ...
+
+
+class Transport(Ranks, Protocol):
+    """A group of ranks that can also send each other messages."""
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        """out[i] = what rank i has as sent[rank]"""
         ...
 
     def duplicate(self) -> Transport:

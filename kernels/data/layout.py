@@ -145,7 +145,20 @@ class Layout:
         return Span(self, index * count, count)
 
     def shard(self, chunk: int, rank: int) -> Span:
-        return Span(self, (chunk * self.ranks + rank) * self.shard_blocks, self.shard_blocks)
+        return self.part(chunk, rank, self.ranks)
+
+    def part(self, chunk: int, index: int, of: int) -> Span:
+        """The index-th of `of` equal parts of a chunk; `of` divides `ranks`."""
+        count = self.shard_blocks * (self.ranks // of)
+        return Span(self, (chunk * of + index) * count, count)
+
+    def slices(self, chunk: int, of: int) -> list[Span]:
+        """All `of` parts of a chunk."""
+        return [self.part(chunk, index, of) for index in range(of)]
+
+    def parts(self, index: int, of: int) -> list[Span]:
+        """That part of every chunk."""
+        return [self.part(chunk, index, of) for chunk in range(self.chunks)]
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,14 @@ class Span:
     def blocks(self, first: int, count: int) -> Span:
         """Blocks [first, first + count) of this span."""
         return Span(self.layout, self.first + first, count)
+
+    def of_parameter(self, index: int) -> Iterator[tuple[slice, int]]:
+        """The elements of one parameter that lie in this span, if any do, and where in the span they start."""
+        layout, size = self.layout, self.layout.block_size
+        first, numel = int(layout.first[index]), int(layout.numel[index])
+        start, stop = max(0, (self.first - first) * size), min(numel, (self.first + self.count - first) * size)
+        if start < stop:
+            yield slice(start, stop), (first - self.first) * size + start
 
     def segments(self) -> Iterator[Segment]:
         """The parameters' elements that lie in this span, in order; padding is in none of them."""

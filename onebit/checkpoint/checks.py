@@ -66,6 +66,9 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         whole_number(numbers[name], name, least, most)
     if not isinstance(numbers["compressing"], bool) or not isinstance(numbers["optimizer"], str):
         raise TypeError(f"the state does not say in which stage of which optimizer it was saved: {_DAMAGED}")
+    slices = whole_number(numbers.get("slices", 1), "slices", 1, MOST_RANKS)
+    if int(numbers["ranks"]) % slices:
+        raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {slices}: {_DAMAGED}")
     if not isinstance(numbers["chunks"], (list, tuple)):
         raise TypeError(f"chunks is a list of numbers, not {_shown(numbers['chunks'])}: {_DAMAGED}")
     for chunks in numbers["chunks"]:

@@ -20,7 +20,7 @@ def layout_of(model: Mapping[str, Any], setup: Setup) -> dict[str, Any]:
         "groups": [[_tensor(p) for p in group["params"]] for group in setup.groups],
         "optimizer": setup.name,
         "options": {name: _plain(value) for name, value in asdict(setup.options).items()},
-        "ranks": setup.topology.replicas.size,
+        "ranks": setup.topology.everyone.size,
     }
     return {**made, "fingerprint": checksum(made)}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,7 +29,7 @@ from onebit.checkpoint.schema import (
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import WAYS
-from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.options import check_group
@@ -99,7 +100,7 @@ class _Restoration:
         state.scratch = self._setup.algorithm.scratch(state)
         if self._compressing:
             part.start_reducer(self._setup)
-            self._load_messages(part, saved, self._saved_layout(state, index))
+            self._load_messages(part, saved, self._saved_cut(state, index))
         return part
 
     @property
@@ -130,36 +131,39 @@ class _Restoration:
                     f"{self._setup.name} or AdamW"
                 )
 
-    def _saved_layout(self, state: FlatState, index: int) -> Layout:
+    def _saved_cut(self, state: FlatState, index: int) -> _SavedCut:
         n = self._numbers
-        shards = self._way.shards(int(n["ranks"]))
-        return Layout(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
+        ranks, slices = int(n["ranks"]), int(n.get("slices", 1))
+        shards = slices * self._way.shards(ranks // slices)
+        layout = Layout(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
+        return _SavedCut(layout, ranks // slices, slices, self._way is not Direct)
 
     @property
     def _way(self) -> type[Exchange]:
         """Of the exchange that saved the state."""
         return WAYS[self._numbers.get("reply", 1)]
 
-    def _load_messages(self, part: Part, saved: Sequence[Saved], there: Layout) -> None:
-        state, reducer, setup = part.state, part.reducer, self._setup
+    def _load_messages(self, part: Part, saved: Sequence[Saved], cut: _SavedCut) -> None:
+        state, reducer, setup, there = part.state, part.reducer, self._setup, cut.layout
         assert reducer is not None
-        self._check_messages(state, saved, there)
-        n, rank = self._numbers, setup.topology.replicas.rank
-        ranks, way = range(int(n["ranks"])), self._way
-        same_ranks = len(ranks) == setup.topology.replicas.size
+        self._check_messages(state, saved, cut)
+        n, topology, way = self._numbers, setup.topology, self._way
+        same_ranks = (cut.nodes, cut.slices) == (topology.nodes, topology.slices)
         same_cut = there.fingerprint == state.layout.fingerprint
-        holds = [all(residual_name(r) in own for own in saved) for r in ranks]
-        same_shards = same_cut or Direct in (way, setup.way)
-        if same_ranks and same_shards and holds[rank]:  # what a rank has left out itself is all that it needs
-            _put_residuals(reducer, saved, there, [rank], of=len(ranks))
+        holds = [all(residual_name(p) in own or not n for own, n in zip(saved, cut.kept(p), strict=True))
+                 for p in cut.places]  # fmt: skip
+        same_slices = cut.slices == 1 or (there.blocks, there.chunks) == (state.layout.blocks, state.layout.chunks)
+        same_shards = same_cut or (Direct in (way, setup.way) and same_slices)
+        if same_ranks and same_shards and holds[topology.place]:  # what it has left out itself is all that a rank needs
+            _put_residuals(reducer, saved, cut, [topology.place])
         elif all(holds):
-            _put_residuals(reducer, saved, there, ranks, of=len(ranks))
+            _put_residuals(reducer, saved, cut, cut.places)
         else:
-            self._warn_of_missing(len(ranks))
+            self._warn_of_missing(len(cut.places))
         same_blocks = there.block_size == state.layout.block_size and (same_cut or n["scale"] == "block")
         same_messages = (way, n["scale"]) == (setup.way, setup.options.scale) and (same_ranks or way is not Direct)
         if same_messages and same_blocks:
-            _put_momentum(reducer, saved, rank)
+            _put_momentum(reducer, saved)
         else:
             betas = [group["betas"][0] for group in setup.groups]
             if setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
@@ -168,21 +172,21 @@ class _Restoration:
             part.fold_momentum_again = partial(_decode_momentum, state, saved, way, RESIDUAL.name, betas)
             part.fold_momentum_again()
 
-    def _check_messages(self, state: FlatState, saved: Sequence[Saved], there: Layout) -> None:
-        ranks = int(self._numbers["ranks"])
-        present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r < ranks}
-        served, bits = self._way is not Direct, self._way.reply_bits
-        held = {r: _elements_of(there, r) if served else [0] * len(saved) for r in present}
-        copies = () if served or ranks == 1 else (ranks,)
+    def _check_messages(self, state: FlatState, saved: Sequence[Saved], cut: _SavedCut) -> None:
+        size, bits = cut.layout.block_size, self._way.reply_bits
+        present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r in cut.places}
+        kept, averaged = ({p: of(p) for p in present} for of in (cut.kept, cut.averaged))
+        copies = () if cut.served or cut.nodes == 1 else (cut.nodes,)
         for i, own in enumerate(saved):
-            name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // there.block_size)
-            shaped(own, BITS, (*copies, blocks, bits * there.block_size // 8), name, "bits")
+            name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // size)
+            shaped(own, BITS, (*copies, blocks, bits * size // 8), name, "bits")
             shaped(own, SCALES, (*copies, blocks, *([2] if bits == 2 else [])), name, "non-negative")
-            for r, elements in held.items():
-                if residual_name(r) in own:
-                    shaped(own, residual_name(r), tuple(state.params[i].shape), name, "finite")
-                    if elements[i]:
-                        shaped(own, server_residual_name(r), (elements[i],), name, "finite")
+            for place in present:
+                if residual_name(place) in own:
+                    shape = tuple(state.params[i].shape) if cut.slices == 1 else (kept[place][i],)
+                    shaped(own, residual_name(place), shape, name, "finite")
+                    if averaged[place][i]:
+                        shaped(own, server_residual_name(place), (averaged[place][i],), name, "finite")
 
     def _warn_of_missing(self, ranks: int) -> None:
         if not self._residuals_missing:
@@ -194,11 +198,42 @@ class _Restoration:
         self._residuals_missing = True
 
 
+@dataclass(frozen=True)
+class _SavedCut:
+    """How residuals lie in a saved state: of `nodes` senders, each with so many slices, one a place."""
+
+    layout: Layout
+    nodes: int
+    slices: int
+    served: bool  # whether each place has averaged a shard of every chunk
+
+    @property
+    def places(self) -> range:
+        return range(self.nodes * self.slices)
+
+    def slice_spans(self, place: int) -> list[Span]:
+        return self.layout.parts(place % self.slices, self.slices)
+
+    def shard_spans(self, place: int) -> list[Span]:
+        node, index = divmod(place, self.slices)
+        return self.layout.parts(index * self.nodes + node, self.layout.ranks) if self.served else []
+
+    def kept(self, place: int) -> list[int]:
+        """Of each parameter, how many elements a place has compressed."""
+        return _elements_of(self.layout, self.slice_spans(place))
+
+    def averaged(self, place: int) -> list[int]:
+        """Of each parameter, how many elements it has averaged for all."""
+        return _elements_of(self.layout, self.shard_spans(place))
+
+
 def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     """Whether a state is cut as this optimizer would cut it, so that every rank's residuals are its own."""
-    options = setup.options
+    options, topology = setup.options, setup.topology
     return (
-        numbers.get("ranks") == setup.topology.replicas.size
+        numbers.get("ranks") == topology.nodes * topology.slices
+        and numbers.get("slices", 1) == topology.slices
+        and (topology.slices == 1 or numbers.get("reply") == setup.way.way)  # which decides where slices begin
         and numbers["block_size"] == options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
     )
@@ -215,47 +250,46 @@ def clear_residuals(current: Snapshot) -> None:
                 part.fold_momentum_again()
 
 
-def _put_residuals(
-    reducer: MomentumReducer, saved: Sequence[Saved], there: Layout, ranks: Sequence[int], of: int
-) -> None:
-    """The mean of these ranks' e, and what they hold of E. They are all that saved the state, or one `of` them."""
+def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], cut: _SavedCut, places: Sequence[int]) -> None:
+    """The mean over nodes of these places' e, and what they hold of E. They are all that saved the state, or one."""
+    state, nodes = reducer.state, len({place // cut.slices for place in places})
+    servers = [chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None]
+    slices = {residual_name(p): cut.slice_spans(p) for p in places}
+    shards = {server_residual_name(p): cut.shard_spans(p) for p in places}
     for i, own in enumerate(saved):
-        e = reducer.state.view(RESIDUAL.name, i)
-        for r in ranks:
-            e.add_(own[residual_name(r)].to(e.device), alpha=1 / len(ranks))
-    whole = _server_residual(saved, there, ranks)
-    for i, of_parameter in enumerate(whole if reducer.exchange.server_residual is None else ()):
-        e = reducer.state.view(RESIDUAL.name, i)  # nobody else sends what the servers left out; messages are averaged
-        e.add_(of_parameter.view(e.shape).to(e.device), alpha=of / len(ranks))
-    for server in (chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None):
-        for s in server.shard.segments():
-            part = whole[s.parameter][s.start : s.stop]
-            server.residual.value[s.offset : s.offset + s.stop - s.start] = part.to(reducer.state.device)
+        e, from_servers = (_whole(own, spans, i, state.numels[i], 1 / n) for spans, n in ((slices, nodes), (shards, 1)))
+        if not servers:  # nobody else sends what servers have left out, and messages are averaged
+            e.add_(from_servers, alpha=cut.nodes / nodes)
+        for part, own_e in state.parts_of(RESIDUAL.name, i):
+            own_e.add_(e[part].to(own_e.device))
+        for server in servers:
+            for part, at in server.shard.of_parameter(i):
+                kept = server.residual.value[at : at + part.stop - part.start]
+                kept.copy_(from_servers[part])
 
 
-def _elements_of(layout: Layout, rank: int) -> list[int]:
-    """Of each parameter, how many elements lie in a rank's shards."""
-    elements = [0] * layout.parameters
-    for chunk in range(layout.chunks):
-        for s in layout.shard(chunk, rank).segments():
-            elements[s.parameter] += s.stop - s.start
-    return elements
-
-
-def _server_residual(saved: Sequence[Saved], there: Layout, ranks: Sequence[int]) -> list[Tensor]:
-    """E of each parameter, as far as the shards of `ranks` hold it; 0 elsewhere, and where there were no servers."""
-    whole = [torch.zeros(n, dtype=torch.float32, device="cpu") for n in there.numel.tolist()]
-    for rank in ranks if any(server_residual_name(r) in own for r in ranks for own in saved) else ():
-        read = [0] * len(saved)
-        for chunk in range(there.chunks):
-            for s in there.shard(chunk, rank).segments():
-                values, start = saved[s.parameter][server_residual_name(rank)], read[s.parameter]
-                read[s.parameter] = start + s.stop - s.start
-                whole[s.parameter][s.start : s.stop] = values[start : read[s.parameter]].cpu()
+def _whole(own: Saved, spans: Mapping[str, Sequence[Span]], index: int, numel: int, alpha: float) -> Tensor:
+    """Of one parameter, the sum of what was saved under each name for the elements in its spans, times alpha."""
+    whole = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    for name, of_name in spans.items():
+        if name in own:
+            values, start = own[name].cpu().view(-1), 0
+            for part, _ in (found for span in of_name for found in span.of_parameter(index)):
+                stop = start + part.stop - part.start
+                whole[part].add_(values[start:stop], alpha=alpha)
+                start = stop
     return whole
 
 
-def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved], rank: int) -> None:
+def _elements_of(layout: Layout, spans: Sequence[Span]) -> list[int]:
+    """Of each parameter, how many elements lie in these spans."""
+    elements = [0] * layout.parameters
+    for s in (s for span in spans for s in span.segments()):
+        elements[s.parameter] += s.stop - s.start
+    return elements
+
+
+def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
     """m as the replies of the last step, and as what this rank sent of them."""
     layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
     copies, form = replies.copies, replies.format
@@ -270,8 +304,11 @@ def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved], rank: int) -
     replies.bits.copy_(bits.unflatten(1, (-1, blocks)).transpose(0, 1).flatten(0, 1))
     of_messages = scales.unflatten(1, (-1, blocks)).transpose(0, 1).flatten(0, 1).flatten(1)
     replies.scales.copy_(of_messages[:, : form.scales])
-    for chunk in reducer.exchange.chunks:
-        chunk.own_reply.buffer.copy_(chunk.replies.buffer[rank][None])
+    exchange = reducer.exchange
+    of_slice = exchange.transport.size
+    for chunk in exchange.chunks:
+        chunk.own_reply.buffer.copy_(chunk.replies.buffer[exchange.own_row][None])
+        chunk.arriving.buffer.copy_(chunk.replies.buffer[exchange.node.rank * of_slice :][:of_slice])
 
 
 def _decode_momentum(
@@ -287,7 +324,8 @@ def _decode_momentum(
         values = (ones.float() * 2 - 1) * scales
         m = (values if values.ndim == 2 else values.mean(0)).view(-1)[: state.numels[i]]
         beta = 1.0 if betas is None else betas[state.groups[i]]
-        state.view(name, i).add_(m.view(state.params[i].shape), alpha=beta)
+        for part, kept in state.parts_of(name, i):
+            kept.add_(m[part], alpha=beta)
 
 
 def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:

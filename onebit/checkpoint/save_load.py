@@ -47,7 +47,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     A checkpoint that is in `folder` already stays until this one is whole, then goes. What the ranks can't write is an
     OSError on all of them.
     """
-    ranks, folder = CheckpointRanks(optimizer.setup.topology.replicas, optimizer.setup.device), Path(folder)
+    ranks, folder = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), Path(folder)
     state = {"model": _inner(model).state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
     state = ranks.on_all(lambda: _plain(state))
@@ -67,7 +67,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     The same number of ranks continues bit for bit; another number with the mean of the residuals. A checkpoint that is
     damaged, another program's or another model's is a ValueError or TypeError on every rank and changes nothing.
     """
-    ranks, inner = CheckpointRanks(optimizer.setup.topology.replicas, optimizer.setup.device), _inner(model)
+    optimizer.find_ranks()
+    ranks, inner = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), _inner(model)
     here = inner.state_dict()
     manifest = ranks.on_all(lambda: files.Manifest(Path(folder)))
     seen = ranks.all_gather(manifest.checksum)
@@ -85,10 +86,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
 
 def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What this rank needs of the optimizer's state."""
-    paths, group = source.paths, optimizer.setup.topology.replicas
+    paths, place = source.paths, optimizer.setup.topology.place
     found = source.read(k for k, p in paths.items() if p[1] == "param_groups")
     numbers = source.ranks.on_all(lambda: _numbers({paths[k]: v for k, v in found.items()}))
-    own_residual, own_server = residual_name(group.rank), server_residual_name(group.rank)
+    own_residual, own_server = residual_name(place), server_residual_name(place)
     servers = {k for k, p in paths.items() if str(p[-1]).startswith("server_residual_of_rank_")}
     residuals: dict[int, list[str]] = {}
     for key, path in paths.items():
@@ -101,7 +102,7 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         found |= source.read(k for k in paths if k not in found and k not in others)
     else:
         found |= source.read(k for k in paths if k not in found and k not in others)
-        found |= _mean_residuals(source, residuals)
+        found |= _mean_residuals(source, residuals, int(numbers["ranks"]), int(numbers.get("slices", 1)))
     return source.ranks.on_all(lambda: _nested({paths[k]: v for k, v in found.items()}))
 
 
@@ -114,15 +115,15 @@ def _numbers(groups: Mapping[KeyPath, Any]) -> dict[str, Any]:
     return numbers
 
 
-def _mean_residuals(source: _Source, residuals: Mapping[int, list[str]]) -> dict[str, Tensor]:
-    """The mean over ranks in the place of each one's, read rank by rank: one model's size in memory, not N."""
-    mean: dict[KeyPath, Tensor] = {}
+def _mean_residuals(source: _Source, residuals: Mapping[int, list[str]], ranks: int, slices: int) -> dict[str, Tensor]:
+    """The mean over nodes in the place of each one's, read rank by rank: one model's size in memory, not N."""
+    mean: dict[tuple[int, KeyPath], Tensor] = {}
+    of = {key: (rank % slices, source.paths[key][:-1]) for rank, keys in residuals.items() for key in keys}
     for keys in residuals.values():
         for key, value in source.read(keys).items():
-            place = source.paths[key][:-1]
-            mean[place] = mean.get(place, 0) + value.double() / len(residuals)
-    single = {place: value.float() for place, value in mean.items()}
-    return {key: single[source.paths[key][:-1]] for keys in residuals.values() for key in keys}
+            mean[of[key]] = mean.get(of[key], 0) + value.double() * slices / ranks
+    single = {each: value.float() for each, value in mean.items()}
+    return {key: single[each] for key, each in of.items()}
 
 
 def _nested(flat: Mapping[KeyPath, Any]) -> dict[str, Any]:

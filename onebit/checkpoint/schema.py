@@ -13,7 +13,9 @@
                                                          direct replies of each rank: [ranks, blocks, ..], with
                                                          replies of 2 bits [blocks, block_size / 4] and [blocks, 2]
         residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E, of which
-                                                         direct replies have none
+                                                         direct replies have none. With two levels e is that of a slice,
+                                                         one element after the other, and rank 3 is the place
+                                                         node * ranks a node + slice
         master                                           the fp32 copy of a 16-bit parameter
     param_groups[0]["onebit"]                            numbers: how far the run has come
 
@@ -24,15 +26,15 @@ stores them all. A state that holds those of all ranks (`merge_states`) loads on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.wire import Messages
 from onebit.optim.fields import RESIDUAL
+from onebit.optim.flat_state import pieces
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -67,7 +69,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
         for i, p in enumerate(state.params):
             saved[p] = {"step": step.clone(), **{name: state.view(name, i) for name in names}}
         if part.reducer is not None:
-            messages = _save_messages(part.reducer, setup.topology.replicas.rank)
+            messages = _save_messages(part.reducer, setup.topology.place)
             for p, own in zip(state.params, messages, strict=True):
                 saved[p] |= own
     return saved
@@ -78,7 +80,8 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
     return {
         "version": VERSION,
         "optimizer": setup.name,
-        "ranks": setup.topology.replicas.size,
+        "ranks": setup.topology.nodes * setup.topology.slices,
+        "slices": setup.topology.slices,
         "steps": int(stages.counts[0]),
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
@@ -100,27 +103,27 @@ def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(numbers)
 
 
-def _save_messages(reducer: MomentumReducer, rank: int) -> list[dict[str, Tensor]]:
+def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tensor]]:
     """Residuals and momentum of each parameter."""
     exchange, state, layout = reducer.exchange, reducer.state, reducer.state.layout
     exchange.materialize()
     bits, scales = copies_of(exchange.replies)
     axis = 0 if exchange.replies.copies == 1 else 1
     ends = [*layout.first.tolist(), layout.used_blocks]
-    pieces: list[list[Tensor]] = [[] for _ in state.params]
-    if exchange.server_residual is not None:
-        for span, value in shards(layout, rank, exchange.server_residual.value):
-            for s in span.segments():
-                pieces[s.parameter].append(value[s.offset : s.offset + s.stop - s.start])
+    server_residual = exchange.server_residual
+    served = [] if server_residual is None else layout.parts(exchange.own_row, layout.ranks)
     saved = []
     for i in range(len(state.params)):
         own = {
             BITS: _own(bits.narrow(axis, ends[i], ends[i + 1] - ends[i])),
             SCALES: _own(scales.narrow(axis, ends[i], ends[i + 1] - ends[i])),
-            residual_name(rank): state.view(RESIDUAL.name, i),
         }
-        if pieces[i]:
-            own[server_residual_name(rank)] = torch.cat(pieces[i])
+        if state.slices == 1:
+            own[residual_name(place)] = state.view(RESIDUAL.name, i)
+        elif of_slice := [piece for _, piece in state.pieces(state[RESIDUAL.name], i)]:
+            own[residual_name(place)] = torch.cat(of_slice)
+        if server_residual is not None and (of_shards := pieces(served, server_residual.value, i)):
+            own[server_residual_name(place)] = torch.cat([piece for _, piece in of_shards])
         saved.append(own)
     return saved
 
@@ -136,10 +139,3 @@ def copies_of(messages: Messages) -> tuple[Tensor, Tensor]:
     bits = messages.bits.unflatten(0, (-1, copies)).transpose(0, 1).flatten(1, 2)
     scales = messages.scale_of_blocks().unflatten(0, (-1, copies, blocks)).transpose(0, 1).flatten(1, 2)
     return (bits[0], scales[0]) if copies == 1 else (bits, scales)
-
-
-def shards(layout: Layout, rank: int, flat: Tensor) -> Iterator[tuple[Span, Tensor]]:
-    """A rank's shard of every chunk, and its part of what that rank keeps."""
-    size = layout.shard_blocks * layout.block_size
-    for chunk in range(layout.chunks):
-        yield layout.shard(chunk, rank), flat[chunk * size : (chunk + 1) * size]

@@ -86,6 +86,8 @@ class OneBitAdam(OneBitOptimizer):
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
+    node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
+        "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
     """
 
     algorithm: ClassVar[type[Adam]] = Adam
@@ -99,7 +101,10 @@ class OneBitAdam(OneBitOptimizer):
         weight_decay: float = 0.0,
         *,
         process_group: Any = None,
+        node_group: Any = "auto",
         **options: Unpack[OptionArguments],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, self.algorithm(), process_group=process_group, **options)
+        super().__init__(
+            params, defaults, self.algorithm(), process_group=process_group, node_group=node_group, **options
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Per = Literal["element", "parameter", "bit"]
+Per = Literal["element", "slice", "parameter", "bit"]
 Values = Literal["finite", "non-negative", "whole", "any"]
 
 
@@ -16,7 +16,8 @@ class Field:
     """One tensor of state.
 
     name: its key in `optimizer.state[p]` and in saved states.
-    per: one fp32 number an "element", one fp32 number a "parameter", or one "bit" an element, packed.
+    per: one fp32 number an "element", or an element of this rank's "slice" (with one level those are all), one fp32
+        number a "parameter", or one "bit" an element, packed.
     values: what a run can leave in it. A saved state with other values is refused.
     initial: what it holds before the first step.
     required: whether a saved state must have it. Where it is not required and not there, it starts from `initial`.
@@ -39,5 +40,5 @@ class Field:
 
 MOMENTUM = Field("exp_avg")
 FIRST_MOMENTUM = Field("first_momentum", required=False, always=False)  # until the first compressed step was taken
-RESIDUAL = Field("residual", same_on_all_ranks=False)
+RESIDUAL = Field("residual", per="slice", same_on_all_ranks=False)
 MASTER = Field("master", values="any", required=False, always=False)  # fp32 copy of 16-bit parameters

@@ -1,6 +1,7 @@
 """The parameters of one dtype and the tensors of an algorithm's fields for them, in flat buffers.
 
     field per "element"      fp32 [elements]        a parameter's part starts on a block boundary
+    field per "slice"        fp32 [elements / slices]   of every chunk this rank's slice, one after the other
     field per "bit"          uint8 [elements / 8]   as numpy.packbits(..., bitorder="little")
     field per "parameter"    fp32 [parameters]
 
@@ -33,15 +34,20 @@ class FlatState:
         *,
         block_size: int,
         ranks: int,
+        slices: int = 1,
+        slice_index: int = 0,
         chunk_counts: Iterable[int] = (1,),
         master_weights: bool = True,
     ) -> None:
-        """groups: the param group of each parameter. chunk_counts: the pipelines that there must be room for."""
+        """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
+        slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
+        room for."""
         self.params, self.groups = list(params), list(groups)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.backend = backend(self.device)
         self.numels = [p.numel() for p in self.params]
         self.block_size, self.ranks = block_size, ranks
+        self.slices, self.slice_index = slices, slice_index
         self._room = max(self._cut(chunks).elements for chunks in chunk_counts)
         self.layout = self._cut(1)
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
@@ -63,8 +69,8 @@ class FlatState:
 
     def add(self, field: Field) -> Tensor:
         """A tensor for `field`, filled with its initial value."""
-        size = {"element": self._room, "parameter": len(self.params), "bit": self._room // 8}[field.per]
         dtype = torch.uint8 if field.per == "bit" else torch.float32
+        size = self._length(field, self._room)
         self._tensors[field.name] = torch.full((size,), field.initial, dtype=dtype, device=self.device)
         self.fields[field.name] = field
         return self[field.name]
@@ -73,19 +79,27 @@ class FlatState:
         del self.fields[name], self._tensors[name]
 
     def rename(self, name: str, field: Field) -> Tensor:
-        """The buffer of `name` becomes that of `field`, at the same place in the order."""
+        """The buffer of `name` becomes that of `field`, at the same place in the order. A field of this rank's slice
+        keeps the slice of it."""
+        kept = self._tensors[name]
+        if field.per == "slice" and self.slices > 1:
+            kept = torch.cat([span.of(kept) for span in self.slice_spans])
         self.fields = {(field.name if k == name else k): (field if k == name else f) for k, f in self.fields.items()}
-        self._tensors[field.name] = self._tensors.pop(name)
+        del self._tensors[name]
+        self._tensors[field.name] = kept
         return self[field.name]
+
+    @property
+    def slice_spans(self) -> list[Span]:
+        """Of every chunk what this rank compresses; with one level all of it."""
+        return self.layout.parts(self.slice_index, self.slices)
 
     def __contains__(self, name: str) -> bool:
         return name in self.fields
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole field, as long as the layout is."""
-        tensor, per = self._tensors[name], self.fields[name].per
-        length = {"element": self.layout.elements, "parameter": len(self.params), "bit": self.layout.elements // 8}[per]
-        return tensor[:length]
+        return self._tensors[name][: self._length(self.fields[name], self.layout.elements)]
 
     def get(self, name: str) -> Tensor | None:
         return self[name] if name in self.fields else None
@@ -97,6 +111,7 @@ class FlatState:
     def view(self, name: str, index: int) -> Tensor:
         """One parameter's part of a field: in the parameter's shape, one number, or packed bits."""
         per, tensor = self.fields[name].per, self._tensors[name]
+        assert per != "slice" or self.slices == 1, f"{name} is not kept for whole parameters: see pieces"
         if per == "parameter":
             return tensor[index]
         start = int(self.layout.first[index]) * self.block_size
@@ -111,7 +126,18 @@ class FlatState:
 
     def views(self, index: int) -> dict[str, Tensor]:
         """What is kept for one parameter and has its shape."""
-        return {name: self.view(name, index) for name, field in self.fields.items() if field.per == "element"}
+        whole = ("element",) if self.slices > 1 else ("element", "slice")
+        return {name: self.view(name, index) for name, field in self.fields.items() if field.per in whole}
+
+    def parts_of(self, name: str, index: int) -> list[tuple[slice, Tensor]]:
+        """Which elements of a parameter a field has on this rank, and their part of it."""
+        if self.fields[name].per == "slice":
+            return self.pieces(self[name], index)
+        return [(slice(0, self.numels[index]), self.view(name, index).view(-1))]
+
+    def pieces(self, flat: Tensor, index: int) -> list[tuple[slice, Tensor]]:
+        """Which elements of a parameter are in this rank's slice, and their part of a flat tensor of the slice."""
+        return pieces(self.slice_spans, flat, index)
 
     def hyper_of(self, index: int, hyper: Tensor) -> Hyper:
         """The numbers of a parameter's group, each a tensor of one element on the device."""
@@ -170,8 +196,26 @@ class FlatState:
         ends = [*self.layout.first.tolist(), self.layout.used_blocks]
         return [(ends[bisect_left(self.groups, g)], ends[bisect_right(self.groups, g)]) for g in range(groups)]
 
+    def _length(self, field: Field, elements: int) -> int:
+        return {
+            "element": elements,
+            "slice": elements // self.slices,
+            "parameter": len(self.params),
+            "bit": elements // 8,
+        }[field.per]
+
     def _cut(self, chunks: int) -> Layout:
         return Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+
+
+def pieces(spans: Sequence[Span], flat: Tensor, index: int) -> list[tuple[slice, Tensor]]:
+    """Of a tensor that has some spans' elements one after the other: which elements of a parameter, and where."""
+    found, start = [], 0
+    for span in spans:
+        own = flat[start : start + span.elements]
+        found += [(s, own[at : at + s.stop - s.start]) for s, at in span.of_parameter(index)]
+        start += span.elements
+    return found
 
 
 def packed(mask: Tensor) -> Tensor:

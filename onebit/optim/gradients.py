@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onebit.collectives.averaging import average_
+from onebit.collectives.averaging import average_, average_slices
 from onebit.collectives.transport.protocol import Transport
 from onebit.kernels.data.hyper import COLUMNS, Hyper, hyper_table
 from onebit.optim.flat_state import FlatState
@@ -29,6 +29,7 @@ class Gradients:
         self.reset()
 
     def reset(self) -> None:
+        self.node_mean: bool | None = None  # whether DDP's hook has averaged all of them over the node, if it was there
         self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
         self._averaged: list[Version] | None = None
@@ -55,6 +56,21 @@ class Gradients:
             average_(grads, replicas, unscale, wire_dtype=wire_dtype)
         self._averaged = versions_of(states)
 
+    def average_slices(
+        self, states: Sequence[FlatState], node: Transport, unscale: Tensor | None, wire_dtype: torch.dtype | None
+    ) -> None:
+        """In place, once: in this rank's slices their mean over the ranks of the node. Other values stay its own."""
+        if self.node_mean or unchanged(self._averaged, states):
+            return
+        for state in states:
+            for p in state.params:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            grads = [p.grad for p in state.params if p.grad is not None]
+            for chunk in range(state.layout.chunks):
+                slices = state.layout.slices(chunk, node.size)
+                average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)
+        self._averaged = versions_of(states)
+
     def were_checked(self, states: Sequence[FlatState]) -> bool:
         """Whether `check_finite` has looked at these very gradients."""
         return unchanged(self._checked, states)
@@ -66,8 +82,12 @@ class Gradients:
         hyper: Tensor,
         found_inf: Tensor | int | None,
         squares: Tensor | None = None,
+        by_slices: bool = False,
     ) -> None:
-        """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked."""
+        """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked.
+
+        by_slices: this rank looks at its slices alone, and others of its node at theirs.
+        """
         if not unchanged(self._checked, states, in_place=False):
             self._clip = None  # it was made for others
         self.flags.zero_()
@@ -75,12 +95,13 @@ class Gradients:
             self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
         for state in states:
             state.bind_tensors()
-            by_block = (
-                None if squares is None else torch.empty(state.layout.blocks, dtype=torch.float32, device=state.device)
-            )
-            state.backend.scan(state.layout.all(), state.gradients, hyper, self.flags, by_block)
-            if squares is not None and by_block is not None:
-                squares += by_block.sum(dtype=torch.float64)
+            for span in state.slice_spans if by_slices and state.slices > 1 else [state.layout.all()]:
+                by_block = (
+                    None if squares is None else torch.empty(span.count, dtype=torch.float32, device=state.device)
+                )
+                state.backend.scan(span, state.gradients, hyper, self.flags, by_block)
+                if squares is not None and by_block is not None:
+                    squares += by_block.sum(dtype=torch.float64)
         everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
         self._checked = versions_of(states)
 

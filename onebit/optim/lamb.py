@@ -214,6 +214,8 @@ class OneBitLamb(OneBitOptimizer):
     factor_min, factor_max, factor_threshold: bounds of the ratio in stage 2, and of its relative change in a step.
     ratio: of the variances (Algorithm 1, line 17), or of the denominators, as DeepSpeed computes it.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
+    node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
+        "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
     """
 
     algorithm: ClassVar[type[Lamb]] = Lamb
@@ -223,11 +225,11 @@ class OneBitLamb(OneBitOptimizer):
         eps: float = 1e-8, weight_decay: float = 0.0, *,
         coeff_beta: float = 0.9, min_coeff: float = 0.01, max_coeff: float = 0.3,
         factor_min: float = 0.5, factor_max: float = 4.0, factor_threshold: float = 0.1, ratio: Ratio = "variance",
-        process_group: Any = None, **options: Unpack[OptionArguments],
+        process_group: Any = None, node_group: Any = "auto", **options: Unpack[OptionArguments],
     ) -> None:  # fmt: skip
         lamb = self.algorithm(
             coeff_beta=coeff_beta, min_coeff=min_coeff, max_coeff=max_coeff, factor_min=factor_min,
             factor_max=factor_max, factor_threshold=factor_threshold, ratio=ratio,
         )  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, lamb, process_group=process_group, **options)
+        super().__init__(params, defaults, lamb, process_group=process_group, node_group=node_group, **options)

@@ -58,12 +58,16 @@ class OneBitOptimizer(torch.optim.Optimizer):
         algorithm: Algorithm,
         *,
         process_group: Any = None,
+        node_group: Any = "auto",
         **options: Unpack[OptionArguments],
     ) -> None:
-        chosen, topology = Options.of(options), Topology.of(process_group)
+        """node_group: see `Topology.of`. A group of a node is asked for of all ranks here, "auto" in `find_ranks`."""
+        chosen = Options.of(options)
         self._built = False
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
+        self._ranks_found = not (isinstance(node_group, str) and node_group == "auto")
+        topology = Topology.of(process_group, node_group if self._ranks_found else None, device)
         self.setup = Setup(type(self).__name__, algorithm, chosen, topology, device, self.param_groups)
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
@@ -71,7 +75,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.averaged_by_ddp = False  # in stage 1: see onebit.attach
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.watch = Watch(chosen.check_every, chosen.on_divergence)
-        self._process_group = process_group
+        self._process_group, self._node_group = process_group, node_group
         self._build()
 
     @property
@@ -126,7 +130,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def begin_step(self) -> None:
         """Before anything of a step, or DDP's first bucket: all ranks have the same model and are in the same stage."""
-        self.join_default_group()
+        self.find_ranks()
         self._rebuild_if_changed()
         if not self.current.ranks_agree:
             self._start()
@@ -136,6 +140,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._freeze()
         if self.compressing:
             self.overlap.enable()
+
+    def takes_node_mean(self) -> bool:
+        """Asked by DDP's hook in stage 2 for each bucket: whether it is to average it over the node. With overlap the
+        exchange does, chunk by chunk."""
+        gradients = self.gradients
+        gradients.node_mean = gradients.node_mean is not False and not self.overlap.on
+        return gradients.node_mean
 
     def write_hyper(self, factor: Tensor | None) -> Tensor:
         """Every group's numbers for the coming step, on the device. factor: what gradients are multiplied by."""
@@ -162,7 +173,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self.compressing:
             everyone = self.setup.topology.everyone
             everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
-            squares /= everyone.size
+            squares /= self.setup.topology.nodes
         return self.gradients.clip(squares.sqrt().float(), max_norm)[0]
 
     @contextmanager
@@ -233,6 +244,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Build and check a saved state. Nothing changes until the result is called: it installs the state."""
         self.overlap.check_at_rest("load_state_dict")
+        self.find_ranks()
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state_dict).__name__}")
         state_dict = dict(state_dict)
@@ -252,24 +264,26 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         return install
 
-    def join_default_group(self) -> None:
-        """Use the default process group, where it was made only after the optimizer."""
-        if self._process_group is not None or not isinstance(self.setup.topology.everyone, LocalTransport):
+    def find_ranks(self) -> None:
+        """Use the default process group, where it was made only after the optimizer; with node_group="auto" find the
+        ranks of every host. The first time, at the latest in the first step or load, a collective call."""
+        alone = self._process_group is None and isinstance(self.setup.topology.everyone, LocalTransport)
+        if not dist.is_initialized() if alone else self._ranks_found:
             return
-        if not dist.is_initialized():
-            return
-        topology = Topology.of(None)
+        topology = Topology.of(self._process_group, self._node_group, self.setup.device)
         if topology.everyone.size == 1:
-            self._process_group = topology.everyone
+            self._process_group, self._ranks_found = topology.everyone, True
             return
-        if self.compressing:
+        if alone and self.compressing:
             raise ValueError(
                 f"a process group of {topology.everyone.size} ranks was made when this optimizer was in stage 2 "
                 f"already, as one rank alone: call init_process_group before the first step and before "
                 f"load_state_dict"
             )
-        self.setup = replace(self.setup, topology=topology)
-        self._build()
+        self._ranks_found = True
+        if alone or topology.node is not None:
+            self.setup = replace(self.setup, topology=topology)
+            self._build()
 
     def _start(self) -> None:
         """The first step, or the first after a load."""
@@ -296,12 +310,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.gradients.flags
 
     def _average_and_check_gradients(self, squares: Tensor | None = None) -> None:
-        """Average them in stage 1, where nobody else does, and find out on all ranks if all are finite."""
+        """Average them, where nobody else does, and find out on all ranks if all are finite. Stage 1: over all ranks;
+        stage 2: over those of a node, of which each then has the mean of its slice."""
         setup, states = self.setup, self.current.states
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
-        if not self.compressing and not self.averaged_by_ddp:
-            self.gradients.average(states, setup.topology.replicas, unscale, setup.options.gradient_dtype)
-        self.gradients.check_finite(states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares)
+        wire = setup.options.gradient_dtype
+        if self.compressing:
+            if setup.topology.node is not None:
+                self.gradients.average_slices(states, setup.topology.node, unscale, wire)
+        elif not self.averaged_by_ddp:
+            self.gradients.average(states, setup.topology.copies, unscale, wire)
+        self.gradients.check_finite(
+            states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares, by_slices=self.compressing
+        )
 
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be."""

@@ -163,8 +163,8 @@ def shows_options(optimizer: T) -> T:
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
         for f in fields(Options)
     ]
-    group = own.pop() if own[-1].name == "process_group" else None
-    parameters = [*own, *shared, *([group] if group else [])]
+    groups = [p for p in own if p.name.endswith("_group")]
+    parameters = [*(p for p in own if p not in groups), *shared, *groups]
     optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
     text = inspect.cleandoc(optimizer.__doc__ or "")
     shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in fields(Options))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.topology import Topology
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages, Norm, Scale
 from onebit.optim.fields import FIRST_MOMENTUM, RESIDUAL
@@ -25,7 +25,7 @@ class MomentumReducer:
     def __init__(
         self,
         state: FlatState,
-        transport: Transport,
+        topology: Topology,
         way: type[Exchange],
         *,
         scale: Scale,
@@ -42,7 +42,10 @@ class MomentumReducer:
         keep_previous: whether `previous` is wanted.
         """
         self.state, self.gamma = state, gamma
-        self.exchange = way(state.layout, transport, state.device, scale, norm, value=state[RESIDUAL.name])
+        self.exchange = way(
+            state.layout, topology.replicas, state.device, scale, norm, value=state[RESIDUAL.name],
+            node=topology.node, everyone=topology.everyone,
+        )  # fmt: skip
         self.exchange.live = live
         m = self.exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None

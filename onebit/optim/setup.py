@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.chunking import candidates, choose_chunks
+from onebit.collectives.chunking import candidates, choose_chunks, shards_of
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
@@ -41,7 +41,7 @@ class Setup:
     @property
     def shards(self) -> int:
         """Into how many of them a chunk is cut."""
-        return self.way.shards(self.topology.replicas.size)
+        return shards_of(self.topology, self.way)
 
     def name_of(self, parameter: Tensor) -> str:
         return param_groups.name_of(parameter, self.groups, self.names)
@@ -72,6 +72,8 @@ class Setup:
                 groups,
                 block_size=self.options.block_size,
                 ranks=self.shards,
+                slices=self.topology.slices,
+                slice_index=self.topology.slice_index,
                 chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
                 master_weights=self.options.master_weights,
             )

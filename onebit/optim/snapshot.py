@@ -34,7 +34,7 @@ class Part:
         live = setup.algorithm.live(self.state)
         self.reducer = MomentumReducer(
             self.state,
-            setup.topology.replicas,
+            setup.topology,
             setup.way,
             scale=setup.options.scale,
             norm=setup.options.norm,

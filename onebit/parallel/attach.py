@@ -1,6 +1,7 @@
-"""DDP hands gradient communication to the optimizer: averaged in stage 1, left local in stage 2."""
+"""DDP hands gradient communication to the optimizer: averaged in stage 1, left local, or to a node, in stage 2."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.parallel.ddp_hook import local
 
@@ -23,7 +25,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Register the optimizer with a model wrapped in DistributedDataParallel, once, before the first backward pass.
 
     Stage 1 averages gradients as DDP does without it, in `gradient_dtype` where that is given; in stage 2 they stay
-    local, and the optimizer averages momentum.
+    local, or are averaged over the ranks of a node alone, and the optimizer averages momentum.
     """
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps
     if not isinstance(inner, OneBitOptimizer):
@@ -33,8 +35,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"attach needs a model wrapped in DistributedDataParallel, this is a {type(model).__name__}. Without DDP "
             f"there is nothing to attach: the optimizer averages gradients itself"
         )
-    inner.join_default_group()
-    theirs, ours = transport_for(model.process_group), inner.setup.topology.replicas
+    inner.find_ranks()
+    theirs, ours = transport_for(model.process_group), inner.setup.topology.everyone
     if (theirs.rank, theirs.size) != (ours.rank, ours.size):
         raise ValueError(
             f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "
@@ -77,9 +79,13 @@ def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for each bucket of gradients. The first one of a backward pass begins the step."""
     with torch.no_grad():
         state.optimizer.begin_step()
+    group: Any = state.process_group
     if state.optimizer.compressing:
-        return local(bucket)
-    own, travels = bucket.buffer().dtype, state.process_group.size() > 1
-    wire = narrower(own, state.optimizer.setup.options.gradient_dtype if travels else None)
+        node = state.optimizer.setup.topology.node
+        if not isinstance(node, TorchTransport) or not state.optimizer.takes_node_mean():
+            return local(bucket)
+        group = node.group
+    own = bucket.buffer().dtype
+    wire = narrower(own, state.optimizer.setup.options.gradient_dtype if group.size() > 1 else None)
     average = allreduce_hook if wire == own else _NARROW[wire]
-    return average(state.process_group, bucket)
+    return average(group, bucket)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebit.collectives.averaging import average_slices
 from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
+from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Version
 from onebit.optim.reducer import MomentumReducer
 
@@ -24,17 +26,22 @@ class Flight:
         self,
         reducers: Sequence[MomentumReducer],
         undo: Sequence[Undo],
-        transport: Transport,
+        replicas: Transport,
+        node: Transport | None,
         side: Any,
         hyper: Tensor,
         betas: list[tuple[float, float]],
+        means: Sequence[NodeMeans | None],
+        wire_dtype: torch.dtype | None,
     ) -> None:
-        """side: the stream it runs on, None on a CPU. betas: what `hyper` was made of."""
+        """side: the stream it runs on, None on a CPU. betas: what `hyper` was made of. means, wire_dtype: with two
+        levels, where to put gradients averaged over the node, and what they travel as."""
         self.betas = betas
         self.versions: list[Version] | None = None  # of the gradients when backward ended
         self.states = [reducer.state for reducer in reducers]
         self._reducers, self._exchanges, self._undo = reducers, [reducer.exchange for reducer in reducers], undo
-        self._transport, self._hyper, self._side = transport, hyper, side
+        self._replicas, self._node, self._hyper, self._side = replicas, node, hyper, side
+        self._means, self._wire_dtype = means, wire_dtype
         self._grads: list[list[Tensor | None]] = [[None] * len(state.params) for state in self.states]
         self._members = [[{s.parameter for s in c.span.segments()} for c in e.chunks] for e in self._exchanges]
         self._missing = [[set(members) for members in of] for of in self._members]
@@ -89,7 +96,8 @@ class Flight:
             with torch.no_grad(), torch.cuda.stream(self._side):
                 self._begun.wait()
                 for s in reversed(range(len(self._reducers))):
-                    self._exchanges[s].run(partial(self._compress, s), backwards=True, over=self._transport)
+                    compress = partial(self._compress, s)
+                    self._exchanges[s].run(compress, backwards=True, over=self._replicas, node=self._node)
         except BaseException as error:
             self._error = error
 
@@ -98,9 +106,24 @@ class Flight:
         self._undo[s].save(chunk)
         state, flags = self.states[s], self._flags[s][chunk.index : chunk.index + 1]
         members = self._members[s][chunk.index]
-        state.gradients.bind_tensors([g if i in members else None for i, g in enumerate(self._grads[s])])
-        state.backend.scan(chunk.span, state.gradients, self._hyper, flags)
+        grads = [g if i in members else None for i, g in enumerate(self._grads[s])]
+        means = self._means[s]
+        if means is not None and self._node is not None:
+            whole = [None if g is None else g.contiguous() for g in grads]
+            slices = state.layout.slices(chunk.index, self._node.size)
+            average_slices(slices, whole, means.views, self._node, wire_dtype=self._wire_dtype)
+            grads = list(means.views)
+        state.gradients.bind_tensors(grads)
+        state.backend.scan(chunk.slice, state.gradients, self._hyper, flags)
         self._reducers[s].compress(chunk, self._hyper, flags)
+
+
+class NodeMeans:
+    """A flat buffer for gradients that were averaged over the node: 4 B an element, 2 for 16-bit parameters."""
+
+    def __init__(self, state: FlatState) -> None:
+        flat = torch.zeros(state.layout.elements, dtype=state.dtype, device=state.device)
+        self.views = [state.cut(flat, i) for i in range(len(state.params))]
 
 
 class _Signal:

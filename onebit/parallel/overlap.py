@@ -5,7 +5,8 @@
 
 It is the exchange of a step without overlap, in a thread and on a process group of its own, where compressing a chunk
 waits for its gradients: the results are the same bit for bit. All collectives come from that one thread, the last
-chunk's first, on every rank alike.
+chunk's first, on every rank alike. With two levels it averages a chunk's gradients over the node first, into a buffer
+of their own: DDP may write to `.grad` until backward ends.
 
 A gradient that is not finite marks its own chunk's messages alone, since others may have left. Every rank finds the
 mark in the replies; then no parameter moves, and what the exchange changed is restored (`onebit.collectives.undo`).
@@ -29,7 +30,7 @@ from onebit.collectives.undo import Undo
 from onebit.optim.gradients import unchanged, versions_of
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
-from onebit.parallel.flight import Flight
+from onebit.parallel.flight import Flight, NodeMeans
 from onebit.warning import warn
 
 
@@ -54,7 +55,7 @@ class Overlap:
         self._wanted = wanted
         self.accumulating = False  # whether backward passes accumulate into gradients that are not to be sent yet
         self._snapshot: Snapshot | None = None  # that it is on for
-        self._transport: Transport | None = None
+        self._over: tuple[Transport, Transport | None] | None = None  # the replicas and the node, for the thread
         self._flight: Flight | None = None
         self._hooks: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -76,14 +77,16 @@ class Overlap:
     def enable(self) -> None:
         """Stage 2 has begun, or another state was loaded: a collective call."""
         setup, current = self._host.setup, self._host.current
-        if not self._wanted or setup.topology.replicas.size == 1 or self._snapshot is current:
+        if not self._wanted or setup.topology.everyone.size == 1 or self._snapshot is current:
             return
         self._remove_hooks()
-        self._transport = self._transport or setup.topology.replicas.duplicate()
+        node = setup.topology.node
+        self._over = self._over or (setup.topology.replicas.duplicate(), node and node.duplicate())
         for reducer in current.reducers:
             reducer.exchange.agree()
         self._snapshot = current
         self._undo = [Undo(reducer.exchange) for reducer in current.reducers]
+        self._means = [NodeMeans(state) if state.slices > 1 else None for state in current.states]
         self._place = {p: (s, i) for s, state in enumerate(current.states) for i, p in enumerate(state.params)}
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         ready = partial(_gradient_ready, weakref.ref(self))
@@ -162,12 +165,13 @@ class Overlap:
         return [tuple(group["betas"]) for group in self._host.param_groups]
 
     def _start(self) -> Flight:
-        assert self._transport is not None and self._snapshot is not None
+        assert self._over is not None and self._snapshot is not None
         hyper = self._host.write_hyper(None)
         reducers = self._snapshot.reducers
         for reducer in reducers:
             reducer.keep_previous_momentum()
-        self._flight = Flight(reducers, self._undo, self._transport, self._side, hyper, self._betas)
+        wire = self._host.setup.options.gradient_dtype
+        self._flight = Flight(reducers, self._undo, *self._over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 
     def _finish(self, flight: Flight) -> None:

@@ -19,7 +19,7 @@ from onebit.warning import warn
 
 def agree_on_start(setup: Setup, current: Snapshot, *, averaged_by_ddp: bool) -> list[Callable[[], None]]:
     """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
-    transport = setup.topology.replicas
+    transport = setup.topology.copies
     if transport.size == 1:
         return []
     agree(transport, setup.device, _facts(setup, current))
@@ -39,7 +39,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         "overlap", "check_every", "on_divergence",
     )  # fmt: skip
     return {
-        **facts(numels, o.block_size, o.chunks, o.scale, o.norm, setup.way.way),
+        **facts(numels, o.block_size, o.chunks, o.scale, o.norm, setup.way.way, setup.topology.node is not None),
         **{name: getattr(o, name) for name in names},
         **{name: _short([_number(g[name]) for g in groups]) for name in ("lr", "betas", "eps", "weight_decay")},
         **setup.algorithm.settings(),
@@ -55,7 +55,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
 def _agree_on_residuals(setup: Setup, current: Snapshot) -> None:
     """Where one rank's checkpoint had none, all start from zero: the mean residual is that of all or of none."""
     missing = torch.tensor([int(current.residuals_missing)], dtype=torch.int32, device=setup.device)
-    setup.topology.replicas.all_max(missing, "comparing what the ranks have loaded (all-reduce of one number)")
+    setup.topology.copies.all_max(missing, "comparing what the ranks have loaded (all-reduce of one number)")
     if int(missing) and not current.residuals_missing:
         clear_residuals(current)
     current.residuals_missing = False
@@ -65,7 +65,7 @@ def _all_have_the_same_gradients(setup: Setup, params: Sequence[Tensor]) -> bool
     """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
     grads = [p.grad for p in params if p.grad is not None]
     own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
-    found = all_gather_values(setup.topology.replicas, own, "comparing the ranks' gradients (all-gather)")
+    found = all_gather_values(setup.topology.copies, own, "comparing the ranks' gradients (all-gather)")
     return bool((found == found[0]).all() and found[0] != 0)
 
 

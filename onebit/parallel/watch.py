@@ -39,7 +39,7 @@ class Watch:
 
     def check(self, setup: Setup, current: Snapshot) -> None:
         """At the end of a step. A collective call where a check is due."""
-        transport = setup.topology.replicas
+        transport = setup.topology.copies
         self._calls += 1
         if not self._every or self._calls % self._every or transport.size == 1:
             return

@@ -49,7 +49,7 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
                 squares[s.parameter] += left_out[s.offset : s.offset + s.stop - s.start].square().sum()
     scales, ends = _mean_scales(exchange), [*layout.first.tolist(), layout.used_blocks]
     return {
-        "residual_norm": _norms(state, exchange.residual.left_out()),
+        "residual_norm": _slice_norms(state, exchange.residual.left_out()),
         "server_residual_norm": squares.sqrt(),
         "momentum_scale": torch.stack([scales[a:b].mean() for a, b in pairwise(ends)]).nan_to_num(),
     }
@@ -74,6 +74,15 @@ def _ones(packed: Tensor) -> Tensor:
     pairs = packed - ((packed >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
     return ((fours + (fours >> 4)) & 0x0F).sum(-1)
+
+
+def _slice_norms(state: FlatState, flat: Tensor) -> Tensor:
+    """Of a flat tensor of this rank's slice."""
+    if state.slices == 1:
+        return _norms(state, flat)
+    none = flat.new_zeros(1)
+    parts = [[piece for _, piece in state.pieces(flat, i)] for i in range(len(state.params))]
+    return torch.stack([torch.linalg.vector_norm(torch.cat(own or [none])) for own in parts])
 
 
 def _norms(state: FlatState, flat: Tensor) -> Tensor:

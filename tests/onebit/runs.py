@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import onebit
+from onebit.collectives.transport import transport_for
 
 OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -31,6 +32,7 @@ class Case:
     missing: tuple[tuple[int, int, int], ...] = ()  # (step, rank, parameter): a gradient that is None
     untouched: tuple[tuple[int, int, int], ...] = ()  # (parameter, rows, step): its first rows get 0 up to that step
     seed: int = 0
+    each: int = 1  # ranks a node; more than one is two levels
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -62,6 +64,22 @@ class Case:
     def group_of(self, parameter: int) -> int:
         return parameter % len(self.groups)
 
+    def node_gradients(self, node: int, step: int) -> list[Tensor | None]:
+        """The mean of a node's ranks, of which a missing gradient counts as zero; of a node of one rank what it has."""
+        own = [self.gradients(rank, step) for rank in range(node * self.each, (node + 1) * self.each)]
+        if self.each == 1:
+            return own[0]
+        zeros = [torch.zeros(shape, dtype=getattr(torch, self.dtype)) for shape in self.shapes]
+        filled = [[z if g is None else g for g, z in zip(of, zeros, strict=True)] for of in own]
+        return [torch.stack(of).double().mean(0) for of in zip(*filled, strict=True)]
+
+    def node_group(self, group: Any) -> Any:
+        """Of this rank: `each` ranks that follow one another. A collective call with two levels."""
+        if self.each == 1:
+            return "auto"
+        transport = transport_for(group)
+        return transport.split(transport.rank // self.each)
+
     def build(self, params: list[nn.Parameter], group: Any = None) -> Any:
         """The optimizer. Its flat order is that of the groups: see `order`."""
         groups = [
@@ -75,6 +93,7 @@ class Case:
             "chunks": 1,
             "reply": 1,
             "process_group": group,
+            "node_group": self.node_group(group),
             **self.options,
         }
         return getattr(onebit, self.kind)(groups, **options)

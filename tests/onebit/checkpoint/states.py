@@ -60,21 +60,29 @@ def meaning(states, case):
 
     Where messages hold gamma times the momentum, so do e and E, and d makes up for it.
     """
-    size, chunks = len(states), case.options.get("chunks", 1)
+    size, each, chunks = len(states), case.each, case.options.get("chunks", 1)
+    nodes, served = size // each, case.options.get("reply", 1) != "direct"
+    shards = each * (nodes if served else 1)
     block_size = case.options.get("block_size", 32)
     numels = [int(np.prod(case.shapes[p])) for p in case.order]
     blocks = [-(-n // block_size) for n in numels]
-    shard = max(1, -(-sum(blocks) // (size * chunks)))
-    owner = np.arange(sum(blocks)) // shard % size
+    shard = max(1, -(-sum(blocks) // (shards * chunks)))
+    shard_of = np.arange(sum(blocks)) // shard % shards
+    slice_of = shard_of // (shards // each)
+    owner = shard_of % nodes * each + slice_of  # of what was averaged, by place
     first = np.cumsum([0, *blocks])
     e, server, m, d = [], [], [], []
     for p, numel in enumerate(numels):
         own = [s["state"][p] for s in states]
         gamma = float(own[0].get("gamma", 1.0))
-        left_out = [own[r][f"residual_of_rank_{r}"].double().numpy().ravel() for r in range(size)]
-        e.append(np.mean(left_out, axis=0) / gamma)
-        keepers = np.repeat(owner[first[p] : first[p + 1]], block_size)[:numel]
-        served = case.options.get("reply", 1) != "direct"
+        keepers, slices = (np.repeat(of[first[p] : first[p + 1]], block_size)[:numel] for of in (owner, slice_of))
+        mean = np.zeros(numel)
+        for r in range(size):
+            if each == 1 or (slices == r % each).any():
+                mean[slices == r % each] += own[r][f"residual_of_rank_{r}"].double().numpy().ravel() / nodes
+            else:
+                assert f"residual_of_rank_{r}" not in own[r]
+        e.append(mean / gamma)
         whole = np.full(numel, nan) if served else np.zeros(numel)
         for r in range(size):
             if served and (keepers == r).any():
@@ -148,11 +156,12 @@ def load_run(rank, size, case, states, values, step):
     )
 
 
-def saved_and_loaded(case, there, size, here, prepare):
-    """Save on `there` ranks, load on `size` with the options `here`. Returns what both mean, checked over a step."""
+def saved_and_loaded(case, there, size, here, prepare, each=1):
+    """Save on `there` ranks, load on `size`, `each` a node, with the options `here`. Returns what both mean, checked
+    over a step."""
     saved = run_ranks(there, save_run, case, 6)
     states, values = [s for s, _ in saved], saved[0][1]
-    other = case.but(options={**case.options, **here})
+    other = case.but(options={**case.options, **here}, each=each)
     loaded = run_ranks(size, load_run, other, prepare(snapshot(states)), values, 7)
     assert len({own.end for own in loaded}) == 1
     return SimpleNamespace(

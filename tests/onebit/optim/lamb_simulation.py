@@ -19,6 +19,7 @@ from tests.onebit.optim.simulation import (
     decoded,
     group_or_none,
     hypers,
+    of_senders,
     server_residual,
     whole_scale,
 )
@@ -164,16 +165,14 @@ class LambSimulation(Simulation):
 
     def freeze(self, m, v, c_avg):
         own = self.case.options
-        scale, norm = own.get("scale", "block"), own.get("norm", "l1")
+        scale = own.get("scale", "block")
         self.frozen = oracle.freeze_lamb(
             m, v, c_avg, self.hypers, self.freeze_step,
             scale=scale, bias_correction=self.corrected, zero_variance=own.get("zero_variance", "floor"),
         )  # fmt: skip
         self.d = self.frozen.d
         self.has_variance = self.layout.flatten(self.d) > 0
-        self.all_reduce = oracle.SimulatedAllReduce(
-            self.layout, scale, norm, self.has_variance, self.direct, reply_bits=2 if own.get("reply") == 2 else 1
-        )
+        self.all_reduce = self.simulated_all_reduce()
         self.m, self.v, self.r = m, self.frozen.v, np.ones(len(m))
         self.gamma = self.layout.flatten([np.full(a.shape, g) for a, g in zip(m, self.frozen.gamma, strict=True)], 1.0)
 
@@ -196,10 +195,11 @@ class LambSimulation(Simulation):
 
 def check(case, recorded):
     """Every step of stage 2 on every rank against the simulation. Returns how the ratios came about."""
-    first, sim = recorded[0], LambSimulation(case, len(recorded))
     for own in recorded:
-        assert own.bits == first.bits, "the ranks have other parameters"
-        assert all(map(np.array_equal, own.ratio, first.ratio)), "the ranks have other ratios"
+        assert own.bits == recorded[0].bits, "the ranks have other parameters"
+        assert all(map(np.array_equal, own.ratio, recorded[0].ratio)), "the ranks have other ratios"
+    recorded = of_senders(case, recorded)
+    first, sim = recorded[0], LambSimulation(case, len(recorded))
     sim.freeze(first.m0, first.v0, first.average0)
     check_freeze(case, first, sim)
     x, compared, reasons = first.x0, 0, []

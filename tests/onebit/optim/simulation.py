@@ -5,7 +5,7 @@ within rounding of 0) changes nothing that is compared later.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,7 @@ class Simulation:
     """The paper's steps for a case in float64. Lists are in the order of the flat space."""
 
     def __init__(self, case, ranks):
+        """ranks: to the network, which are nodes with two levels."""
         self.case, self.ranks = case, ranks
         self.freeze_step = case.options["freeze_step"]
         self.corrected = case.options.get("bias_correction", True)
@@ -158,7 +159,7 @@ class Simulation:
         numels = tuple(int(np.prod(shape)) for shape in self.shapes)
         options = case.options
         self.direct = ranks if options.get("reply") == "direct" else 0
-        shards = 1 if self.direct else ranks
+        shards = case.each * (1 if self.direct else ranks)
         self.layout = oracle.Layout(numels, options.get("block_size", 32), shards, options.get("chunks", 1))
 
     def ordered(self, arrays):
@@ -166,7 +167,7 @@ class Simulation:
 
     def gradients(self, step):
         """Of every rank."""
-        own = [self.ordered(self.case.gradients(rank, step)) for rank in range(self.ranks)]
+        own = [self.ordered(self.case.node_gradients(rank, step)) for rank in range(self.ranks)]
         return [[None if g is None else g.double().numpy() for g in gradients] for gradients in own]
 
     def shaped(self, flat):
@@ -177,11 +178,17 @@ class Simulation:
         options = self.case.options
         self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
         self.has_variance = self.layout.flatten(self.d) > 0
+        self.all_reduce = self.simulated_all_reduce()
+        self.m = m
+
+    def simulated_all_reduce(self):
+        options = self.case.options
         scale, norm = options.get("scale", "block"), options.get("norm", "l1")
-        self.all_reduce = oracle.SimulatedAllReduce(
+        made = oracle.SimulatedAllReduce(
             self.layout, scale, norm, self.has_variance, self.direct, reply_bits=2 if options.get("reply") == 2 else 1
         )
-        self.m = m
+        made.worker = made.worker[: self.ranks]
+        return made
 
     def sizes(self, step):
         """Of what is added up to make c, for every rank."""
@@ -220,9 +227,21 @@ def any_flipped(got, expected, messages, size, has_variance, what):
     return bool((off > allowed).any())
 
 
+def of_senders(case, recorded):
+    """The runs of one rank a node, each with the residuals of all its node's slices."""
+    nodes = [recorded[n : n + case.each] for n in range(0, len(recorded), case.each)]
+    chunks = case.options.get("chunks", 1)
+
+    def whole(slices):
+        return np.stack([e.reshape(chunks, -1) for e in slices], axis=1).ravel()
+
+    return [replace(own[0], e=[whole(es) for es in zip(*(r.e for r in own), strict=True)]) for own in nodes]
+
+
 def check(case, recorded):
     """Every step of stage 2 on every rank against the simulation, re-synced before each."""
     assert all(r.bits == recorded[0].bits for r in recorded), "the ranks have other parameters"
+    recorded = of_senders(case, recorded)
     first, sim = recorded[0], Simulation(case, len(recorded))
     sim.freeze(sim.ordered(first.warm.exp_avg), sim.ordered(first.warm.exp_avg_sq))
     for d, expected in zip(sim.ordered(first.denominator), sim.d, strict=True):

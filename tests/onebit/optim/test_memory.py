@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
+from onebit.collectives.averaging import BUCKET_BYTES
+from onebit.collectives.transport import transport_for
 from tests.onebit.runs import OPTIMIZERS
-from tests.ranks import group, run_ranks
+from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((2048, 1024), (1000, 1024), (512,), (3,))
 NUMEL = sum(torch.Size(s).numel() for s in SHAPES)
@@ -24,6 +26,7 @@ MOST_STATE = {  # by ranks: with two, messages go directly, there is no server a
     8: {"OneBitAdam": 8.7, "OneBitLamb": 12.8},
     2: {"OneBitAdam": 8.3, "OneBitLamb": 12.6},
 }
+MOST_OF_NODES = {"OneBitAdam": 5.1, "OneBitLamb": 9.4}
 MOST_BUFFERS = 0.6
 MOST_AT_FREEZE = {"OneBitAdam": 0.2, "OneBitLamb": 1.01}  # LAMB's d is a buffer of its own, and stays
 
@@ -50,12 +53,15 @@ def living() -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in storages}
 
 
-def measure(rank: int, size: int, kind: str) -> dict[str, float]:
+def measure(rank: int, size: int, kind: str, each: int = 1) -> dict[str, float]:
+    """each: ranks a node."""
     params = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in SHAPES]
     for i, p in enumerate(params):
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * rank + i))
+    transport = transport_for(group())
+    node = None if each == 1 else transport.split(rank // each)
     before = living()
-    optimizer = getattr(onebit, kind)(params, freeze_step=2, chunks=1, process_group=group())
+    optimizer = getattr(onebit, kind)(params, freeze_step=2, chunks=1, process_group=transport, node_group=node)
     made = {}
     for step in (1, 2, 3, 4, 5):
         with Made() as mode:
@@ -65,7 +71,11 @@ def measure(rank: int, size: int, kind: str) -> dict[str, float]:
     buffers = sum(
         messages.buffer.numel()
         for exchange in (reducer.exchange for reducer in optimizer.current.reducers)
-        for messages in (exchange.sent, *([exchange.received, exchange.reply] if exchange.server_residual else []))
+        for messages in (
+            exchange.sent,
+            *([exchange.received, exchange.reply] if exchange.server_residual else []),
+            *([exchange.arriving] if each > 1 else []),
+        )
     )
     return {"state": kept - buffers / NUMEL, "buffers": buffers / NUMEL, "freeze": made[3], "step": made[5]}
 
@@ -82,7 +92,25 @@ def test_bytes_an_element_in_stage_2(kind: str, ranks: int) -> None:
         assert found["freeze"] < MOST_AT_FREEZE[kind], "the freeze makes a temporary near the size of the model"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_bytes_an_element_of_2_nodes_of_8_ranks(kind: str) -> None:
+    """A rank keeps the residual of its slice alone: less than torch.optim.AdamW's 8."""
+    for found in of_nodes(kind):
+        assert 4 < found["state"] <= MOST_OF_NODES[kind]
+        assert 0 < found["buffers"] <= MOST_BUFFERS / 8 + 0.02
+        assert found["step"] * 4 * NUMEL <= BUCKET_BYTES, "averaging over a node makes more than buckets"
+
+
+def of_nodes(kind: str) -> list[dict[str, float]]:
+    return run_ranks_once(16, measure, (kind, 8), timeout=300)
+
+
 if __name__ == "__main__":
+    for kind in OPTIMIZERS:
+        found = of_nodes(kind)[0]
+        state, buffers = found["state"], found["buffers"]
+        print(f"{kind}, stage 2, 2 nodes of 8 ranks: state {state:.2f}, buffers {buffers:.2f} bytes an element")
     for kind, ranks in itertools.product(OPTIMIZERS, MOST_STATE):
         found = run_ranks(ranks, measure, kind, timeout=120)[0]
         state, buffers = found["state"], found["buffers"]

@@ -1,0 +1,41 @@
+"""Two levels: nodes of several ranks are one rank to the network each. Against the float64 oracle of as many ranks, on
+the means of the nodes' gradients, and bit for bit between all ranks."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.onebit.optim import lamb_simulation, simulation
+from tests.onebit.optim.lamb_simulation import LAMB
+from tests.onebit.optim.simulation import GROUPS, SHAPES, options
+from tests.onebit.runs import Case
+from tests.ranks import run_ranks_once
+
+ADAM = Case(
+    shapes=SHAPES,
+    steps=108,
+    groups=GROUPS,
+    missing=((1, 0, 1), (17, 1, 4), (30, 0, 1), (31, 0, 0), (31, 1, 0), (31, 2, 0), (31, 3, 0)),
+    options={"freeze_step": 8},
+)
+CASES = list(itertools.product(("block", "tensor"), ("direct", 1)))
+SIZES = [(2, 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((3, 2), (2, 4)))]
+
+
+def run_all(rank, size, cases):
+    of = {"OneBitAdam": simulation, "OneBitLamb": lamb_simulation}
+    return [of[case.kind].both_stages(rank, size, case) for case in cases]
+
+
+@pytest.mark.parametrize(("nodes", "each"), SIZES)
+def test_100_steps_equal_the_simulation_of_the_nodes(nodes, each):
+    cases = [
+        options(replace(base, each=each), scale=scale, reply=reply, chunks=1 + i % 3)
+        for base in (ADAM, LAMB)
+        for i, (scale, reply) in enumerate([*CASES, ("block", 2)][: 5 if nodes + each == 4 else 3])
+    ]
+    runs = run_ranks_once(nodes * each, run_all, (cases,), timeout=300)
+    for case, recorded in zip(cases, zip(*runs, strict=True), strict=True):
+        check = simulation.check if case.kind == "OneBitAdam" else lamb_simulation.check
+        check(case, list(recorded))

@@ -1,0 +1,216 @@
+"""Two levels in whole steps: overlap, DDP, clipping, scaled gradients, bad gradients, and nodes found or refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from onebit.collectives.transport import transport_for
+from tests.onebit.parallel.test_overlap import run_with_and_without
+from tests.onebit.runs import Case, bits, build, kinds, run, snapshot, take, unchanged
+from tests.ranks import group, run_ranks, run_ranks_once
+
+SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
+
+
+@kinds
+@pytest.mark.parametrize("options", [{}, {"reply": "direct"}, {"scale": "tensor"}], ids=str)
+def test_overlap_changes_no_bit(kind: str, options: dict[str, Any]) -> None:
+    """Nor does a bad gradient of one rank, in its own slice or another's."""
+    case = Case(kind, SHAPES, steps=9, options=options, each=2, bad=((6, 3, math.nan), (7, 0, math.inf)))
+    found = run_ranks(4, run_with_and_without, case)
+    for one in found:
+        assert all(one["equal"])
+        assert one["skipped"] == 2
+        assert one["early"][5:] == [True] * 4
+        assert not one["warned"]
+        assert one["params"] == found[0]["params"]
+
+
+def test_clipping_ends_overlap_and_changes_no_bit() -> None:
+    for one in run_ranks(4, run_with_and_without, Case(shapes=SHAPES, steps=9, each=2), 7):
+        assert all(one["equal"])
+        assert one["early"][5:8] == [True, True, False]
+
+
+def with_a_bad_gradient(rank: int, size: int, case: Case) -> tuple[bool, list[bytes]]:
+    """Is the state what it was after a step with a bad gradient, and what do the ranks hold at the end?"""
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 3)
+    before = snapshot(optimizer.state_dict())
+    bad = case.but(bad=((4, 2, math.inf),))
+    take(bad, rank, optimizer, params, 4)
+    same = unchanged(before, snapshot(optimizer.state_dict()))
+    run(case, rank, optimizer, params, 4, 6)
+    return same, [bits(params), bits([optimizer.state[p]["denominator"] for p in params])]
+
+
+@kinds
+def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(kind: str) -> None:
+    case = Case(kind, SHAPES, options={"freeze_step": 2, "chunks": 2}, each=2)
+    found = run_ranks(4, with_a_bad_gradient, case)
+    assert all(same for same, _ in found)
+    assert all(end == found[0][1] for _, end in found)
+
+
+def clipped(rank: int, size: int, case: Case) -> tuple[list[float], bytes]:
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    norms = []
+    for step in range(1, 7):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = g
+        norms.append(float(optimizer.clip_grad_norm_(2.0)))
+        optimizer.step()
+    return norms, bits(params)
+
+
+def test_the_norm_that_is_clipped_is_that_of_the_nodes() -> None:
+    """Stage 1: of the mean over all. Stage 2: the root mean square over nodes of their means' norms."""
+    case = Case(shapes=SHAPES, options={"freeze_step": 3, "chunks": 2}, each=2)
+    found = run_ranks(4, clipped, case)
+    assert all(one == found[0] for one in found)
+    for step, norm in enumerate(found[0][0], start=1):
+        nodes = [[g.double() for g in case.node_gradients(n, step) if g is not None] for n in (0, 1)]
+        squares = [sum(float(g.square().sum()) for g in of) for of in nodes]
+        whole = sum(float(((a + b) / 2).square().sum()) for a, b in zip(*nodes, strict=True))
+        assert norm == pytest.approx(math.sqrt(whole if step <= 3 else sum(squares) / 2), rel=1e-5)
+
+
+def scaled(rank: int, size: int, case: Case) -> list[bytes]:
+    """By a power of 2, another one on every rank, as GradScaler does it; and not."""
+    ends = []
+    for scale in (None, 2.0 ** (8 + rank)):
+        params = case.parameters()
+        optimizer = case.build(params, group())
+        for step in range(1, 7):
+            for p, g in zip(params, case.gradients(rank, step), strict=True):
+                assert g is not None
+                p.grad = g if scale is None else g * scale
+            if scale is not None:
+                optimizer.grad_scale = torch.tensor(scale)
+                optimizer.found_inf = torch.tensor(0.0)
+            optimizer.step()
+        ends.append(bits(params))
+    return ends
+
+
+def test_gradients_may_be_scaled_on_every_rank_by_another_number() -> None:
+    case = Case(shapes=SHAPES, options={"freeze_step": 3}, each=2)
+    for one, other in run_ranks(4, scaled, case):
+        assert one == other
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
+
+
+def trained(rank: int, size: int, kind: str, ddp: bool, **options: Any) -> tuple[bytes, list[str]]:
+    """Two backward passes a step, 8 steps, with DDP or without, on the data of the rank."""
+    net = model()
+    transport = transport_for(group())
+    wrapped = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if ddp else net
+    node = transport.split(rank // 2)
+    optimizer = build(
+        kind,
+        net.parameters(),
+        freeze_step=3,
+        block_size=32,
+        chunks=2,
+        process_group=group(),
+        node_group=node,
+        **options,
+    )
+    if ddp:
+        onebit.attach(wrapped, optimizer)
+    source = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            optimizer.zero_grad()
+            for last in (False, True):
+                x = torch.randn(8, 20, generator=source)
+                with nullcontext() if last else wrapped.no_sync() if ddp else optimizer.no_sync():
+                    wrapped(x).square().mean().backward()
+            optimizer.step()
+    return bits(net.parameters()), [str(w.message) for w in caught if "onebit" in str(w.message)]
+
+
+def ways(rank: int, size: int, kind: str) -> list[tuple[bytes, list[str]]]:
+    return [
+        trained(rank, size, kind, ddp, overlap=overlap, **options)
+        for options in ({}, {"gradient_dtype": torch.bfloat16})
+        for ddp, overlap in ((False, False), (False, True), (True, False), (True, True))
+    ]
+
+
+@kinds
+def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
+    """The same bits on all ranks, with overlap and without; with DDP the same but for the order of its sums."""
+    found = run_ranks(4, ways, kind)
+    assert all(own == found[0] for own in found)
+    ends = [torch.frombuffer(bytearray(end), dtype=torch.float32) for end, _ in found[0]]
+    for own, overlapped in ((0, 1), (2, 3), (4, 5)):
+        assert torch.equal(ends[own], ends[overlapped])
+    for one, other, most in ((0, 2, 1e-6), (4, 6, 5e-3), (6, 7, 5e-3)):  # rounding to 16 bits turns a sign or two
+        assert (ends[one] - ends[other]).abs().max() < most
+    assert (ends[0] - ends[4]).abs().max() > 1e-4
+    assert not any(warned for _, warned in found[0])
+
+
+def on_hosts(rank: int, size: int, hosts: list[int]) -> tuple[int, int, list[str], bytes]:
+    os.environ["GROUP_RANK"] = str(hosts[rank])
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onebit").addHandler(handler)
+    logging.getLogger("onebit").setLevel(logging.INFO)
+    case = Case(shapes=SHAPES, options={"freeze_step": 2, "node_group": "auto"})
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 4)
+    saved = snapshot(optimizer.state_dict())
+    other = case.build(params, group())
+    other.load_state_dict(saved)
+    topology = optimizer.setup.topology
+    assert other.setup.topology.place == topology.place
+    run(case, rank, other, params, 5, 6)
+    return topology.slices, topology.place, records, bits(params)
+
+
+def test_hosts_are_nodes() -> None:
+    """Found in the first step, or before a load."""
+    found = run_ranks_once(4, on_hosts, ([0, 0, 1, 1],))
+    assert [one[:2] for one in found] == [(2, rank) for rank in range(4)]
+    assert any("2 nodes of 2 ranks" in line for line in found[0][2])
+    assert len({end for *_, end in found}) == 1
+    one_host = run_ranks_once(4, on_hosts, ([0, 0, 0, 0],))
+    assert [one[:2] for one in one_host] == [(1, rank) for rank in range(4)]
+
+
+def refused(rank: int, size: int, nodes: list[int]) -> str:
+    """nodes: of each rank the number of its node."""
+    node = transport_for(group()).split(nodes[rank])
+    try:
+        build("OneBitAdam", process_group=group(), node_group=node, freeze_step=2)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_unequal_nodes_are_refused_on_all_ranks() -> None:
+    for text in run_ranks_once(4, refused, ([0, 0, 0, 1],)):
+        assert "rank 3 has a node of 1, others have 3" in text
+        assert "None for one level" in text
