@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.transport.protocol import Ranks
 from onebit.kernels.data.wire import MessageError
 
 NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
@@ -21,7 +21,7 @@ _PRIME = 1000003
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def agree(transport: Transport, device: torch.device, facts: Mapping[str, float | str]) -> None:
+def agree(transport: Ranks, device: torch.device, facts: Mapping[str, float | str]) -> None:
     """Compare `facts` over all ranks; raise a ValueError on each that names who differs and in what."""
     everyone = all_gather_json(transport, device, dict(facts), "comparing the ranks' layouts (all-gather)")
     texts = [json.dumps(each, sort_keys=True) for each in everyone]
@@ -42,7 +42,7 @@ def agree(transport: Transport, device: torch.device, facts: Mapping[str, float 
     )
 
 
-def all_gather_json(transport: Transport, device: torch.device, value: Any, phase: str) -> list[Any]:
+def all_gather_json(transport: Ranks, device: torch.device, value: Any, phase: str) -> list[Any]:
     """`value`, which JSON can hold, of every rank. Nothing that comes from another rank is unpickled.
 
     Lengths first, then the texts, padded. A MessageError where a length or a text can't be what a rank has sent: no
@@ -70,7 +70,7 @@ def all_gather_json(transport: Transport, device: torch.device, value: Any, phas
     return found
 
 
-def all_gather_values(transport: Transport, values: Tensor, phase: str) -> Tensor:
+def all_gather_values(transport: Ranks, values: Tensor, phase: str) -> Tensor:
     """`values`, a vector, of every rank: [size, len(values)]."""
     sent = values.view(torch.uint8)[None]
     everyone = torch.empty((transport.size, sent.shape[1]), dtype=torch.uint8, device=values.device)
@@ -87,7 +87,7 @@ class Mismatch:
     majority: bool  # whether more than half of all ranks hold them
 
 
-def find_mismatches(transport: Transport, tensors: Sequence[Tensor], phase: str) -> dict[int, Mismatch]:
+def find_mismatches(transport: Ranks, tensors: Sequence[Tensor], phase: str) -> dict[int, Mismatch]:
     """Compare tensors bit for bit by a checksum of each: what is odd, by its number, the same on every rank."""
     everyone = all_gather_values(transport, checksums(tensors), phase).cpu()
     common = everyone.mode(dim=0).values
@@ -101,7 +101,7 @@ def find_mismatches(transport: Transport, tensors: Sequence[Tensor], phase: str)
     return found
 
 
-def agree_on_values(transport: Transport, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
+def agree_on_values(transport: Ranks, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
     """Raise a ValueError on every rank that names the first tensor on which they differ."""
     odd = find_mismatches(transport, tensors, "comparing the ranks' parameters (all-gather)")
     if not odd:

@@ -247,7 +247,7 @@ class CompressedAllReduce:
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
         topology = self.topology
         return self._way(
-            layout, self.transport, self.device, self._scale, self._norm, node=topology.node, everyone=topology.everyone
+            layout, self.transport, self.device, self._scale, self._norm, node=topology.node, everyone=topology.copies
         )
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:

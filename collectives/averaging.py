@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.protocol import Ranks, Transport, Work
 from onebit.kernels.data.layout import Span
 
 BUCKET_BYTES = 25 * 2**20
@@ -31,7 +31,7 @@ class _Sent:
 
 def average_(
     tensors: Sequence[Tensor],
-    transport: Transport,
+    transport: Ranks,
     factor: Tensor | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     wire_dtype: torch.dtype | None = None,

@@ -13,7 +13,7 @@ import torch
 
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.topology import Topology
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.transport.protocol import Ranks
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
@@ -48,7 +48,7 @@ def choose_chunks(
     way: type[Exchange] = TwoPhases,
 ) -> int:
     """The number of chunks for a model of `numel` elements: a collective call."""
-    everyone, options = topology.everyone, candidates(numel, shards_of(topology, way), block_size)
+    everyone, options = topology.copies, candidates(numel, shards_of(topology, way), block_size)
     if everyone.size == 1 or len(options) == 1:
         return 1
     cached = 0
@@ -74,13 +74,13 @@ def save_chunks(
     """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
     best = min(seconds, key=lambda c: (seconds[c], c))
     key = _key(topology, numel, device, way)
-    return best, topology.everyone.rank > 0 or cache.shared().put(key, {"chunks": best})
+    return best, topology.copies.rank > 0 or cache.shared().put(key, {"chunks": best})
 
 
 def _key(topology: Topology, numel: int, device: torch.device, way: type[Exchange]) -> str:
-    ranks = f"{topology.everyone.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
+    ranks = f"{topology.copies.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
     kind = "" if way is TwoPhases else f", reply {way.way}"
-    return f"{topology.everyone.name}, {ranks}, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
+    return f"{topology.copies.name}, {ranks}, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
 
 
 def measure_chunks(
@@ -98,7 +98,7 @@ def measure_chunks(
 ) -> dict[int, float]:
     """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
     numel = min(numel, _MOST_ELEMENTS)
-    source = torch.Generator(device).manual_seed(topology.everyone.rank)
+    source = torch.Generator(device).manual_seed(topology.copies.rank)
     tensor = torch.randn(numel, generator=source, device=device).to(dtype)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
     hyper = hyper_table([Hyper()], device)
@@ -106,7 +106,7 @@ def measure_chunks(
     for chunks in options:
         layout = Layout([numel], block_size=block_size, ranks=shards_of(topology, way), chunks=chunks)
         exchange = way(
-            layout, topology.replicas, device, scale=scale, norm=norm, node=topology.node, everyone=topology.everyone
+            layout, topology.replicas, device, scale=scale, norm=norm, node=topology.node, everyone=topology.copies
         )
         x = Pointers.to(layout, [tensor])
 
@@ -119,13 +119,13 @@ def measure_chunks(
                 lambda c: backend.decode(c.span, c.replies, x),
             )
 
-        seconds[chunks] = _slowest(topology.everyone, device, step)
+        seconds[chunks] = _slowest(topology.copies, device, step)
         if progress is not None:
             progress(chunks, seconds[chunks])
     return seconds
 
 
-def _slowest(everyone: Transport, device: torch.device, step: Callable[[], None]) -> float:
+def _slowest(everyone: Ranks, device: torch.device, step: Callable[[], None]) -> float:
     """Fastest of three runs after one that does not count, on the slowest rank."""
     step()
     times = []

@@ -23,7 +23,7 @@ from torch.autograd.profiler import record_function
 
 from onebit import kernels
 from onebit.collectives.agreement import NODES, agree
-from onebit.collectives.transport.protocol import LocalTransport, Transport, Work
+from onebit.collectives.transport.protocol import LocalTransport, Ranks, Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
@@ -118,7 +118,7 @@ class Exchange(ABC):
     """Residuals and messages of one layout on one rank, and the way they go.
 
     transport: the ranks of the network. node: those of this rank's node, each with a slice; None for one level.
-    everyone: all ranks, where those are more than the transport's.
+    everyone: all ranks that cut and encode alike, where those are more than the transport's.
     """
 
     way: ClassVar[Reply]
@@ -140,7 +140,7 @@ class Exchange(ABC):
         *,
         value: Tensor | None = None,
         node: Transport | None = None,
-        everyone: Transport | None = None,
+        everyone: Ranks | None = None,
     ) -> None:
         """`value`, fp32 [elements of the slices], becomes this rank's residual and is what it starts from."""
         self.node, self.everyone = node or LocalTransport(), everyone or transport

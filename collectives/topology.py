@@ -1,13 +1,13 @@
 """Who is who among the ranks.
 
-    everyone      all ranks. What a step decides (is it skipped, by what are gradients clipped) is decided over them
-    replicas      the ranks that average over the network: everyone, or with two levels the ranks of the same place on
-                  every node
-    copies        the ranks that hold the same parameters. Gradients of stage 1 are averaged over them, and that they
-                  hold the same options and bits is compared over them
-    node          with two levels, the ranks of this rank's node, which average in full precision first
-
-One more kind belongs here once parameters are sharded (FSDP2): the ranks that hold the parts of one copy of them.
+everyone      all ranks. What a step decides (is it skipped, by what are gradients clipped) is decided over them
+replicas      the ranks that average over the network: everyone, or with two levels the ranks of the same place on
+              every node
+copies        the ranks that hold the same parameters. Gradients of stage 1 are averaged over them, and that they
+              hold the same options and bits is compared over them
+node          with two levels, the ranks of this rank's node, which average in full precision first
+shard         where parameters are sharded (FSDP2), the ranks that hold the parts of this rank's copy of them; its
+              replicas are then those that hold the same parts
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onebit.collectives.agreement import NODES, all_gather_json, listed
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.transport.grid import Grid
+from onebit.collectives.transport.protocol import Ranks, Transport
+from onebit.collectives.transport.torch import TorchTransport
 
 logger = logging.getLogger("onebit")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -37,14 +40,27 @@ _ASKING = "finding the ranks of each node (all-gather)"
 class Topology:
     """The groups of ranks that this rank belongs to."""
 
-    everyone: Transport
+    everyone: Ranks
     replicas: Transport
     node: Transport | None = None  # None: one level
+    shard: Transport | None = None  # None: every rank has whole parameters
 
     @property
-    def copies(self) -> Transport:
+    def copies(self) -> Ranks:
         """The ranks that hold the same parameters."""
-        return self.everyone
+        return self.everyone if self.shard is None else self.replicas
+
+    def add_parts(self, values: Tensor) -> Tensor:
+        """What the ranks have that hold the parts of these parameters, added up; as it is where those are whole."""
+        if self.shard is not None:
+            self.shard.all_sum(values, "adding up what parts of parameters have (all-reduce)").wait()
+        return values
+
+    def max_parts(self, values: Tensor) -> Tensor:
+        """The largest of what they have."""
+        if self.shard is not None:
+            self.shard.all_max(values, "comparing what parts of parameters have (all-reduce)")
+        return values
 
     @property
     def nodes(self) -> int:
@@ -65,6 +81,30 @@ class Topology:
     def place(self) -> int:
         """Where this rank's residuals belong among those of all ranks: with one level its rank."""
         return self.replicas.rank * self.slices + self.slice_index
+
+    @classmethod
+    def of_shards(cls, process_group: Any, shard_group: Any) -> Topology:
+        """Of ranks that hold parts of the parameters: groups of torch.distributed of one part's replicas, and of one
+        copy's parts. They have this rank alone in common, or it is a ValueError."""
+        replicas, shard = transport_for(process_group), transport_for(shard_group)
+        world = transport_for()
+        if not isinstance(replicas, TorchTransport):
+            raise ValueError(
+                f"parameters of FSDP are averaged over a group of torch.distributed, not over {replicas.name}"
+            )
+        parts, same = set(shard.places(world)), set(replicas.places(world))
+        if len(parts & same) > 1:
+            why = f"process_group has {listed(sorted(parts & same))} in common with the ranks that hold the parts"
+            if len(parts) == world.size:
+                why = f"the parameters are sharded over all {world.size} ranks, so that no rank has the same part"
+            elif parts == same:
+                why = "process_group is the group that the parameters are sharded over"
+            raise ValueError(
+                f"{why}: 1 bit is for the replicas of a part. With mesh = init_device_mesh(device, (nodes, ranks a "
+                f"node), mesh_dim_names=('replicate', 'shard')) call fully_shard(model, mesh=mesh['shard']) and pass "
+                f"process_group=mesh.get_group('replicate')"
+            )
+        return cls(Grid(replicas, shard), replicas, shard=shard)
 
     @classmethod
     def of(cls, process_group: Any = None, node_group: Any = None, device: torch.device | None = None) -> Topology:

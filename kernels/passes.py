@@ -167,13 +167,15 @@ class Backend(Protocol):
         coeff_beta: float,
         min_coeff: float,
         max_coeff: float,
+        between: Callable[[], None] | None = None,
     ) -> None:
         """m, v as in adam_warmup;  u = mhat / (sqrt(vhat) + eps) + wd x;
         c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 where a norm is 0;
         x = x - lr c u;  c_avg = b3 c_avg + (1 - b3) c.
 
         1-bit LAMB (Li et al. 2021), equation 1 and Algorithm 1, line 2. The span is the whole layout, since a norm
-        is a parameter's.
+        is a parameter's. `between` is called when c and c_avg are there, before x moves by c: where the span has a part
+        of a parameter alone, it may put others there. It finds the sums of squares of every block in `state.partial`.
 
         Bytes: reads g 4, m 4, v 4, x 4 and writes m 4, v 4 for the norms; reads m 4, v 4, x 4 and writes x 4 for the
         update. 40.

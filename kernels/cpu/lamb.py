@@ -7,6 +7,8 @@ Bytes an element, fp32: reads g 4, m 4, v 4, x 4, writes m 4, v 4, then reads m 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 
@@ -151,6 +153,7 @@ def lamb_warmup(
     coeff_beta: float,
     min_coeff: float,
     max_coeff: float,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_warmup` in two loops: the norms are needed whole before x moves."""
     layout, (of_x, of_u) = span.layout, state.partial
@@ -164,6 +167,8 @@ def lamb_warmup(
         layout.parameters, rows, size, at(flags), at(of_x), at(of_u), at(state.coefficient), at(state.average),
         coeff_beta, 1 - coeff_beta, min_coeff, max_coeff,
     )  # fmt: skip
+    if between is not None:
+        between()
     applied = (
         owner, rows, first_block, size, *table(params), at(hyper), at(flags),
         at(exp_avg), at(exp_avg_sq), at(master), at(state.coefficient),

@@ -19,6 +19,7 @@ statistics reads v 4, d 4, bits 2/8, writes v 4: 12.3. With `live` 1/8 more.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -228,6 +229,7 @@ def lamb_warmup(
     coeff_beta: float,
     min_coeff: float,
     max_coeff: float,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_warmup` in two launches: the norms are needed whole before x moves."""
     shared: dict[str, Any] = {
@@ -254,6 +256,8 @@ def lamb_warmup(
         "GRAD": TYPES[grads.dtype],
     }
     launch(lamb_moments_kernel, span.count, moments, exp_avg, params.dtype)
+    if between is not None:
+        between()
     launch(lamb_apply_kernel, span.count, shared, exp_avg, params.dtype)
 
 

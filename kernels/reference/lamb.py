@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -30,11 +31,14 @@ def lamb_warmup(
     coeff_beta: float,
     min_coeff: float,
     max_coeff: float,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """u = mhat / (sqrt(vhat) + eps) + wd x;  c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 where a norm is 0;
     x = x - lr c u;  c_avg = b3 c_avg + (1 - b3) c.
     """
     if bool(flags.any()):
+        if between is not None:
+            between()
         return
     m, v = update_moments(span, grads, exp_avg, exp_avg_sq, hyper)
     h, owner = hyper_columns(span, hyper), owner_of_blocks(span, v.device)
@@ -42,12 +46,17 @@ def lamb_warmup(
     x = gather(span, params) if master is None else master.view(span.count, -1)
     u = direction(h, m, v, x)
     square = torch.zeros(2, span.layout.parameters, dtype=torch.float32, device=v.device)
-    for row, value in zip(square, (x, u), strict=True):
-        row.index_add_(0, owner, torch.where(mask, value * value, 0).sum(1))
+    for row, partial, value in zip(square, state.partial, (x, u), strict=True):
+        of_blocks = torch.where(mask, value * value, 0).sum(1)
+        partial.copy_(of_blocks)
+        row.index_add_(0, owner, of_blocks)
     x_norm, u_norm = square.sqrt()
     c = torch.where((x_norm > 0) & (u_norm > 0), (x_norm / u_norm).clamp(min_coeff, max_coeff), 1.0)
     state.coefficient.copy_(c)
     state.average.mul_(coeff_beta).add_(c * (1 - coeff_beta))
+    if between is not None:
+        between()
+        c = state.coefficient
     update_parameters(span, params, master, lambda x: x - h.lr * c[owner][:, None] * direction(h, m, v, x))
 
 
@@ -89,6 +98,7 @@ def lamb_statistics(
         per_element = frozen / (v.sqrt() + h.eps)
     counted = element_mask(span, d.device, live) & (v > 0) & (d > 0)
     largest = torch.where(counted, per_element, 0).amax(1)
+    state.partial[0].copy_(largest)
     r = torch.zeros_like(state.ratio).scatter_reduce_(0, owner, largest, "amax")
     r = torch.where(r > 0, r, 1.0)
     r = torch.clamp(r, (1 - factor_threshold) * state.ratio, (1 + factor_threshold) * state.ratio)

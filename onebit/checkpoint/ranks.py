@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Transport, collective_errors
+from onebit.collectives.transport.protocol import Ranks, collective_errors
 from onebit.collectives.transport.torch import TorchTransport
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 class CheckpointRanks:
     """The ranks of an optimizer, as torch.distributed.checkpoint needs them."""
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+    def __init__(self, transport: Ranks, device: torch.device) -> None:
         if not dist.is_initialized() and transport.size > 1:
             raise ValueError(
                 f"a checkpoint of {transport.size} ranks needs torch.distributed (init_process_group); over "
@@ -34,6 +34,11 @@ class CheckpointRanks:
             )
         self.group = transport.group if isinstance(transport, TorchTransport) else None
         self._transport = transport if self.group is not None else transport_for(None)
+        if self._transport.size != transport.size and dist.is_initialized():
+            raise ValueError(
+                f"a checkpoint of {transport.size} ranks whose parameters are sharded is written by all "
+                f"{self._transport.size} of torch.distributed's default group: use no others in the run"
+            )
         self.rank, self.size, self._device = self._transport.rank, self._transport.size, device
 
     def on_all(self, work: Callable[[], T]) -> T:

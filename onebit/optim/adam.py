@@ -52,8 +52,8 @@ class Adam(Algorithm):
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         without = {}
         for i, group in enumerate(state.groups):
-            v = raise_to_floor_(state.view("exp_avg_sq", i), options.variance_floor)
-            without[i] = variance_to_denominator_(v, rows[group], options.zero_variance)
+            v = raise_to_floor_(state.view("exp_avg_sq", i), options.variance_floor, state.add_parts)
+            without[i] = variance_to_denominator_(v, rows[group], options.zero_variance, state.add_parts)
         state.rename("exp_avg_sq", DENOMINATOR)
         return without
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,15 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import backend
 from onebit.optim.fields import MASTER, Field
+from onebit.optim.sharding import local
+
+
+class Parts(Protocol):
+    """The ranks that have the parts of these parameters; both change `values` in place."""
+
+    def add_parts(self, values: Tensor) -> Tensor: ...
+
+    def max_parts(self, values: Tensor) -> Tensor: ...
 
 
 class FlatState:
@@ -38,14 +48,18 @@ class FlatState:
         slice_index: int = 0,
         chunk_counts: Iterable[int] = (1,),
         master_weights: bool = True,
+        parts: Parts | None = None,
     ) -> None:
         """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
         slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
-        room for."""
+        room for. parts: what to ask where other ranks hold parts of these parameters."""
         self.params, self.groups = list(params), list(groups)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.backend = backend(self.device)
-        self.numels = [p.numel() for p in self.params]
+        self.shapes = [tuple(local(p).shape) for p in self.params]
+        self.numels = [local(p).numel() for p in self.params]
+        self.whole_numels = [p.numel() for p in self.params]
+        self.parts = parts
         self.block_size, self.ranks = block_size, ranks
         self.slices, self.slice_index = slices, slice_index
         self._room = max(self._cut(chunks).elements for chunks in chunk_counts)
@@ -122,7 +136,7 @@ class FlatState:
     def cut(self, flat: Tensor, index: int) -> Tensor:
         """One parameter's part of a flat tensor with one number an element, in the parameter's shape."""
         start = int(self.layout.first[index]) * self.block_size
-        return flat[start : start + self.numels[index]].view(self.params[index].shape)
+        return flat[start : start + self.numels[index]].view(self.shapes[index])
 
     def views(self, index: int) -> dict[str, Tensor]:
         """What is kept for one parameter and has its shape."""
@@ -145,19 +159,19 @@ class FlatState:
 
     def gradient(self, index: int, hyper: Tensor) -> Tensor:
         """A parameter's gradient as the step is to see it: fp32, unscaled and clipped; zeros where there is none."""
-        p = self.params[index]
-        if p.grad is None:
-            return torch.zeros(p.shape, dtype=torch.float32, device=self.device)
-        return p.grad.float() * self.hyper_of(index, hyper).grad_scale
+        grad = self.gradients_now()[index]
+        if grad is None:
+            return torch.zeros(self.shapes[index], dtype=torch.float32, device=self.device)
+        return grad.float() * self.hyper_of(index, hyper).grad_scale
 
     def value(self, index: int) -> Tensor:
         """What an update changes: the parameter, or its master copy. `store` is due afterwards."""
-        return self.view(MASTER.name, index) if MASTER.name in self else self.params[index].detach()
+        return self.view(MASTER.name, index) if MASTER.name in self else local(self.params[index]).detach()
 
     def store(self, index: int) -> None:
         """The parameter becomes its master copy, where it has one."""
         if MASTER.name in self:
-            self.params[index].detach().copy_(self.view(MASTER.name, index))
+            local(self.params[index]).detach().copy_(self.view(MASTER.name, index))
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Fields without a parameter's shape that every rank has the same."""
@@ -171,23 +185,41 @@ class FlatState:
             if name in other:
                 self.view(name, index).copy_(other.view(name, index_there))
 
+    def add_parts(self, values: Tensor) -> Tensor:
+        """What this rank has of its parts of the parameters, added up over all parts."""
+        return values if self.parts is None else self.parts.add_parts(values)
+
+    def values_now(self) -> list[Tensor]:
+        """This rank's part of every parameter."""
+        return [local(p) for p in self.params]
+
+    def gradients_now(self) -> list[Tensor | None]:
+        return [None if p.grad is None else local(p.grad) for p in self.params]
+
+    def fill_missing_gradients(self) -> list[Tensor]:
+        """Zeros where there is none: on other ranks it may be there."""
+        for p in self.params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        return [local(p.grad) for p in self.params if p.grad is not None]
+
     def bind_tensors(self) -> None:
         """To the parameters and gradients as they lie now. What was written to a 16-bit parameter since the last step
         (a mask, a clipped weight, other weights) is taken over into the master copy."""
-        for i, (p, version) in enumerate(zip(self.params, self._parameter_versions, strict=False)):
+        values = self.values_now()
+        for i, (p, version) in enumerate(zip(values, self._parameter_versions, strict=False)):
             if MASTER.name in self and p._version != version:
                 self.view(MASTER.name, i).copy_(p.detach())
-        self.parameters.bind_tensors(self.params)
-        self.gradients.bind_tensors([p.grad for p in self.params])
+        self.parameters.bind_tensors(values)
+        self.gradients.bind_tensors(self.gradients_now())
 
     def release_gradients(self) -> None:
         """Keep no gradient alive until the next step."""
         self.gradients.release()
-        self._parameter_versions = [p._version for p in self.params]
+        self._parameter_versions = [p._version for p in self.values_now()]
 
     def copy_parameters_to_master(self) -> None:
         if MASTER.name in self:
-            for i, p in enumerate(self.params):
+            for i, p in enumerate(self.values_now()):
                 self.view(MASTER.name, i).copy_(p.detach())
         self.master_is_current = True
 

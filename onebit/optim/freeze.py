@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -27,6 +27,8 @@ from onebit.optim.options import ZeroVariance
 from onebit.warning import warn
 
 logger = logging.getLogger("onebit")
+
+AddParts = Callable[[Tensor], Tensor]
 
 
 class FreezeRule(ABC):
@@ -116,7 +118,7 @@ class VarianceRule(FreezeRule):
     def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
         """The sum of v, a number a flat state and param group."""
         parts = [state.scratch["sums"][first:stop] for state in states for first, stop in state.group_blocks(groups)]
-        return [torch.stack([part.sum(dtype=torch.float64) for part in parts])]
+        return [states[0].add_parts(torch.stack([part.sum(dtype=torch.float64) for part in parts]))]
 
     def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
         debias = [1 - beta2**step for beta2 in beta2s]
@@ -131,7 +133,8 @@ class VarianceRule(FreezeRule):
 
 def check_variance(states: Sequence[FlatState], steps: int) -> None:
     """A ValueError where there is no variance to freeze."""
-    if not any(float(state["exp_avg_sq"].max()) > 0 for state in states):
+    there = torch.stack([(state["exp_avg_sq"] > 0).any().double() for state in states])
+    if not float(states[0].add_parts(there).sum()) > 0:
         raise ValueError(
             f"stage 2 is to begin after {steps} steps, and there is no variance to freeze: every second moment is 0. "
             f"Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give stage 1 some steps: "
@@ -139,35 +142,41 @@ def check_variance(states: Sequence[FlatState], steps: int) -> None:
         )
 
 
-def raise_to_floor_(v: Tensor, floor: float) -> Tensor:
-    """v = max(v, floor mean(v)) in place where v is not 0, the mean over those.
+def raise_to_floor_(v: Tensor, floor: float, add_parts: AddParts) -> Tensor:
+    """v = max(v, floor mean(v)) in place where v is not 0, the mean over those of the whole parameter.
 
     A coordinate shares its block's scale: with a variance far below the others' its steps would be the others' signs,
     magnified by its own d. Embeddings of rare words are such; exact zeros are `zero_variance`'s.
     """
-    nonzero = int(torch.count_nonzero(v))
-    if floor and nonzero:
-        lowest = floor * float(v.sum(dtype=torch.float64)) / nonzero
+    if floor:
+        nonzero, total = _whole(add_parts, torch.count_nonzero(v), v.sum(dtype=torch.float64))
+        lowest = floor * total / max(nonzero, 1)
         v.masked_fill_((v > 0) & (v < lowest), lowest)
     return v
 
 
-def variance_to_denominator_(v: Tensor, h: Hyper, zero_variance: ZeroVariance) -> int:
+def _whole(add_parts: AddParts, *values: Tensor) -> list[float]:
+    """Numbers of this rank's part of a parameter, added up over all parts."""
+    return add_parts(torch.stack([value.double() for value in values])).tolist()
+
+
+def variance_to_denominator_(v: Tensor, h: Hyper, zero_variance: ZeroVariance, add_parts: AddParts) -> int:
     """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many coordinates had no variance.
 
     Those get the value of the mean of the others ("floor"), or 0, with which they never move ("hold"). They are held
     too where a parameter has no other coordinate to take a mean of.
     """
     zero = v == 0
-    count = int(zero.sum())
+    size = torch.tensor(v.numel(), device=v.device)
+    count, numel, total = _whole(add_parts, zero.sum(), size, v.sum(dtype=torch.float64))
     substitute = 0.0
-    if zero_variance == "floor" and 0 < count < v.numel():
-        mean = float(v.sum(dtype=torch.float64)) / (v.numel() - count)
+    if zero_variance == "floor" and 0 < count < numel:
+        mean = total / (numel - count)
         substitute = 1 / (mean**0.5 * h.bias2 + h.eps)
     v.sqrt_().mul_(h.bias2).add_(h.eps).reciprocal_()
     if count:
         v.masked_fill_(zero, substitute)
-    return count
+    return int(count)
 
 
 def report_freeze(step: int, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.averaging import average_, average_slices
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.kernels.data.hyper import COLUMNS, Hyper, hyper_table
 from onebit.optim.flat_state import FlatState
 
@@ -42,18 +42,15 @@ class Gradients:
     def average(
         self,
         states: Sequence[FlatState],
-        replicas: Transport,
+        replicas: Ranks,
         unscale: Tensor | None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        """In place, once. A missing gradient counts as zero: on other ranks it may be there."""
+        """In place, once. A missing gradient counts as zero."""
         if replicas.size == 1 or unchanged(self._averaged, states):
             return
         for state in states:
-            for p in state.params:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            grads = [p.grad for p in state.params if p.grad is not None]
-            average_(grads, replicas, unscale, wire_dtype=wire_dtype)
+            average_(state.fill_missing_gradients(), replicas, unscale, wire_dtype=wire_dtype)
         self._averaged = versions_of(states)
 
     def average_slices(
@@ -63,9 +60,10 @@ class Gradients:
         if self.node_mean or unchanged(self._averaged, states):
             return
         for state in states:
+            state.fill_missing_gradients()
             for p in state.params:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            grads = [p.grad for p in state.params if p.grad is not None]
+                p.grad = None if p.grad is None else p.grad.contiguous()
+            grads = state.fill_missing_gradients()
             for chunk in range(state.layout.chunks):
                 slices = state.layout.slices(chunk, node.size)
                 average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)
@@ -78,7 +76,7 @@ class Gradients:
     def check_finite(
         self,
         states: Sequence[FlatState],
-        everyone: Transport,
+        everyone: Ranks,
         hyper: Tensor,
         found_inf: Tensor | int | None,
         squares: Tensor | None = None,
@@ -144,7 +142,7 @@ def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
 
 def versions_of(states: Sequence[FlatState]) -> list[Version]:
     """Of every gradient."""
-    grads = (p.grad for state in states for p in state.params)
+    grads = (grad for state in states for grad in state.gradients_now())
     return [None if g is None else (g, g._version) for g in grads]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -78,22 +79,50 @@ class Lamb(Algorithm):
             raise ValueError(f"ratio={self.ratio!r}: it must be one of {get_args(Ratio)}")
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
+        of_wholes = None
+        if state.parts is not None:
+            of_wholes = partial(self._coefficients_of_wholes, state, state["coefficient_average"].clone(), flags)
         state.backend.lamb_warmup(
             state.layout.all(), state.parameters, state.gradients, state["exp_avg"], state["exp_avg_sq"],
             state.get("master"), hyper, flags, _lamb_state(state),
-            coeff_beta=self.coeff_beta, min_coeff=self.min_coeff, max_coeff=self.max_coeff,
+            coeff_beta=self.coeff_beta, min_coeff=self.min_coeff, max_coeff=self.max_coeff, between=of_wholes,
         )  # fmt: skip
         state["coefficient_steps"].add_(flags == 0)
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         m = reducer.all_reduce(hyper, flags)
         whole, lamb, d = state.layout.all(), _lamb_state(state), state["denominator"]
+        before = None if state.parts is None else (lamb.ratio.clone(), lamb.coefficient.clone())
         state.backend.lamb_statistics(
             whole, m, reducer.previous, d, state["exp_avg_sq"], hyper, lamb,
             factor_min=self.factor_min, factor_max=self.factor_max, factor_threshold=self.factor_threshold,
             ratio=self.ratio, live=state.get("counted_bits"), gamma=state.get("gamma"),
         )  # fmt: skip
+        if before is not None:
+            self._ratios_of_wholes(state, lamb, *before, m.flags.max() == 0)
         state.backend.adam_update(whole, state.parameters, d, m, state.get("master"), hyper, lamb.coefficient)
+
+    def _coefficients_of_wholes(self, state: FlatState, average: Tensor, flags: Tensor) -> None:
+        """c and c_avg once more, from the norms of whole parameters. average: c_avg before the step."""
+        lamb, taken = _lamb_state(state), flags == 0
+        squares = torch.zeros((2, len(state.params)), dtype=torch.float64, device=state.device)
+        squares.index_add_(1, _owner(state), lamb.partial.double())
+        x, u = state.add_parts(squares).sqrt().float()
+        c = torch.where((x > 0) & (u > 0), (x / u).clamp(self.min_coeff, self.max_coeff), 1.0)
+        lamb.coefficient.copy_(torch.where(taken, c, lamb.coefficient))
+        lamb.average.copy_(torch.where(taken, self.coeff_beta * average + (1 - self.coeff_beta) * c, average))
+
+    def _ratios_of_wholes(
+        self, state: FlatState, lamb: LambState, ratio: Tensor, coefficient: Tensor, taken: Tensor
+    ) -> None:
+        """r and c once more, from the maxima over whole parameters. ratio, coefficient: before the step."""
+        assert state.parts is not None
+        largest = torch.zeros_like(ratio).scatter_reduce_(0, _owner(state), lamb.partial[0], "amax")
+        r = state.parts.max_parts(largest)
+        r = torch.where(r > 0, r, 1.0)
+        r = torch.clamp(r, (1 - self.factor_threshold) * ratio, (1 + self.factor_threshold) * ratio)
+        lamb.ratio.copy_(torch.where(taken, r.clamp(self.factor_min, self.factor_max), ratio))
+        lamb.coefficient.copy_(torch.where(taken, lamb.ratio * lamb.average, coefficient))
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         gamma = state.add(GAMMA) if options.scale == "tensor" else None
@@ -104,9 +133,11 @@ class Lamb(Algorithm):
         without = {}
         for i, group in enumerate(state.groups):
             v, d, h = state.view("exp_avg_sq", i), state.view("denominator", i), rows[group]
-            raise_to_floor_(v.mul_(h.bias2**2), options.variance_floor)
+            raise_to_floor_(v.mul_(h.bias2**2), options.variance_floor, state.add_parts)
             state.cut(counted, i).copy_(v != 0)
-            without[i] = variance_to_denominator_(d.copy_(v), h._replace(bias2=1.0), options.zero_variance)
+            without[i] = variance_to_denominator_(
+                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts
+            )
             if gamma is not None:
                 d.div_(gamma[i])
                 state.view("exp_avg", i).mul_(gamma[i])
@@ -117,7 +148,7 @@ class Lamb(Algorithm):
         return without
 
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> CoefficientRule:
-        numels = [n for state in states for n in state.numels]
+        numels = [n for state in states for n in state.whole_numels]
         return CoefficientRule(options.freeze_step, options.freeze_threshold, window, self.coeff_beta, numels)
 
     def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
@@ -154,6 +185,11 @@ def _lamb_state(state: FlatState) -> LambState:
     )
 
 
+def _owner(state: FlatState) -> Tensor:
+    """int64 [blocks]: the parameter of each block."""
+    return state.layout.table(state.device).owner.long()
+
+
 def _debiased(state: FlatState, coeff_beta: float) -> Tensor:
     """c_avg / (1 - b3^t), fp64 [parameters], t the steps that a parameter's coefficients were averaged over."""
     t = state["coefficient_steps"].double()
@@ -164,7 +200,9 @@ def _momentum_scaling(state: FlatState) -> Tensor:
     """gamma_p = (mean over parameters of rms(m)) / rms(m_p), 1 where rms is 0."""
     parts = [state.view("exp_avg", i) for i in range(len(state.params))]
     norms = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in parts])
-    rms = norms / torch.tensor(state.numels, dtype=torch.float64, device=state.device).clamp(min=1).sqrt()
+    if state.parts is not None:
+        norms = state.add_parts(norms.square()).sqrt()
+    rms = norms / torch.tensor(state.whole_numels, dtype=torch.float64, device=state.device).clamp(min=1).sqrt()
     return torch.where(rms > 0, rms.mean() / rms, 1.0).float()
 
 
@@ -188,7 +226,7 @@ class CoefficientRule(FreezeRule):
 
     def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
         """The averaged coefficient of every parameter."""
-        self._numels = [n for state in states for n in state.numels]
+        self._numels = [n for state in states for n in state.whole_numels]
         return [_debiased(state, self._coeff_beta) for state in states]
 
     def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:

@@ -30,8 +30,9 @@ from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.freeze import report_freeze
 from onebit.optim.gradients import Gradients, HyperTable, reciprocal
-from onebit.optim.options import OptionArguments, Options, check_group, warn_if_early
+from onebit.optim.options import OptionArguments, Options, check_group, check_sharded, warn_if_early
 from onebit.optim.setup import Setup
+from onebit.optim.sharding import shard_group
 from onebit.optim.snapshot import Part, Snapshot
 from onebit.optim.stages import Stages
 from onebit.parallel.overlap import Overlap
@@ -66,8 +67,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._built = False
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
-        self._ranks_found = not (isinstance(node_group, str) and node_group == "auto")
-        topology = Topology.of(process_group, node_group if self._ranks_found else None, device)
+        automatic = isinstance(node_group, str) and node_group == "auto"
+        shards = shard_group(self.param_groups)
+        self._ranks_found = shards is not None or not automatic
+        if shards is None:
+            topology = Topology.of(process_group, None if automatic else node_group, device)
+        else:
+            check_sharded(chosen, automatic or node_group is None)
+            topology = Topology.of_shards(process_group, shards)
         self.setup = Setup(type(self).__name__, algorithm, chosen, topology, device, self.param_groups)
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
@@ -174,6 +181,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             everyone = self.setup.topology.everyone
             everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
             squares /= self.setup.topology.nodes
+        else:
+            self.setup.topology.add_parts(squares)
         return self.gradients.clip(squares.sqrt().float(), max_norm)[0]
 
     @contextmanager

@@ -191,6 +191,19 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
 
 
+def check_sharded(options: Options, without_nodes: bool) -> None:
+    """What does not go with parameters that are sharded."""
+    if options.overlap:
+        raise ValueError(
+            "overlap=True with sharded parameters: FSDP has their gradients only when its own reduce-scatter is over. "
+            "Pass overlap=False"
+        )
+    if not without_nodes:
+        raise ValueError(
+            "node_group with sharded parameters: sharding inside a node is the first level already. Leave it out"
+        )
+
+
 def warn_if_early(options: Options, beta2: float) -> None:
     """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
     steps = round(1 / (1 - beta2))

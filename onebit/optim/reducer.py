@@ -44,7 +44,7 @@ class MomentumReducer:
         self.state, self.gamma = state, gamma
         self.exchange = way(
             state.layout, topology.replicas, state.device, scale, norm, value=state[RESIDUAL.name],
-            node=topology.node, everyone=topology.everyone,
+            node=topology.node, everyone=topology.copies,
         )  # fmt: skip
         self.exchange.live = live
         m = self.exchange.replies

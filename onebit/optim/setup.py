@@ -76,6 +76,7 @@ class Setup:
                 slice_index=self.topology.slice_index,
                 chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
                 master_weights=self.options.master_weights,
+                parts=None if self.topology.shard is None else self.topology,
             )
             state.copy_parameters_to_master()
             found.append(state)

@@ -90,7 +90,7 @@ class Snapshot:
             state = part.state
             state.set_chunks(setup.choose_chunks(state))
             without = algorithm.on_freeze(state, rows, setup.options)
-            zeros += [(setup.name_of(state.params[i]), n, state.numels[i]) for i, n in without.items() if n]
+            zeros += [(setup.name_of(state.params[i]), n, state.whole_numels[i]) for i, n in without.items() if n]
             if algorithm.needs_previous_momentum:
                 state.add(FIRST_MOMENTUM).copy_(state[MOMENTUM.name])
             for i, group in enumerate(state.groups):

@@ -1,5 +1,7 @@
 """DDP hands gradient communication to the optimizer: averaged in stage 1, left local, or to a node, in stage 2."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit.collectives.averaging import narrower
+from onebit.collectives.averaging import average_, narrower
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.optimizer import OneBitOptimizer
@@ -22,7 +24,7 @@ from onebit.parallel.ddp_hook import local
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Register the optimizer with a model wrapped in DistributedDataParallel, once, before the first backward pass.
+    """Register the optimizer with a model in DistributedDataParallel or FSDP2, once, before the first backward pass.
 
     Stage 1 averages gradients as DDP does without it, in `gradient_dtype` where that is given; in stage 2 they stay
     local, or are averaged over the ranks of a node alone, and the optimizer averages momentum.
@@ -30,11 +32,46 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps
     if not isinstance(inner, OneBitOptimizer):
         raise TypeError(f"attach needs an optimizer of onebit, such as OneBitAdam; this is a {type(inner).__name__}")
-    if not isinstance(model, DistributedDataParallel):
+    sharded = [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
+    if sharded:
+        _attach_to_fsdp(sharded, inner)
+    elif isinstance(model, DistributedDataParallel):
+        _attach_to_ddp(model, inner)
+    else:
         raise TypeError(
-            f"attach needs a model wrapped in DistributedDataParallel, this is a {type(model).__name__}. Without DDP "
-            f"there is nothing to attach: the optimizer averages gradients itself"
+            f"attach needs a model wrapped in DistributedDataParallel, or by fully_shard, this is a "
+            f"{type(model).__name__}. Without them there is nothing to attach: the optimizer averages gradients itself"
         )
+
+
+def _attach_to_fsdp(sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
+    """FSDP2 averages over the ranks that hold the parts; what comes out is averaged over the replicas in its hook,
+    while backward still runs. Where a module takes no hook the optimizer does it, in `step`."""
+    if inner.setup.topology.shard is None:
+        raise ValueError(
+            "the model is sharded and the optimizer's parameters are not: call fully_shard first, then build the "
+            "optimizer with model.parameters()"
+        )
+
+    @torch.no_grad()
+    def hook(reduced: Tensor) -> None:
+        inner.begin_step()
+        if not inner.compressing:
+            setup = inner.setup
+            average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
+
+    try:
+        for module in sharded:
+            module.set_all_reduce_hook(hook)
+        inner.averaged_by_ddp = True
+    except ValueError as refused:
+        for module in sharded:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._all_reduce_hook = None
+        logger.info("gradients are averaged in step, not while backward runs: %s", refused)
+
+
+def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> None:
     inner.find_ranks()
     theirs, ours = transport_for(model.process_group), inner.setup.topology.everyone
     if (theirs.rank, theirs.size) != (ours.rank, ours.size):
@@ -64,6 +101,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     inner.setup.names.update(names)
 
 
+logger = logging.getLogger("onebit")
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
 

@@ -20,13 +20,18 @@ from onebit.warning import warn
 def agree_on_start(setup: Setup, current: Snapshot, *, averaged_by_ddp: bool) -> list[Callable[[], None]]:
     """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
     transport = setup.topology.copies
+    if setup.topology.shard is not None:  # whose ranks have parts of other sizes
+        sizes = ("elements", "checksum of sizes")
+        common = {name: value for name, value in _facts(setup, current).items() if name not in sizes}
+        agree(setup.topology.everyone, setup.device, common)
     if transport.size == 1:
         return []
     agree(transport, setup.device, _facts(setup, current))
     params = [p for state in current.states for p in state.params]
-    agree_on_values(transport, params, lambda i: f"parameter {setup.name_of(params[i])}")
+    values = [p for state in current.states for p in state.values_now()]
+    agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
     _agree_on_residuals(setup, current)
-    if not averaged_by_ddp and _all_have_the_same_gradients(setup, params) and transport.rank == 0:
+    if not averaged_by_ddp and _all_have_the_same_gradients(setup, current) and transport.rank == 0:
         return [_warn_of_ddp]
     return []
 
@@ -61,9 +66,9 @@ def _agree_on_residuals(setup: Setup, current: Snapshot) -> None:
     current.residuals_missing = False
 
 
-def _all_have_the_same_gradients(setup: Setup, params: Sequence[Tensor]) -> bool:
+def _all_have_the_same_gradients(setup: Setup, current: Snapshot) -> bool:
     """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
-    grads = [p.grad for p in params if p.grad is not None]
+    grads = [grad for state in current.states for grad in state.gradients_now() if grad is not None]
     own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
     found = all_gather_values(setup.topology.copies, own, "comparing the ranks' gradients (all-gather)")
     return bool((found == found[0]).all() and found[0] != 0)

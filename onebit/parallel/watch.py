@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.options import OnDivergence
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -65,8 +65,8 @@ class Watch:
 def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tensor]]:
     """All that is equal on every rank, by name: each parameter and its state, then what parameters have in common."""
     for state in current.states:
-        for i, p in enumerate(state.params):
-            name = setup.name_of(p)
+        for i, p in enumerate(state.values_now()):
+            name = setup.name_of(state.params[i])
             yield f"parameter {name}", p.detach()
             for field in state.fields.values():
                 if field.per == "element" and field.same_on_all_ranks:
@@ -76,7 +76,7 @@ def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tenso
     yield _COUNT, current.stages.counts
 
 
-def repair(transport: Transport, tensor: Tensor, mismatch: Mismatch) -> None:
+def repair(transport: Ranks, tensor: Tensor, mismatch: Mismatch) -> None:
     """Give `tensor` on the ranks that differ the bits of a usual one, in pieces: a collective call."""
     own = tensor.data.view(-1).view(torch.uint8)  # .data: what is written is no change by the user
     for piece in own.split(REPAIR_BYTES):
