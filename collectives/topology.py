@@ -78,6 +78,11 @@ class Topology:
         return 0 if self.node is None else self.node.rank
 
     @property
+    def shards(self) -> int:
+        """Of how many parts a copy of the parameters is."""
+        return 1 if self.shard is None else self.shard.size
+
+    @property
     def place(self) -> int:
         """Where this rank's residuals belong among those of all ranks: with one level its rank."""
         return self.replicas.rank * self.slices + self.slice_index

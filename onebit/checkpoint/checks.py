@@ -67,6 +67,7 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     if not isinstance(numbers["compressing"], bool) or not isinstance(numbers["optimizer"], str):
         raise TypeError(f"the state does not say in which stage of which optimizer it was saved: {_DAMAGED}")
     slices = whole_number(numbers.get("slices", 1), "slices", 1, MOST_RANKS)
+    whole_number(numbers.get("shards", 1), "shards", 1, MOST_RANKS)
     if int(numbers["ranks"]) % slices:
         raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {slices}: {_DAMAGED}")
     if not isinstance(numbers["chunks"], (list, tuple)):

@@ -19,7 +19,7 @@ def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     numbers = [progress_of(s["param_groups"]) for s in state_dicts]
     for rank, own in enumerate(numbers):
         check_numbers(own)
-        for name in ("optimizer", "ranks", "slices", "steps", "compressing"):
+        for name in ("optimizer", "ranks", "slices", "shards", "steps", "compressing"):
             if own.get(name) != numbers[0].get(name):
                 raise ValueError(
                     f"the states do not belong together: number {rank} has {name} {own.get(name)!r} where the first "

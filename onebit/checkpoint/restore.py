@@ -16,16 +16,10 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.schema import (
-    BITS,
-    PROGRESS,
-    SCALES,
-    Saved,
-    progress_of,
-    rank_of,
-    residual_name,
-    server_residual_name,
-)
+from onebit.checkpoint.elements import decoded
+from onebit.checkpoint.names import BITS, DENSE, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
+from onebit.checkpoint.schema import Saved, progress_of
+from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import WAYS
@@ -35,6 +29,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.options import check_group
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
+from onebit.optim.sharding import local
 from onebit.optim.snapshot import Part, Snapshot
 from onebit.optim.stages import Stages
 from onebit.warning import warn
@@ -85,10 +80,10 @@ class _Restoration:
         return Snapshot(parts, stages, int(numbers["wire_bytes"]), self._residuals_missing)
 
     def _part(self, state: FlatState, index: int) -> Part:
-        part, saved = Part(state), [self._saved[p] for p in state.params]
+        part, saved = Part(state), self._saved_parts(state, index)
         for i, own in enumerate(saved):
             if own or self._compressing:
-                check_own(own, self._fields, tuple(state.params[i].shape), self._setup.name_of(state.params[i]))
+                check_own(own, self._fields, state.shapes[i], self._setup.name_of(state.params[i]))
         if self._compressing:
             asked = self._setup.options.chunks
             state.set_chunks(int(self._numbers["chunks"][index]) if asked == "auto" else asked)
@@ -100,7 +95,10 @@ class _Restoration:
         state.scratch = self._setup.algorithm.scratch(state)
         if self._compressing:
             part.start_reducer(self._setup)
-            self._load_messages(part, saved, self._saved_cut(state, index))
+            if any(DENSE in own for own in saved):
+                self._load_folded(part, saved)
+            else:
+                self._load_messages(part, saved, self._saved_cut(state, index))
         return part
 
     @property
@@ -110,6 +108,32 @@ class _Restoration:
             return (*algorithm.stage_1, MASTER)
         first = (FIRST_MOMENTUM,) if algorithm.needs_previous_momentum else ()
         return (*algorithm.stage_2, *first, MASTER)
+
+    def _saved_parts(self, state: FlatState, index: int) -> list[Saved]:
+        """Of every parameter what was saved of this rank's part, as the schema has it."""
+        saved: list[Saved] = [
+            {name: local(value) if isinstance(value, Tensor) else value for name, value in self._saved[p].items()}
+            for p in state.params
+        ]
+        if not self._compressing:
+            return saved
+        topology, numbers = self._setup.topology, self._numbers
+        of_shards = [is_by_element(dict(own)) for own in saved]
+        if topology.shard is not None and not all(of_shards):
+            raise ValueError(
+                "the state is one of whole parameters in stage 2, the parameters here are sharded: load it into a "
+                "model without FSDP"
+            )
+        if not any(of_shards):
+            return saved
+        packed_fields = [field.name for field in self._fields if field.per == "bit"]
+        same_numbers = (numbers["scale"], numbers.get("reply")) == (self._setup.options.scale, self._setup.way.way)
+        if not same_numbers or not same_cut(self._setup, numbers):
+            return [as_folded(dict(own), packed_fields, topology.place) for own in saved]
+        cut = self._saved_cut(state, index)
+        shards, place = cut.shard_spans(topology.place), topology.place
+        size, bits = cut.layout.block_size, self._way.reply_bits
+        return [as_it_was(dict(own), i, size, bits, packed_fields, shards, place) for i, own in enumerate(saved)]
 
     def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
         for field in self._fields:
@@ -165,12 +189,29 @@ class _Restoration:
         if same_messages and same_blocks:
             _put_momentum(reducer, saved)
         else:
-            betas = [group["betas"][0] for group in setup.groups]
-            if setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
-                state.add(FIRST_MOMENTUM)
-                _decode_momentum(state, saved, way, FIRST_MOMENTUM.name)
-            part.fold_momentum_again = partial(_decode_momentum, state, saved, way, RESIDUAL.name, betas)
-            part.fold_momentum_again()
+            self._fold_momentum(part, saved)
+
+    def _load_folded(self, part: Part, saved: Sequence[Saved]) -> None:
+        """Of other shards or replicas: the mean residual, and the momentum folded into it."""
+        state, name = part.state, residual_name(self._setup.topology.place)
+        for i, own in enumerate(saved):
+            shaped(own, DENSE, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
+            if name in own:
+                value = shaped(own, name, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
+                state.view(RESIDUAL.name, i).copy_(value)
+        if not all(name in own for own in saved):
+            self._warn_of_missing(int(self._numbers["ranks"]))
+        self._fold_momentum(part, saved)
+
+    def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
+        """What messages of another shape held."""
+        state, way = part.state, self._way
+        betas = [group["betas"][0] for group in self._setup.groups]
+        if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
+            state.add(FIRST_MOMENTUM)
+            _decode_momentum(state, saved, way, FIRST_MOMENTUM.name)
+        part.fold_momentum_again = partial(_decode_momentum, state, saved, way, RESIDUAL.name, betas)
+        part.fold_momentum_again()
 
     def _check_messages(self, state: FlatState, saved: Sequence[Saved], cut: _SavedCut) -> None:
         size, bits = cut.layout.block_size, self._way.reply_bits
@@ -183,7 +224,7 @@ class _Restoration:
             shaped(own, SCALES, (*copies, blocks, *([2] if bits == 2 else [])), name, "non-negative")
             for place in present:
                 if residual_name(place) in own:
-                    shape = tuple(state.params[i].shape) if cut.slices == 1 else (kept[place][i],)
+                    shape = state.shapes[i] if cut.slices == 1 else (kept[place][i],)
                     shaped(own, residual_name(place), shape, name, "finite")
                     if averaged[place][i]:
                         shaped(own, server_residual_name(place), (averaged[place][i],), name, "finite")
@@ -233,6 +274,7 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     return (
         numbers.get("ranks") == topology.nodes * topology.slices
         and numbers.get("slices", 1) == topology.slices
+        and numbers.get("shards", 1) == topology.shards
         and (topology.slices == 1 or numbers.get("reply") == setup.way.way)  # which decides where slices begin
         and numbers["block_size"] == options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
@@ -316,13 +358,10 @@ def _decode_momentum(
 ) -> None:
     """Add m, which messages of another shape held, to a field; multiplied by its group's beta, if given."""
     for i, own in enumerate(saved):
-        bits, scales = own[BITS].to(state.device), own[SCALES].to(state.device).unsqueeze(-1)
-        ones = ((bits.unsqueeze(-1) >> torch.arange(8, device=bits.device)) & 1).flatten(-2)
-        if way.reply_bits == 2:
-            ones, large = ones.chunk(2, -1)
-            scales = torch.where(large == 1, scales[:, 1], scales[:, 0])
-        values = (ones.float() * 2 - 1) * scales
-        m = (values if values.ndim == 2 else values.mean(0)).view(-1)[: state.numels[i]]
+        if DENSE in own:
+            m = own[DENSE].to(state.device).view(-1)
+        else:
+            m = decoded(own[BITS].to(state.device), own[SCALES].to(state.device), way.reply_bits).mean(0)
         beta = 1.0 if betas is None else betas[state.groups[i]]
         for part, kept in state.parts_of(name, i):
             kept.add_(m[part], alpha=beta)

@@ -16,7 +16,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -33,10 +33,12 @@ from onebit.checkpoint import files
 from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
+from onebit.checkpoint.names import PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.restore import same_cut
-from onebit.checkpoint.schema import PROGRESS, progress_of, rank_of, residual_name, server_residual_name
+from onebit.checkpoint.schema import progress_of
 from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.sharding import as_whole, is_sharded, local
 
 _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
 
@@ -75,7 +77,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     ranks.on_all(lambda: _agree_on_folder(Path(folder), seen))
     ranks.on_all(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
     ranks.on_all(lambda: manifest.check_files(ranks.rank, ranks.size))
-    source = ranks.on_all(lambda: _Source(manifest, ranks))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    source = ranks.on_all(lambda: _Source(manifest, ranks, params))
     loaded = _optimizer_state(source, optimizer)
     state = {"model": {name: _room_like(value) for name, value in here.items()}}
     source.fill(state)
@@ -90,7 +93,7 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
     found = source.read(k for k, p in paths.items() if p[1] == "param_groups")
     numbers = source.ranks.on_all(lambda: _numbers({paths[k]: v for k, v in found.items()}))
     own_residual, own_server = residual_name(place), server_residual_name(place)
-    servers = {k for k, p in paths.items() if str(p[-1]).startswith("server_residual_of_rank_")}
+    servers = {k for k, p in paths.items() if server_rank_of(p[-1]) is not None}
     residuals: dict[int, list[str]] = {}
     for key, path in paths.items():
         if (rank := rank_of(path[-1])) is not None:
@@ -154,8 +157,10 @@ def _inner(model: nn.Module) -> nn.Module:
 class _Source:
     """A checkpoint that was checked, and the ranks that read it."""
 
-    def __init__(self, manifest: files.Manifest, ranks: CheckpointRanks) -> None:
+    def __init__(self, manifest: files.Manifest, ranks: CheckpointRanks, params: Sequence[Tensor]) -> None:
+        """params: of the optimizer, in the order of its groups."""
         self.manifest, self.ranks, self.index = manifest, ranks, Reader(manifest).index
+        self._params = params
         paths: dict[str, KeyPath] = self.index.planner_data
         self.paths = {k: p for k, p in paths.items() if p[0] == "optimizer" and len(p) > 1}
         if not self.paths:
@@ -169,16 +174,20 @@ class _Source:
             )  # fmt: skip
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What is stored under `keys`."""
+        """What is stored under `keys`; of a sharded parameter's tensors this rank's part."""
         found = {key: self._room(key) for key in keys}
         self.fill(found)
-        return found
+        return {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
 
     def _room(self, key: str) -> Tensor | None:
         entry = self.index.state_dict_metadata[key]
-        if isinstance(entry, TensorStorageMetadata):
-            return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        return None
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        dtype, path = entry.properties.dtype, self.paths[key]
+        like = self._params[int(path[2])] if path[1] == "state" and 0 <= int(path[2]) < len(self._params) else None
+        if like is not None and is_sharded(like) and entry.size == like.shape:
+            return as_whole(torch.empty(local(like).shape, dtype=dtype, device=like.device), like)
+        return torch.empty(entry.size, dtype=dtype, device="cpu")
 
 
 def _room_like(value: Any) -> Any:

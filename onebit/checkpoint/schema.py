@@ -19,19 +19,24 @@
         master                                           the fp32 copy of a 16-bit parameter
     param_groups[0]["onebit"]                            numbers: how far the run has come
 
+Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.sharded`).
+
 Each rank's residuals have a name of their own, so that torch.distributed.checkpoint, which stores equal names once,
 stores them all. A state that holds those of all ranks (`merge_states`) loads on any number of them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onebit.checkpoint.names import BITS, PROGRESS, SCALES, residual_name, server_residual_name
+from onebit.checkpoint.sharded import by_element
+from onebit.collectives.exchange import Exchange
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.wire import Messages
 from onebit.optim.fields import RESIDUAL
 from onebit.optim.flat_state import pieces
@@ -39,25 +44,9 @@ from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-PROGRESS = "onebit"
 VERSION = 1
-BITS, SCALES = "momentum_bits", "momentum_scales"
 
 Saved = Mapping[str, Any]  # one parameter's
-
-
-def residual_name(rank: int) -> str:
-    return f"residual_of_rank_{rank}"
-
-
-def server_residual_name(rank: int) -> str:
-    return f"server_residual_of_rank_{rank}"
-
-
-def rank_of(name: object) -> int | None:
-    """Whose residual a name says it is."""
-    found = re.fullmatch(r"residual_of_rank_([0-9]{1,9})", str(name))
-    return int(found[1]) if found else None
 
 
 def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
@@ -72,7 +61,17 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
             messages = _save_messages(part.reducer, setup.topology.place)
             for p, own in zip(state.params, messages, strict=True):
                 saved[p] |= own
+        if setup.topology.shard is not None:
+            shards = [] if part.reducer is None else served_spans(part.reducer.exchange)
+            for i, p in enumerate(state.params):
+                saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, shards)
     return saved
+
+
+def served_spans(exchange: Exchange) -> list[Span]:
+    """What this rank averages for all."""
+    layout = exchange.layout
+    return [] if exchange.server_residual is None else layout.parts(exchange.own_row, layout.ranks)
 
 
 def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
@@ -82,6 +81,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "optimizer": setup.name,
         "ranks": setup.topology.nodes * setup.topology.slices,
         "slices": setup.topology.slices,
+        "shards": setup.topology.shards,
         "steps": int(stages.counts[0]),
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
@@ -110,8 +110,7 @@ def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tenso
     bits, scales = copies_of(exchange.replies)
     axis = 0 if exchange.replies.copies == 1 else 1
     ends = [*layout.first.tolist(), layout.used_blocks]
-    server_residual = exchange.server_residual
-    served = [] if server_residual is None else layout.parts(exchange.own_row, layout.ranks)
+    server_residual, served = exchange.server_residual, served_spans(exchange)
     saved = []
     for i in range(len(state.params)):
         own = {

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.checkpoint import restore, schema
+from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.optim import param_groups
@@ -234,12 +235,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.overlap.check_at_rest("state_dict")
         self._read_last_step()
         shown, self.state = self.state, defaultdict(dict, schema.save(self.setup, self.current))
-        self.param_groups[0][schema.PROGRESS] = schema.progress(self.setup, self.current)
+        self.param_groups[0][PROGRESS] = schema.progress(self.setup, self.current)
         try:
             return super().state_dict()
         finally:
             self.state = shown
-            del self.param_groups[0][schema.PROGRESS]
+            del self.param_groups[0][PROGRESS]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.

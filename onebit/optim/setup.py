@@ -97,9 +97,14 @@ class Setup:
             return 1
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
-        return choose_chunks(
+        chunks = choose_chunks(
             self.topology, numel, self.device, options.scale, options.norm, options.block_size, self.way
         )
+        if self.topology.shard is None:
+            return chunks
+        fewest = torch.tensor([-chunks], dtype=torch.int32, device=self.device)  # a state has one number for all shards
+        self.topology.everyone.all_max(fewest, "agreeing on the number of chunks (all-reduce of one number)")
+        return -int(fewest)
 
     def _possible_chunks(self, numel: int) -> list[int]:
         if self.options.chunks != "auto":

@@ -1,0 +1,99 @@
+"""States of sharded parameters (FSDP2), element by element, so that any number of shards can load them.
+
+    what the schema has                        what is saved instead; DTensors are placed as the parameter is
+        a field with one bit an element        uint8, one number an element
+        momentum_bits, momentum_scales         momentum_of_message_0, ..: fp32; with direct replies one a rank
+        server_residual_of_rank_3              0 where rank 3 averages nothing
+
+torch.distributed.checkpoint reshards DTensors. On the same shards and replicas a momentum becomes the bits again that
+it was; on others it is folded into the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.checkpoint.elements import decoded, encoded, gathered, packed, scattered, unpacked
+from onebit.checkpoint.names import (
+    BITS,
+    DENSE,
+    SCALES,
+    message_name,
+    message_of,
+    rank_of,
+    residual_name,
+    server_rank_of,
+    server_residual_name,
+)
+from onebit.kernels.data.layout import Span
+from onebit.optim.sharding import as_whole, local
+
+Saved = dict[str, Any]  # one parameter's
+
+
+def by_element(own: Saved, like: Tensor, index: int, bits: int, shards: Sequence[Span]) -> Saved:
+    """What the schema has of one parameter, `like`, which is the index-th. bits: of a reply's element. shards: what
+    this rank averages."""
+    part = local(like)
+    found: Saved = {}
+    for name, value in own.items():
+        if name in (BITS, SCALES):
+            continue
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            found[name] = value
+            continue
+        if server_rank_of(name) is not None:
+            value = scattered(value, shards, index, part.numel())
+        elif value.dtype == torch.uint8:
+            value = unpacked(value)[: part.numel()]
+        found[name] = as_whole(value.view(part.shape), like)
+    if BITS in own:
+        for rank, values in enumerate(decoded(own[BITS], own[SCALES], bits)):
+            found[message_name(rank)] = as_whole(values[: part.numel()].view(part.shape), like)
+    return found
+
+
+def as_it_was(own: Saved, index: int, size: int, bits: int, packed_fields: Collection[str], shards: Sequence[Span],
+              place: int) -> Saved:  # fmt: skip
+    """On the same shards and replicas: as the schema has it. size: of a block. place: this rank's."""
+    found = _without_messages(own, packed_fields)
+    if (name := server_residual_name(place)) in found:
+        found[name] = gathered(found[name], shards, index)
+        if not found[name].numel():
+            del found[name]
+    messages = [encoded(value.view(-1), size, bits) for value in _messages(own)]
+    if messages:
+        of_all = [torch.stack(each) for each in zip(*messages, strict=True)]
+        found[BITS], found[SCALES] = of_all if len(messages) > 1 else (each[0] for each in of_all)
+    return found
+
+
+def as_folded(own: Saved, packed_fields: Collection[str], place: int) -> Saved:
+    """On other shards or replicas: the mean of all residuals as this rank's, with what servers had left out, and the
+    mean momentum, which is to be folded into it."""
+    found = _without_messages(own, packed_fields)
+    residuals = [found.pop(name) for name in own if rank_of(name) is not None]
+    servers = [found.pop(name) for name in own if server_rank_of(name) is not None]
+    found[DENSE] = torch.stack([value.float() for value in _messages(own)]).mean(0)
+    if residuals:
+        e = torch.stack([value.double() for value in residuals]).mean(0)
+        found[residual_name(place)] = sum((value.double() for value in servers), e).float()
+    return found
+
+
+def is_by_element(own: Saved) -> bool:
+    return message_name(0) in own
+
+
+def _without_messages(own: Saved, packed_fields: Collection[str]) -> Saved:
+    found = {name: value for name, value in own.items() if message_of(name) is None}
+    return {name: packed(v.view(-1)) if name in packed_fields else v for name, v in found.items()}
+
+
+def _messages(own: Saved) -> list[Tensor]:
+    names = [name for name in own if message_of(name) is not None]
+    return [own[name] for name in sorted(names, key=lambda name: message_of(name) or 0)]
