@@ -42,7 +42,7 @@ class CompressedAllReduce:
 
     numel: elements of the tensor, or of each tensor of a list.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any group,
-        this process alone.
+        this process alone. Or a Topology, for several of the same ranks.
     reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. 2: it compresses the
         mean to 2 bits, for 1.5 times the bytes. "direct": every rank's message goes to all, and nothing is compressed
         twice; as many bytes with two ranks, N / 2 times as many with N. "auto": direct with two ranks, else 1.
@@ -82,7 +82,8 @@ class CompressedAllReduce:
         self._tensors = Layout(self.numels, block_size=block_size)
         Format.of(self._tensors, scale, norm)
         check_reply(reply)
-        self.topology = Topology.of(process_group, node_group, self.device)
+        found = isinstance(process_group, Topology)
+        self.topology = process_group if found else Topology.of(process_group, node_group, self.device)
         self.transport = self.topology.replicas
         self._way = way_for(reply, self.transport.size)
         self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks

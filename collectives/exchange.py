@@ -245,6 +245,17 @@ class Exchange(ABC):
         messages.buffer.zero_()
         return messages
 
+    def gathered_residual(self) -> Tensor:
+        """e of every slice, in the order of the layout: fp32 [elements]. With nodes a collective call of this one."""
+        own = self.residual.left_out()
+        if self.node.size == 1:
+            return own
+        slices = torch.empty((self.node.size, own.nbytes), dtype=torch.uint8, device=self.device)
+        sent = own.view(1, -1).view(torch.uint8)
+        self.node.all_gather(slices, sent, "gathering the residuals of a node (all-gather)").wait()
+        whole = slices.view(torch.float32).view(self.node.size, self.layout.chunks, -1)
+        return whole.transpose(0, 1).reshape(-1)
+
     def gathered_server_residual(self) -> Tensor | None:
         """E of every rank's shards, in the order of the layout: fp32 [elements]. A collective call."""
         if self.server_residual is None:

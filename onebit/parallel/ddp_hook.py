@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.agreement import agree
 from onebit.collectives.reply import AskedReply, check_reply, way_for
+from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
 from onebit.kernels.data.wire import Norm
@@ -35,6 +36,7 @@ class OneBitState:
 
     model: the module, before or after it is wrapped; its parameters' names are what a saved state is keyed by.
     reply: what comes back of every message, as for `onebit.collectives.CompressedAllReduce`.
+    node_group: the ranks of this rank's node, as for `CompressedAllReduce`; None for one level. A collective call.
     """
 
     def __init__(
@@ -45,18 +47,22 @@ class OneBitState:
         norm: Norm = "l1",
         reply: AskedReply = "auto",
         block_size: int = BLOCK_SIZE,
+        node_group: Any = None,
     ) -> None:
         check_block_size(block_size)
         check_reply(reply)
-        self.process_group, self.norm, self.reply, self.block_size = process_group, norm, reply, block_size
+        self.process_group, self.node_group = process_group, node_group
+        self.norm, self.reply, self.block_size = norm, reply, block_size
+        self._topology: Topology | None = None
         self._reducers: dict[Names, CompressedAllReduce] = {}
         self._loaded: list[dict[str, Any]] = []
         self._sent, self._agreed = 0, False
         self.bind(model)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, node_group: Any = None) -> None:
         """Belong to this model: needed once after unpickling, when parameters are other objects."""
-        self.process_group = process_group or self.process_group
+        self.process_group, self.node_group = process_group or self.process_group, node_group or self.node_group
+        self._topology = None
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self._names: dict[Tensor, str] = {p: name for name, p in inner.named_parameters()}
 
@@ -68,6 +74,7 @@ class OneBitState:
     def reduce(self, parameters: list[Tensor], flat: Tensor) -> None:
         """Average a bucket, the gradients of `parameters` one after the other, in place over the ranks."""
         names = tuple(self._name(p) for p in parameters)
+        self._find_ranks(flat.device)
         if names not in self._reducers:
             if not self._agreed:
                 self._agree(flat.device)
@@ -90,7 +97,8 @@ class OneBitState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with residuals saved by the same rank of an equally large group."""
+        """Continue with residuals saved by the same rank of an equally large group. With nodes a collective call."""
+        self._find_ranks(next(iter(self._names)).device)
         if not {"block_size", "norm", "buckets"} <= state.keys():
             raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
         own = {"block_size": self.block_size, "norm": self.norm, "reply": self.reply}
@@ -116,13 +124,20 @@ class OneBitState:
 
     def _meaning(self, options: dict[str, Any]) -> dict[str, Any]:
         """What options are on so many ranks."""
-        return {**options, "reply": way_for(options["reply"], transport_for(self.process_group).size)}
+        assert self._topology is not None
+        return {**options, "reply": way_for(options["reply"], self._topology.replicas.size)}
+
+    def _find_ranks(self, device: torch.device) -> None:
+        """Once, when all ranks come here."""
+        if self._topology is None:
+            self._topology = Topology.of(self.process_group, self.node_group, device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group, self.norm, self.block_size = None, state["norm"], state["block_size"]
+        self.process_group, self.node_group, self._topology = None, None, None
+        self.norm, self.block_size = state["norm"], state["block_size"]
         self.reply = state.get("reply", 1)
         self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
         self._agreed = False
@@ -180,7 +195,7 @@ class OneBitState:
             reply=self.reply,
             block_size=self.block_size,
             chunks=1,
-            process_group=self.process_group,
+            process_group=self._topology,
         )
 
 
@@ -210,8 +225,8 @@ def _cuts(reducer: CompressedAllReduce) -> list[slice]:
 
 
 def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each parameter's residual on this rank, and its servers' residual, gathered from all ranks."""
-    worker, server = reducer.prepare().residual.value, reducer.prepare().gathered_server_residual()
+    """Each parameter's residual on this rank (node, with two levels), and its servers', gathered from all ranks."""
+    worker, server = reducer.prepare().gathered_residual(), reducer.prepare().gathered_server_residual()
     server = torch.zeros_like(worker) if server is None else server
     return {name: (worker[cut], server[cut]) for name, cut in zip(names, _cuts(reducer), strict=True)}
 
@@ -219,10 +234,12 @@ def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple
 def _put(reducer: CompressedAllReduce, residuals: Iterable[tuple[Tensor, Tensor] | None]) -> None:
     """Set each parameter's residuals; None leaves zeros."""
     exchange = reducer.prepare()
-    server = torch.zeros_like(exchange.residual.value)
+    worker, server = torch.zeros((2, exchange.layout.elements), dtype=torch.float32, device=exchange.device)
     for cut, pair in zip(_cuts(reducer), residuals, strict=True):
         if pair is not None:
-            exchange.residual.value[cut], server[cut] = pair
+            worker[cut], server[cut] = pair
+    for chunk in exchange.chunks:
+        chunk.residual.value.copy_(chunk.slice.of(worker))
     for own in (chunk.server for chunk in exchange.chunks):
         if own is not None:
             own.residual.value.copy_(own.shard.of(server))

@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 
 from perf.lab.network import NetworkLab
 from tests.faults.striking import POINTS, Fault
-from tests.faults.training import RANKS, TIMEOUT, Raised, struck, undisturbed
+from tests.faults.training import TIMEOUT, Raised, struck, undisturbed
 from tests.onebit.runs import OPTIMIZERS
 from tests.ranks import run_ranks_once
 
@@ -60,9 +60,10 @@ class Outcome:
 
 
 def combinations(launchers: tuple[str, ...] = ("ranks", "torchrun", "lab")) -> Iterator[Combination]:
-    """Every point of both stages, for each way to fail and each optimizer; torchrun gets four of them."""
+    """Every point of both stages, for each way to fail and each optimizer; torchrun gets four of them, the lab those of
+    one level."""
     everywhere = list(itertools.product(OPTIMIZERS, range(len(POINTS))))
-    victims = itertools.cycle(range(RANKS))
+    victims = itertools.cycle(range(3))
     if "ranks" in launchers:
         for how, (kind, point) in itertools.product(("kill", "stop"), everywhere):
             yield Combination("ranks", kind, Fault(how, point, next(victims)))
@@ -70,26 +71,29 @@ def combinations(launchers: tuple[str, ...] = ("ranks", "torchrun", "lab")) -> I
         for how, point in itertools.product(("kill", "stop"), (1, 5)):
             yield Combination("torchrun", OPTIMIZERS[point % 2], Fault(how, point, next(victims)))
     if "lab" in launchers:
-        for point in range(len(POINTS)):
+        for point in (i for i, at in enumerate(POINTS) if at.each == 1):
             yield Combination("lab", OPTIMIZERS[point % 2], Fault("cut", point, next(victims)))
 
 
 @functools.cache
-def left_alone(kind: str, reply: str | int = 1) -> list[str]:
+def left_alone(kind: str, reply: str | int, each: int) -> list[str]:
+    """What a run ends with that nothing disturbs."""
     with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
-        return run_ranks_once(RANKS, undisturbed, (kind, reply, folder))
+        return run_ranks_once(3 if each == 1 else 2 * each, undisturbed, (kind, reply, each, folder))
 
 
-def strike(combination: Combination, expected: list[str], lab: NetworkLab | None = None) -> Outcome:
-    """The fault, the restart, and how it ended; `expected` is what an undisturbed run ends with."""
+def strike(combination: Combination, lab: NetworkLab | None = None) -> Outcome:
+    """The fault, the restart, and how it ended."""
     kind, fault = combination.kind, combination.fault
+    at, ranks = fault.at, fault.at.ranks
+    expected = left_alone(kind, at.reply, at.each)
     with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
         if combination.launcher == "ranks":
             raised_by = run_ranks_once(
-                RANKS, struck, (kind, folder, fault), group_timeout=TIMEOUT, expect_dead=[fault.victim]
+                ranks, struck, (kind, folder, fault), group_timeout=TIMEOUT, expect_dead=[fault.victim]
             )
-            ended = run_ranks_once(RANKS, undisturbed, (kind, fault.at.reply, folder))
-            return Outcome({r: raised_by[r] for r in range(RANKS) if r != fault.victim}, ended == expected)
+            ended = run_ranks_once(ranks, undisturbed, (kind, at.reply, at.each, folder))
+            return Outcome({r: raised_by[r] for r in range(ranks) if r != fault.victim}, ended == expected)
         if combination.launcher == "torchrun":
             _under_torchrun(kind, fault, folder)
         else:
@@ -107,7 +111,7 @@ def _arguments(kind: str, folder: str | Path, fault: Fault, strikes: bool = True
 def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
     """It ends all ranks as soon as it sees that one has failed. It checks every three seconds, so that the others can
     still write their errors."""
-    options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1", "--monitor-interval=3"]
+    options = ["--standalone", f"--nproc-per-node={fault.at.ranks}", "--max-restarts=1", "--monitor-interval=3"]
     if "--shutdown-timeout" in get_args_parser().format_help():
         options.append("--shutdown-timeout=1")  # for a stopped rank, which SIGTERM does not end
     command = [sys.executable, "-m", "torch.distributed.run", *options, *_arguments(kind, folder, fault)]
@@ -138,9 +142,9 @@ def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
 def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:
     """By the ranks of `tests.faults.training`. One that is cut off lives, and must raise as well."""
     raised_by: dict[int, Raised | None] = {}
-    for rank in range(RANKS):
+    for rank in range(fault.at.ranks):
         file = folder / f"raised-{rank}"
         if rank != fault.victim or fault.how == "cut":
             raised_by[rank] = Raised(**json.loads(file.read_text())) if file.exists() else None
-    ended = [file.read_text() if (file := folder / f"end-{rank}").exists() else "" for rank in range(RANKS)]
+    ended = [file.read_text() if (file := folder / f"end-{rank}").exists() else "" for rank in range(fault.at.ranks)]
     return Outcome(raised_by, ended == expected)

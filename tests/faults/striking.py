@@ -18,6 +18,7 @@ from onebit.collectives.transport.torch import TorchTransport
 How = Literal["kill", "stop", "cut"]
 FINITE, AVERAGE = "agreeing on finite gradients", "averaging gradients (all-reduce)"
 EXCHANGE = "the exchange (all-gather of chunk"
+NODE, SPREAD = "averaging gradients over the node (all-to-all)", "the spread over the node (all-gather of chunk"
 GATHER, SCATTER = "the gather phase (all-to-all of chunk", "the scatter phase (all-gather of chunk"
 
 
@@ -31,6 +32,12 @@ class Point:
     when: Literal["before", "under way", "after"]
     survivors: tuple[str, ...]
     reply: Literal["direct", 1] = 1
+    each: int = 1  # ranks a node
+
+    @property
+    def ranks(self) -> int:
+        """How many train."""
+        return 3 if self.each == 1 else 2 * self.each
 
 
 POINTS = (
@@ -45,6 +52,10 @@ POINTS = (
     Point(2, "after the all-gather", f"{SCATTER} 1", "after", (SCATTER, FINITE)),
     Point(2, "before the exchange", f"{EXCHANGE} 0", "before", (EXCHANGE,), "direct"),
     Point(2, "in the exchange", f"{EXCHANGE} 1", "under way", (EXCHANGE, FINITE), "direct"),
+    Point(2, "before a node's average", NODE, "before", (NODE, FINITE), each=2),
+    Point(2, "in a node's average", NODE, "under way", (NODE, FINITE), each=2),
+    Point(2, "before a node's spread", f"{SPREAD} 0", "before", (SPREAD, SCATTER, FINITE), each=2),
+    Point(2, "in a node's spread", f"{SPREAD} 1", "under way", (SPREAD, NODE, FINITE), each=2),
 )
 
 
@@ -65,10 +76,23 @@ class Fault:
 class Striking(TorchTransport):
     """A TorchTransport that calls `strike` at one moment."""
 
-    def __init__(self, group: Any, at: Point | None = None, step: int = 0, strike: Callable[[], None] = bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        at: Point | None = None,
+        step: int = 0,
+        strike: Callable[[], None] = bool,
+        root: Striking | None = None,
+    ) -> None:
+        """root: what it was split from."""
         super().__init__(group)
         self._step, self._at, self._due, self._strike = 0, at, step, strike
+        self._root = root or self
         self.began = 0.0
+
+    def split(self, color: int) -> Striking:
+        part: Any = super().split(color)
+        return Striking(part.group, self._at, self._due, self._strike, self._root)
 
     @property
     def step(self) -> int:
@@ -90,7 +114,7 @@ class Striking(TorchTransport):
 
     def _around(self, start: Callable[[], Work], phase: str) -> Work:
         at = self._at
-        if at is None or self._step != self._due or not phase.startswith(at.phase):
+        if at is None or self._root.step != self._due or not phase.startswith(at.phase):
             return start()
         if at.when == "before":
             self._strike()

@@ -1,4 +1,5 @@
-"""A short training run of three ranks that saves as it goes and, started again, goes on from what was saved last.
+"""A short training run of three ranks, or of two nodes of two, that saves as it goes and, started again, goes on from
+what was saved last.
 
 python -m torch.distributed.run --nproc-per-node 3 -m tests.faults.training FOLDER OneBitAdam --fault kill,4,1
 """
@@ -25,16 +26,15 @@ from tests.faults.striking import POINTS, Fault, Striking, strike_of
 from tests.onebit.runs import Case, bits, take
 from tests.ranks import group
 
-RANKS = 3
 TIMEOUT = 4.0  # seconds that a collective waits in a run with a fault
 SAVE_EVERY = 4
 STRUCK = {1: 6, 2: 11}  # the step in which a fault of each stage strikes
 
 
-def case_of(kind: str, reply: str | int) -> Case:
+def case_of(kind: str, reply: str | int, each: int = 1) -> Case:
     """Seven steps of stage 1, seven of stage 2."""
     options = {"freeze_step": 7, "chunks": 2, "check_every": 5, "reply": reply}
-    return Case(kind, steps=14, options=options, groups=({}, {"lr": 2e-3}))
+    return Case(kind, steps=14, options=options, groups=({}, {"lr": 2e-3}), each=each)
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
-def undisturbed(rank: int, size: int, kind: str, reply: str | int, folder: str) -> str:
+def undisturbed(rank: int, size: int, kind: str, reply: str | int, each: int, folder: str) -> str:
     """Also what goes on from a checkpoint: the work of ranks of `tests.ranks`."""
-    return train(case_of(kind, reply), Striking(group()), Path(folder))
+    return train(case_of(kind, reply, each), Striking(group()), Path(folder))
 
 
 def struck(rank: int, size: int, kind: str, folder: str, fault: Fault) -> Raised:
-    case = case_of(kind, fault.at.reply)
+    case = case_of(kind, fault.at.reply, fault.at.each)
     return train_until_raised(case, striking(group(), rank, fault, Path(folder)), Path(folder))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from onebit.collectives.transport import transport_for
 from tests.internals import parameter_names
 from tests.ranks import group, run_ranks, run_ranks_once
 
@@ -40,28 +41,35 @@ def hooked(net, state):
     return ddp
 
 
-def new_state(net, reply=1):
-    return onebit.OneBitState(net, group(), reply=reply, block_size=BLOCK)
+def new_state(net, reply=1, each=1):
+    """each: ranks a node."""
+    return onebit.OneBitState(net, group(), reply=reply, block_size=BLOCK, node_group=own_node(each))
+
+
+def own_node(each):
+    transport = transport_for(group())
+    return None if each == 1 else transport.split(transport.rank // each)
 
 
 def values(net):
     return torch.cat([p.detach().view(-1) for p in net.parameters()])
 
 
-def with_the_hook(rank, size, steps, reply=1):
+def with_the_hook(rank, size, steps, reply=1, each=1):
     net = model()
-    state = new_state(net, reply)
+    state = new_state(net, reply, each)
     train(net, hooked(net, state), range(steps), rank, size)
     buckets = [bucket["parameters"] for bucket in state.state_dict()["buckets"]]
     return values(net), buckets, state.wire_bytes
 
 
-def by_hand(rank, size, steps, compressed, reply=1):
+def by_hand(rank, size, steps, compressed, reply=1, each=1):
     net = model()
     parameters = list(net.parameters())
     average = onebit.CompressedAllReduce(
-        [p.numel() for p in parameters], block_size=BLOCK, reply=reply, chunks=1, process_group=group()
-    )
+        [p.numel() for p in parameters], block_size=BLOCK, reply=reply, chunks=1, process_group=group(),
+        node_group=own_node(each),
+    )  # fmt: skip
     optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -86,6 +94,16 @@ def test_the_hook_gives_what_averaging_by_hand_gives_bit_for_bit(size, reply):
         assert torch.equal(parameters, expected)
 
 
+@pytest.mark.parametrize("reply", [1, "direct"])
+def test_nodes_with_the_hook_and_by_hand_give_the_same_bits(reply):
+    """Residuals of slices move with their parameters when DDP rebuilds its buckets."""
+    found = run_ranks(4, with_the_hook, 12, reply, 2)
+    expected = run_ranks(4, by_hand, 12, True, reply, 2)[0]
+    for parameters, _, _ in found:
+        assert torch.equal(parameters, expected)
+    assert found[0][2] < 0.6 * run_ranks(2, with_the_hook, 12, reply)[0][2]
+
+
 def test_training_with_the_hook_gets_where_training_without_gets():
     def loss(parameters):
         net = model()
@@ -107,9 +125,9 @@ def test_there_are_several_buckets_and_each_parameter_is_in_one():
     assert sent > 0
 
 
-def interrupted(rank, size, how):
+def interrupted(rank, size, how, each=1):
     net = model()
-    state = new_state(net)
+    state = new_state(net, each=each)
     train(net, hooked(net, state), range(5), rank, size, momentum=0)
     saved = {"net": net.state_dict(), "residuals": state.state_dict()}
     file = io.BytesIO()
@@ -120,9 +138,9 @@ def interrupted(rank, size, how):
     again.load_state_dict(loaded["net"])
     if how == "pickle":
         other = pickle.loads(pickle.dumps(state))
-        other.bind(again, group())
+        other.bind(again, group(), own_node(each))
     else:
-        other = new_state(again)
+        other = new_state(again, each=each)
         other.load_state_dict(loaded["residuals"])
     if how == "forgotten":
         other = new_state(again)
@@ -130,9 +148,9 @@ def interrupted(rank, size, how):
     return values(again)
 
 
-def uninterrupted(rank, size):
+def uninterrupted(rank, size, each=1):
     net = model()
-    state = new_state(net)
+    state = new_state(net, each=each)
     train(net, hooked(net, state), range(10), rank, size, momentum=0)
     return values(net)
 
@@ -141,6 +159,13 @@ def uninterrupted(rank, size):
 def test_a_resumed_run_goes_on_bit_for_bit(how):
     expected = run_ranks(3, uninterrupted)
     found = run_ranks(3, interrupted, how)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle"])
+def test_a_resumed_run_of_nodes_goes_on_bit_for_bit(how):
+    expected = run_ranks(4, uninterrupted, 2)
+    found = run_ranks(4, interrupted, how, 2)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
