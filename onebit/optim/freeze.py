@@ -133,7 +133,7 @@ class VarianceRule(FreezeRule):
 
 def check_variance(states: Sequence[FlatState], steps: int) -> None:
     """A ValueError where there is no variance to freeze."""
-    there = torch.stack([(state["exp_avg_sq"] > 0).any().double() for state in states])
+    there = torch.stack([(state["exp_avg_sq"].max() > 0).double() for state in states])
     if not float(states[0].add_parts(there).sum()) > 0:
         raise ValueError(
             f"stage 2 is to begin after {steps} steps, and there is no variance to freeze: every second moment is 0. "

@@ -60,15 +60,20 @@ def _attach_to_fsdp(sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
             setup = inner.setup
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
 
+    taken = []
     try:
         for module in sharded:
             module.set_all_reduce_hook(hook)
+            taken.append(module)
         inner.averaged_by_ddp = True
     except ValueError as refused:
-        for module in sharded:
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._all_reduce_hook = None
+        for module in taken:
+            module.set_all_reduce_hook(_idle)
         logger.info("gradients are averaged in step, not while backward runs: %s", refused)
+
+
+def _idle(reduced: Tensor) -> None:
+    """Leaves it to the optimizer."""
 
 
 def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> None:
