@@ -18,6 +18,7 @@ from onebit.collectives.transport import transport_for
 
 OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
+adam_first = pytest.mark.parametrize("kind", ["OneBitAdam", pytest.param("OneBitLamb", marks=pytest.mark.slow)])
 
 
 @dataclass(frozen=True)

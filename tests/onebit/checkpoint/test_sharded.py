@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import onebit
 from onebit.checkpoint.elements import decoded, encoded, packed, unpacked
 from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, sharded, whole
-from tests.onebit.runs import bits, build, kinds
+from tests.onebit.runs import adam_first, bits, build
 from tests.ranks import run_ranks_once
 
 WIDTH = 21  # parts of different sizes; blocks that are not full
@@ -82,7 +82,7 @@ def everything(states: list[list[dict[str, np.ndarray]]], beta1: float = 0.9) ->
 REPLIES = ["direct", pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("reply", REPLIES)
 def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(kind: str, reply: Any, tmp_path: Any) -> None:
     folder, options = str(tmp_path), {"reply": reply}
@@ -123,8 +123,8 @@ def by_name(rank: int, size: int, kind: str, folder: str, steps: int) -> tuple[b
     return values(net), values(other)
 
 
-@kinds
-@pytest.mark.parametrize("steps", [4, 15])
+@adam_first
+@pytest.mark.parametrize("steps", [15, pytest.param(4, marks=pytest.mark.slow)])
 def test_dcp_by_name(kind: str, steps: int, tmp_path: Any) -> None:
     for one, other in run_ranks_once(4, by_name, (kind, str(tmp_path), steps), timeout=200):
         assert one == other
@@ -138,6 +138,7 @@ def to_whole(rank: int, size: int, folder: str) -> Any:
     return bits(net.parameters())
 
 
+@pytest.mark.slow
 def test_a_sharded_state_loads_into_whole_parameters(tmp_path: Any) -> None:
     run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=200)
     ends = run_ranks_once(2, to_whole, (str(tmp_path),))

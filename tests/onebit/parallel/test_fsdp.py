@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.transport import transport_for
-from tests.onebit.runs import bits, build, kinds
+from tests.onebit.runs import adam_first, bits, build
 from tests.ranks import run_ranks_once
 
 AT = (30, 110)  # steps after which runs are compared
@@ -104,7 +105,7 @@ def both(rank: int, size: int, kind: str, reply: Any) -> dict[str, Any]:
     }
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("reply", ["direct", pytest.param(1, marks=pytest.mark.slow)])
 def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
     """20 steps past the freeze to rounding of sums; 100 steps past it a sign or two within rounding of 0 have turned.
@@ -210,3 +211,36 @@ def attached_to_the_wrong(rank: int, size: int) -> str:
 def test_attach_says_in_which_order() -> None:
     for text in run_ranks_once(2, attached_to_the_wrong):
         assert "call fully_shard first" in text
+
+
+def with_policies(rank: int, size: int) -> list[tuple[bytes, bool]]:
+    """bf16 compute with fp32 shards, parameters kept after forward, activations computed again."""
+    mesh, ends = mesh_of(2, 2), []
+    for policy, reshard, again in (
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), True, False),
+        (MixedPrecisionPolicy(), False, True),
+    ):
+        net: Any = model()
+        if again:
+            net = nn.Sequential(checkpoint_wrapper(net[0]), *net[1:])
+        for module in (net[0], net[2], net):
+            fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard)
+            module.set_force_sum_reduction_for_comms(True)
+        optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **OPTIONS)
+        onebit.attach(net, optimizer)
+        for step in range(14):
+            optimizer.zero_grad()
+            for last in (False, True):  # gradients are accumulated before they are reduced
+                net.set_requires_gradient_sync(last)
+                loss_of(net, rank, 2 * step + last).backward()
+            optimizer.step()
+        assert all(p.dtype == torch.float32 for p in net.parameters())
+        ends.append((bits(whole(net)), optimizer.compressing))
+    return ends
+
+
+def test_policies_of_fsdp_and_accumulated_gradients() -> None:
+    found = run_ranks_once(4, with_policies)
+    assert all(own == found[0] for own in found)
+    assert all(compressing for _, compressing in found[0])
+    assert found[0][0][0] != found[0][1][0]

@@ -214,3 +214,24 @@ def test_unequal_nodes_are_refused_on_all_ranks() -> None:
     for text in run_ranks_once(4, refused, ([0, 0, 0, 1],)):
         assert "rank 3 has a node of 1, others have 3" in text
         assert "None for one level" in text
+
+
+def diagnosed(rank: int, size: int, case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Of every parameter the norm that is reported of this rank's residual, that of what it saves, and other keys."""
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 5)
+    found = list(optimizer.diagnostics().values())
+    saved = [own.get(f"residual_of_rank_{rank}") for own in optimizer.state_dict()["state"].values()]
+    norms = [0.0 if e is None else float(e.norm()) for e in saved]
+    return [own["residual_norm"] for own in found], norms, found[0]
+
+
+@kinds
+def test_diagnostics_are_of_this_ranks_slice(kind: str) -> None:
+    case = Case(kind, SHAPES, options={"freeze_step": 2, "chunks": 2}, each=2)
+    found = run_ranks(4, diagnosed, case)
+    for reported, saved, _ in found:
+        assert reported == pytest.approx(saved, rel=1e-5)
+    assert any(0.0 in saved for _, saved, _ in found)
+    assert all(one[2]["momentum_scale"] == found[0][2]["momentum_scale"] for one in found)
