@@ -34,7 +34,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(f"attach needs an optimizer of onebit, such as OneBitAdam; this is a {type(inner).__name__}")
     sharded = [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
     if sharded:
-        _attach_to_fsdp(sharded, inner)
+        _attach_to_fsdp(model, sharded, inner)
     elif isinstance(model, DistributedDataParallel):
         _attach_to_ddp(model, inner)
     else:
@@ -44,7 +44,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _attach_to_fsdp(sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
+def _attach_to_fsdp(model: nn.Module, sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
     """FSDP2 averages over the ranks that hold the parts; what comes out is averaged over the replicas in its hook,
     while backward still runs. Where a module takes no hook the optimizer does it, in `step`."""
     if inner.setup.topology.shard is None:
@@ -53,9 +53,13 @@ def _attach_to_fsdp(sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
             "optimizer with model.parameters()"
         )
 
+    names, device = _same_parameters(model, inner), inner.setup.device
+    main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
     @torch.no_grad()
     def hook(reduced: Tensor) -> None:
-        inner.begin_step()
+        with torch.cuda.stream(main):  # FSDP calls it in a stream of its own, and state belongs to the optimizer's
+            inner.begin_step()
         if not inner.compressing:
             setup = inner.setup
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
@@ -66,6 +70,7 @@ def _attach_to_fsdp(sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
             module.set_all_reduce_hook(hook)
             taken.append(module)
         inner.averaged_by_ddp = True
+        inner.setup.names.update(names)
     except ValueError as refused:
         for module in taken:
             module.set_all_reduce_hook(_idle)
@@ -76,15 +81,9 @@ def _idle(reduced: Tensor) -> None:
     """Leaves it to the optimizer."""
 
 
-def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> None:
-    inner.find_ranks()
-    theirs, ours = transport_for(model.process_group), inner.setup.topology.everyone
-    if (theirs.rank, theirs.size) != (ours.rank, ours.size):
-        raise ValueError(
-            f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "
-            f"{ours.size} (rank {ours.rank}): pass process_group= to the optimizer, the same as to DDP"
-        )
-    names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
+def _same_parameters(model: nn.Module, inner: OneBitOptimizer) -> dict[Tensor, str]:
+    """The model's parameters that train, and their names: the optimizer has these and no others, or a ValueError."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     known = {p for group in inner.param_groups for p in group["params"]}
     lacking = [name for p, name in names.items() if p not in known]
     if lacking:
@@ -97,9 +96,21 @@ def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> No
     foreign = [inner.setup.name_of(p) for p in known if p.requires_grad and p not in names]
     if foreign:
         raise ValueError(
-            f"the model does not hold parameter {foreign[0]} of the optimizer: DDP would not average its gradient. "
+            f"the model does not hold parameter {foreign[0]} of the optimizer: nobody would average its gradient. "
             f"Give the optimizer this model's parameters alone, and others one of their own"
         )
+    return names
+
+
+def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> None:
+    inner.find_ranks()
+    theirs, ours = transport_for(model.process_group), inner.setup.topology.everyone
+    if (theirs.rank, theirs.size) != (ours.rank, ours.size):
+        raise ValueError(
+            f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "
+            f"{ours.size} (rank {ours.rank}): pass process_group= to the optimizer, the same as to DDP"
+        )
+    names = _same_parameters(model.module, inner)
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
     inner.averaged_by_ddp = True
     inner.overlap.set_model(model)

@@ -244,3 +244,48 @@ def test_policies_of_fsdp_and_accumulated_gradients() -> None:
     assert all(own == found[0] for own in found)
     assert all(compressing for _, compressing in found[0])
     assert found[0][0][0] != found[0][1][0]
+
+
+def attached_in_part(rank: int, size: int) -> list[str]:
+    """To an optimizer that lacks parameters of the model, or has others."""
+    mesh, texts = mesh_of(1, 2), []
+    for chosen in ("some", "more"):
+        net, other = sharded(model(), mesh), sharded(model(), mesh)
+        params = list(net.parameters())
+        params = params[:2] if chosen == "some" else [*params, *other.parameters()]
+        optimizer = build("OneBitAdam", params, process_group=mesh.get_group("replicate"))
+        try:
+            onebit.attach(net, optimizer)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_attach_wants_the_models_parameters() -> None:
+    for some, more in run_ranks_once(2, attached_in_part):
+        assert "the optimizer does not hold '2.weight' and 3 more of the model" in some
+        assert "the model does not hold parameter" in more
+
+
+def with_a_refused_hook(rank: int, size: int) -> tuple[bytes, bytes, bool]:
+    """A module that takes no hook: the optimizer averages in step, to the same end."""
+    mesh = mesh_of(2, 2)
+    expected, _, _ = with_fsdp(rank, "OneBitAdam", 14, mesh, attached=True)
+    net = sharded(model(), mesh)
+
+    def refuse(hook: Any) -> None:
+        raise ValueError("several param groups")
+
+    net[2].set_all_reduce_hook = refuse  # type: ignore[index]
+    optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **OPTIONS)
+    onebit.attach(net, optimizer)
+    for step in range(14):
+        optimizer.zero_grad()
+        loss_of(net, rank, step).backward()
+        optimizer.step()
+    return bits(whole(net)), bits(whole(expected)), optimizer.averaged_by_ddp
+
+
+def test_a_module_that_takes_no_hook() -> None:
+    for own, expected, averaged in run_ranks_once(4, with_a_refused_hook):
+        assert own == expected and not averaged
