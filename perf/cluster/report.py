@@ -80,9 +80,10 @@ MORE = """## Thousands of ranks
 
 `{command}`
 
-A node's GPUs share its network, and each sends its own messages: with G of them a node sends (G + 1)/2 times what its
-1-bit messages would need if they were averaged within the node first. And each rank sends N - 1 messages one after the
-other, which shows at thousands of ranks. Nobody has measured there: this is the model alone.
+Stage 2 with two levels of ranks, and with one (dashed); the papers' speed-ups above are of one level. With one level
+each of a node's GPUs sends its own messages: with G of them a node sends (G + 1)/2 times what it sends with two levels,
+where it averages gradients first. And each rank sends N - 1 messages one after the other, which shows at thousands of
+ranks; with two levels it sends one to each of the other nodes. Nobody has measured there: this is the model alone.
 
 ![step time and speed-up]({plot})
 

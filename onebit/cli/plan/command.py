@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
     """The options, the file and the presets, merged."""
-    values: dict[str, Any] = {"dtype": "float16"}
+    values: dict[str, Any] = {"dtype": "float16", "levels": 2}
     for preset in (MODELS.get(arguments.model), CLUSTERS.get(arguments.cluster)):
         values |= _parsed(preset or {}, "preset")
     if arguments.constants:

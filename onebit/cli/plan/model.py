@@ -11,16 +11,35 @@ those of all that comes back to it: s, 2 s with replies of 2 bits, N s with dire
     a pass        elements x bytes an element / (memory bandwidth x efficiency)
 
 The uncompressed all-reduce gets the best there is: reduce-scatter within nodes, rings between them, all-gather within
-nodes, which sends the fewest bytes. Ours is as `onebit.collectives` does it: every rank sends to every other, so that a
-node of G GPUs sends G times what one rank sends, and one message after the other. The all-gather is a ring over all
-ranks that enters each node once. Stage 2 plays the schedule of `Exchange.run` through, for the best number of chunks.
+nodes, which sends the fewest bytes. Ours is as `onebit.collectives` does it. With one level every rank sends to every
+other, so that a node of G GPUs sends G times what one rank sends, and one message after the other. The all-gather is a
+ring over all ranks that enters each node once.
+
+With two levels, where G > 1 and M > 1, a node is one rank to the network. A rank compresses its slice, 1/G of the mean
+over its node; the G slices travel side by side and share R. s and r are of all slices, r of direct replies is M s:
+
+    node mean     2 (G-1)/G S/B                         + 2 (G-1) b              DDP's hook: the node's all-reduce
+                  (G-1)/G S/B                           + (G-1) b, each chunk    without it: slices, all-to-all
+    gather        (M-1)/M s/R                           + (M-1) a                all-to-all of slices
+    scatter       (M-1)/M r / min(R, G B)               + (M-1) a                all-gather, or the direct exchange
+    spread        (G-1)/G r/B                           + (G-1) b                all-gather of slices in the node
+
+Stage 2 plays the schedule of `Exchange.run` through, for the best number of chunks. With two levels a chunk is spread
+over the node while the replies of the next one arrive.
 
     uncompressed  forward + backward + all-reduce + update
     stage 1       forward + backward + all-reduce + scan + agreement + update
-    stage 2       forward + backward + scan + agreement + {compress, all-to-all, average, all-gather, update} in chunks
+    stage 2       forward + backward + scan + agreement + {compress, gather, average, scatter, update} in chunks
+    two levels    forward + backward + node mean + scan + agreement
+                  + {compress, gather, average, scatter, spread, update} in chunks
 
-(LAMB updates after the last chunk, and reads its statistics first.) With `overlap` communication hides behind the
-backward of the last micro-batch, all but that of DDP's last bucket. Left out: congestion, stragglers, the host.
+With two levels scan and compress are of 1/G of the elements, average of 1/(G M) of them, and the update of all. (LAMB
+updates after the last chunk, and reads its statistics first.)
+
+With `overlap` communication hides behind the backward of the last micro-batch, all but that of DDP's last bucket:
+"uncompressed" hides the all-reduce and the node mean, which DDP's hook then takes; "both" the exchange too, in whose
+thread the optimizer takes the node mean. With "none" the optimizer takes it, in its step. Left out: congestion,
+stragglers, the host.
 """
 
 from __future__ import annotations
@@ -28,7 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from onebit.collectives.chunking import candidates
 from onebit.collectives.direct import Direct
@@ -42,6 +61,7 @@ from onebit.kernels.passes import bytes_per_element
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 SLOWEST, FASTEST = 1e6, 1e13  # bit/s: the range of `pays_below`
 Overlap = Literal["none", "uncompressed", "both"]
+Levels = Literal[1, 2]
 
 
 def _constant(default: float, source: str) -> Any:
@@ -91,6 +111,11 @@ class Cluster:
         """M"""
         return self.gpus // self.on_node
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether there are several nodes, of several GPUs each."""
+        return self.nodes > 1 and self.on_node > 1
+
     def all_reduce(self, size: float) -> float:
         """Seconds for `size` bytes, uncompressed."""
         g, m = self.on_node, self.nodes
@@ -120,6 +145,31 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Who exchanges with whom in stage 2, as in `onebit.collectives.topology`, each as a cluster of its own.
+
+    replicas    what exchanges over the network: with one level all GPUs, with two the nodes, as one GPU each
+    node        what averages first and shares what arrives: with one level a GPU alone, with two those of a node
+    """
+
+    replicas: Cluster
+    node: Cluster
+
+    @classmethod
+    def of(cls, cluster: Cluster, levels: Levels) -> Groups:
+        if levels == 1 or not cluster.has_two_levels:
+            return cls(cluster, replace(cluster, gpus=1))
+        g = cluster.on_node
+        together = replace(cluster, gpus=cluster.nodes, gpus_per_node=1, intra=g * cluster.intra)
+        return cls(together, replace(cluster, gpus=g))
+
+    @property
+    def slices(self) -> int:
+        """Into how many a chunk is cut."""
+        return self.node.gpus
+
+
+@dataclass(frozen=True)
 class Model:
     """What is trained, and how."""
 
@@ -132,6 +182,7 @@ class Model:
     warmup: float = 0.15  # share of the steps that are stage 1
     overlap: Overlap = "uncompressed"
     reply: AskedReply = "auto"
+    levels: Levels = 1  # of ranks in stage 2; 2 is 1 where there is one node, or nodes have one GPU
     local: float | None = None  # seconds of an optimizer's own work in any stage; None: those of its passes
 
     def __post_init__(self) -> None:
@@ -140,6 +191,8 @@ class Model:
                 f"elements is {self.elements}, accumulation is {self.accumulation}: both are whole numbers, 1 or more"
             )
         check_reply(self.reply)
+        if self.levels not in get_args(Levels):
+            raise ValueError(f"levels is {self.levels}: it is 1, every rank for itself, or 2, a node as one rank")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}: it is a share of the steps, from 0 to 1")
         for name in ("forward", "backward", "local"):
@@ -175,57 +228,82 @@ def pass_seconds(
     return elements * each / rate / cluster.cores
 
 
-def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange]) -> tuple[int, int]:
-    """Bytes of all chunks: what one rank compresses for servers, and what every rank then has of all; itself included.
+def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], slices: int = 1) -> tuple[int, int]:
+    """Bytes of all chunks and of all slices: what one rank compresses for servers, and what every rank then has of all;
+    itself included.
 
     Without servers all goes to all at once.
     """
-    shards = way.shards(ranks)
+    shards = slices * way.shards(ranks)
     form = Format(BLOCK_SIZE, -(-elements // (BLOCK_SIZE * shards * chunks)))
+    messages = slices * ranks * chunks
     if way is Direct:
-        return 0, ranks * chunks * form.nbytes
-    return ranks * chunks * form.nbytes, ranks * chunks * form.with_bits(way.reply_bits).nbytes
+        return 0, messages * form.nbytes
+    return messages * form.nbytes, messages * form.with_bits(way.reply_bits).nbytes
 
 
 def exchange(
-    elements: int, cluster: Cluster, itemsize: int, chunks: int, use: str | None, way: type[Exchange]
+    elements: int,
+    groups: Groups,
+    itemsize: int,
+    chunks: int,
+    use: str | None,
+    way: type[Exchange],
+    mean: float = 0.0,
 ) -> tuple[float, float]:
-    """Seconds of `Exchange.run` with a pass `use` on the replies, and the seconds of its passes alone."""
-    gathered, replied = (size / chunks for size in message_bytes(elements, cluster.gpus, chunks, way))
+    """Seconds of `Exchange.run` with a pass `use` on the replies, and the seconds of its passes alone.
+
+    mean: seconds for which the device waits before it compresses a chunk, for the chunk's mean over the node.
+    """
+    replicas, slices = groups.replicas, groups.slices
+    gathered, replied = (size / chunks for size in message_bytes(elements, replicas.gpus, chunks, way, slices))
     part = elements / chunks
-    compress = pass_seconds("compress", part, cluster, itemsize, way)
-    used = pass_seconds(use, part, cluster, itemsize, way) if use else 0.0
+    compress = pass_seconds("compress", part / slices, replicas, itemsize, way)
+    used = pass_seconds(use, part, replicas, itemsize, way) if use else 0.0
+    spread = groups.node.all_gather(replied) if slices > 1 else None
     if way is Direct:
-        return sent_once(chunks, compress, cluster.all_gather(replied), used), chunks * (compress + used)
-    average = pass_seconds("average", part / cluster.gpus, cluster, itemsize, way)
+        total = sent_once(chunks, mean + compress, replicas.all_gather(replied), used, spread)
+        return total, chunks * (compress + used)
+    average = pass_seconds("average", part / (slices * replicas.gpus), replicas, itemsize, way)
     total = pipelined(
         chunks,
-        compress=compress,
-        gather=cluster.all_to_all(gathered),
+        compress=mean + compress,
+        gather=replicas.all_to_all(gathered),
         average=average,
-        scatter=cluster.all_gather(replied),
+        scatter=replicas.all_gather(replied),
         use=used,
+        spread=spread,
     )
     return total, chunks * (compress + average + used)
 
 
-def sent_once(chunks: int, compress: float, exchange: float, use: float) -> float:
+def sent_once(chunks: int, compress: float, exchange: float, use: float, spread: float | None = None) -> float:
     """`Direct.run`: passes one after the other on the device, collectives one after the other on the network."""
     device = network = 0.0
     arrived = [0.0] * chunks
+    replies = Replies(use, spread)
     for j in range(chunks + 1):
         if j < chunks:
             device += compress
             arrived[j] = network = max(network, device) + exchange
         if j >= 1:
-            device = max(device, arrived[j - 1]) + use
-    return device
+            device = replies.arrive(max(device, arrived[j - 1]))
+    return replies.finish(device)
 
 
-def pipelined(chunks: int, compress: float, gather: float, average: float, scatter: float, use: float) -> float:
+def pipelined(
+    chunks: int,
+    compress: float,
+    gather: float,
+    average: float,
+    scatter: float,
+    use: float,
+    spread: float | None = None,
+) -> float:
     """`TwoPhases.run`: the same with two collectives, and an average between them."""
     device = network = 0.0
     gathered, scattered = [0.0] * chunks, [0.0] * chunks
+    replies = Replies(use, spread)
     for j in range(chunks + 2):
         if j < chunks:
             device += compress
@@ -234,18 +312,42 @@ def pipelined(chunks: int, compress: float, gather: float, average: float, scatt
             device = max(device, gathered[j - 1]) + average
             scattered[j - 1] = network = max(network, device) + scatter
         if j >= 2:
-            device = max(device, scattered[j - 2]) + use
-    return device
+            device = replies.arrive(max(device, scattered[j - 2]))
+    return replies.finish(device)
+
+
+class Replies:
+    """`Spread`: each chunk's replies go over the node, on a network of its own, and are used when the next arrive."""
+
+    def __init__(self, use: float, spread: float | None) -> None:
+        """`spread`: None for one level, where replies are used as soon as they arrive."""
+        self.use, self.spread = use, spread
+        self.node = 0.0
+        self.under_way: float | None = None  # when what is spread will be there
+
+    def arrive(self, device: float) -> float:
+        """A chunk's replies are there at `device`. The time at which the device goes on."""
+        if self.spread is None:
+            return device + self.use
+        self.node = max(self.node, device) + self.spread
+        device, self.under_way = self.finish(device), self.node
+        return device
+
+    def finish(self, device: float) -> float:
+        if self.under_way is None:
+            return device
+        device, self.under_way = max(device, self.under_way) + self.use, None
+        return device
 
 
 def compressed_all_reduce(
     elements: int, cluster: Cluster, itemsize: int = 4, chunks: int | None = None, reply: AskedReply = "auto"
 ) -> float:
-    """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
-    way = way_for(reply, cluster.gpus)
+    """Seconds of a call of CompressedAllReduce with one level, for the best number of chunks where none is given."""
+    way, groups = way_for(reply, cluster.gpus), Groups.of(cluster, levels=1)
     options = candidates(elements, way.shards(cluster.gpus), BLOCK_SIZE) if chunks is None else [chunks]
     scan = pass_seconds("scan", elements, cluster, itemsize) + cluster.agreement()
-    return scan + min(exchange(elements, cluster, itemsize, chunks=c, use="decode", way=way)[0] for c in options)
+    return scan + min(exchange(elements, groups, itemsize, chunks=c, use="decode", way=way)[0] for c in options)
 
 
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
@@ -257,26 +359,33 @@ def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) ->
 
 def stage_1(model: Model, cluster: Cluster) -> Step:
     plain = uncompressed(model, cluster)
-    local = plain.local if model.local is not None else plain.local + _scan(model, cluster)
+    local = plain.local if model.local is not None else plain.local + _scan(model, cluster, slices=1)
     return replace(plain, communication=plain.communication + cluster.agreement(), local=local)
 
 
 def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     """With the best number of chunks where none is given."""
-    way = way_for(model.reply, cluster.gpus)
+    groups = Groups.of(cluster, model.levels)
+    replicas, node = groups.replicas, groups.node
+    way = way_for(model.reply, replicas.gpus)
     if chunks is None:
-        options = candidates(model.elements, way.shards(cluster.gpus), BLOCK_SIZE)
+        options = candidates(model.elements, groups.slices * way.shards(replicas.gpus), BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
-    n, itemsize, hides = model.elements, model.itemsize, model.overlap == "both"
+    n, itemsize = model.elements, model.itemsize
+    before, mean = _node_mean(model, node, chunks)
     if model.local is not None:
-        gathered, replied = (size / chunks for size in message_bytes(n, cluster.gpus, chunks, way))
-        time = chunks * ((cluster.all_to_all(gathered) if gathered else 0.0) + cluster.all_gather(replied))
-        return replace(_step(model, time, 0.0, hides=hides, agreement=cluster.agreement()), chunks=chunks)
-    adam = model.optimizer == "adam"
-    total, passes = exchange(n, cluster, itemsize, chunks=chunks, use="adam_update" if adam else None, way=way)
-    after = [] if adam else ["lamb_statistics", "lamb_update"]
-    local = _scan(model, cluster) + passes + sum(pass_seconds(name, n, cluster, itemsize, way) for name in after)
-    return replace(_step(model, total - passes, local, hides=hides, agreement=cluster.agreement()), chunks=chunks)
+        gathered, replied = (size / chunks for size in message_bytes(n, replicas.gpus, chunks, way, groups.slices))
+        between = (replicas.all_to_all(gathered) if gathered else 0.0) + replicas.all_gather(replied)
+        time, local = chunks * (mean + between + node.all_gather(replied)), 0.0
+    else:
+        adam = model.optimizer == "adam"
+        use = "adam_update" if adam else None
+        total, passes = exchange(n, groups, itemsize, chunks=chunks, use=use, way=way, mean=mean)
+        after = [] if adam else ["lamb_statistics", "lamb_update"]
+        used = sum(pass_seconds(name, n, replicas, itemsize, way) for name in after)
+        time, local = total - passes, _scan(model, cluster, groups.slices) + passes + used
+    step = _step(model, before + time, local, hides=model.overlap == "both", agreement=cluster.agreement())
+    return replace(step, chunks=chunks)
 
 
 def end_to_end(model: Model, cluster: Cluster) -> float:
@@ -292,10 +401,31 @@ def sent_uncompressed(model: Model, cluster: Cluster, itemsize: int | None = Non
 
 def sent_compressed(model: Model, cluster: Cluster, chunks: int = 1) -> tuple[float, float]:
     """The same of stage 2."""
-    n, g = cluster.gpus, cluster.on_node
-    gathered, replied = message_bytes(model.elements, n, chunks, way_for(model.reply, n))
+    groups = Groups.of(cluster, model.levels)
+    replicas, slices = groups.replicas, groups.slices
+    n, g = replicas.gpus, replicas.on_node
+    gathered, replied = message_bytes(model.elements, n, chunks, way_for(model.reply, n), slices)
     ring = (n - 1) / n if cluster.nodes > 1 else 0.0
-    return (gathered + replied) * (n - 1) / n, gathered * g * (n - g) / n + replied * ring
+    between = (gathered + replied) * (n - 1) / n / slices
+    averaged = (2 if model.overlap == "uncompressed" else 1) * model.elements * model.itemsize
+    within = (averaged + replied) * (slices - 1) / slices
+    return between + within, gathered * g * (n - g) / n + replied * ring
+
+
+def state_bytes(model: Model, cluster: Cluster) -> float:
+    """What a GPU keeps of an element in stage 2, besides parameter and gradient.
+
+    4 denominator + 4/G residual + 4/(G M) the server's residual + the replies that are the momentum, where parameters
+    have 16 bits 4 for an fp32 copy. LAMB keeps the variance, 4, and the momentum of the step before. G is 1 with one
+    level; direct replies have no server.
+    """
+    groups = Groups.of(cluster, model.levels)
+    n, slices = groups.replicas.gpus, groups.slices
+    way = way_for(model.reply, n)
+    server = 0.0 if way is Direct else 4 / (slices * n)
+    momentum = n // way.shards(n) * way.reply_bits / 8
+    kept = 4 + 4 / slices + server + (4 if model.itemsize < 4 else 0)
+    return kept + (momentum if model.optimizer == "adam" else 4 + 2 * momentum)
 
 
 def pays_below(model: Model, cluster: Cluster) -> float:
@@ -322,13 +452,27 @@ def _falls_to_zero(gain: Callable[[float], float], low: float, high: float) -> f
     return low
 
 
-def _scan(model: Model, cluster: Cluster) -> float:
-    return pass_seconds("scan", model.elements, cluster, model.itemsize)
+def _scan(model: Model, cluster: Cluster, slices: int) -> float:
+    return pass_seconds("scan", model.elements / slices, cluster, model.itemsize)
+
+
+def _node_mean(model: Model, node: Cluster, chunks: int) -> tuple[float, float]:
+    """Seconds of averaging gradients over a node: what is not hidden before the exchange, and within it for a chunk."""
+    size = model.elements * model.itemsize
+    if model.overlap == "uncompressed":
+        return _exposed(model, node.all_reduce(size)), 0.0
+    slices = node.all_to_all(size / chunks)
+    return (0.0, slices) if model.overlap == "both" else (chunks * slices, 0.0)
+
+
+def _exposed(model: Model, communication: float) -> float:
+    """What the last micro-batch's backward does not hide: all beyond it, and at least the last bucket's."""
+    last = min(1.0, BUCKET / (model.elements * model.itemsize))
+    return max(communication - model.backward, communication * last)
 
 
 def _step(model: Model, communication: float, local: float, hides: bool, agreement: float = 0.0) -> Step:
-    """`hides`: communication behind the last micro-batch's backward, all but the last bucket's."""
-    last = min(1.0, BUCKET / (model.elements * model.itemsize))
-    exposed = max(communication - model.backward, communication * last) if hides else communication
+    """`hides`: communication behind backward."""
+    exposed = _exposed(model, communication) if hides else communication
     forward, backward = model.accumulation * model.forward, model.accumulation * model.backward
     return Step(forward, backward, exposed + agreement, local if model.local is None else model.local)

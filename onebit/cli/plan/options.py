@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from onebit.cli.plan.model import Cluster
+from onebit.cli.plan.model import Cluster, Levels
 from onebit.collectives.reply import AskedReply
 
 LARGEST = 1e15  # beyond any cluster; what is computed of such numbers is finite
@@ -62,21 +62,15 @@ def rate(text: str) -> float:
     return value * PREFIXES[match[2]]
 
 
-def one_of(*known: str) -> Callable[[str], str]:
-    def parsed(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"{text!r} is none of {', '.join(known)}")
-        return text
+def one_of(*known: str | int) -> Callable[[str], str | int]:
+    values = {str(each): each for each in known}
+
+    def parsed(text: str) -> str | int:
+        if text not in values:
+            raise ValueError(f"{text!r} is none of {', '.join(values)}")
+        return values[text]
 
     return parsed
-
-
-def reply(text: str) -> AskedReply:
-    known = {str(each): each for each in get_args(AskedReply)}
-    if text not in known:
-        raise ValueError(f"{text!r} is none of {', '.join(known)}")
-    found: AskedReply = known[text]
-    return found
 
 
 def pass_rates(text: str) -> dict[str, float]:
@@ -119,7 +113,12 @@ MODEL_OPTIONS = {
         "which all-reduces hide behind backward: none; uncompressed, as DDP does it (default); both",
     ),
     "reply": Option(
-        reply, "what comes back of messages: auto, direct, 1 or 2, as the option of the optimizers (default: auto)"
+        one_of(*get_args(AskedReply)),
+        "what comes back of messages: auto, direct, 1 or 2, as the option of the optimizers (default: auto)",
+    ),
+    "levels": Option(
+        one_of(*get_args(Levels)),
+        "of ranks in stage 2: 2, a node is one rank to the network, as with node_group='auto' (default); 1, with None",
     ),
     "local": Option(
         number, "of the optimizer's own work in any stage (default: from the bytes of its passes)", "ms", 1e-3

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from onebit.cli.plan.model import (
     Cluster,
+    Groups,
+    Levels,
     Model,
     Step,
     end_to_end,
@@ -18,6 +20,7 @@ from onebit.cli.plan.model import (
     sent_uncompressed,
     stage_1,
     stage_2,
+    state_bytes,
     uncompressed,
 )
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CONSTANTS
@@ -32,6 +35,8 @@ PARTS = {
     "communication": "communication not hidden",
     "local": "optimizer's own work",
 }
+LEVELS: dict[Levels, str] = {2: "two levels", 1: "one level"}
+NODE_GROUP = {2: 'node_group="auto", the default', 1: "node_group=None"}  # of the optimizers
 COLORS = {"fp32": "#7f7f7f", "fp16": "#ff7f0e", "stage 2": "#1f77b4", "run": "#2ca02c"}
 
 
@@ -70,6 +75,7 @@ def results(model: Model, cluster: Cluster) -> dict[str, Any]:
             },
         },
         "replies": replies(model, cluster),
+        "levels": levels(model, cluster),
         "pays_below_bit_per_s": None if math.isinf(below) else below,
     }
 
@@ -86,6 +92,27 @@ def replies(model: Model, cluster: Cluster) -> dict[str, dict[str, float]]:
     return found
 
 
+def levels(model: Model, cluster: Cluster) -> dict[str, dict[str, float]]:
+    """Stage 2 with two levels of ranks and with one: seconds a step, bytes, times fp16's speed, and bytes of state an
+    element. Empty where there is one node, or nodes have one GPU."""
+    found: dict[str, dict[str, float]] = {}
+    if not cluster.has_two_levels:
+        return found
+    fp16 = uncompressed(model, cluster, 2).total
+    for number in LEVELS:
+        other = replace(model, levels=number)
+        step = stage_2(other, cluster)
+        gpu, node = sent_compressed(other, cluster, step.chunks)
+        found[str(number)] = {
+            "total": step.total,
+            "gpu": gpu,
+            "node": node,
+            "fp16": fp16 / step.total,
+            "state": state_bytes(other, cluster),
+        }
+    return found
+
+
 def describe(model: Model, cluster: Cluster) -> str:
     found = results(model, cluster)
     names = list(found["steps"])
@@ -96,26 +123,54 @@ def describe(model: Model, cluster: Cluster) -> str:
     rows.append(("MB a step", *("" for _ in names)))
     for who, what in (("gpu", "sent by a GPU"), ("node", "sent by a node to others")):
         rows.append((f"  {what}", *(f"{found['bytes_sent'][name][who] / 1e6:,.1f}" for name in names)))
-    lines = [f"{first:<28}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows]
-    table = "\n".join(line.rstrip() for line in lines)
-    asked = way_for(model.reply, cluster.gpus).way
-    ours = [("stage 2 by --reply", *(f"{name}{' (this)' * (name == str(asked))}" for name in found["replies"]))]
-    for key, what, unit in (
-        ("collectives", "collectives a chunk", 1.0),
-        ("total", "milliseconds a step", 1e-3),
-        ("gpu", "MB a GPU sends", 1e6),
-        ("node", "MB a node sends to others", 1e6),
-    ):
-        form = ",.0f" if key == "collectives" else ",.1f"
-        ours.append((f"  {what}", *(f"{each[key] / unit:{form}}" for each in found["replies"].values())))
-    by_reply = "\n".join(f"{first:<28}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in ours)
+    two_levels = cluster.has_two_levels
+    asked = str(way_for(model.reply, Groups.of(cluster, model.levels).replicas.gpus).way)
+    what = LEVELS[model.levels] if two_levels else "stage 2"
+    tables = [_table(rows), _compared(f"{what} by --reply", found["replies"], asked)]
+    if two_levels:
+        tables.insert(1, _compared("stage 2 by --levels", found["levels"], str(model.levels)))
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.on_node}"
-    return (
-        f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {cluster.gpus} GPUs, {nodes}, "
-        f"{cluster.network / 1e9:.4g} Gbit/s a node\n\n{table}\n\n{by_reply}\n\n"
-        f"{_speed_ups(model, found['speed_up'])}\n{_pays(found['pays_below_bit_per_s'], cluster)}\n\n"
-        f"Predicted, not measured. Constants of the model, each replaceable:\n{_constants(cluster)}"
+    said = [_speed_ups(model, found["speed_up"]), _pays(found["pays_below_bit_per_s"], cluster)]
+    if two_levels:
+        said.append(_advice(found["levels"]))
+    return "\n\n".join(
+        [
+            f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {cluster.gpus} GPUs, {nodes}, "
+            f"{cluster.network / 1e9:.4g} Gbit/s a node",
+            *tables,
+            "\n".join(said),
+            f"Predicted, not measured. Constants of the model, each replaceable:\n{_constants(cluster)}",
+        ]
     )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"{first:<28}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _compared(title: str, choices: Mapping[str, Mapping[str, float]], asked: str) -> str:
+    """What the choices of an option come to, side by side."""
+    rows = [(title, *(f"{name}{' (this)' * (name == asked)}" for name in choices))]
+    for key, what, unit, form in (
+        ("collectives", "collectives a chunk", 1.0, ",.0f"),
+        ("total", "milliseconds a step", 1e-3, ",.1f"),
+        ("gpu", "MB a GPU sends", 1e6, ",.1f"),
+        ("node", "MB a node sends to others", 1e6, ",.1f"),
+        ("fp16", "times fp16's speed", 1.0, ",.2f"),
+        ("state", "bytes of state an element", 1.0, ",.2f"),
+    ):
+        if all(key in each for each in choices.values()):
+            rows.append((f"  {what}", *(f"{each[key] / unit:{form}}" for each in choices.values())))
+    return _table(rows)
+
+
+def _advice(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Which layout to take."""
+    best: Levels = 2 if found["2"]["total"] <= found["1"]["total"] else 1
+    other: Levels = 1 if best == 2 else 2
+    ratio = found[str(other)]["total"] / found[str(best)]["total"]
+    return f"Take {LEVELS[best]} ({NODE_GROUP[best]}): {ratio:.2f} times as fast as {LEVELS[other]}"
 
 
 def _speed_ups(model: Model, found: dict[str, dict[str, float]]) -> str:
@@ -198,6 +253,9 @@ def _times(axes: Any, model: Model, counts: list[int], clusters: list[Cluster]) 
     names = {"fp32": "fp32 all-reduce", "fp16": "fp16 all-reduce", "stage 2": "1 bit, stage 2"}
     for name, label in names.items():
         axes.plot(counts, [1e3 * each[name].total for each in every], marker=".", color=COLORS[name], label=label)
+    for name, other in _other_levels(model, clusters).items():
+        totals = [1e3 * stage_2(other, each).total for each in clusters]
+        axes.plot(counts, totals, linestyle="--", color=COLORS["stage 2"], label=f"1 bit, stage 2, {name}")
     compute = 1e3 * (every[0]["fp16"].forward + every[0]["fp16"].backward)
     axes.axhline(compute, color="black", linestyle=":", linewidth=1, label="forward and backward alone")
     axes.set(title="Time of a step", ylabel="milliseconds")
@@ -217,6 +275,9 @@ def _ratios(
             lambda c: uncompressed(model, c, 2).total / end_to_end(model, c),
         ),
     }
+    for name, other in _other_levels(model, clusters).items():
+        ratios = [uncompressed(model, c, 2).total / stage_2(other, c).total for c in clusters]
+        axes.plot(where, ratios, linestyle="--", color=COLORS["stage 2"], label=f"stage 2, {name}")
     for name, (label, ratio) in curves.items():
         marker = "." if len(where) < 30 else None
         axes.plot(where, [ratio(c) for c in clusters], marker=marker, color=COLORS[name], label=label)
@@ -224,6 +285,13 @@ def _ratios(
     axes.axvline(here, color="black", linestyle=":", linewidth=1, label="as planned")
     axes.set(title=title, ylabel="times as fast as with an fp16 all-reduce")
     _finish(axes, xlabel, base=2 if xlabel == "GPUs" else 10)
+
+
+def _other_levels(model: Model, clusters: Sequence[Cluster]) -> dict[str, Model]:
+    """The model with the levels that it does not have, by their name, where a cluster has a choice."""
+    if not any(each.has_two_levels for each in clusters):
+        return {}
+    return {name: replace(model, levels=number) for number, name in LEVELS.items() if number != model.levels}
 
 
 def _finish(axes: Any, xlabel: str, base: int) -> None:
