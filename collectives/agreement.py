@@ -42,6 +42,16 @@ def agree(transport: Ranks, device: torch.device, facts: Mapping[str, float | st
     )
 
 
+def raise_on_all(everyone: Ranks, device: torch.device, failed: Exception | None, others: str) -> None:
+    """`failed`, if this rank has found something; where another one has, a ValueError that says `others`."""
+    found = torch.tensor([int(failed is not None)], dtype=torch.int32, device=device)
+    everyone.all_max(found, "comparing what was found (all-reduce of one number)")
+    if failed is not None:
+        raise failed
+    if int(found):
+        raise ValueError(others)
+
+
 def all_gather_json(transport: Ranks, device: torch.device, value: Any, phase: str) -> list[Any]:
     """`value`, which JSON can hold, of every rank. Nothing that comes from another rank is unpickled.
 

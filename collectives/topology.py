@@ -131,7 +131,7 @@ class Topology:
         replicas = everyone.split(node.rank)
         if everyone.rank == 0:
             logger.info(
-                "%d nodes of %d ranks: averaged in full precision inside a node, with 1 bit between nodes",
+                "%d nodes of %d ranks: averaged uncompressed inside a node, with 1 bit between nodes",
                 len(nodes), node.size,
             )  # fmt: skip
         return cls(everyone, replicas, node)

@@ -129,7 +129,10 @@ class _Restoration:
         packed_fields = [field.name for field in self._fields if field.per == "bit"]
         same_numbers = (numbers["scale"], numbers.get("reply")) == (self._setup.options.scale, self._setup.way.way)
         if not same_numbers or not same_cut(self._setup, numbers):
-            return [as_folded(dict(own), packed_fields, topology.place) for own in saved]
+            ranks, here = int(numbers["ranks"]), topology.place
+            same = (ranks, numbers.get("shards", 1)) == (topology.nodes * topology.slices, topology.shards)
+            place = here if same and topology.slices == 1 else None
+            return [as_folded(dict(own), packed_fields, ranks, place, here) for own in saved]
         cut = self._saved_cut(state, index)
         shards, place = cut.shard_spans(topology.place), topology.place
         size, bits = cut.layout.block_size, self._way.reply_bits
@@ -197,8 +200,9 @@ class _Restoration:
         for i, own in enumerate(saved):
             shaped(own, DENSE, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
             if name in own:
-                value = shaped(own, name, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
-                state.view(RESIDUAL.name, i).copy_(value)
+                value = shaped(own, name, state.shapes[i], self._setup.name_of(state.params[i]), "finite").view(-1)
+                for part_of, e in state.parts_of(RESIDUAL.name, i):
+                    e.copy_(value[part_of])
         if not all(name in own for own in saved):
             self._warn_of_missing(int(self._numbers["ranks"]))
         self._fold_momentum(part, saved)

@@ -63,7 +63,10 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
                 saved[p] |= own
         if setup.topology.shard is not None:
             shards = [] if part.reducer is None else served_spans(part.reducer.exchange)
+            served = server_residual_name(setup.topology.place)
             for i, p in enumerate(state.params):
+                if shards:  # all parts have the same names, also those of which this rank averages nothing
+                    saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
                 saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, shards)
     return saved
 

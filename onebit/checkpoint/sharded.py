@@ -61,6 +61,8 @@ def as_it_was(own: Saved, index: int, size: int, bits: int, packed_fields: Colle
               place: int) -> Saved:  # fmt: skip
     """On the same shards and replicas: as the schema has it. size: of a block. place: this rank's."""
     found = _without_messages(own, packed_fields)
+    mine = (residual_name(place), server_residual_name(place))
+    found = {name: v for name, v in found.items() if name in mine or rank_of(name) is server_rank_of(name) is None}
     if (name := server_residual_name(place)) in found:
         found[name] = gathered(found[name], shards, index)
         if not found[name].numel():
@@ -72,16 +74,22 @@ def as_it_was(own: Saved, index: int, size: int, bits: int, packed_fields: Colle
     return found
 
 
-def as_folded(own: Saved, packed_fields: Collection[str], place: int) -> Saved:
+def as_folded(own: Saved, packed_fields: Collection[str], ranks: int, place: int | None, here: int) -> Saved:
     """On other shards or replicas: the mean of all residuals as this rank's, with what servers had left out, and the
-    mean momentum, which is to be folded into it."""
+    mean momentum, which is to be folded into it.
+
+    ranks: that saved it. place: among them, of a rank whose own residuals will do, as each of the others loads its
+    own; None where all are needed. here: this rank's place now. Without those residuals there are none.
+    """
     found = _without_messages(own, packed_fields)
-    residuals = [found.pop(name) for name in own if rank_of(name) is not None]
-    servers = [found.pop(name) for name in own if server_rank_of(name) is not None]
+    residuals = {rank_of(name): found.pop(name) for name in own if rank_of(name) is not None}
+    servers = {server_rank_of(name): found.pop(name) for name in own if server_rank_of(name) is not None}
     found[DENSE] = torch.stack([value.float() for value in _messages(own)]).mean(0)
-    if residuals:
-        e = torch.stack([value.double() for value in residuals]).mean(0)
-        found[residual_name(place)] = sum((value.double() for value in servers), e).float()
+    chosen = list(range(ranks)) if residuals.keys() >= set(range(ranks)) else [place]
+    if all(rank in residuals for rank in chosen):
+        e = torch.stack([residuals[rank].double() for rank in chosen]).mean(0)
+        left_out = [servers[rank].double() for rank in chosen if rank in servers]
+        found[residual_name(here)] = (e + ranks / len(chosen) * sum(left_out)).float()
     return found
 
 

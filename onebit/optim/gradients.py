@@ -59,6 +59,12 @@ class Gradients:
         """In place, once: in this rank's slices their mean over the ranks of the node. Other values stay its own."""
         if self.node_mean or unchanged(self._averaged, states):
             return
+        if unchanged(self._averaged, states, in_place=False):
+            raise ValueError(
+                "gradients were changed in place after clip_grad_norm_ had averaged them over the node: in this rank's "
+                "slice they are the node's mean, elsewhere its own, and can't be averaged again. Change them before "
+                "clip_grad_norm_"
+            )
         for state in states:
             state.fill_missing_gradients()
             for p in state.params:

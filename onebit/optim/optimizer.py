@@ -80,7 +80,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
-        self.averaged_by_ddp = False  # in stage 1: see onebit.attach
+        self.averaged_in_backward = False  # in stage 1: see onebit.attach
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.watch = Watch(chosen.check_every, chosen.on_divergence)
         self._process_group, self._node_group = process_group, node_group
@@ -214,6 +214,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             raise TypeError('add_param_group takes a dict with its parameters under "params"')
         super().add_param_group(param_group)
         try:
+            self._check_sharding()
             check_group(self.param_groups[-1])
             param_groups.check_parameters(self.param_groups[-1]["params"])
             param_groups.device_of(self.param_groups)
@@ -302,7 +303,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for state in current.states:
             if first or not state.master_is_current:
                 state.copy_parameters_to_master()
-        self.after_step += agree_on_start(self.setup, current, averaged_by_ddp=self.averaged_by_ddp)
+        self.after_step += agree_on_start(self.setup, current, averaged_in_backward=self.averaged_in_backward)
         current.ranks_agree = True
         for part in current.parts:
             part.fold_momentum_again = None
@@ -328,7 +329,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self.compressing:
             if setup.topology.node is not None:
                 self.gradients.average_slices(states, setup.topology.node, unscale, wire)
-        elif not self.averaged_by_ddp:
+        elif not self.averaged_in_backward:
             self.gradients.average(states, setup.topology.copies, unscale, wire)
         self.gradients.check_finite(
             states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares, by_slices=self.compressing
@@ -371,12 +372,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.setup = replace(self.setup, groups=self.param_groups)
         if param_groups.identities(self.param_groups) == self._built_for:
             return
+        self._check_sharding()
         if self.compressing:
             raise ValueError(
                 "the parameters changed after the freeze (one was added or removed, or its requires_grad was "
                 "switched): stage 2 has no variance for others. Put them back, or build a new optimizer"
             )
         self._build()
+
+    def _check_sharding(self) -> None:
+        if self._built and (shard_group(self.param_groups) is None) != (self.setup.topology.shard is None):
+            raise ValueError(
+                "the parameters were sharded, or made whole, after the optimizer was built: call fully_shard first, "
+                "then build the optimizer with model.parameters()"
+            )
 
     def _build(self) -> None:
         """State for the parameters as they are now; that of parameters known before is kept."""

@@ -86,7 +86,9 @@ class Options:
         "raise", 'where they do not: "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.'
     )
     gradient_dtype: torch.dtype | None = _option(
-        None, "what fp32 gradients are rounded to on the wire in stage 1: torch.bfloat16, torch.float16, or None."
+        None,
+        "what fp32 gradients are rounded to on the wire, in stage 1 and within a node: torch.bfloat16, torch.float16, "
+        "or None.",
     )
 
     @classmethod

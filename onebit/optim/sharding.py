@@ -52,9 +52,15 @@ def shard_group(groups: Sequence[Mapping[str, Any]]) -> Any:
     mesh = sharded[0].device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"the parameters are on a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: FSDP would average "
-            f"gradients over the replicas itself, uncompressed. Call fully_shard(model, mesh=mesh['shard']) with the "
-            f"dimension inside a node alone, and pass process_group=mesh.get_group('replicate') to the optimizer"
+            f"the parameters are on a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: FSDP averages gradients "
+            f"over the replicas itself then, uncompressed, and tensor parallelism is not supported. Call "
+            f"fully_shard(model, mesh=mesh['shard']) with the dimension inside a node alone, and pass "
+            f"process_group=mesh.get_group('replicate') to the optimizer"
+        )
+    if not all(p.placements[0].is_shard() for p in sharded):
+        raise ValueError(
+            "a parameter is a DTensor that is whole on every rank of its mesh: only parts that fully_shard has made "
+            "are supported, not tensor parallelism"
         )
     if len(meshes) > 1:
         raise ValueError(

@@ -1,7 +1,6 @@
 """DDP hands gradient communication to the optimizer: averaged in stage 1, left local, or to a node, in stage 2."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from onebit.collectives.averaging import average_, narrower
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.sharding import is_sharded
 from onebit.parallel.ddp_hook import local
 
 
@@ -32,9 +32,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps
     if not isinstance(inner, OneBitOptimizer):
         raise TypeError(f"attach needs an optimizer of onebit, such as OneBitAdam; this is a {type(inner).__name__}")
-    sharded = [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
-    if sharded:
-        _attach_to_fsdp(model, sharded, inner)
+    if any(is_sharded(p) for p in model.parameters()):
+        _attach_to_fsdp(model, inner)
     elif isinstance(model, DistributedDataParallel):
         _attach_to_ddp(model, inner)
     else:
@@ -44,9 +43,12 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _attach_to_fsdp(model: nn.Module, sharded: Sequence[Any], inner: OneBitOptimizer) -> None:
+def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
     """FSDP2 averages over the ranks that hold the parts; what comes out is averaged over the replicas in its hook,
-    while backward still runs. Where a module takes no hook the optimizer does it, in `step`."""
+    while backward still runs. Where a module takes no hook the optimizer does it, in `step`.
+
+    FSDP reduces the gradients that are there: replicas have to use the same parameters in a step.
+    """
     if inner.setup.topology.shard is None:
         raise ValueError(
             "the model is sharded and the optimizer's parameters are not: call fully_shard first, then build the "
@@ -62,16 +64,19 @@ def _attach_to_fsdp(model: nn.Module, sharded: Sequence[Any], inner: OneBitOptim
             inner.begin_step()
         if not inner.compressing:
             setup = inner.setup
+            if reduced.is_cuda:  # FSDP may let go of it before the average is there
+                reduced.record_stream(torch.cuda.current_stream(reduced.device))
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
 
-    taken = []
+    taken: list[Any] = []
+    sharded: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
     try:
         for module in sharded:
             module.set_all_reduce_hook(hook)
             taken.append(module)
-        inner.averaged_by_ddp = True
+        inner.averaged_in_backward = True
         inner.setup.names.update(names)
-    except ValueError as refused:
+    except (ValueError, AttributeError) as refused:  # a torch that has no such hook
         for module in taken:
             module.set_all_reduce_hook(_idle)
         logger.info("gradients are averaged in step, not while backward runs: %s", refused)
@@ -112,7 +117,7 @@ def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> No
         )
     names = _same_parameters(model.module, inner)
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
-    inner.averaged_by_ddp = True
+    inner.averaged_in_backward = True
     inner.overlap.set_model(model)
     inner.setup.names.update(names)
 

@@ -10,28 +10,37 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.restore import clear_residuals
-from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
+from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums, raise_on_all
 from onebit.collectives.exchange import facts
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
 
 
-def agree_on_start(setup: Setup, current: Snapshot, *, averaged_by_ddp: bool) -> list[Callable[[], None]]:
+def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> list[Callable[[], None]]:
     """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
     transport = setup.topology.copies
     if setup.topology.shard is not None:  # whose ranks have parts of other sizes
         sizes = ("elements", "checksum of sizes")
         common = {name: value for name, value in _facts(setup, current).items() if name not in sizes}
         agree(setup.topology.everyone, setup.device, common)
-    if transport.size == 1:
+    if setup.topology.everyone.size == 1:
         return []
-    agree(transport, setup.device, _facts(setup, current))
-    params = [p for state in current.states for p in state.params]
-    values = [p for state in current.states for p in state.values_now()]
-    agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
+    failed = None
+    try:
+        agree(transport, setup.device, _facts(setup, current))
+        params = [p for state in current.states for p in state.params]
+        values = [p for state in current.states for p in state.values_now()]
+        agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
+    except ValueError as error:
+        if setup.topology.shard is None:
+            raise
+        failed = error
+    if setup.topology.shard is not None:
+        others = "the replicas of another part of the parameters do not agree: their error says in what"
+        raise_on_all(setup.topology.everyone, setup.device, failed, others)
     _agree_on_residuals(setup, current)
-    if not averaged_by_ddp and _all_have_the_same_gradients(setup, current) and transport.rank == 0:
+    if not averaged_in_backward and _all_have_the_same_gradients(setup, current) and transport.rank == 0:
         return [_warn_of_ddp]
     return []
 

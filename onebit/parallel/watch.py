@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed
+from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed, raise_on_all
 from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.options import OnDivergence
 from onebit.optim.setup import Setup
@@ -43,16 +43,25 @@ class Watch:
         self._calls += 1
         if not self._every or self._calls % self._every or transport.size == 1:
             return
+        failed = self._compare(transport, setup, current)
+        if setup.topology.shard is not None:
+            others = "the replicas of another part of the parameters do not hold the same bits: their error says which"
+            raise_on_all(setup.topology.everyone, setup.device, failed, others)
+        elif failed is not None:
+            raise failed
+
+    def _compare(self, transport: Ranks, setup: Setup, current: Snapshot) -> DivergenceError | None:
+        """What to raise, if anything; what differs is repaired where that is wanted and possible."""
         tensors = dict(shared_tensors(setup, current))
         found = find_mismatches(transport, list(tensors.values()), "comparing the ranks' state (all-gather)")
         if not found:
-            return
+            return None
         names, steps = list(tensors), int(current.stages.counts[0])
         difference = f"after {steps} steps the ranks do not hold the same bits: {_description(names, found)}"
         obstacle = _obstacle(names, found)
         if self._on_divergence == "raise" or obstacle:
             advice = obstacle or 'Or go on with what most ranks hold: on_divergence="broadcast"'
-            raise DivergenceError(f"{difference}. Load the last checkpoint on all ranks. {advice}")
+            return DivergenceError(f"{difference}. Load the last checkpoint on all ranks. {advice}")
         for i, one in found.items():
             repair(transport, tensors[names[i]], one)
         if transport.rank == 0:
@@ -60,6 +69,7 @@ class Watch:
                 f"{difference}. They were given what most ranks hold. If it comes again, look at their memory and "
                 f"network"
             )
+        return None
 
 
 def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tensor]]:

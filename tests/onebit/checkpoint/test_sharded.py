@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import onebit
 from onebit.checkpoint.elements import decoded, encoded, packed, unpacked
+from onebit.collectives.transport import transport_for
 from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, sharded, whole
 from tests.onebit.runs import adam_first, bits, build
 from tests.ranks import run_ranks_once
@@ -128,6 +130,89 @@ def by_name(rank: int, size: int, kind: str, folder: str, steps: int) -> tuple[b
 def test_dcp_by_name(kind: str, steps: int, tmp_path: Any) -> None:
     for one, other in run_ranks_once(4, by_name, (kind, str(tmp_path), steps), timeout=200):
         assert one == other
+
+
+def other_reply(rank: int, size: int, folder: str, shape: tuple[int, int]) -> Any:
+    """Saved with one bit by parts of different sizes, of which some serve nothing of a parameter."""
+    mesh = mesh_of(*shape)
+    net = sharded(model(11), mesh)
+    options = {**OPTIONS, "reply": 1}
+    optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **options)
+    onebit.attach(net, optimizer)
+    train(rank, net, optimizer, range(15))
+    onebit.save(folder, net, optimizer)
+    before = tensors(optimizer)
+    found = []
+    for reply in (1, "direct"):
+        other = build(
+            "OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, "reply": reply}
+        )
+        onebit.load(folder, net, other)
+        found.append(tensors(other))
+    own = optimizer.state_dict()
+    alone = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, "reply": 2})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alone.load_state_dict(own)  # a rank's own state keeps all there is, as each of the others loads its own
+    found.append(tensors(alone))
+    return before, found, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
+def test_another_reply_loses_nothing(shape: tuple[int, int], tmp_path: Any) -> None:
+    runs = run_ranks_once(4, other_reply, (str(tmp_path), shape))
+    expected = everything([before for before, _, _ in runs])
+    for k in range(3):
+        for got, wanted in zip(everything([found[k] for _, found, _ in runs]), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
+    assert all(warned == [] for _, _, warned in runs)
+
+
+def of_one_replica(rank: int, size: int, folder: str) -> list[str]:
+    """Of all replicas the state of the first: what it has left out is not everyone's."""
+    mesh = mesh_of(2, 1)
+    net, optimizer = made(mesh, "OneBitAdam", reply=1)
+    train(rank, net, optimizer, range(14))
+    state = optimizer.state_dict()
+    path = f"{folder}/{rank}"
+    parts = {
+        p: {name: v.to_local() if hasattr(v, "to_local") else v for name, v in own.items()}
+        for p, own in state["state"].items()
+    }
+    torch.save(parts, path)
+    torch.distributed.barrier()
+    saved = {"state": torch.load(f"{folder}/0", weights_only=True), "param_groups": state["param_groups"]}
+    texts = []
+    for reply in ("direct", 1):
+        options = {**OPTIONS, "reply": reply, "process_group": mesh.get_group("replicate")}
+        other = build("OneBitAdam", net.parameters(), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            other.load_state_dict(saved)
+        texts.append("".join(str(w.message) for w in caught))
+    return texts
+
+
+def test_one_replicas_residuals_are_not_everyones(tmp_path: Any) -> None:
+    first, second = run_ranks_once(2, of_one_replica, (str(tmp_path),))
+    assert first == ["", ""]
+    assert all("start from zero" in text for text in second)
+
+
+def to_nodes(rank: int, size: int, folder: str) -> Any:
+    net = model(WIDTH)
+    node = transport_for(None).split(rank // 2)
+    optimizer = build("OneBitAdam", net.parameters(), node_group=node, **OPTIONS)
+    onebit.load(folder, net, optimizer)
+    train(rank, net, optimizer, range(16, 20))
+    return bits(net.parameters())
+
+
+@pytest.mark.slow
+def test_a_sharded_state_loads_into_nodes(tmp_path: Any) -> None:
+    run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=200)
+    ends = run_ranks_once(4, to_nodes, (str(tmp_path),))
+    assert ends == [ends[0]] * 4
 
 
 def to_whole(rank: int, size: int, folder: str) -> Any:

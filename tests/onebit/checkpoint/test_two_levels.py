@@ -13,8 +13,10 @@ from tests.onebit.checkpoint.states import (
     per_element,
     save_run,
     saved_and_loaded,
+    set_parameters,
+    trained,
 )
-from tests.onebit.runs import Case, kinds, same
+from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
@@ -62,6 +64,26 @@ def test_each_ranks_own_state_goes_on_bit_for_bit(kind, reply):
         assert one.warned == other.warned == []
         assert one.end == other.end == b"".join(p.numpy().tobytes() for p in params)
         assert same(one.after, other.after)
+
+
+def resumed_by_a_skipped_step(rank, size, case):
+    """A step that is not taken, right after a load: what a rank sent before must be there as well."""
+    params, optimizer = trained(case, rank, 6, group())
+    other = case.parameters()
+    resumed = case.build(other, group())
+    resumed.load_state_dict(snapshot(optimizer.state_dict()))
+    set_parameters(other, params)
+    for own, values in ((optimizer, params), (resumed, other)):
+        take(case.but(bad=((7, 1, float("nan")),)), rank, own, values, 7)
+        run(case, rank, own, values, 8, 10)
+    return bits(params) == bits(other), resumed.skipped_steps
+
+
+@kinds
+@pytest.mark.parametrize("reply", [1, "direct"])
+def test_a_skipped_step_after_a_load_changes_nothing(kind, reply):
+    case = Case(kind, SHAPES, options={"freeze_step": 3, "reply": reply, "chunks": 2}, each=2)
+    assert run_ranks(4, resumed_by_a_skipped_step, case) == [(True, 1)] * 4
 
 
 def saved_in(rank, size, case, folder):

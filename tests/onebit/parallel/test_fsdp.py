@@ -283,9 +283,42 @@ def with_a_refused_hook(rank: int, size: int) -> tuple[bytes, bytes, bool]:
         optimizer.zero_grad()
         loss_of(net, rank, step).backward()
         optimizer.step()
-    return bits(whole(net)), bits(whole(expected)), optimizer.averaged_by_ddp
+    return bits(whole(net)), bits(whole(expected)), optimizer.averaged_in_backward
 
 
 def test_a_module_that_takes_no_hook() -> None:
     for own, expected, averaged in run_ranks_once(4, with_a_refused_hook):
         assert own == expected and not averaged
+
+
+def diverged(rank: int, size: int) -> list[str]:
+    """One bit of rank 0's part differs, from the start and later: an error on all ranks, in the same step."""
+    mesh, texts = mesh_of(2, 2), []
+    for when in (0, 3):
+        net = sharded(model(), mesh)
+        options = {**OPTIONS, "check_every": 2}
+        optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **options)
+        onebit.attach(net, optimizer)
+        text = "no error"
+        for step in range(6):
+            if step == when and rank == 0:
+                next(net.parameters()).data.to_local().view(-1)[3] += 1e-3  # type: ignore[operator]
+            optimizer.zero_grad()
+            try:
+                loss_of(net, rank, step).backward()
+                optimizer.step()
+            except (ValueError, RuntimeError) as error:
+                text = f"step {step}: {error}"
+                break
+        texts.append(text)
+    return texts
+
+
+def test_a_difference_in_one_part_is_an_error_on_all_ranks() -> None:
+    found = run_ranks_once(4, diverged)
+    for rank, (start, later) in enumerate(found):
+        assert start.startswith("step 0: ") and later.startswith("step 3: "), (start, later)
+        own = rank in (0, 2)
+        assert ("parameter 0.weight has other values" in start) == own
+        assert ("do not hold the same bits: parameter" in later) == own
+        assert own or ("another part of the parameters" in start and "another part of the parameters" in later)
