@@ -96,7 +96,8 @@ def bars(title: str, ylabel: str, values: Mapping[str, float], notes: Mapping[st
     """A panel of bars on a logarithmic axis, each with a note on top."""
 
     def draw(axes: Any) -> None:
-        drawn = axes.bar(list(values), list(values.values()), color=[COLORS.get(name) for name in values])
+        colors = [COLORS.get(name.partition(",")[0]) for name in values]
+        drawn = axes.bar(list(values), list(values.values()), color=colors)
         axes.bar_label(drawn, [notes[name] for name in values])
         axes.set_yscale("log")
         axes.margins(y=0.2)

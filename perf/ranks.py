@@ -26,10 +26,10 @@ Show = Callable[[str], None]  # a line of progress
 
 
 class Ranks:
-    """One rank's view of the group: barriers, clocks and counters."""
+    """One rank's view of the group: barriers, clocks and counters. `each` ranks share a host and its interface."""
 
-    def __init__(self, device: torch.device, show: Show) -> None:
-        self.device, self._show, self._shown = device, show, 0.0
+    def __init__(self, device: torch.device, show: Show, each: int = 1) -> None:
+        self.device, self.each, self._show, self._shown = device, each, show, 0.0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def progress(self, text: str) -> None:
@@ -64,17 +64,17 @@ class Ranks:
         return time.perf_counter() - start
 
     def bytes_sent(self) -> int | None:
-        """This rank's interface's counter; None where it has none for itself."""
+        """The counter of this host's interface; None where other ranks than its `each` may use it."""
         names = (os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL"))
         name = next((name for name in names if name), None)
         counters = Path("/proc/net/dev")
-        if name is None or os.environ.get("LOCAL_WORLD_SIZE") != "1" or not counters.exists():
+        if name is None or os.environ.get("LOCAL_WORLD_SIZE") != str(self.each) or not counters.exists():
             return None
         line = re.search(rf"^\s*{re.escape(name)}:(.*)$", counters.read_text(encoding="ascii"), re.MULTILINE)
         return int(line[1].split()[8]) if line else None
 
     def bytes_a_call(self, before: int | None, after: int | None, calls: int) -> float | None:
-        """Sent by the rank that sends most, between two counts; None where ranks have no counter. A collective call."""
+        """Sent by the host that sends most, between two counts; None where hosts have no counter. A collective call."""
         (sent,) = self.slowest([math.nan if before is None or after is None else (after - before) / calls])
         return None if math.isnan(sent) else sent
 
@@ -106,8 +106,8 @@ def require_group() -> None:
 
 
 @contextlib.contextmanager
-def process_group(arguments: argparse.Namespace, show: Show) -> Iterator[Ranks]:
-    """The group that is there or, where there is none, a new one for a while."""
+def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> Iterator[Ranks]:
+    """The group that is there or, where there is none, a new one for a while; with `each` ranks a host."""
     own = not dist.is_initialized()
     device = pick_device(arguments.device)
     if device.type == "cuda":
@@ -117,7 +117,7 @@ def process_group(arguments: argparse.Namespace, show: Show) -> Iterator[Ranks]:
         backend = arguments.backend or ("nccl" if device.type == "cuda" else "gloo")
         dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
     try:
-        ranks = Ranks(device, show)
+        ranks = Ranks(device, show, each)
         if ranks.size == 1:
             raise CommandError("a group of one rank has nothing to send: start two or more")
         yield ranks

@@ -1,14 +1,17 @@
 """The compressed all-reduce against torch.distributed's in fp32, fp16 and bf16: time, and bytes on the wire.
 
     python -m perf.all_reduce --lab [--hosts 4] [--rates 100mbit,1gbit,10gbit] [--elements 2**20,25_000_000]
+    python -m perf.all_reduce --lab --each 4 [--hosts 2]
     torchrun ... -m perf.all_reduce [--elements 2**28]
 
 The first needs root on Linux: it builds a network of hosts on this machine (perf.lab) and starts a rank in
-each. The second measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs.
+each. The second starts four ranks in each, and measures 1 bit with one level and with two, in which a host is one
+rank to the network. The third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs.
 
 A time is the slowest rank's, the median of several calls after one that does not count, a barrier before each. Bytes
 are those of all these calls by the interface's own counter: headers, acknowledgements and barriers are in it. They
-are read where each rank has an interface for itself, named by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. Results are
+are read where each host of the lab, or elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME
+or NCCL_SOCKET_IFNAME; what the ranks of a host send each other does not pass the host's interface. Results are
 checked before the timed calls and after: a wrong one gets no figure. In the lab chunks="auto" measures every network
 anew; its links let 64 KiB through at once, which flatters messages that are not much larger, below 2**20 elements.
 """
@@ -24,7 +27,7 @@ from typing import Any
 from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
 from perf.all_reduce.measure import Row, run_rank
-from perf.all_reduce.report import STANDARD, report
+from perf.all_reduce.report import STANDARD, report, standard
 from perf.command import add_out, exit_status, host_count, link_rate, list_of, make_folder, refuse_idle, set_defaults
 from perf.lab.network import NetworkLab
 from perf.lab.rates import lab_rate
@@ -33,7 +36,7 @@ from perf.ranks import require_group
 from perf.records import load_average
 
 WORKER = ("-m", "perf.all_reduce")  # what a host of the lab runs
-PASSED_ON = ("chunks", "repeats", "timeout")  # to the ranks of the lab
+PASSED_ON = ("each", "chunks", "repeats", "timeout")  # to the ranks of the lab
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -44,12 +47,12 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def run_lab(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
-    """Every network in turn, one process a host."""
+    """Every network in turn, one process a rank."""
     rows: list[Row] = []
     group: dict[str, Any] = {}
     for hosts in arguments.hosts:
         progress.show(f"{hosts} hosts: setting up the network")
-        with NetworkLab(hosts) as lab:
+        with NetworkLab(hosts, each=arguments.each) as lab:
             for rate in arguments.rates:
                 lab.set_rate(lab_rate(rate))
                 found, group = _on_lab(lab, rate, arguments, progress)
@@ -97,8 +100,12 @@ def _chunks(text: str) -> int | str:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    refuse_idle(parser, arguments, in_lab=("hosts", "rates"), in_group=("device", "backend"))
-    set_defaults(arguments, {"device": "auto", "hosts": STANDARD["hosts"], "rates": STANDARD["rates"]})
+    if not arguments.worker:
+        refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("device", "backend"))
+    set_defaults(arguments, {"device": "auto", "each": 1})
+    if arguments.direct and arguments.each > 1:
+        parser.error("--direct: only with one rank a host")
+    set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})
     return arguments
 
 
@@ -108,14 +115,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
     parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
+    parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
     parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
-    parser.add_argument(
-        "--elements", type=list_of(whole_number), default=STANDARD["elements"], help="such as 2**20,25_000_000"
-    )
+    parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
     parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")
     parser.add_argument("--phases", action="store_true", help="also each phase of the compressed one alone")
-    parser.add_argument("--direct", action="store_true", help='also with reply="direct"')
+    parser.add_argument("--direct", action="store_true", help='also with reply="direct", with one rank a host')
     parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
     parser.add_argument(

@@ -11,7 +11,8 @@ from typing import Any
 
 from onebit.kernels.tuning.machine import provenance
 from perf import plots
-from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, Row
+from perf.all_reduce import two_levels
+from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, TWO_LEVELS, Row, by_kind
 from perf.lab.rates import rate_bits
 from perf.records import machine, slug, write_record
 from perf.tables import cell
@@ -29,14 +30,6 @@ SPEED_TARGET_HOSTS, SPEED_TARGET_ELEMENTS = 4, 25_000_000
 SMALL_TARGETS = {("1gbit", 2**18): 1.0, ("1gbit", 2**20): 1.0}  # times fp16's speed: latency counts as much as bytes
 BYTES_TARGETS = {"fp32": 28.0, "fp16": 14.0}  # times fewer bytes
 BYTES_TARGET_ELEMENTS = 2**21  # and more: in less, barriers and headers count
-
-
-def by_kind(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """A group for each size on each network: its rows by kind."""
-    groups: dict[tuple[int, str | None, int], dict[str, Row]] = {}
-    for row in rows:
-        groups.setdefault((row.hosts, row.rate, row.elements), {})[row.kind] = row
-    return list(groups.values())
 
 
 def faster(group: dict[str, Row], kind: str) -> float | None:
@@ -79,14 +72,14 @@ def _direct_line(group: dict[str, Row]) -> str:
     return f"direct replies ({where}): {times}, {cell(own.bytes, '.3f', 1e-6)} MB for {cell(two.bytes, '.3f', 1e-6)}"
 
 
-def phase_table(rows: Sequence[Row]) -> str:
+def phase_table(rows: Sequence[Row], kind: str = ONE_BIT) -> str:
     """Milliseconds of each phase alone, beside those of the whole call."""
-    measured = [row for row in rows if row.phases and row.kind == ONE_BIT]
+    measured = [row for row in rows if row.phases and row.kind == kind]
     if not measured:
         return ""
     names = list(measured[0].phases or {})
     lines = [
-        "\nmilliseconds of each phase alone, unpipelined, and of the call",
+        f"\n{kind}: milliseconds of each phase alone, unpipelined, and of the call",
         f"{'hosts':5} {'rate':>8} {'elements':>11} {'chunks':>6} | {' '.join(f'{n:>10}' for n in names)} |       call",
     ]
     for row in measured:
@@ -151,14 +144,21 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
     return plots.save(path, panels, title)
 
 
+def standard(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the run that is this one's standard."""
+    return STANDARD if arguments.each == 1 else two_levels.STANDARD
+
+
 def record_name(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
     """The record's file name: the device, and in what it differs from the standard run."""
     parts = ["all_reduce", group["device"]]
+    if arguments.each > 1:
+        parts += [f"{arguments.each}-ranks-a-host"]
     if not arguments.lab:
         parts += [group["backend"], f"{group['ranks']}-ranks"]
     for name in ("hosts", "rates", "elements") if arguments.lab else ("elements",):
         value = getattr(arguments, name)
-        if value != STANDARD[name]:
+        if value != standard(arguments)[name]:
             parts += [name, *map(str, value)]
     if arguments.chunks != STANDARD["chunks"]:
         parts += ["chunks", str(arguments.chunks)]
@@ -180,10 +180,12 @@ def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | N
 def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> int:
     """The table, the targets, the record and the plot."""
     where = f"{group['device']}, {os.cpu_count()} cores, {group['backend']}, threads a rank: {group['threads']}"
-    print(f"{where}, load before: {load}\n\n{table(rows)}")
-    if phases := phase_table(rows):
-        print(phases)
-    reached = targets(rows)
+    several = any(row.each > 1 for row in rows)
+    print(f"{where}, load before: {load}\n\n{two_levels.table(rows) if several else table(rows)}")
+    for kind in (ONE_BIT, TWO_LEVELS):
+        if phases := phase_table(rows, kind):
+            print(phases)
+    reached = two_levels.targets(rows) if several else targets(rows)
     print("".join(f"\n{target}" for target in reached))
     record: dict[str, Any] = _about(arguments, group, load)
     record["targets"] = as_json(reached)
@@ -191,5 +193,6 @@ def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any]
     path = arguments.out / f"{record_name(arguments, group)}.json"
     write_record(path, record)
     print(f"\n{path}")
-    plots.draw_if_possible(lambda: [plot(rows, where, path.with_suffix(".png"))])
+    draw = two_levels.plot if several else plot
+    plots.draw_if_possible(lambda: [draw(rows, where, path.with_suffix(".png"))])
     return check_status("perf.all_reduce", reached, arguments.check)

@@ -1,6 +1,6 @@
 """Run a script on the hosts of a network lab.
 
-python -m perf.lab --hosts 4 --rate 1gbit -- script.py args
+python -m perf.lab --hosts 4 [--each 2] --rate 1gbit -- script.py args
 python -m perf.lab --selftest
 """
 
@@ -35,14 +35,16 @@ def _selftest(hosts: int) -> None:
 
 
 def _run_command(options: argparse.Namespace, command: list[str]) -> None:
-    with NetworkLab(options.hosts, options.rate) as lab:
-        print(f"{options.hosts} hosts, links of {options.rate or 'any rate'}; starting ...", flush=True)
+    several = f" of {options.each} ranks" if options.each > 1 else ""
+    process = "host" if several and options.launcher == "torchrun" else "rank"
+    with NetworkLab(options.hosts, options.rate, options.each) as lab:
+        print(f"{options.hosts} hosts{several}, links of {options.rate or 'any rate'}; starting ...", flush=True)
         try:
             lab.run(
                 command,
                 timeout=options.timeout,
                 launcher=options.launcher,
-                on_line=lambda rank, line: print(f"[rank {rank}] {line}", flush=True),
+                on_line=lambda number, line: print(f"[{process} {number}] {line}", flush=True),
             )
         finally:
             for host, sent in enumerate(lab.bytes_sent()):
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 when a rank failed or this machine cannot hold a lab."""
     parser = argparse.ArgumentParser("python -m perf.lab", description="Run a script on a network lab.")
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--each", type=int, default=1, help="ranks a host (default: 1)")
     parser.add_argument("--rate", help='of each link, both ways: "100mbit", "1gbit", ...; without it, unshaped')
     parser.add_argument("--launcher", choices=("torchrun", "env"), default="torchrun")
     parser.add_argument("--timeout", type=float, default=600, help="seconds the run may take (default: 600)")

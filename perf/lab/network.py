@@ -12,6 +12,9 @@ delay: few kernels have netem.
 
 `bytes_sent` reads eth0's tx_bytes: payload and headers, where a GSO packet of up to 64 KiB counts one header.
 IPv6 is off on eth0, so that an idle link stays silent.
+
+With each=4 a host is a node of four ranks. What they send each other goes to the host's own address, which the kernel
+routes over the loopback: it passes neither the shaped link nor its counter.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, set_han
 from perf.lab.rates import parse_rate
 
 INTERFACE = "eth0"
+MOST_EACH = 64
 TUNE = """echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"""
 
@@ -41,11 +45,14 @@ log = logging.getLogger("perf.lab")
 class NetworkLab:
     """Namespaces on a bridge, links shaped to `rate` both ways; a context manager that removes them again."""
 
-    def __init__(self, hosts: int = 4, rate: str | None = None) -> None:
+    def __init__(self, hosts: int = 4, rate: str | None = None, each: int = 1) -> None:
+        """`each`: ranks a host."""
         if not 2 <= hosts <= 64:
             raise ValueError(f"hosts is {hosts}: a network lab has 2 to 64 hosts")
+        if not 1 <= each <= MOST_EACH:
+            raise ValueError(f"each is {each}: a host of a network lab has 1 to {MOST_EACH} ranks")
         prefix = new_prefix()
-        self.hosts = hosts
+        self.hosts, self.each = hosts, each
         self.bridge = f"{prefix}-bridge"
         self.namespaces = [f"{prefix}-host{host}" for host in range(hosts)]
         self._bits = parse_rate(rate)
@@ -97,20 +104,22 @@ class NetworkLab:
         env: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
     ) -> Run:
-        """Start `python argv` (a script, or "-m" and a module; arguments) on every host; host k is rank k.
+        """Start `python argv` (a script, or "-m" and a module; arguments) on every host; rank k is on host k // each.
 
         "torchrun" starts one agent a host, with a static rendezvous on host 0. "env" starts the ranks
         directly, with torchrun's variables, in half the time. `on_line(rank, line)` gets output as it comes, in
-        which torchrun's agents mix their own lines: mark yours.
+        which torchrun's agents mix their own lines: mark yours. With several ranks a host an agent has the output of
+        its ranks, and `rank` is the number of its host.
         """
         if launcher not in ("torchrun", "env"):
             raise ValueError(f'launcher is {launcher!r}: it is "torchrun" or "env"')
         if self._run is not None and self._run.running():
             raise RuntimeError("a run is still on these hosts: call its wait() or stop() first")
         self._runs += 1
-        launches = [self._launch(launcher, rank, argv, env or {}) for rank in range(self.hosts)]
+        started = 1 if launcher == "torchrun" else self.each  # processes a host
+        launches = [self._launch(launcher, k, argv, env or {}) for k in range(self.hosts * started)]
         with held_signals():
-            self._run = Run(self.namespaces, launches, on_line)
+            self._run = Run([self.namespaces[k // started] for k in range(len(launches))], launches, on_line)
         return self._run
 
     def address(self, host: int) -> str:
@@ -148,12 +157,14 @@ class NetworkLab:
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
         common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **interface}
         if launcher == "torchrun":
-            agent = f"-m torch.distributed.run --nnodes={self.hosts} --node-rank={rank} --nproc-per-node=1"
+            agent = f"-m torch.distributed.run --nnodes={self.hosts} --node-rank={rank} --nproc-per-node={self.each}"
             rendezvous = f"--master-addr={self.address(0)} --master-port={port} --local-addr={self.address(rank)}"
             return [sys.executable, *agent.split(), *rendezvous.split(), *argv], {**common, **env}
-        own = {"RANK": str(rank), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        host, local = divmod(rank, self.each)
+        own = {"RANK": rank, "WORLD_SIZE": self.hosts * self.each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.each}
+        own["GROUP_RANK"] = host  # hosts of a lab have one name and one boot id
         master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}
-        return [sys.executable, *argv], {**common, **own, **master, **env}
+        return [sys.executable, *argv], {**common, **{name: str(n) for name, n in own.items()}, **master, **env}
 
     def _build(self) -> None:
         began, logged = time.monotonic(), False

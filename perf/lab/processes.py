@@ -1,4 +1,4 @@
-"""The network lab's processes: one rank a host, seen to its end, while signals wait where they must."""
+"""The network lab's processes: the ranks, seen to their end, while signals wait where they must."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Rank:
 
 
 class Run:
-    """One process a host, started by `NetworkLab.start`; `wait` sees it to its end."""
+    """The processes of one `NetworkLab.start`, each in its namespace; `wait` sees them to their end."""
 
     def __init__(
         self, namespaces: Sequence[str], launches: Sequence[tuple[list[str], dict[str, str]]], on_line: OnLine | None
@@ -144,7 +144,7 @@ class Run:
     def _signal(self, number: int) -> None:
         for rank in self.ranks:
             rank.process.send_signal(number)  # it may not have entered its namespace yet
-        signal_all(self._namespaces, number)
+        signal_all(list(dict.fromkeys(self._namespaces)), number)
 
     def _poll(self) -> bool:
         for rank in self.ranks:

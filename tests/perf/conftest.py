@@ -23,12 +23,22 @@ def lab_available() -> None:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[NetworkLab]:
+    yield from _built(NetworkLab(hosts=3, rate="100mbit"))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[NetworkLab]:
+    """Two hosts of two ranks."""
+    yield from _built(NetworkLab(hosts=2, rate="100mbit", each=2))
+
+
+def _built(lab: NetworkLab) -> Iterator[NetworkLab]:
     with contextlib.ExitStack() as stack:
         try:
-            built = stack.enter_context(NetworkLab(hosts=3, rate="100mbit"))
+            stack.enter_context(lab)
         except LabUnavailable as why:
             pytest.skip(str(why))
-        yield built
+        yield lab
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from perf.lab import namespaces, network
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.network import NetworkLab
+from perf.lab.processes import RankFailed
 from perf.lab.rates import parse_rate
 from tests.perf.hosts import incoming, outgoing, pids_on, until
 
@@ -34,6 +35,9 @@ def test_bad_rate_is_refused(rate: str) -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="2 to 64 hosts"):
         NetworkLab(hosts=1)
+    for each in (0, 65):
+        with pytest.raises(ValueError, match="1 to 64 ranks"):
+            NetworkLab(hosts=2, each=each)
     with pytest.raises(ValueError, match="launcher is 'mpi'"):
         NetworkLab(hosts=2).start(["script.py"], launcher="mpi")
     with pytest.raises(ValueError, match="hosts are 0 to 1"):
@@ -164,3 +168,57 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         lab.start(script(body))
     run.stop()
     assert not pids_on(lab.namespaces)
+
+
+PLACE = """
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+with socket.create_server((f"10.77.0.{int(os.environ['GROUP_RANK']) + 1}", 0)):  # an address of this namespace alone
+    os.write(1, f"place {' '.join(os.environ[name] for name in names)}\\n".encode())  # at once: agents mix lines
+"""
+PLACES = ["place 0 4 0 2 0", "place 1 4 1 2 0", "place 2 4 0 2 1", "place 3 4 1 2 1"]
+
+
+@pytest.mark.netlab
+def test_several_ranks_a_host_know_their_host(nodes: NetworkLab, script: Callable[[str], list[str]]) -> None:
+    assert [rank.output for rank in nodes.run(script(PLACE), timeout=30, launcher="env")] == [f"{p}\n" for p in PLACES]
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+def test_torchrun_starts_several_ranks_a_host(nodes: NetworkLab, script: Callable[[str], list[str]]) -> None:
+    agents = nodes.run(script(PLACE), timeout=90)
+    places = [sorted(line.strip() for line in agent.lines if line.startswith("place")) for agent in agents]
+    assert places == [PLACES[:2], PLACES[2:]]
+
+
+@pytest.mark.netlab
+def test_one_rank_a_host_is_a_host_of_its_own(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
+    ranks = lab.run(script(PLACE), timeout=30, launcher="env")
+    assert [rank.output for rank in ranks] == [f"place {k} 3 0 1 {k}\n" for k in range(3)]
+
+
+@pytest.mark.netlab
+@pytest.mark.parametrize(("sender", "host"), [(1, 0), (3, 1)], ids=["within a host", "between hosts"])
+def test_what_stays_in_a_host_is_not_counted(
+    nodes: NetworkLab, script: Callable[[str], list[str]], sender: int, host: int
+) -> None:
+    """A megabyte to rank 0's address: rank 1 is on its host, rank 3 is not."""
+    body = f"""
+if rank == {sender}:
+    send(0, 1_000_000)
+elif rank == 0:
+    print(count(listen(), 1))
+"""
+    before = nodes.bytes_sent()
+    assert nodes.run(script(body), timeout=30, launcher="env")[0].output == "1000000\n"
+    sent = [after - first for after, first in zip(nodes.bytes_sent(), before, strict=True)]
+    assert sum(sent) < 1000 if host == 0 else 1_000_000 < sent[host] < 1_050_000
+
+
+@pytest.mark.netlab
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_rank_of_several_is_named(nodes: NetworkLab, script: Callable[[str], list[str]], failing: int) -> None:
+    body = f"if rank == {failing}:\n    raise ValueError('no such gradient')\ntime.sleep(300)"
+    with pytest.raises(RankFailed, match=rf"(?s)^rank {failing} failed with status 1.*no such gradient"):
+        nodes.run(script(body), timeout=60, launcher="env")
+    assert not pids_on(nodes.namespaces)
