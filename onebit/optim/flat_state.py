@@ -23,7 +23,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import backend
 from onebit.optim.fields import MASTER, Field
-from onebit.optim.sharding import local
+from onebit.optim.sharding import is_sharded, local
 
 
 class Parts(Protocol):
@@ -56,6 +56,7 @@ class FlatState:
         self.params, self.groups = list(params), list(groups)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.backend = backend(self.device)
+        self._sharded = any(map(is_sharded, self.params))
         self.shapes = [tuple(local(p).shape) for p in self.params]
         self.numels = [local(p).numel() for p in self.params]
         self.whole_numels = [p.numel() for p in self.params]
@@ -191,10 +192,11 @@ class FlatState:
 
     def values_now(self) -> list[Tensor]:
         """This rank's part of every parameter."""
-        return [local(p) for p in self.params]
+        return [local(p) for p in self.params] if self._sharded else self.params
 
     def gradients_now(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local(p.grad) for p in self.params]
+        grads = [p.grad for p in self.params]
+        return [None if g is None else local(g) for g in grads] if self._sharded else grads
 
     def fill_missing_gradients(self) -> list[Tensor]:
         """Zeros where there is none: on other ranks it may be there."""

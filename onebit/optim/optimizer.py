@@ -63,15 +63,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
         node_group: Any = "auto",
         **options: Unpack[OptionArguments],
     ) -> None:
-        """node_group: see `Topology.of`. A group of a node is asked for of all ranks here, "auto" in `find_ranks`."""
+        """process_group: also a Topology, for several optimizers of the same ranks. node_group: see `Topology.of`. A
+        group of a node is asked for of all ranks here, "auto" in `find_ranks`."""
         chosen = Options.of(options)
         self._built = False
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
         automatic = isinstance(node_group, str) and node_group == "auto"
         shards = shard_group(self.param_groups)
-        self._ranks_found = shards is not None or not automatic
-        if shards is None:
+        known = isinstance(process_group, Topology)
+        self._ranks_found = known or shards is not None or not automatic
+        if known:
+            topology = process_group
+        elif shards is None:
             topology = Topology.of(process_group, None if automatic else node_group, device)
         else:
             check_sharded(chosen, automatic or node_group is None)

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import onebit
+from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 
 OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
@@ -74,12 +76,14 @@ class Case:
         filled = [[z if g is None else g for g, z in zip(of, zeros, strict=True)] for of in own]
         return [torch.stack(of).double().mean(0) for of in zip(*filled, strict=True)]
 
-    def node_group(self, group: Any) -> Any:
-        """Of this rank: `each` ranks that follow one another. A collective call with two levels."""
+    def ranks(self, group: Any) -> dict[str, Any]:
+        """The groups, as an optimizer takes them. With two levels a collective call."""
         if self.each == 1:
-            return "auto"
+            return {"process_group": group}
+        if isinstance(group, dist.ProcessGroup):
+            return {"process_group": nodes_of(group, self.each)}
         transport = transport_for(group)
-        return transport.split(transport.rank // self.each)
+        return {"process_group": group, "node_group": transport.split(transport.rank // self.each)}
 
     def build(self, params: list[nn.Parameter], group: Any = None) -> Any:
         """The optimizer. Its flat order is that of the groups: see `order`."""
@@ -93,8 +97,7 @@ class Case:
             "block_size": 32,
             "chunks": 1,
             "reply": 1,
-            "process_group": group,
-            "node_group": self.node_group(group),
+            **self.ranks(group),
             **self.options,
         }
         return getattr(onebit, self.kind)(groups, **options)
@@ -103,6 +106,18 @@ class Case:
     def order(self) -> list[int]:
         """Parameters in the order of the param groups."""
         return sorted(range(len(self.shapes)), key=self.group_of)
+
+
+_nodes: dict[tuple[int, ...], Topology] = {}
+
+
+def nodes_of(group: dist.ProcessGroup, each: int) -> Topology:
+    """Nodes of ranks that follow one another. Once for a group: every group of Gloo's has threads, for good."""
+    key = (each, *dist.get_process_group_ranks(group))
+    if key not in _nodes:
+        transport = transport_for(group)
+        _nodes[key] = Topology.of(transport, transport.split(transport.rank // each))
+    return _nodes[key]
 
 
 def run(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], first: int, last: int) -> None:

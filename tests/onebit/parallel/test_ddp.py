@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from onebit.collectives.transport import transport_for
 from tests.internals import parameter_names
+from tests.onebit.runs import nodes_of
 from tests.ranks import group, run_ranks, run_ranks_once
 
 BLOCK = 256
@@ -47,8 +47,7 @@ def new_state(net, reply=1, each=1):
 
 
 def own_node(each):
-    transport = transport_for(group())
-    return None if each == 1 else transport.split(transport.rank // each)
+    return None if each == 1 else nodes_of(group(), each).node
 
 
 def values(net):

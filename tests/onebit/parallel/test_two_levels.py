@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.transport import transport_for
 from tests.onebit.parallel.test_overlap import run_with_and_without
-from tests.onebit.runs import Case, bits, build, kinds, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, bits, build, kinds, nodes_of, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
@@ -120,18 +120,9 @@ def model() -> nn.Module:
 def trained(rank: int, size: int, kind: str, ddp: bool, **options: Any) -> tuple[bytes, list[str]]:
     """Two backward passes a step, 8 steps, with DDP or without, on the data of the rank."""
     net = model()
-    transport = transport_for(group())
     wrapped = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if ddp else net
-    node = transport.split(rank // 2)
     optimizer = build(
-        kind,
-        net.parameters(),
-        freeze_step=3,
-        block_size=32,
-        chunks=2,
-        process_group=group(),
-        node_group=node,
-        **options,
+        kind, net.parameters(), freeze_step=3, block_size=32, chunks=2, process_group=nodes_of(group(), 2), **options
     )
     if ddp:
         onebit.attach(wrapped, optimizer)
