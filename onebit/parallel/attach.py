@@ -55,7 +55,7 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
             "optimizer with model.parameters()"
         )
 
-    names, device = _same_parameters(model, inner), inner.setup.device
+    names, device = _same_parameters(model, inner, "FSDP"), inner.setup.device
     main = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ def _idle(reduced: Tensor) -> None:
     """Leaves it to the optimizer."""
 
 
-def _same_parameters(model: nn.Module, inner: OneBitOptimizer) -> dict[Tensor, str]:
+def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> dict[Tensor, str]:
     """The model's parameters that train, and their names: the optimizer has these and no others, or a ValueError."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     known = {p for group in inner.param_groups for p in group["params"]}
@@ -101,7 +101,7 @@ def _same_parameters(model: nn.Module, inner: OneBitOptimizer) -> dict[Tensor, s
     foreign = [inner.setup.name_of(p) for p in known if p.requires_grad and p not in names]
     if foreign:
         raise ValueError(
-            f"the model does not hold parameter {foreign[0]} of the optimizer: nobody would average its gradient. "
+            f"the model does not hold parameter {foreign[0]} of the optimizer: {wrapper} would not average its gradient. "
             f"Give the optimizer this model's parameters alone, and others one of their own"
         )
     return names
@@ -115,7 +115,7 @@ def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> No
             f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "
             f"{ours.size} (rank {ours.rank}): pass process_group= to the optimizer, the same as to DDP"
         )
-    names = _same_parameters(model.module, inner)
+    names = _same_parameters(model.module, inner, "DDP")
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
     inner.averaged_in_backward = True
     inner.overlap.set_model(model)

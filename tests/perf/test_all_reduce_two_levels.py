@@ -55,6 +55,7 @@ def measured(lab_available, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.netlab
+@pytest.mark.timeout(1200)  # four ranks share the cores with other tests
 def test_a_host_of_two_sends_half_of_what_its_ranks_would(measured):
     """Over a host's link: with one level 2 bits an element, of which half are replies; with two levels 1."""
     status, text, record, _ = measured
@@ -68,6 +69,7 @@ def test_a_host_of_two_sends_half_of_what_its_ranks_would(measured):
 
 @pytest.mark.slow
 @pytest.mark.netlab
+@pytest.mark.timeout(1200)  # four ranks share the cores with other tests
 def test_a_run_writes_a_table_a_record_and_a_plot(measured):
     pytest.importorskip("matplotlib")
     _, text, record, path = measured
