@@ -101,8 +101,8 @@ def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> 
     foreign = [inner.setup.name_of(p) for p in known if p.requires_grad and p not in names]
     if foreign:
         raise ValueError(
-            f"the model does not hold parameter {foreign[0]} of the optimizer: {wrapper} would not average its gradient. "
-            f"Give the optimizer this model's parameters alone, and others one of their own"
+            f"the model does not hold parameter {foreign[0]} of the optimizer: {wrapper} would not average its "
+            f"gradient. Give the optimizer this model's parameters alone, and others one of their own"
         )
     return names
 
