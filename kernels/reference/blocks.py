@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.bits import unpacked
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
@@ -51,19 +52,7 @@ def element_mask(span: Span, device: torch.device, live: Tensor | None = None) -
     """bool [blocks, block_size]: which elements are valid, and have their bit in the live mask where there is one."""
     counts = torch.from_numpy(span.counts()).to(device)
     mask = torch.arange(span.layout.block_size, device=device) < counts[:, None]
-    return mask if live is None else mask & unpack(live, span.layout.block_size)
-
-
-def unpack(packed: Tensor, block_size: int) -> Tensor:
-    """bool [blocks, block_size] from packed bits."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> shifts) & 1).view(-1, block_size) != 0
-
-
-def packed(bits: Tensor) -> Tensor:
-    """uint8 [blocks, block_size / 8] from bool [blocks, block_size]: the first bit in the lowest place."""
-    weights = 2 ** torch.arange(8, dtype=torch.int32, device=bits.device)
-    return (bits.unflatten(1, (-1, 8)) * weights).sum(2).to(torch.uint8)
+    return mask if live is None else mask & unpacked(live).view(mask.shape)
 
 
 def signed(positive: Tensor, scale: Tensor) -> Tensor:

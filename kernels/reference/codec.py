@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
@@ -16,11 +17,9 @@ from onebit.kernels.reference.blocks import (
     element_mask,
     gather,
     hyper_columns,
-    packed,
     parameter_column,
     scatter,
     signed,
-    unpack,
 )
 
 
@@ -75,10 +74,10 @@ def message_values(messages: Messages) -> Tensor:
     """fp32 [blocks, block_size]: what the messages' bits and scales stand for, the mean over a block's copies."""
     size, scales = messages.format.block_size, messages.scale_of_blocks()
     if messages.format.bits == 2:
-        positive, large = (unpack(part, size) for part in messages.bits.chunk(2, -1))
+        positive, large = (unpacked(part).view(-1, size) for part in messages.bits.chunk(2, -1))
         values = signed(positive, torch.where(large, scales[:, 1:], scales[:, :1]))
     else:
-        values = signed(unpack(messages.bits, size), scales[:, None])
+        values = signed(unpacked(messages.bits).view(-1, size), scales[:, None])
     if messages.copies == 1:
         return values
     total = torch.zeros(len(values) // messages.copies, size, dtype=torch.float32, device=values.device)

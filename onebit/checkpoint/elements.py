@@ -1,4 +1,4 @@
-"""Packed bits and messages, element by element, and back."""
+"""Messages and what ranks keep of some spans, element by element, and back."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Span
-
-
-def unpacked(bits: Tensor) -> Tensor:
-    """uint8, 0 or 1: eight for each byte of the last dimension."""
-    return ((bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).flatten(-2)
-
-
-def packed(ones: Tensor) -> Tensor:
-    """The reverse, in whole bytes."""
-    eights = pad(ones.to(torch.uint8), (0, -ones.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (eights << torch.arange(8, dtype=torch.uint8, device=ones.device)).sum(-1, dtype=torch.uint8)
 
 
 def decoded(bits: Tensor, scales: Tensor, per_element: int) -> Tensor:
@@ -27,7 +17,7 @@ def decoded(bits: Tensor, scales: Tensor, per_element: int) -> Tensor:
     ones, scales = unpacked(bits), scales.unsqueeze(-1)
     if per_element == 2:
         ones, large = ones.chunk(2, -1)
-        scales = torch.where(large == 1, scales[:, 1], scales[:, 0])
+        scales = torch.where(large, scales[:, 1], scales[:, 0])
     flat = ((ones.float() * 2 - 1) * scales).flatten(-2)
     return flat if flat.ndim == 2 else flat[None]
 

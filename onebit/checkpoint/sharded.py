@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.elements import decoded, encoded, gathered, packed, scattered, unpacked
+from onebit.checkpoint.elements import decoded, encoded, gathered, scattered
 from onebit.checkpoint.names import (
     BITS,
     DENSE,
@@ -29,6 +29,7 @@ from onebit.checkpoint.names import (
     server_rank_of,
     server_residual_name,
 )
+from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Span
 from onebit.optim.sharding import as_whole, local
 
@@ -49,7 +50,7 @@ def by_element(own: Saved, like: Tensor, index: int, bits: int, shards: Sequence
         if server_rank_of(name) is not None:
             value = scattered(value, shards, index, part.numel())
         elif value.dtype == torch.uint8:
-            value = unpacked(value)[: part.numel()]
+            value = unpacked(value)[: part.numel()].to(torch.uint8)
         found[name] = as_whole(value.view(part.shape), like)
     if BITS in own:
         for rank, values in enumerate(decoded(own[BITS], own[SCALES], bits)):
@@ -61,8 +62,7 @@ def as_it_was(own: Saved, index: int, size: int, bits: int, packed_fields: Colle
               place: int) -> Saved:  # fmt: skip
     """On the same shards and replicas: as the schema has it. size: of a block. place: this rank's."""
     found = _without_messages(own, packed_fields)
-    mine = (residual_name(place), server_residual_name(place))
-    found = {name: v for name, v in found.items() if name in mine or rank_of(name) is server_rank_of(name) is None}
+    found = {name: value for name, value in found.items() if {rank_of(name), server_rank_of(name)} <= {None, place}}
     if (name := server_residual_name(place)) in found:
         found[name] = gathered(found[name], shards, index)
         if not found[name].numel():

@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -250,9 +249,3 @@ def pieces(spans: Sequence[Span], flat: Tensor, index: int) -> list[tuple[slice,
         found += [(s, own[at : at + s.stop - s.start]) for s, at in span.of_parameter(index)]
         start += span.elements
     return found
-
-
-def packed(mask: Tensor) -> Tensor:
-    """uint8 [elements / 8], as numpy.packbits(..., bitorder="little")."""
-    bits = np.packbits(mask.cpu().numpy(), bitorder="little")
-    return torch.from_numpy(bits).to(mask.device)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from onebit.kernels.data.bits import packed
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
-from onebit.optim.flat_state import FlatState, packed
+from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
