@@ -82,8 +82,7 @@ class CompressedAllReduce:
         self._tensors = Layout(self.numels, block_size=block_size)
         Format.of(self._tensors, scale, norm)
         check_reply(reply)
-        found = isinstance(process_group, Topology)
-        self.topology = process_group if found else Topology.of(process_group, node_group, self.device)
+        self.topology = Topology.of(process_group, node_group, self.device)
         self.transport = self.topology.replicas
         self._way = way_for(reply, self.transport.size)
         self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks
@@ -246,10 +245,7 @@ class CompressedAllReduce:
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
-        topology = self.topology
-        return self._way(
-            layout, self.transport, self.device, self._scale, self._norm, node=topology.node, everyone=topology.copies
-        )
+        return self._way.of(self.topology, layout, self.device, self._scale, self._norm)
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:
         if tensors and tensors[0].device != self.device:

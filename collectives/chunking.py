@@ -105,9 +105,7 @@ def measure_chunks(
     seconds = {}
     for chunks in options:
         layout = Layout([numel], block_size=block_size, ranks=shards_of(topology, way), chunks=chunks)
-        exchange = way(
-            layout, topology.replicas, device, scale=scale, norm=norm, node=topology.node, everyone=topology.copies
-        )
+        exchange = way.of(topology, layout, device, scale, norm)
         x = Pointers.to(layout, [tensor])
 
         def step(exchange: Exchange = exchange, x: Pointers = x) -> None:

@@ -20,9 +20,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
+from typing_extensions import Self
 
 from onebit import kernels
 from onebit.collectives.agreement import NODES, agree
+from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport, Ranks, Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
@@ -165,6 +167,21 @@ class Exchange(ABC):
             self.arriving = self._zeros(self.reply_format, layout.chunks * transport.size, copies)
         self.chunks = [self._chunk(j, server) for j, server in enumerate(self._servers())]
         self._agreed = False
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        layout: Layout,
+        device: torch.device,
+        scale: Scale = "block",
+        norm: Norm = "l1",
+        *,
+        value: Tensor | None = None,
+    ) -> Self:
+        """Between the replicas of a topology, with its node."""
+        node, everyone = topology.node, topology.copies
+        return cls(layout, topology.replicas, device, scale, norm, value=value, node=node, everyone=everyone)
 
     @classmethod
     @abstractmethod

@@ -8,6 +8,8 @@ copies        the ranks that hold the same parameters. Gradients of stage 1 are 
 node          with two levels, the ranks of this rank's node, which average in full precision first
 shard         where parameters are sharded (FSDP2), the ranks that hold the parts of this rank's copy of them; its
               replicas are then those that hold the same parts
+
+A process may be in all of them alone: then nothing is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.agreement import NODES, all_gather_json, listed
+from onebit.collectives.agreement import NODES, all_gather_json, listed, raise_on_all
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.grid import Grid
 from onebit.collectives.transport.protocol import Ranks, Transport
@@ -61,6 +63,14 @@ class Topology:
         if self.shard is not None:
             self.shard.all_max(values, "comparing what parts of parameters have (all-reduce)")
         return values
+
+    def raise_together(self, failed: Exception | None, device: torch.device, others: str) -> None:
+        """What was found by comparing over `copies`, and is the same on all of them. Where parameters are sharded the
+        ranks of the other parts raise too: a ValueError that says `others`, unless they have found something."""
+        if self.shard is not None:
+            raise_on_all(self.everyone, device, failed, others)
+        elif failed is not None:
+            raise failed
 
     @property
     def nodes(self) -> int:
@@ -114,11 +124,13 @@ class Topology:
     @classmethod
     def of(cls, process_group: Any = None, node_group: Any = None, device: torch.device | None = None) -> Topology:
         """Of a torch.distributed group, an mpi4py communicator, a transport, or None: torch's default group if there is
-        one, else this process alone.
+        one, else this process alone. A Topology is given back as it is.
 
         node_group: the same kinds, of this rank's node; "auto" finds the ranks of a host; None for one level. With one
         this is a collective call of all ranks, which needs the `device` of the tensors that they send.
         """
+        if isinstance(process_group, Topology):
+            return process_group
         everyone = transport_for(process_group)
         if node_group is None or everyone.size == 1:
             return cls(everyone, everyone)

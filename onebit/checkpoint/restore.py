@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.elements import decoded
+from onebit.checkpoint.elements import decoded, scattered
 from onebit.checkpoint.names import BITS, DENSE, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
 from onebit.checkpoint.schema import Saved, progress_of
 from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
@@ -319,11 +319,7 @@ def _whole(own: Saved, spans: Mapping[str, Sequence[Span]], index: int, numel: i
     whole = torch.zeros(numel, dtype=torch.float32, device="cpu")
     for name, of_name in spans.items():
         if name in own:
-            values, start = own[name].cpu().view(-1), 0
-            for part, _ in (found for span in of_name for found in span.of_parameter(index)):
-                stop = start + part.stop - part.start
-                whole[part].add_(values[start:stop], alpha=alpha)
-                start = stop
+            whole.add_(scattered(own[name].cpu().view(-1), of_name, index, numel), alpha=alpha)
     return whole
 
 

@@ -15,9 +15,8 @@ from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.kernels.data.hyper import COLUMNS, Hyper, hyper_table
 from onebit.optim.flat_state import FlatState
 
-Version = (
-    tuple[Tensor, int] | None
-)  # a gradient, held so that no other is mistaken for it, and how often it was changed
+# A gradient, held so that no other is mistaken for it, and how often it was changed.
+Version = tuple[Tensor, int] | None
 _LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
 
 
@@ -42,15 +41,15 @@ class Gradients:
     def average(
         self,
         states: Sequence[FlatState],
-        replicas: Ranks,
+        copies: Ranks,
         unscale: Tensor | None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         """In place, once. A missing gradient counts as zero."""
-        if replicas.size == 1 or unchanged(self._averaged, states):
+        if copies.size == 1 or unchanged(self._averaged, states):
             return
         for state in states:
-            average_(state.fill_missing_gradients(), replicas, unscale, wire_dtype=wire_dtype)
+            average_(state.fill_missing_gradients(), copies, unscale, wire_dtype=wire_dtype)
         self._averaged = versions_of(states)
 
     def average_slices(
@@ -66,10 +65,9 @@ class Gradients:
                 "clip_grad_norm_"
             )
         for state in states:
-            state.fill_missing_gradients()
-            for p in state.params:
-                p.grad = None if p.grad is None else p.grad.contiguous()
-            grads = state.fill_missing_gradients()
+            grads = [grad.contiguous() for grad in state.fill_missing_gradients()]
+            for p, grad in zip(state.params, grads, strict=True):
+                p.grad = grad
             for chunk in range(state.layout.chunks):
                 slices = state.layout.slices(chunk, node.size)
                 average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)

@@ -73,13 +73,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         shards = shard_group(self.param_groups)
         known = isinstance(process_group, Topology)
         self._ranks_found = known or shards is not None or not automatic
-        if known:
-            topology = process_group
-        elif shards is None:
+        if shards is not None:
+            check_sharded(chosen, automatic or node_group is None)
+        if shards is None or known:
             topology = Topology.of(process_group, None if automatic else node_group, device)
         else:
-            check_sharded(chosen, automatic or node_group is None)
             topology = Topology.of_shards(process_group, shards)
+        if known and (shards is None) != (topology.shard is None):
+            raise ValueError(
+                "process_group is a Topology of sharded parameters, and these are whole, or the other way round: make "
+                "one Topology for each kind (Topology.of, Topology.of_shards), or give the group itself"
+            )
         self.setup = Setup(type(self).__name__, algorithm, chosen, topology, device, self.param_groups)
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
@@ -153,9 +157,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self.compressing:
             self.overlap.enable()
 
-    def takes_node_mean(self) -> bool:
-        """Asked by DDP's hook in stage 2 for each bucket: whether it is to average it over the node. With overlap the
-        exchange does, chunk by chunk."""
+    def claim_node_mean(self) -> bool:
+        """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
+        leaves out. With overlap the exchange does it, chunk by chunk."""
         gradients = self.gradients
         gradients.node_mean = gradients.node_mean is not False and not self.overlap.on
         return gradients.node_mean

@@ -42,10 +42,7 @@ class MomentumReducer:
         keep_previous: whether `previous` is wanted.
         """
         self.state, self.gamma = state, gamma
-        self.exchange = way(
-            state.layout, topology.replicas, state.device, scale, norm, value=state[RESIDUAL.name],
-            node=topology.node, everyone=topology.copies,
-        )  # fmt: skip
+        self.exchange = way.of(topology, state.layout, state.device, scale, norm, value=state[RESIDUAL.name])
         self.exchange.live = live
         m = self.exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None

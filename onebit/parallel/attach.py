@@ -141,7 +141,7 @@ def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     group: Any = state.process_group
     if state.optimizer.compressing:
         node = state.optimizer.setup.topology.node
-        if not isinstance(node, TorchTransport) or not state.optimizer.takes_node_mean():
+        if not isinstance(node, TorchTransport) or not state.optimizer.claim_node_mean():
             return local(bucket)
         group = node.group
     own = bucket.buffer().dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.restore import clear_residuals
-from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums, raise_on_all
+from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
 from onebit.collectives.exchange import facts
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -33,12 +33,9 @@ def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: boo
         values = [p for state in current.states for p in state.values_now()]
         agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
     except ValueError as error:
-        if setup.topology.shard is None:
-            raise
         failed = error
-    if setup.topology.shard is not None:
-        others = "the replicas of another part of the parameters do not agree: their error says in what"
-        raise_on_all(setup.topology.everyone, setup.device, failed, others)
+    others = "the replicas of another part of the parameters do not agree: their error says in what"
+    setup.topology.raise_together(failed, setup.device, others)
     _agree_on_residuals(setup, current)
     if not averaged_in_backward and _all_have_the_same_gradients(setup, current) and transport.rank == 0:
         return [_warn_of_ddp]

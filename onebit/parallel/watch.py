@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed, raise_on_all
+from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed
 from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.options import OnDivergence
 from onebit.optim.setup import Setup
@@ -44,11 +44,8 @@ class Watch:
         if not self._every or self._calls % self._every or transport.size == 1:
             return
         failed = self._compare(transport, setup, current)
-        if setup.topology.shard is not None:
-            others = "the replicas of another part of the parameters do not hold the same bits: their error says which"
-            raise_on_all(setup.topology.everyone, setup.device, failed, others)
-        elif failed is not None:
-            raise failed
+        others = "the replicas of another part of the parameters do not hold the same bits: their error says which"
+        setup.topology.raise_together(failed, setup.device, others)
 
     def _compare(self, transport: Ranks, setup: Setup, current: Snapshot) -> DivergenceError | None:
         """What to raise, if anything; what differs is repaired where that is wanted and possible."""

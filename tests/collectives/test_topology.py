@@ -3,8 +3,10 @@
 import dataclasses
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import onebit
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.collectives import work
@@ -52,3 +54,13 @@ def test_groups_of_ranks():
 def test_what_is_no_group():
     with pytest.raises(TypeError, match="can't communicate over a str"):
         Topology.of("gloo")
+
+
+def test_a_topology_is_taken_as_it_is_where_it_fits_the_parameters():
+    topology = Topology.of()
+    param = torch.nn.Parameter(torch.ones(3))
+    assert Topology.of(topology) is topology
+    assert onebit.OneBitAdam([param], process_group=topology).setup.topology is topology
+    sharded = dataclasses.replace(topology, shard=LocalTransport())
+    with pytest.raises(ValueError, match="a Topology of sharded parameters"):
+        onebit.OneBitAdam([param], process_group=sharded)

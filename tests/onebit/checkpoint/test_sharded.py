@@ -199,9 +199,9 @@ def test_one_replicas_residuals_are_not_everyones(tmp_path: Any) -> None:
     assert all("start from zero" in text for text in second)
 
 
-def to_nodes(rank: int, size: int, folder: str) -> Any:
+def to_whole(rank: int, size: int, folder: str, nodes: bool) -> Any:
     net = model(WIDTH)
-    node = transport_for(None).split(rank // 2)
+    node = transport_for(None).split(rank // 2) if nodes else None
     optimizer = build("OneBitAdam", net.parameters(), node_group=node, **OPTIONS)
     onebit.load(folder, net, optimizer)
     train(rank, net, optimizer, range(16, 20))
@@ -209,25 +209,11 @@ def to_nodes(rank: int, size: int, folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_sharded_state_loads_into_nodes(tmp_path: Any) -> None:
+def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(tmp_path: Any) -> None:
     run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=200)
-    ends = run_ranks_once(4, to_nodes, (str(tmp_path),))
-    assert ends == [ends[0]] * 4
-
-
-def to_whole(rank: int, size: int, folder: str) -> Any:
-    net = model(WIDTH)
-    optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
-    onebit.load(folder, net, optimizer)
-    train(rank, net, optimizer, range(16, 20))
-    return bits(net.parameters())
-
-
-@pytest.mark.slow
-def test_a_sharded_state_loads_into_whole_parameters(tmp_path: Any) -> None:
-    run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=200)
-    ends = run_ranks_once(2, to_whole, (str(tmp_path),))
-    assert ends[0] == ends[1]
+    for ranks, nodes in ((4, True), (2, False)):
+        ends = run_ranks_once(ranks, to_whole, (str(tmp_path), nodes))
+        assert ends == [ends[0]] * ranks
 
 
 def saved_whole(rank: int, size: int, folder: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,19 +51,24 @@ def sharded(net: nn.Module, mesh: Any) -> nn.Module:
     return net
 
 
-def with_fsdp(rank: int, kind: str, steps: int, mesh: Any, attached: bool, width: int = 64, **options: Any) -> Any:
-    net = sharded(model(width), mesh)
-    optimizer = build(kind, net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, **options})
-    if attached:
-        onebit.attach(net, optimizer)
+def trained(rank: int, net: nn.Module, optimizer: Any, steps: int, values: Callable[[], Any]) -> list[Any]:
+    """The values that there are after the steps of AT."""
     ends = []
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(net, rank, step).backward()
         optimizer.step()
         if step + 1 in AT:
-            ends.append(whole(net))
-    return net, optimizer, ends
+            ends.append(values())
+    return ends
+
+
+def with_fsdp(rank: int, kind: str, steps: int, mesh: Any, attached: bool, width: int = 64, **options: Any) -> Any:
+    net = sharded(model(width), mesh)
+    optimizer = build(kind, net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, **options})
+    if attached:
+        onebit.attach(net, optimizer)
+    return net, optimizer, trained(rank, net, optimizer, steps, lambda: whole(net))
 
 
 def with_ddp(rank: int, kind: str, steps: int, **options: Any) -> tuple[Any, list[list[Tensor]]]:
@@ -71,14 +77,7 @@ def with_ddp(rank: int, kind: str, steps: int, **options: Any) -> tuple[Any, lis
     ddp = DistributedDataParallel(net)
     optimizer = build(kind, net.parameters(), node_group=node, **{**OPTIONS, **options})
     onebit.attach(ddp, optimizer)
-    ends = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-        if step + 1 in AT:
-            ends.append([p.detach().clone() for p in net.parameters()])
-    return optimizer, ends
+    return optimizer, trained(rank, ddp, optimizer, steps, lambda: [p.detach().clone() for p in net.parameters()])
 
 
 def whole(net: nn.Module) -> list[Tensor]:
@@ -279,10 +278,7 @@ def with_a_refused_hook(rank: int, size: int) -> tuple[bytes, bytes, bool]:
     net[2].set_all_reduce_hook = refuse  # type: ignore[index]
     optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **OPTIONS)
     onebit.attach(net, optimizer)
-    for step in range(14):
-        optimizer.zero_grad()
-        loss_of(net, rank, step).backward()
-        optimizer.step()
+    trained(rank, net, optimizer, 14, lambda: None)
     return bits(whole(net)), bits(whole(expected)), optimizer.averaged_in_backward
 
 

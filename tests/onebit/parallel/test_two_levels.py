@@ -8,6 +8,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.transport import transport_for
+from onebit.optim import gradients
 from tests.onebit.parallel.test_overlap import run_with_and_without
 from tests.onebit.runs import Case, bits, build, kinds, nodes_of, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks, run_ranks_once
@@ -159,6 +161,18 @@ def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
         assert (ends[one] - ends[other]).abs().max() < most
     assert (ends[0] - ends[4]).abs().max() > 1e-4
     assert not any(warned for _, warned in found[0])
+
+
+def averages_of_the_step(rank: int, size: int, ddp: bool) -> int:
+    """How many slices the step itself averages over the node."""
+    with patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average:
+        trained(rank, size, "OneBitAdam", ddp)
+    return int(average.call_count)
+
+
+def test_what_ddp_has_averaged_over_the_node_is_not_averaged_again() -> None:
+    assert run_ranks(4, averages_of_the_step, True) == [0] * 4
+    assert all(run_ranks(4, averages_of_the_step, False))
 
 
 def on_hosts(rank: int, size: int, hosts: list[int]) -> tuple[int, int, list[str], bytes]:
