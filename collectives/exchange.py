@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -238,6 +238,24 @@ class Exchange(ABC):
         """A span's part of `live`."""
         width = self.layout.block_size // 8
         return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
+
+    def slices(self) -> Iterator[tuple[Span, Messages, Residual | None]]:
+        """Of every chunk each slice, with its replies, and its residual where it is this rank's."""
+        ranks, node = self.transport.size, self.node
+        for chunk in self.chunks:
+            for i in range(node.size):
+                residual = chunk.residual if i == node.rank else None
+                yield self.layout.part(chunk.index, i, node.size), chunk.replies.slice(i * ranks, ranks), residual
+
+    def clear_replies(self, flags: Tensor) -> None:
+        """What was received stands for 0, where flags, int32 [1], is 0. `residual` has been computed anew: it does not
+        depend on a tensor scale any more."""
+        scales = [chunk.own_reply.scales for chunk in self.chunks]
+        scales += [self.replies.scales, self.arriving.scales]
+        if self.residual.scale is not None:
+            scales.append(self.residual.scale)
+        for each in scales:
+            each.masked_fill_(flags == 0, 0)
 
     def _chunk(self, index: int, server: Server | None) -> Chunk:
         layout, ranks, node = self.layout, self.transport.size, self.node

@@ -152,6 +152,54 @@ class Backend(Protocol):
         Bytes: reads x 4, d 4, bits 1/8; writes x 4. 12.125.
         """
 
+    def zero_one_full(
+        self,
+        span: Span,
+        params: Pointers,
+        grads: Pointers,
+        exp_avg_sq: Tensor,
+        replies: Messages,
+        residual: Residual | None,
+        master: Tensor | None,
+        hyper: Tensor,
+        flags: Tensor,
+        least_root: Tensor,
+        root_at_zero: Tensor,
+        live: Tensor,
+        sums: Tensor,
+        counts: Tensor,
+    ) -> None:
+        """m = beta1 m + (1 - beta1) g' with m = decode(replies);  v = beta2 v + (1 - beta2) g'^2;
+        x = x - lr (mhat / (u + eps) + wd x) with u = max(sqrt(vhat), least_root_p), root_at_zero_p where v is 0;
+        e = e + beta1 m;  live = v != 0;  sums[b], counts[b]: the sum of v over block b, and how many are not 0.
+
+        A full-precision step between compressed ones: 0/1 Adam (Lu et al. 2023), Algorithm 1, with m folded into the
+        residual, as at the freeze. `replies` are read whether they carry a flag or not. `residual` is None where the
+        span is another rank's slice. A coordinate that had v = 0 and has no root_at_zero had no m and no e; one with
+        u = 0 does not move. `live`, uint8 [elements / 8], is written, as are sums and counts, fp32 [blocks].
+
+        Bytes: reads g 4, m 1/8, v 4, e 4, x 4; writes v 4, e 4, x 4, live 1/8. 28.25.
+        """
+
+    def zero_one_update(
+        self,
+        span: Span,
+        params: Pointers,
+        exp_avg_sq: Tensor,
+        replies: Messages,
+        master: Tensor | None,
+        hyper: Tensor,
+        least_root: Tensor,
+        root_at_zero: Tensor,
+    ) -> None:
+        """x = x - lr (mhat / (u + eps) + wd x) with m = decode(replies), and u as in zero_one_full.
+
+        A compressed step: 0/1 Adam (Lu et al. 2023), Algorithm 1. A coordinate with u = 0 never moves. Blocks of a
+        flagged reply stay as they are.
+
+        Bytes: reads x 4, v 4, bits 1/8; writes x 4. 12.125.
+        """
+
     def lamb_warmup(
         self,
         span: Span,
@@ -216,7 +264,7 @@ class Backend(Protocol):
 # What is measured, in the order of a step. lamb_update is adam_update with LAMB's coefficients.
 PASSES = (
     "scan", "compress", "average", "decode", "adam_warmup", "adam_update",
-    "lamb_warmup", "lamb_statistics", "lamb_update",
+    "lamb_warmup", "lamb_statistics", "lamb_update", "zero_one_full", "zero_one_update",
 )  # fmt: skip
 BIT = 1 / 8  # bytes
 
@@ -252,7 +300,9 @@ def bytes_per_element(
             return itemsize
         case "adam_warmup":
             return itemsize + 4 * 4 + parameter
-        case "adam_update" | "lamb_update":
+        case "zero_one_full":
+            return itemsize + replies + 4 * 4 + BIT + parameter
+        case "adam_update" | "lamb_update" | "zero_one_update":
             return replies + 4 + parameter
         case "lamb_warmup":  # read for the norms, and again for the update
             return itemsize + 4 * 4 + (4 if master else itemsize) + 2 * 4 + parameter

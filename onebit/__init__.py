@@ -12,6 +12,7 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
 from onebit.optim.lamb import OneBitLamb
 from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.zero_one import ZeroOneAdam
 from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
@@ -31,6 +32,7 @@ __all__ = [
     "OneBitLamb",
     "OneBitOptimizer",
     "OneBitState",
+    "ZeroOneAdam",
     "attach",
     "load",
     "merge_states",

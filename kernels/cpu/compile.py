@@ -73,7 +73,8 @@ class _Dispatcher(CPUDispatcher):
     """Numba's, with files of ours."""
 
     def enable_caching(self) -> None:
-        self._cache = _Files(self.py_func.__name__)
+        module = self.py_func.__module__.rpartition(".")[2]  # another may have a loop of the same name
+        self._cache = _Files(f"{module}{self.py_func.__name__}")
 
 
 class _Files(NullCache):

@@ -4,6 +4,7 @@ from onebit.kernels.gpu.adam import adam_update, adam_warmup
 from onebit.kernels.gpu.codec import average, compress, decode
 from onebit.kernels.gpu.lamb import lamb_statistics, lamb_warmup
 from onebit.kernels.gpu.scan import scan
+from onebit.kernels.gpu.zero_one import zero_one_full, zero_one_update
 
 __all__ = [
     "adam_update",
@@ -14,4 +15,6 @@ __all__ = [
     "lamb_statistics",
     "lamb_warmup",
     "scan",
+    "zero_one_full",
+    "zero_one_update",
 ]

@@ -60,9 +60,14 @@ PASS_OF = {
     "lamb_moments_kernel": "lamb_warmup",
     "lamb_apply_kernel": "lamb_warmup",
     "lamb_statistics_kernel": "lamb_statistics",
+    "zero_one_full_kernel": "zero_one_full",
+    "zero_one_update_kernel": "zero_one_update",
 }
 _FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
-SUMMING_KERNELS = {"compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel"}
+SUMMING_KERNELS = {
+    "compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel",
+    "zero_one_full_kernel",
+}  # fmt: skip
 _EQUAL = 1.01  # times this close are the same: the earlier candidate wins
 
 _known: dict[tuple[str, torch.device, torch.dtype], Config] = {}

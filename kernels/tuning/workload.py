@@ -118,6 +118,14 @@ class Workload:
             "lamb_update": lambda: backend.adam_update(
                 w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), w.statistics_state().coefficient
             ),
+            "zero_one_full": lambda: backend.zero_one_full(
+                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.replies(), w.folded(), w.master(), w.hyper(),
+                w.flags(), w.least_root(), w.root_at_zero(), w.written_live(), w.sums(), w.counts(),
+            ),
+            "zero_one_update": lambda: backend.zero_one_update(
+                w.span, w.params(), w.exp_avg_sq(), w.replies(), w.master(), w.hyper(), w.least_root(),
+                w.root_at_zero(),
+            ),
         }  # fmt: skip
         return {name: Pass(name, run, self._bytes(name)) for name, run in runs.items()}
 
@@ -130,6 +138,10 @@ class Workload:
             "exp_avg_sq": self._valid(self.exp_avg_sq(), self.span),
             "residual": self._valid(self.residual().value, self.span),
             "server_residual": self._valid(self.server_residual().value, self.shard),
+            "folded": self._valid(self.folded().value, self.span),
+            "live": self.written_live(),
+            "sums": self.sums(),
+            "counts": self.counts(),
             "average.coefficient": self.warmup_state().coefficient,
             "average.average": self.warmup_state().average,
             "statistics.coefficient": self.statistics_state().coefficient,
@@ -245,6 +257,31 @@ class Workload:
     @_made_once
     def server_residual(self) -> Residual:
         return self._residual("server_residual", self.shard, self.reply_format)
+
+    @_made_once
+    def folded(self) -> Residual:
+        """What a full step between compressed ones adds to."""
+        return self._residual("folded", self.span, self.format)
+
+    @_made_once
+    def least_root(self) -> Tensor:
+        return torch.full((self.layout.parameters,), 0.1, device=self.device)
+
+    @_made_once
+    def root_at_zero(self) -> Tensor:
+        return torch.ones(self.layout.parameters, device=self.device)
+
+    @_made_once
+    def written_live(self) -> Tensor:
+        return torch.zeros(self.span.elements // 8, dtype=torch.uint8, device=self.device)
+
+    @_made_once
+    def sums(self) -> Tensor:
+        return torch.full((self.layout.blocks,), float("nan"), device=self.device)
+
+    @_made_once
+    def counts(self) -> Tensor:
+        return torch.full((self.layout.blocks,), float("nan"), device=self.device)
 
     @_made_once
     def warmup_state(self) -> LambState:

@@ -33,8 +33,8 @@ DENOMINATOR = Field("denominator", values="non-negative")
 class Adam(Algorithm):
     """The two updates of 1-bit Adam."""
 
-    stage_1 = (MOMENTUM, VARIANCE)
-    stage_2 = (RESIDUAL, DENOMINATOR)
+    stage_1: ClassVar[tuple[Field, ...]] = (MOMENTUM, VARIANCE)
+    stage_2: ClassVar[tuple[Field, ...]] = (RESIDUAL, DENOMINATOR)
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         state.backend.adam_warmup(

@@ -4,6 +4,7 @@ the watch over the ranks, overlap with backward.
     stage 1    full_step          on the averaged gradient
     freeze     on_freeze          what stage 2 keeps of the state of stage 1
     stage 2    compressed_step    m = reducer.all_reduce(...), then the update
+               spaced_full_step   on the averaged gradient, at the steps for which full_step_due says so
 
 Every method works on one flat state: the parameters of one dtype.
 """
@@ -17,10 +18,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
+from onebit.optim import param_groups
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, FreezeRule
 from onebit.optim.options import Options
+from onebit.optim.param_groups import Group
 from onebit.optim.reducer import MomentumReducer
 
 
@@ -37,6 +40,9 @@ class Algorithm(ABC):
     needs_previous_momentum: ClassVar[bool] = False
     """Whether compressed_step reads `reducer.previous`, the momentum of the step before."""
 
+    uses_step_number: ClassVar[bool] = False
+    """Whether a step of stage 2 depends on how many were taken before."""
+
     @abstractmethod
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         """Stage 1. Where flags, int32 [1], is not 0 nothing may change."""
@@ -44,6 +50,21 @@ class Algorithm(ABC):
     @abstractmethod
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         """Stage 2. The replies carry the flag: the passes that read them change nothing where it is set."""
+
+    def full_step_due(self, step: int) -> bool:
+        """Stage 2: whether step number `step` is in full precision. It can be with `uses_step_number` alone."""
+        return False
+
+    def spaced_full_step(
+        self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor, options: Options
+    ) -> None:
+        """Stage 2, where `full_step_due` says so: a step on the averaged gradient. Where flags is not 0 nothing may
+        change."""
+        raise NotImplementedError(f"{type(self).__name__} has no full-precision steps in stage 2")
+
+    def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:
+        """A param group's numbers at step number `step`, of which the first is 1."""
+        return param_groups.hyper_of(group, step, bias_correction)
 
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
         """When stage 1 ends. window: steps between what freeze_step="auto" compares."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step
 
+    without_options: ClassVar[frozenset[str]] = frozenset()
+    """Of `Options`, those that this optimizer does not take."""
+
     setup: Setup
     current: Snapshot
 
@@ -65,7 +68,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     ) -> None:
         """process_group: also a Topology, for several optimizers of the same ranks. node_group: see `Topology.of`. A
         group of a node is asked for of all ranks here, "auto" in `find_ranks`."""
-        chosen = Options.of(options)
+        chosen = Options.of(options, self.without_options)
         self._built = False
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
@@ -98,6 +101,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def compressing(self) -> bool:
         """Whether stage 2 has begun."""
         return self.current.stages.compressing
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the coming step is one in full precision: of stage 1, or of 0/1 Adam's. It is the same on all ranks,
+        and known from `begin_step` on."""
+        stages = self.current.stages
+        return not stages.compressing or self.setup.algorithm.full_step_due(stages.steps + 1)
 
     @property
     def skipped_steps(self) -> int:
@@ -134,12 +144,16 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.begin_step()
         flags = self._averaged_and_checked()
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
+        algorithm = self.setup.algorithm
         for part in self.current.parts:
             if part.reducer is None:
-                self.setup.algorithm.full_step(part.state, hyper, flags)
+                algorithm.full_step(part.state, hyper, flags)
+            elif self.averages_gradients:
+                algorithm.spaced_full_step(part.state, part.reducer, hyper, flags, self.setup.options)
             else:
-                self.setup.algorithm.compressed_step(part.state, part.reducer, hyper, flags)
-        self.overlap.restore(flags)
+                algorithm.compressed_step(part.state, part.reducer, hyper, flags)
+        if not self.averages_gradients:
+            self.overlap.restore(flags)
         self._count(flags)
         self.watch.check(self.setup, self.current)
         return loss
@@ -150,7 +164,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._rebuild_if_changed()
         if not self.current.ranks_agree:
             self._start()
-        if self.current.reads_steps:
+        if self._reads_steps:
             self._read_last_step()
         if self.current.stages.freeze_is_due:
             self._freeze()
@@ -166,7 +180,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def write_hyper(self, factor: Tensor | None) -> Tensor:
         """Every group's numbers for the coming step, on the device. factor: what gradients are multiplied by."""
-        step = 1 if self.compressing else self.current.stages.steps + 1  # nothing in stage 2 depends on it
+        step = self.current.stages.steps + 1 if self._reads_steps else 1  # which no number of the step depends on
         return self._hyper.write(self.setup.hyper_rows(step), [group["lr"] for group in self.param_groups], factor)
 
     @torch.no_grad()
@@ -186,7 +200,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
         self._average_and_check_gradients(squares)
-        if self.compressing:
+        if not self.averages_gradients:
             everyone = self.setup.topology.everyone
             everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
             squares /= self.setup.topology.nodes
@@ -320,7 +334,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Average gradients where that is due. int32 [1]: not 0 where one of them is not finite on any rank."""
         self.overlap.disable_if_gradients_changed()
         states = self.current.states
-        if self.overlap.on:
+        if self.overlap.on and not self.averages_gradients:
             self.overlap.wait_for_replies(self.gradients.flags)
             for state in states:
                 state.bind_tensors()
@@ -329,18 +343,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.gradients.flags
 
     def _average_and_check_gradients(self, squares: Tensor | None = None) -> None:
-        """Average them, where nobody else does, and find out on all ranks if all are finite. Stage 1: over all ranks;
-        stage 2: over those of a node, of which each then has the mean of its slice."""
+        """Average them, where nobody else does, and find out on all ranks if all are finite. A full-precision step:
+        over all ranks; a compressed one: over those of a node, of which each then has the mean of its slice."""
         setup, states = self.setup, self.current.states
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
         wire = setup.options.gradient_dtype
-        if self.compressing:
+        full = self.averages_gradients
+        if not full:
             if setup.topology.node is not None:
                 self.gradients.average_slices(states, setup.topology.node, unscale, wire)
         elif not self.averaged_in_backward:
             self.gradients.average(states, setup.topology.copies, unscale, wire)
         self.gradients.check_finite(
-            states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares, by_slices=self.compressing
+            states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares, by_slices=not full
         )
 
     def _unscale(self) -> Tensor | None:
@@ -350,12 +365,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _count(self, flags: Tensor) -> None:
         """A step ends: counted on the device, with what the host will want to know of it."""
         current = self.current
-        current.stages.count(flags, current.states, len(self.param_groups), read=current.reads_steps)
+        current.stages.count(flags, current.states, len(self.param_groups), read=self._reads_steps)
         self.gradients.reset()
         for state in current.states:
             state.release_gradients()
         while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
             self.after_step.pop(0)()
+
+    @property
+    def _reads_steps(self) -> bool:
+        """Whether the host has to know of every step."""
+        return self.setup.algorithm.uses_step_number or self.current.reads_steps
 
     def _read_last_step(self) -> None:
         stages = self.current.stages
@@ -363,8 +383,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         beta2s = [group["betas"][1] if corrected else 0.0 for group in self.param_groups]
         if stages.read_last_step(beta2s):
             if self.compressing:
-                self.current.drop_first_momentum()
-                self._show_state()
+                if self.current.drop_first_momentum():
+                    self._show_state()
             elif self.setup.topology.everyone.rank == 0:
                 stages.log_progress()
 

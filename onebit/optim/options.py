@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
@@ -92,8 +92,8 @@ class Options:
     )
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """From the keyword arguments of an optimizer, old names included."""
+    def of(cls, arguments: Mapping[str, Any], without: Collection[str] = ()) -> Options:
+        """From the keyword arguments of an optimizer, old names included. without: those that it does not take."""
         arguments = dict(arguments)
         if "dead" in arguments:
             if "zero_variance" in arguments:
@@ -104,9 +104,10 @@ class Options:
             new = {"freeze": "hold"}.get(old, old) if isinstance(old, str) else old
             warn(f"dead is now called zero_variance: pass zero_variance={new!r} for dead={old!r}", DeprecationWarning)
             arguments["zero_variance"] = new
-        unknown = sorted(arguments.keys() - {each.name for each in fields(cls)})
+        names = [each.name for each in fields(cls) if each.name not in without]
+        unknown = sorted(arguments.keys() - set(names))
         if unknown:
-            known = ", ".join(each.name for each in fields(cls))
+            known = ", ".join(names)
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}: the options are {known}")
         return cls(**arguments)
 
@@ -160,16 +161,16 @@ T = TypeVar("T", bound=type)
 def shows_options(optimizer: T) -> T:
     """A class whose __init__ ends with **options: its signature and its docstring show each of them."""
     signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
+    taken = [f for f in fields(Options) if f.name not in optimizer.without_options]  # type: ignore[attr-defined]
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-        for f in fields(Options)
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in taken
     ]
     groups = [p for p in own if p.name.endswith("_group")]
     parameters = [*(p for p in own if p not in groups), *shared, *groups]
     optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
     text = inspect.cleandoc(optimizer.__doc__ or "")
-    shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in fields(Options))
+    shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in taken)
     optimizer.__doc__ = f"{text}\n\nOptions of every optimizer:\n\n{shown}\n"
     return optimizer
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import DTYPES
 
-Groups = Sequence[Mapping[str, Any]]
+Group = Mapping[str, Any]
+Groups = Sequence[Group]
 
 
 def check_parameters(params: Sequence[Tensor]) -> None:
@@ -82,16 +83,13 @@ def identities(groups: Groups) -> list[list[tuple[int, bool]]]:
     return [[(id(p), p.requires_grad) for p in group["params"]] for group in groups]
 
 
-def hyper_rows(groups: Groups, step: int, bias_correction: bool) -> list[Hyper]:
-    """Every group's numbers at a step; a learning rate that is a tensor is 0 here."""
-    return [
-        Hyper.at_step(
-            step,
-            lr=0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=bias_correction,
-        )
-        for group in groups
-    ]
+def hyper_of(group: Group, step: int, bias_correction: bool) -> Hyper:
+    """A group's numbers at a step; a learning rate that is a tensor is 0 here."""
+    return Hyper.at_step(
+        step,
+        lr=0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        bias_correction=bias_correction,
+    )

@@ -48,7 +48,7 @@ class Setup:
 
     def hyper_rows(self, step: int) -> list[Hyper]:
         """Every group's numbers at a step."""
-        return param_groups.hyper_rows(self.groups, step, self.options.bias_correction)
+        return [self.algorithm.hyper(group, step, self.options.bias_correction) for group in self.groups]
 
     @property
     def window(self) -> int:

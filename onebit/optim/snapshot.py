@@ -102,8 +102,9 @@ class Snapshot:
         self.stages.compressing = True
         return zeros
 
-    def drop_first_momentum(self) -> None:
-        """A compressed step was taken: from here on messages hold the momentum."""
-        for state in self.states:
-            if FIRST_MOMENTUM.name in state:
-                state.remove(FIRST_MOMENTUM.name)
+    def drop_first_momentum(self) -> bool:
+        """A compressed step was taken: from here on messages hold the momentum. Whether there was another."""
+        there = [state for state in self.states if FIRST_MOMENTUM.name in state]
+        for state in there:
+            state.remove(FIRST_MOMENTUM.name)
+        return bool(there)

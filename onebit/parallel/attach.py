@@ -62,7 +62,7 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
     def hook(reduced: Tensor) -> None:
         with torch.cuda.stream(main):  # FSDP calls it in a stream of its own, and state belongs to the optimizer's
             inner.begin_step()
-        if not inner.compressing:
+        if inner.averages_gradients:
             setup = inner.setup
             if reduced.is_cuda:  # FSDP may let go of it before the average is there
                 reduced.record_stream(torch.cuda.current_stream(reduced.device))
@@ -139,7 +139,7 @@ def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     with torch.no_grad():
         state.optimizer.begin_step()
     group: Any = state.process_group
-    if state.optimizer.compressing:
+    if not state.optimizer.averages_gradients:
         node = state.optimizer.setup.topology.node
         if not isinstance(node, TorchTransport) or not state.optimizer.claim_node_mean():
             return local(bucket)

@@ -42,6 +42,9 @@ class Host(Protocol):
     param_groups: list[dict[str, Any]]
     after_step: list[Callable[[], None]]
 
+    @property
+    def averages_gradients(self) -> bool: ...
+
     def begin_step(self) -> None: ...
 
     def write_hyper(self, factor: Tensor | None) -> Tensor: ...
@@ -100,7 +103,7 @@ class Overlap:
             return
         if not self.in_flight:
             self._host.begin_step()
-        if not self.on:
+        if not self.on or self._host.averages_gradients:
             return
         flight = self._flight
         if flight is None:
@@ -137,7 +140,8 @@ class Overlap:
     def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
         if self.on:
-            self._flight = self._flight or self._start()
+            if not self._host.averages_gradients:
+                self._flight = self._flight or self._start()
             self.cancel_in_flight()
             self._remove_hooks()
             self._wanted, self._snapshot = False, None

@@ -23,6 +23,8 @@ KERNELS = {
     "lamb_moments_kernel",
     "lamb_apply_kernel",
     "lamb_statistics_kernel",
+    "zero_one_full_kernel",
+    "zero_one_update_kernel",
 }
 # fp32 streams read and written on the full-block path of an all-fp32 model with packed momentum. The masked path
 # of compress and average stores whole residual blocks too, so there the same stream stands twice in the PTX.
@@ -36,6 +38,8 @@ STREAMS = {
     "lamb_moments_kernel": (["g", "m", "v", "x"], ["m", "v"]),
     "lamb_apply_kernel": (["m", "v", "x"], ["x"]),
     "lamb_statistics_kernel": (["v", "d"], ["v"]),
+    "zero_one_full_kernel": (["g", "v", "x", "e"], ["v", "x", "e"]),
+    "zero_one_update_kernel": (["v", "x"], ["x"]),
 }
 
 

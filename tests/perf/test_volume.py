@@ -36,6 +36,7 @@ def test_a_share_that_is_none(share: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.netlab
+@pytest.mark.timeout(1200)  # its hosts share the cores with other tests
 def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys) -> None:
     out = tmp_path / "volume.json"
     assert volume.main(["--elements=600_000", "--steps=10", f"--out={out}"]) == 0, capsys.readouterr()

@@ -233,6 +233,8 @@ def of_senders(case, recorded):
     chunks = case.options.get("chunks", 1)
 
     def whole(slices):
+        if slices[0] is None:  # in stage 1
+            return None
         return np.stack([e.reshape(chunks, -1) for e in slices], axis=1).ravel()
 
     return [replace(own[0], e=[whole(es) for es in zip(*(r.e for r in own), strict=True)]) for own in nodes]

@@ -1,0 +1,195 @@
+"""0/1 Adam's two updates, each one pass over the model.
+
+    full     m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (u + eps) + wd x);  e = e + b1 m
+    update   x = x - lr (mhat / (u + eps) + wd x),   m = decode(reply)
+
+u = max(sqrt(vhat), least_p), or a parameter's root_at_zero where v is 0.
+
+Bytes an element, fp32: full reads g 4, m 1/8, v 4, e 4, x 4, writes v 4, e 4, x 4, live 1/8: 28.25; update reads x 4,
+v 4, bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from onebit.kernels.cpu.blocks import (
+    ALL,
+    ZERO,
+    any_flag,
+    at,
+    first_bits,
+    hyper_of,
+    locate,
+    moments,
+    of_message,
+    over,
+    packing,
+    parts,
+    put,
+    signed,
+    staged,
+    table,
+    unpack,
+    up,
+)
+from onebit.kernels.cpu.compile import Loop, tile
+from onebit.kernels.cpu.lanes import WIDTH, not_zero, ones, root, splat, total, where
+from onebit.kernels.cpu.memory import bits_at, fill, float_at, int_at, load, long_at, set_bits, set_float, store
+from onebit.kernels.cpu.threads import over_blocks
+from onebit.kernels.data.layout import Span
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Messages
+
+
+@tile
+def _moved(x, m, v, h, least, at_zero):
+    """x after the update, and which lanes move."""
+    u = root(v) * h.bias2
+    u = where(u > least, u, splat(least))
+    u = where(not_zero(v), u, splat(at_zero))
+    return x - h.lr * (m * h.bias1 / (u + h.eps) + h.weight_decay * x), not_zero(u)
+
+
+@tile
+def _full_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, last):
+    """Sixteen elements; those that do not count stay as they are. Returns v, 0 there, and where it is not 0."""
+    old_v, old_x = load(v_at + 4 * i), load(x_at + 4 * i)
+    had = ALL if at_zero > ZERO else not_zero(old_v)
+    m, v = moments(load(g_at + 4 * i) * h.grad_scale, where(had, load(m_at + 4 * i), ZERO), old_v, h)
+    x, moves = _moved(old_x, m, v, h, least, at_zero)
+    store(v_at + 4 * i, where(counts, v, old_v))
+    store(x_at + 4 * i, where(counts & moves, x, old_x))
+    if e_at != 0:
+        e = load(e_at + 4 * i)
+        left_out = where(had, e - signed(e >= ZERO, last), ZERO)
+        store(e_at + 4 * i, where(counts, left_out + h.beta1 * m, e))
+    v = where(counts, v, ZERO)
+    return v, not_zero(v)
+
+
+@tile
+def _full_block(valid, size, g_at, m_at, v_at, e_at, x_at, live, h, least, at_zero, last):
+    """Returns the sum of v, and how many are not 0."""
+    summed, count, n = splat(ZERO), 0, up(valid)
+    for i in range(0, n, WIDTH):
+        counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
+        v, nonzero = _full_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, last)
+        summed, count = summed + v, count + ones(nonzero)
+        set_bits(live + i // 8, nonzero)
+    fill(live + n // 8, 0, (size - n) // 8)
+    return total(summed), count
+
+
+@Loop
+def _full(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    params: int, param: int, grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, scales: int, bits: int,
+    row_bytes: int, tensor: int, copies: int, planes: int, exp_avg_sq: int, value: int, residual_scale: int,
+    residual_blocks: int, master: int, least_root: int, root_at_zero: int, live: int, sums: int, counts: int,
+) -> None:  # fmt: skip
+    if int_at(flags) != 0:
+        return
+    for block in range(first, stop):
+        p, group, offset, valid = locate(first_block + block, owner, rows, size)
+        start, address = 4 * block * size, long_at(params + 8 * p)
+        g_at, m_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch), scratch + 8 * size
+        x_at = staged(address, param, offset, valid, scratch + 4 * size) if master == 0 else master + start
+        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
+        unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
+        summed, count = _full_block(
+            valid, size, g_at, m_at, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
+            live + block * (size // 8), hyper_of(hyper, group), float_at(least_root + 4 * p),
+            float_at(root_at_zero + 4 * p),
+            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * (block // residual_blocks)),
+        )  # fmt: skip
+        put(x_at, address, param, offset, valid, scratch)
+        set_float(sums + 4 * block, summed)
+        set_float(counts + 4 * block, np.float32(count))
+
+
+@tile
+def _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero):
+    x = load(x_at + 4 * i)
+    moved, moves = _moved(x, m, load(v_at + 4 * i), h, least, at_zero)
+    store(x_at + 4 * i, where(counts & moves, moved, x))
+
+
+@tile
+def _update_block(valid, bits, scale, m_at, v_at, x_at, h, least, at_zero):
+    """m is what the bits stand for, or lies at `m_at` already."""
+    for i in range(0, up(valid), WIDTH):
+        counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
+        m = load(m_at + 4 * i) if m_at != 0 else signed(bits_at(bits + i // 8), scale)
+        _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero)
+
+
+@Loop
+def _update(
+    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    params: int, param: int, hyper: int, shard_blocks: int, header: int, scales: int, bits: int,
+    row_bytes: int, tensor: int, copies: int, planes: int, exp_avg_sq: int, master: int,
+    least_root: int, root_at_zero: int,
+) -> None:  # fmt: skip
+    for block in range(first, stop):
+        if any_flag(header + block // shard_blocks * copies * row_bytes, copies, row_bytes) == 0:
+            p, group, offset, valid = locate(first_block + block, owner, rows, size)
+            start, address = 4 * block * size, long_at(params + 8 * p)
+            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
+            m_at = 0
+            if copies > 1 or planes > 1:
+                m_at = scratch + 4 * size
+                unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
+            x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
+            _update_block(
+                valid, its_bits, float_at(scale), m_at, exp_avg_sq + start, x_at, hyper_of(hyper, group),
+                float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p),
+            )  # fmt: skip
+            put(x_at, address, param, offset, valid, scratch + 8 * size)
+
+
+def zero_one_full(
+    span: Span,
+    params: Pointers,
+    grads: Pointers,
+    exp_avg_sq: Tensor,
+    replies: Messages,
+    residual: Residual | None,
+    master: Tensor | None,
+    hyper: Tensor,
+    flags: Tensor,
+    least_root: Tensor,
+    root_at_zero: Tensor,
+    live: Tensor,
+    sums: Tensor,
+    counts: Tensor,
+) -> None:
+    """`onebit.kernels.reference.zero_one_full` in one loop."""
+    value, scale = (None, None) if residual is None else (residual.value, residual.scale)
+    arguments = (
+        *over(span), *table(params), *table(grads), at(hyper), at(flags), replies.format.shard_blocks,
+        *parts(replies)[1:], *packing(replies), at(exp_avg_sq), at(value), at(scale),
+        1 if scale is None else span.count // len(scale), at(master), at(least_root), at(root_at_zero), at(live),
+        at(sums), at(counts),
+    )  # fmt: skip
+    over_blocks(_full, span.count, span.layout.block_size, arguments, scratch_blocks=3)
+
+
+def zero_one_update(
+    span: Span,
+    params: Pointers,
+    exp_avg_sq: Tensor,
+    replies: Messages,
+    master: Tensor | None,
+    hyper: Tensor,
+    least_root: Tensor,
+    root_at_zero: Tensor,
+) -> None:
+    """`onebit.kernels.reference.zero_one_update` in one loop."""
+    arguments = (
+        *over(span), *table(params), at(hyper), replies.format.shard_blocks, *parts(replies), *packing(replies),
+        at(exp_avg_sq), at(master), at(least_root), at(root_at_zero),
+    )  # fmt: skip
+    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=2)

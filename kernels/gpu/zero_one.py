@@ -1,0 +1,209 @@
+"""0/1 Adam's two updates, each one pass over the model.
+
+    full     m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (u + eps) + wd x);  e = e + b1 m
+    update   x = x - lr (mhat / (u + eps) + wd x),   m = decode(reply)
+
+u = max(sqrt(vhat), least_p), or a parameter's root_at_zero where v is 0.
+
+Bytes an element, fp32: full reads g 4, m 1/8, v 4, e 4, x 4, writes v 4, e 4, x 4, live 1/8: 28.25; update reads x 4,
+v 4, bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onebit.kernels.data.layout import Span
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Messages
+from onebit.kernels.gpu import tiles
+from onebit.kernels.gpu.launch import TYPES, format_arguments, launch, replies_arguments, span_arguments
+
+
+@triton.jit
+def _used_root(v, h, least, at_zero):
+    """u"""
+    return tl.where(v != 0, tl.maximum(tl.sqrt_rn(v) * tl.load(h + tiles.H_BIAS2), least), at_zero)
+
+
+@triton.jit
+def _moved(x, m, u, h):
+    """x after the update; a coordinate with u = 0 does not move."""
+    direction = tl.div_rn(m * tl.load(h + tiles.H_BIAS1), u + tl.load(h + tiles.H_EPS))
+    x_new = x - tl.load(h + tiles.H_LR) * (direction + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
+    return tl.where(u != 0, x_new, x)
+
+
+@triton.jit
+def _of_live(values, v, at_zero):
+    """0 for a coordinate that takes no part."""
+    return tl.where(at_zero != 0, values, tl.where(v != 0, values, 0.0))
+
+
+@triton.jit
+def _full_block(
+    p_base, p_valid, g_base, g_valid, h, m, exp_avg_sq, value, residual_scale, master, least, at_zero, live, total,
+    count, valid,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr,
+):  # fmt: skip
+    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
+    v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
+    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
+    old_v = v
+    m, v = tiles.moments(g, _of_live(m, old_v, at_zero), old_v, h)
+    x = _moved(x, m, _used_root(v, h, least, at_zero), h)
+    tiles.store_tile(exp_avg_sq, v, valid, TILE, FULL)
+    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
+    if value is not None:
+        e = tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
+        e = _of_live(e, old_v, at_zero)
+        tiles.store_tile(value, e + tl.load(h + tiles.H_BETA1) * m, valid, TILE, FULL)
+    bit = (v != 0) & (tl.arange(0, TILE) < valid)
+    tiles.pack(bit, live, BLOCK, TILE)
+    tl.store(total, tl.sum(v, axis=0))
+    tl.store(count, tl.sum(bit.to(tl.int32), axis=0).to(tl.float32))
+
+
+@tiles.entry
+def zero_one_full_kernel(
+    owner, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes,
+    scales, bits, exp_avg_sq, value, residual_scale, residual_blocks, master, least_root, root_at_zero, live, sums,
+    counts,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, RESIDUAL_TENSOR: tl.constexpr,
+):  # fmt: skip
+    flag = tl.load(flags)
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
+        if (block < blocks) & (flag == 0):
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            p_base, p_valid, p_aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            g_base, g_valid, g_aligned = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
+            h = tiles.group_row(hyper, group)
+            least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
+            start = block.to(tl.int64) * BLOCK
+            m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+            x = None if master is None else master + start
+            e = None if value is None else value + start
+            e_scale = residual_scale + block // residual_blocks if RESIDUAL_TENSOR else None
+            its_live = live + block.to(tl.int64) * (BLOCK // 8)
+            if p_aligned & g_aligned:
+                _full_block(
+                    p_base, p_valid, g_base, g_valid, h, m, exp_avg_sq + start, e, e_scale, x, least, at_zero,
+                    its_live, sums + block, counts + block, valid, BLOCK, TILE, True, RESIDUAL_TENSOR,
+                )  # fmt: skip
+            else:
+                _full_block(
+                    p_base, p_valid, g_base, g_valid, h, m, exp_avg_sq + start, e, e_scale, x, least, at_zero,
+                    its_live, sums + block, counts + block, valid, BLOCK, TILE, False, RESIDUAL_TENSOR,
+                )  # fmt: skip
+
+
+@triton.jit
+def _update_block(
+    p_base, p_valid, h, exp_avg_sq, m, master, least, at_zero, valid, TILE: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
+    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
+    x = _moved(x, m, _used_root(v, h, least, at_zero), h)
+    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
+
+
+@tiles.entry
+def zero_one_update_kernel(
+    owner, parameter_table, p_addresses, hyper, first_block, blocks, shard_blocks, row_bytes,
+    header, scales, bits, exp_avg_sq, master, least_root, root_at_zero,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
+        if block < blocks:
+            if tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES) == 0:
+                p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+                p_base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+                h = tiles.group_row(hyper, group)
+                least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
+                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+                start = block.to(tl.int64) * BLOCK
+                x = None if master is None else master + start
+                if aligned:
+                    _update_block(p_base, p_valid, h, exp_avg_sq + start, m, x, least, at_zero, valid, TILE, True)
+                else:
+                    _update_block(p_base, p_valid, h, exp_avg_sq + start, m, x, least, at_zero, valid, TILE, False)
+
+
+def zero_one_full(
+    span: Span,
+    params: Pointers,
+    grads: Pointers,
+    exp_avg_sq: Tensor,
+    replies: Messages,
+    residual: Residual | None,
+    master: Tensor | None,
+    hyper: Tensor,
+    flags: Tensor,
+    least_root: Tensor,
+    root_at_zero: Tensor,
+    live: Tensor,
+    sums: Tensor,
+    counts: Tensor,
+) -> None:
+    """`onebit.kernels.reference.zero_one_full` in one launch."""
+    value, scale = (None, None) if residual is None else (residual.value, residual.scale)
+    form = replies.format
+    arguments = {
+        **span_arguments(span, exp_avg_sq.device),
+        **format_arguments(form),
+        "scales": replies.scales,
+        "bits": replies.bits,
+        "COPIES": replies.copies,
+        "BITS": form.bits,
+        "p_addresses": params.addresses,
+        "g_addresses": grads.addresses,
+        "hyper": hyper,
+        "flags": flags,
+        "exp_avg_sq": exp_avg_sq,
+        "value": value,
+        "residual_scale": scale,
+        "residual_blocks": 1 if scale is None else span.count // len(scale),
+        "master": master,
+        "least_root": least_root,
+        "root_at_zero": root_at_zero,
+        "live": live,
+        "sums": sums,
+        "counts": counts,
+        "PARAM": TYPES[params.dtype],
+        "GRAD": TYPES[grads.dtype],
+        "RESIDUAL_TENSOR": scale is not None,
+    }
+    launch(zero_one_full_kernel, span.count, arguments, exp_avg_sq, params.dtype)
+
+
+def zero_one_update(
+    span: Span,
+    params: Pointers,
+    exp_avg_sq: Tensor,
+    replies: Messages,
+    master: Tensor | None,
+    hyper: Tensor,
+    least_root: Tensor,
+    root_at_zero: Tensor,
+) -> None:
+    """`onebit.kernels.reference.zero_one_update` in one launch."""
+    arguments = {
+        **span_arguments(span, exp_avg_sq.device),
+        **replies_arguments(replies),
+        "p_addresses": params.addresses,
+        "hyper": hyper,
+        "exp_avg_sq": exp_avg_sq,
+        "master": master,
+        "least_root": least_root,
+        "root_at_zero": root_at_zero,
+        "PARAM": TYPES[params.dtype],
+    }
+    launch(zero_one_update_kernel, span.count, arguments, exp_avg_sq, params.dtype)

@@ -1,0 +1,234 @@
+"""0/1 Adam: every kind of step against the float64 oracle, and all that holds for the library's optimizers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import onebit
+from onebit.optim.schedule import VarianceSchedule
+from tests.onebit.optim.simulation import GROUPS, group_or_none, on_ranks
+from tests.onebit.optim.zero_one_simulation import check, record_run
+from tests.onebit.runs import Case, bits, run, snapshot, take, unchanged
+from tests.oracle import zero_one
+from tests.ranks import group, run_ranks
+
+SHAPES = ((7, 9), (33,), (0,), (2,), (130,), (1,))
+MISSING = ((1, 0, 1), (3, 0, 4), (6, 0, 0), (9, 0, 1), (11, 0, 4))
+CASE = Case("ZeroOneAdam", SHAPES, steps=24, options={"var_update_scaler": 2}, missing=MISSING)
+
+
+@pytest.mark.parametrize("kappa", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("last", [None, 1, 3, 9, 40])
+def test_the_schedule(kappa: int, last: int | None) -> None:
+    schedule = VarianceSchedule(kappa, last)
+    full = zero_one.full_steps(4000, kappa, last)
+    assert [t for t in range(1, 2001) if schedule.is_full(t)] == [t for t in full if t <= 2000]
+    assert schedule.dense_start == zero_one.dense_start(kappa, last)
+    for t in (1, 2, 5, 17, 300, 2000):
+        assert schedule.next_full(t) == next((f for f in full if f > t), None)
+        for beta2 in (0.999, 0.95, 0.5):
+            found = schedule.decay(t, beta2), schedule.weight(t, beta2)
+            assert found == pytest.approx(zero_one.weight_at(t, beta2, kappa, last), rel=1e-12)
+
+
+def test_few_steps_are_in_full_precision() -> None:
+    assert len(zero_one.full_steps(1200, 4)) == 33
+    assert sum(VarianceSchedule(4).is_full(t) for t in range(1, 1201)) == 33
+
+
+# Numbers
+
+VARIANTS = {
+    "block scales": {},
+    "tensor scale": {"scale": "tensor"},
+    "direct": {"reply": "direct"},
+    "2 bits": {"reply": 2, "chunks": 2},
+    "floors": {"variance_floor": 0.3, "chunks": 3},
+    "hold": {"zero_variance": "hold", "scale": "tensor", "norm": "l2"},
+    "frozen": {"var_freeze_step": 7, "bias_correction": False},
+    "frozen in the dense start": {"var_freeze_step": 2},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_step_is_the_oracles(ranks: int, options: dict[str, Any]) -> None:
+    if ranks == 1 and options.get("reply") == "direct":
+        pytest.skip("one rank has nobody to reply")
+    untouched = ((0, 3, 30), (4, 40, 6), (1, 33, 6))  # one for good, others until a full step gives them a variance
+    case = CASE.but(options={**CASE.options, **options}, untouched=untouched)
+    check(case, on_ranks(ranks, record_run, case))
+
+
+def test_groups_have_their_own_numbers() -> None:
+    case = CASE.but(groups=GROUPS)
+    check(case, run_ranks(2, record_run, case))
+
+
+def test_two_levels() -> None:
+    case = CASE.but(each=2, options={**CASE.options, "chunks": 2})
+    check(case, run_ranks(4, record_run, case))
+
+
+@pytest.mark.slow
+def test_a_hundred_steps() -> None:
+    case = CASE.but(steps=110)
+    check(case, run_ranks(3, record_run, case))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_master_weights(dtype: str) -> None:
+    case = CASE.but(dtype=dtype)
+    found = run_ranks(2, record_run, case)
+    assert found[0].bits == found[1].bits
+    assert all(math.isfinite(float(x.sum())) for x in found[0].x[-1])
+
+
+# Contract
+
+
+def skipping(rank: int, size: int, case: Case, steps: tuple[int, ...]) -> list[Any]:
+    """What a bad gradient of rank 1 changes in the step after each of `steps`, and where the ranks end."""
+    params, found = case.parameters(), []
+    optimizer = case.build(params, group())
+    step = 0
+    for last in steps:
+        run(case, rank, optimizer, params, step + 1, last)
+        before, schedule = snapshot(optimizer.state_dict()), optimizer.schedule
+        take(case.but(bad=((last + 1, 1, math.nan),)), rank, optimizer, params, last + 1)
+        found.append((unchanged(before, snapshot(optimizer.state_dict())), schedule == optimizer.schedule))
+        step = last + 1
+    run(case, rank, optimizer, params, step + 1, step + 6)
+    return [found, optimizer.skipped_steps, bits(params)]
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reply": "direct"}, {"scale": "tensor"}], ids=str)
+def test_a_skipped_step_changes_nothing_and_is_taken_again(options: dict[str, Any]) -> None:
+    """In the dense start, a full step, the one after it, and a compressed one after a compressed one."""
+    case = CASE.but(options={**CASE.options, "chunks": 2, **options}, missing=())
+    found = run_ranks(2, skipping, case, (1, 5, 7, 11))
+    assert found[0] == found[1]
+    assert found[0][0] == [(True, True)] * 4 and found[0][1] == 4
+
+
+def resumed(rank: int, size: int, case: Case, last: int) -> list[bool]:
+    """From a state after `last` steps: the same bits as without."""
+    ends = []
+    for stop in (False, True):
+        params = case.parameters()
+        optimizer = case.build(params, group())
+        run(case, rank, optimizer, params, 1, last)
+        if stop:
+            other = case.build(params, group())
+            other.load_state_dict(snapshot(optimizer.state_dict()))
+            assert other.schedule == optimizer.schedule
+            optimizer = other
+        run(case, rank, optimizer, params, last + 1, last + 8)
+        ends.append([bits(params), bits([optimizer.state[p]["exp_avg_sq"] for p in params])])
+    return ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": "tensor"}, {"reply": "direct"}, {"reply": 2}], ids=str)
+@pytest.mark.parametrize("last", [2, 3, 4, 5, 6, 7])
+def test_a_resumed_run_is_the_same(last: int, options: dict[str, Any]) -> None:
+    """In the dense start, at its end, after a compressed step, a full one, and so on."""
+    case = CASE.but(options={**CASE.options, **options})
+    assert all(run_ranks(2, resumed, case, last))
+
+
+def saved(rank: int, size: int, case: Case, last: int) -> dict[str, Any]:
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, last)
+    return {"state": snapshot(optimizer.state_dict()), "x": [p.detach().clone() for p in params]}
+
+
+def loaded(rank: int, size: int, case: Case, states: list[Any]) -> tuple[Any, list[torch.Tensor], bytes]:
+    """Where the schedule is, what this rank would send of zero gradients, by parameter, and where it ends."""
+    params = case.parameters()
+    for p, x in zip(params, states[0]["x"], strict=True):
+        p.data.copy_(x)
+    optimizer = case.build(params, group_or_none(size))
+    optimizer.load_state_dict(onebit.merge_states([s["state"] for s in states]))
+    schedule, [part] = optimizer.schedule, optimizer.current.parts
+    exchange, state = part.reducer.exchange, part.state
+    left_out = exchange.residual.left_out() + exchange.gathered_server_residual()
+    kept = zip(range(len(params)), part.reducer.momentum(), strict=True)
+    own = [state.cut(left_out, i) + 0.9 * m for i, m in kept]
+    run(case.but(missing=()), rank, optimizer, params, 20, 26)
+    return schedule, own, bits(params)
+
+
+@pytest.mark.parametrize("last", [4, 5])
+def test_another_number_of_ranks_goes_on_with_all_that_was_left_out(last: int) -> None:
+    """After a compressed step, and after a full one."""
+    states, found = run_ranks(2, saved, CASE, last), []
+    for ranks in (2, 1, 3):
+        own = on_ranks(ranks, loaded, CASE, states)
+        assert all(one[0].step == last + 1 and one[2] == own[0][2] for one in own)
+        found.append([torch.stack(of).mean(0) for of in zip(*(one[1] for one in own), strict=True)])
+    assert max(float(e.abs().max()) for e in found[0] if e.numel()) > 1e-3
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def with_and_without_overlap(rank: int, size: int, case: Case) -> list[bytes]:
+    ends = []
+    for overlap in (False, True):
+        own = case.but(options={**case.options, "overlap": overlap})
+        params = own.parameters()
+        optimizer = own.build(params, group())
+        for step in range(1, own.steps + 1):
+            optimizer.zero_grad()
+            grads = own.gradients(rank, step)
+            loss = sum((p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None and p.numel())
+            loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+        assert optimizer.overlap.on == overlap
+        ends.append(bits(params))
+    return ends
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_overlap_changes_no_bit(each: int) -> None:
+    case = CASE.but(
+        options={**CASE.options, "chunks": 2}, missing=(), each=each, bad=((9, 1, math.inf), (12, 0, math.nan))
+    )
+    found = run_ranks(2 * each, with_and_without_overlap, case)
+    assert all(one == found[0] and one[0] == one[1] for one in found)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("name", ["freeze_step", "freeze_threshold", "freeze_window"])
+def test_there_is_no_freeze(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        onebit.ZeroOneAdam([torch.nn.Parameter(torch.ones(2))], **{name: 4})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4", True])
+@pytest.mark.parametrize("name", ["var_update_scaler", "var_freeze_step"])
+def test_numbers_that_cannot_be(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        onebit.ZeroOneAdam([torch.nn.Parameter(torch.ones(2))], **{name: value})
+
+
+def differing(rank: int, size: int) -> str:
+    param = torch.nn.Parameter(torch.ones(9))
+    optimizer = onebit.ZeroOneAdam([param], var_update_scaler=2 + rank, process_group=group())
+    param.grad = torch.ones(9)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_schedules() -> None:
+    assert all("var_update_scaler 3" in text for text in run_ranks(2, differing))

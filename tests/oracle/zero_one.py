@@ -1,0 +1,220 @@
+"""0/1 Adam without local steps: dense steps at first, then 1-bit steps with full steps among them, ever further apart.
+
+Steps count from 1, and only those that are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.oracle.adam import Hyper, adamw_step, averaged_momentum, gradient, zeros
+from tests.oracle.codec import Arrays, Gradients, SimulatedAllReduce
+
+Floor = tuple[float, float]
+
+
+def full_steps(last: int, kappa: int, var_freeze_step: int | None = None) -> list[int]:
+    """T_v up to `last`: t_0 = 1, t_(j+1) = t_j + 2^floor(j / kappa). None of them comes after var_freeze_step."""
+    last = last if var_freeze_step is None else min(last, var_freeze_step)
+    steps: list[int] = []
+    t = 1
+    while t <= last:
+        gap = 2 ** (len(steps) // kappa)
+        steps.append(t)
+        t += gap
+    return steps
+
+
+def dense_start(kappa: int, var_freeze_step: int | None = None) -> int:
+    """The last step of the dense start: t_kappa = kappa + 1, the last with gap 1, or var_freeze_step before it."""
+    return kappa + 1 if var_freeze_step is None else min(kappa + 1, var_freeze_step)
+
+
+def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None = None) -> tuple[float, float]:
+    """b of the last full step up to `step`, and W, the sum of the weights of all g^2 in v, after it.
+
+    b = max(b2^gap, min(b2, 0.9)), W = b W + (1 - b) from 0. The gap is the way from the full step before, 1 at step 1.
+    """
+    steps = full_steps(step, kappa, var_freeze_step)
+    if not steps:
+        raise ValueError(f"no full step up to step {step}")
+    b, weight = beta2, 0.0
+    for previous, t in zip([0, *steps], steps, strict=False):
+        b = max(beta2 ** (t - previous), min(beta2, 0.9))
+        weight = b * weight + (1 - b)
+    return b, weight
+
+
+def floors(
+    v: Arrays, weights: Sequence[float], variance_floor: float, zero_variance: str, bias_correction: bool
+) -> list[Floor]:
+    """Of every parameter, (least, at_zero): the least root of the variance where there is one, and that where v is 0.
+
+    With the mean of vhat over v > 0 (0 if there is none): least = sqrt(variance_floor mean), and at_zero = sqrt(mean)
+    (zero_variance="floor") or 0 ("hold").
+    """
+    if zero_variance not in ("floor", "hold"):
+        raise ValueError(zero_variance)
+    result = []
+    for v_p, weight in zip(v, weights, strict=True):
+        positive = v_p > 0
+        vhat = v_p / weight if bias_correction else v_p
+        mean = float(vhat[positive].mean()) if positive.any() else 0.0
+        at_zero = float(np.sqrt(mean)) if zero_variance == "floor" else 0.0
+        result.append((float(np.sqrt(variance_floor * mean)), at_zero))
+    return result
+
+
+def roots(v: Arrays, weights: Sequence[float], floors: Sequence[Floor], bias_correction: bool) -> Arrays:
+    """u, the root of the variance in use: at_zero where v is 0, max(sqrt(vhat), least) elsewhere."""
+    us = []
+    for v_p, weight, (least, at_zero) in zip(v, weights, floors, strict=True):
+        vhat = v_p / weight if bias_correction else v_p
+        us.append(np.where(v_p == 0, at_zero, np.maximum(np.sqrt(vhat), least)))
+    return us
+
+
+def live_coordinates(v: Arrays, floors: Sequence[Floor]) -> list[np.ndarray]:
+    """Where there is a variance, or a floor stands in for it."""
+    return [(v_p > 0) | (at_zero > 0) for v_p, (_, at_zero) in zip(v, floors, strict=True)]
+
+
+def mean_gradient(grads: Sequence[Gradients], like: Arrays) -> Arrays:
+    """g of every parameter, averaged over the ranks; None counts as zero."""
+    return [np.mean([gradient(g[p], like_p) for g in grads], axis=0) for p, like_p in enumerate(like)]
+
+
+def update(x: Arrays, m: Arrays, u: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True) -> Arrays:
+    """x - lr (mhat / (u + eps) + wd x), mhat = m / (1 - b1^step); a coordinate with u = 0 does not move."""
+    xs = []
+    for x_p, m_p, u_p, h in zip(x, m, u, hypers, strict=True):
+        mhat = m_p / (1 - h.beta1**step) if bias_correction else m_p
+        moves = u_p > 0
+        moved = x_p - h.lr * (mhat / (np.where(moves, u_p, 1.0) + h.eps) + h.weight_decay * x_p)
+        xs.append(np.where(moves, moved, x_p))
+    return xs
+
+
+@dataclass
+class ZeroOne:
+    """The optimizer of N ranks, whose x, m, v are the same on all; `all_reduce` keeps the residuals of each.
+
+    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `step` counts
+    the steps taken. `take_step` takes the one that comes; `dense`, `full` and `one_bit` each take a whole step of
+    their kind, from whatever the attributes say, and count it.
+    """
+
+    x: Arrays
+    hypers: Sequence[Hyper]
+    all_reduce: SimulatedAllReduce
+    kappa: int
+    variance_floor: float
+    var_freeze_step: int | None = None
+    zero_variance: str = "floor"
+    bias_correction: bool = True
+    step: int = 0
+    m: Arrays = field(init=False)
+    v: Arrays = field(init=False)
+    floors: list[Floor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.x = [np.array(x_p, np.float64) for x_p in self.x]
+        self.m, self.v = zeros(self.x), zeros(self.x)
+        self.floors = [(0.0, 0.0) for _ in self.x]
+
+    @property
+    def kind(self) -> str:
+        """Of the coming step: "dense", "full" or "1 bit"."""
+        coming = self.step + 1
+        if coming <= dense_start(self.kappa, self.var_freeze_step):
+            return "dense"
+        return "full" if coming in full_steps(coming, self.kappa, self.var_freeze_step) else "1 bit"
+
+    @property
+    def live(self) -> list[np.ndarray]:
+        return live_coordinates(self.v, self.floors)
+
+    def take_step(self, grads: Sequence[Gradients]) -> None:
+        """The coming step, with `grads[i]` those of rank i."""
+        {"dense": self.dense, "full": self.full, "1 bit": self.one_bit}[self.kind](grads)
+
+    def dense(self, grads: Sequence[Gradients]) -> None:
+        """A step of AdamW on the mean gradient. The last one sets the floors and folds m."""
+        t = self.step + 1
+        g = mean_gradient(grads, self.x)
+        self.x, self.m, self.v = adamw_step(self.x, g, self.m, self.v, self.hypers, t, self.bias_correction)
+        self.step = t
+        if t == dense_start(self.kappa, self.var_freeze_step):
+            self.renew_floors()
+            self.fold()
+
+    def full(self, grads: Sequence[Gradients]) -> None:
+        """m = b1 m + (1 - b1) g, v = b v + (1 - b) g^2, g the mean gradient; m of before is 0 where not live.
+
+        u is that of the new v, with the floors of the full step before. Afterwards they are set anew and m is folded.
+        """
+        t = self.step + 1
+        if t not in full_steps(t, self.kappa, self.var_freeze_step):
+            raise ValueError(f"step {t} is no full step: it has no b")
+        ms, vs = [], []
+        parts = zip(mean_gradient(grads, self.x), self.m, self.v, self.live, self.hypers, strict=True)
+        for g_p, m_p, v_p, live_p, h in parts:
+            b, _ = weight_at(t, h.beta2, self.kappa, self.var_freeze_step)
+            ms.append(h.beta1 * np.where(live_p, m_p, 0.0) + (1 - h.beta1) * g_p)
+            vs.append(b * v_p + (1 - b) * g_p**2)
+        self.m, self.v, self.step = ms, vs, t
+        self._move()
+        self.renew_floors()
+        self.fold()
+
+    def one_bit(self, grads: Sequence[Gradients]) -> None:
+        """m = compressed_all_reduce(b1 m + (1 - b1) g_i), v unchanged.
+
+        A coordinate that is not live takes no part: c is 0 there, in no scale, and leaves no residual and no m. (The
+        codec decodes a sign there as everywhere. What comes of it is taken away again, and enters nothing else.)
+        """
+        live = self.live
+        self._set_counted()
+        self._clear_residuals()
+        fresh = [
+            [np.where(on, gradient(g_p, like), 0.0) for g_p, like, on in zip(g, self.x, live, strict=True)]
+            for g in grads
+        ]
+        m = [np.where(on, m_p, 0.0) for m_p, on in zip(self.m, live, strict=True)]
+        m = averaged_momentum(fresh, m, self.hypers, self.all_reduce)
+        self.m = [np.where(on, m_p, 0.0) for m_p, on in zip(m, live, strict=True)]
+        self._clear_residuals()
+        self.step += 1
+        self._move()
+
+    def fold(self) -> None:
+        """e_i = e_i + b1 m on every rank i, then m = 0: the next all-reduce finds in e_i what it would have in b1 m."""
+        kept = self.all_reduce.layout.flatten([h.beta1 * m_p for m_p, h in zip(self.m, self.hypers, strict=True)])
+        self.all_reduce.worker = [e + kept for e in self.all_reduce.worker]
+        self.m = zeros(self.m)
+
+    def renew_floors(self) -> None:
+        """The floors of v as it is, and with them which coordinates take part in the all-reduce."""
+        self.floors = floors(self.v, self.weights(), self.variance_floor, self.zero_variance, self.bias_correction)
+        self._set_counted()
+
+    def weights(self) -> list[float]:
+        """W of every parameter, after the last full step taken."""
+        return [weight_at(self.step, h.beta2, self.kappa, self.var_freeze_step)[1] for h in self.hypers]
+
+    def _move(self) -> None:
+        u = roots(self.v, self.weights(), self.floors, self.bias_correction)
+        self.x = update(self.x, self.m, u, self.hypers, self.step, self.bias_correction)
+
+    def _set_counted(self) -> None:
+        self.all_reduce.counted = self.all_reduce.layout.flatten([on.astype(np.float64) for on in self.live]) > 0
+
+    def _clear_residuals(self) -> None:
+        """0 where nothing is counted, in padding too."""
+        counted = self.all_reduce.counted
+        assert counted is not None
+        self.all_reduce.worker = [np.where(counted, e, 0.0) for e in self.all_reduce.worker]
+        self.all_reduce.server = np.where(counted, self.all_reduce.server, 0.0)
