@@ -90,7 +90,7 @@ class ZeroOne(Adam):
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         by_block = state[VARIANCE.name].view(state.layout.blocks, -1)
-        bias2 = torch.tensor([rows[group].bias2 for group in state.groups], device=state.device)
+        bias2 = torch.tensor([rows[g].bias2 for g in state.groups], dtype=torch.float64, device=state.device)
         sums, counts = by_block.sum(1), (by_block != 0).sum(1).float()
         for field in (LEAST_ROOT, ROOT_AT_ZERO):
             state.add(field)

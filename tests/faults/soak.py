@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from perf import plots
 from tests.faults.poisoned import RESULTS
-from tests.onebit.runs import OPTIMIZERS
+from tests.onebit.runs import OPTIMIZERS, build
 from tests.ranks import group, run_ranks_once
 
 RANKS = 2
@@ -54,7 +54,7 @@ def soak(rank: int, size: int, kind: str, steps: int, aloud: bool = False) -> li
     if kind == "OneBitAdam":
         model = DistributedDataParallel(model, process_group=group())
     options = {"freeze_step": FREEZE, "check_every": 100, "block_size": 256, "chunks": 1}
-    optimizer = getattr(onebit, kind)(model.parameters(), lr=1e-3, process_group=group(), **options)
+    optimizer = build(kind, model.parameters(), lr=1e-3, process_group=group(), **options)
     if kind == "OneBitAdam":
         onebit.attach(model, optimizer)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 500)

@@ -18,9 +18,12 @@ import onebit
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 
-OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
+OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
-adam_first = pytest.mark.parametrize("kind", ["OneBitAdam", pytest.param("OneBitLamb", marks=pytest.mark.slow)])
+freezing_kinds = pytest.mark.parametrize("kind", OPTIMIZERS[:2])  # those that freeze a variance for good
+adam_first = pytest.mark.parametrize(
+    "kind", ["OneBitAdam", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS[1:])]
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Case:
             **self.ranks(group),
             **self.options,
         }
-        return getattr(onebit, self.kind)(groups, **options)
+        return getattr(onebit, self.kind)(groups, **options_of(self.kind, options))
 
     @property
     def order(self) -> list[int]:
@@ -130,6 +133,19 @@ def take(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step
     for p, g in zip(params, case.gradients(rank, step), strict=True):
         p.grad = g
     optimizer.step()
+
+
+def options_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """freeze_step as 0/1 Adam has it: no full-precision step after it. Others are test_zero_one's."""
+    if kind != "ZeroOneAdam" or "freeze_step" not in options:
+        return options
+    rest = {name: value for name, value in options.items() if name != "freeze_step"}
+    return {**rest, "var_update_scaler": options["freeze_step"], "var_freeze_step": options["freeze_step"]}
+
+
+def frozen_name(kind: str) -> str:
+    """The field that compressed steps divide by."""
+    return "exp_avg_sq" if kind == "ZeroOneAdam" else "denominator"
 
 
 def arrays(params: list[nn.Parameter]) -> list[np.ndarray]:
@@ -195,7 +211,7 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 
 def build(kind: str, params: Any = None, **options: Any) -> Any:
     """An optimizer with the library's defaults."""
-    return getattr(onebit, kind)(parameters((3, 2), (5,)) if params is None else params, **options)
+    return getattr(onebit, kind)(parameters((3, 2), (5,)) if params is None else params, **options_of(kind, options))
 
 
 def assert_message(caught: Any, *parts: str) -> None:

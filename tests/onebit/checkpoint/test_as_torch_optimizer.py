@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import onebit
 from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, other_parameters, set_parameters, trained
-from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, freezing_kinds, kinds, run, same, snapshot, take
 
 
 @kinds
@@ -110,7 +109,7 @@ def test_a_param_group_that_was_added_is_loaded(kind):
         again = other_parameters(case)
         set_parameters(again, values)
         options = {"lr": 1e-2, "block_size": 32, "chunks": 1, **case.options}
-        resumed = getattr(onebit, kind)(again[::2], **options)
+        resumed = build(kind, again[::2], **options)
         resumed.add_param_group({"params": again[1::2]})
         resumed.load_state_dict(state)
         assert same(snapshot(resumed.state_dict()), state)
@@ -166,7 +165,7 @@ def test_what_was_loaded_is_not_shared(kind):
         assert same(state, kept)
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("options", [{"freeze_step": 3}, AUTO])
 @pytest.mark.parametrize("there", [2, 3, 5, 9])
 def test_loading_an_earlier_state_continues_from_it(kind, options, there):

@@ -16,7 +16,7 @@ from tests.onebit.checkpoint.states import (
     set_parameters,
     trained,
 )
-from tests.onebit.runs import Case, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, freezing_kinds, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 ADAMW = {
@@ -134,7 +134,7 @@ def test_adamw_starts_stage_2_at_once(size):
     assert_step(case.but(options={**case.options, **own}), size, 6, before, after, flat(case, values), results[0][1])
 
 
-@kinds
+@freezing_kinds
 def test_a_fresh_optimizer_can_not_start_in_stage_2(kind):
     case = Case(kind, options={"freeze_step": 0})
     params = case.parameters()

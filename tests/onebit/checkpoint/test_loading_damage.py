@@ -12,7 +12,7 @@ import torch
 import onebit
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
-from tests.onebit.runs import Case, kinds, snapshot
+from tests.onebit.runs import Case, freezing_kinds, kinds, snapshot
 
 CASE = Case(options={"freeze_step": 3, "betas": (0.9, 0.95)}, groups=({"lr": 1e-3}, {"weight_decay": 0.1}))
 ONE, GROUP = ("state", 0), ("param_groups", 0)
@@ -128,7 +128,7 @@ def test_what_no_stage_1_leaves_behind_is_refused(kind: str, name: str) -> None:
     assert_refused(kind, 2, damaged(2, kind, path, value), match)
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("name", STAGE_2)
 @pytest.mark.parametrize("here", [2, 6])
 def test_what_no_stage_2_leaves_behind_is_refused(kind: str, name: str, here: int) -> None:

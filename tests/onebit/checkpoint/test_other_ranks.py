@@ -20,7 +20,7 @@ from tests.onebit.checkpoint.states import (
     set_parameters,
     trained,
 )
-from tests.onebit.runs import Case, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, freezing_kinds, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 MOVES = {
@@ -53,7 +53,7 @@ MOVES = {
 }
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("move", [pytest.param(m, marks=[pytest.mark.slow] * ("two bits" in m)) for m in MOVES])
 def test_other_ranks_keep_the_mean_residual(kind, move):
     there, size, options, here = MOVES[move]
@@ -87,7 +87,7 @@ OTHER_REPLIES = [
 ]  # fmt: skip
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("replies", OTHER_REPLIES, ids=lambda r: f"{r[0]} to {r[1]}")
 def test_each_ranks_own_state_keeps_all_residuals_with_another_reply(kind, replies):
     """As many ranks: none needs what the others have left out."""
@@ -186,7 +186,7 @@ LOSSES = {
 }
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_ranks_state_on_all_starts_from_zero_residuals(kind, loss):
     there, size, options, here = LOSSES[loss]
@@ -201,7 +201,7 @@ def test_one_ranks_state_on_all_starts_from_zero_residuals(kind, loss):
             assert "start from zero" in warned[0]
 
 
-@kinds
+@freezing_kinds
 def test_own_states_on_fewer_ranks_start_from_zero_residuals(kind):
     """Not merged: a rank's own file lacks what the others had left out."""
     case = Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS)

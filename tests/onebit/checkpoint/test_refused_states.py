@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from tests.onebit.checkpoint.states import adamw_run, counters, trained
-from tests.onebit.runs import Case, bits, kinds, run, same, snapshot
+from tests.onebit.runs import Case, bits, freezing_kinds, kinds, run, same, snapshot
 from tests.ranks import group, run_ranks
 
 
@@ -105,7 +105,7 @@ def test_a_broken_state_of_stage_1_changes_nothing(kind, name):
     assert_refused(case, 2, broken_state(case, 2, path, value), match)
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("name", BROKEN_STAGE_2)
 @pytest.mark.parametrize("here", [2, 6])
 def test_a_broken_state_of_stage_2_changes_nothing(kind, name, here):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, counters, other_parameters, set_parameters, trained
-from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, freezing_kinds, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks, run_ranks_once
 
 
@@ -73,7 +73,7 @@ RESUMES = {  # options, more of the case, sizes
 }
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, own in RESUMES.items() for size in own[2]])
 def test_a_resumed_run_is_the_uninterrupted_one(kind, size, name, tmp_path):
     options, more, _ = RESUMES[name]
@@ -97,7 +97,7 @@ def test_resume_is_bit_exact_with_skipped_steps_before_and_after(kind, size, opt
         assert numbers[:2] == (True, 4)
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("zero_variance", ["floor", "hold"])
 def test_coordinates_without_a_variance_survive_a_resume(kind, zero_variance, tmp_path):
     never = tuple((step, rank, 2) for step in range(1, 9) for rank in range(2))

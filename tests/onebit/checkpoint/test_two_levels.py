@@ -16,7 +16,7 @@ from tests.onebit.checkpoint.states import (
     set_parameters,
     trained,
 )
-from tests.onebit.runs import Case, bits, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, freezing_kinds, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
@@ -35,7 +35,7 @@ MOVES = {  # ranks and ranks a node, there and here
 QUICK = ("2 x 2 to 4", "4 to 2 x 2", "2 x 2, one bit to direct")
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("move", [pytest.param(m, marks=[pytest.mark.slow] * (m not in QUICK)) for m in MOVES])
 def test_other_nodes_keep_the_mean_residual(kind, move):
     there, each, size, each_here, options, here = MOVES[move]

@@ -12,7 +12,7 @@ from torch import nn
 
 import onebit
 from tests.onebit.optim.simulation import group_or_none, on_ranks
-from tests.onebit.runs import Case, bits, kinds, run, take
+from tests.onebit.runs import Case, bits, build, freezing_kinds, run, take
 from tests.ranks import run_ranks
 
 
@@ -212,14 +212,14 @@ def freeze_after(rank, size, kind, frozen, bad):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@kinds
+@freezing_kinds
 def test_a_number_is_the_last_step_of_stage_1(kind, size):
     for frozen in (1, 5):
         assert on_ranks(size, freeze_after, kind, frozen, ()) == [(frozen, 0)] * size
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@kinds
+@freezing_kinds
 def test_a_skipped_step_does_not_count(kind, size):
     bad = ((1, size - 1, math.nan), (4, 0, math.inf), (6, 0, math.nan))
     assert on_ranks(size, freeze_after, kind, 5, bad) == [(8, 3)] * size
@@ -241,7 +241,7 @@ def freeze_at_once(rank, size, kind):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@kinds
+@freezing_kinds
 def test_stage_2_from_the_start_needs_a_variance(kind, size):
     assert len(set(on_ranks(size, freeze_at_once, kind))) == 1
 
@@ -298,7 +298,7 @@ def test_messages_go_to_the_logger_onebit(caplog):
         ({"freeze_step": 0, "bias_correction": False}, False),
     ],
 )
-@kinds
+@freezing_kinds
 def test_a_freeze_while_the_variance_grows_from_zero_warns(kind, options, warned):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -310,10 +310,10 @@ def test_a_freeze_while_the_variance_grows_from_zero_warns(kind, options, warned
         assert "bias_correction=True" in texts[0]
 
 
-@kinds
+@freezing_kinds
 def test_the_warning_points_to_where_the_optimizer_is_made(kind):
     with pytest.warns(UserWarning, match="freeze_step=5") as caught:
-        getattr(onebit, kind)([nn.Parameter(torch.ones(3))], freeze_step=5, bias_correction=False)
+        build(kind, [nn.Parameter(torch.ones(3))], freeze_step=5, bias_correction=False)
     assert caught[0].filename == __file__
 
 
@@ -344,13 +344,13 @@ def test_a_small_training_run_freezes_by_its_trace(caplog):
     assert sum(losses[-20:]) < 0.5 * sum(losses[frozen - 20 : frozen])
 
 
-@kinds
+@freezing_kinds
 @pytest.mark.parametrize("floor", [0.0, 1e-2])
 def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> None:
     """v is known: a gradient of 1 in most places, of 1e-3 in some, of 0 in one."""
     grad = torch.tensor([1.0] * 6 + [1e-3] * 2 + [0.0])
     p = nn.Parameter(torch.zeros(9))
-    optimizer = getattr(onebit, kind)([p], freeze_step=1, variance_floor=floor, zero_variance="hold", block_size=32)
+    optimizer = build(kind, [p], freeze_step=1, variance_floor=floor, zero_variance="hold", block_size=32)
     for _ in range(2):
         p.grad = grad.clone()
         with warnings.catch_warnings():
@@ -362,7 +362,7 @@ def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> 
     assert optimizer.state[p]["denominator"][8] == 0
 
 
-@kinds
+@freezing_kinds
 def test_rare_words_do_not_blow_up_after_the_freeze(kind: str) -> None:
     """Words as often as in language: the rarest had a gradient or two before the freeze. Without a floor the loss
     goes beyond 10."""
@@ -371,7 +371,7 @@ def test_rare_words_do_not_blow_up_after_the_freeze(kind: str) -> None:
     table, out = nn.Embedding(words, 32), nn.Linear(32, words)
     lr = 2e-3 if kind == "OneBitAdam" else 5e-3
     params = [*table.parameters(), *out.parameters()]
-    optimizer = getattr(onebit, kind)(params, lr=lr, betas=(0.9, 0.98), freeze_step=300)
+    optimizer = build(kind, params, lr=lr, betas=(0.9, 0.98), freeze_step=300)
     source = torch.Generator().manual_seed(1)
     often, target = 1 / torch.arange(1, words + 1.0) ** 1.5, torch.randperm(words, generator=source)
     losses = []

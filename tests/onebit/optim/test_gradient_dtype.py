@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.onebit import runs as optimizers
 from tests.onebit.runs import arrays, bits, kinds
 from tests.ranks import group, run_ranks
 
@@ -19,7 +20,7 @@ def build(kind, how, dtype=torch.float32, **options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
     common = {"lr": 1e-2, "eps": 1e-4, "freeze_step": FREEZE, "block_size": 32, "process_group": group()}
-    optimizer = getattr(onebit, kind)(net.parameters(), **common, **options)
+    optimizer = optimizers.build(kind, net.parameters(), **common, **options)
     if how == "alone":
         return net, net, optimizer
     model = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.0005, gradient_as_bucket_view=True)

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests.onebit.optim.simulation import assert_close, group_or_none, on_ranks
-from tests.onebit.runs import Case, arrays, bits, kinds, take
+from tests.onebit.runs import Case, arrays, bits, build, kinds, take
 from tests.ranks import group, run_ranks
 
 SAMPLES = 12  # of the whole batch
@@ -37,7 +37,7 @@ def train(rank, size, steps, kind, wrapped):
         "freeze_step": 10**6,
         "process_group": group_or_none(size),
     }
-    optimizer = getattr(onebit, kind)(model.parameters(), **options)
+    optimizer = build(kind, model.parameters(), **options)
     run = model
     if wrapped:
         run = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
@@ -147,7 +147,7 @@ def mixed(rank, size, kind, one_optimizer):
     if one_optimizer:
         both = [{"params": [params[0][0], params[1][0]]}, {"params": [params[1][1], params[0][1]]}]
         options = {"lr": 1e-2, "block_size": 32, "freeze_step": 4, "reply": 1, "process_group": group()}
-        optimizers = [getattr(onebit, kind)(both, **options)]
+        optimizers = [build(kind, both, **options)]
     else:
         optimizers = [case.build(own, group()) for case, own in zip(cases, params, strict=True)]
     for step in range(1, 13):

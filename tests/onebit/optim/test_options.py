@@ -14,7 +14,7 @@ from torch import nn
 
 import onebit
 from onebit.optim.options import OptionArguments, Options
-from tests.onebit.runs import assert_message, bits, build, kinds, parameters
+from tests.onebit.runs import assert_message, bits, build, freezing_kinds, kinds, parameters
 
 WRONG = [
     ("lr", -1e-3, ["lr=-0.001", "0 or more"]),
@@ -62,7 +62,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value", "parts"), WRONG, ids=[f"{name}={value!r}" for name, value, _ in WRONG])
-@kinds
+@freezing_kinds
 def test_a_wrong_option_is_refused_at_once(kind, name, value, parts):
     with pytest.raises(ValueError) as caught:
         build(kind, **{name: value})
@@ -99,7 +99,7 @@ def test_an_unknown_keyword_is_a_type_error(kind):
         {"block_size": 16384, "bias_correction": False, "master_weights": False, "weight_decay": 1},
     ],
 )
-@kinds
+@freezing_kinds
 def test_values_at_the_limits_are_accepted(kind, options):
     params = parameters((3, 2), (5,))
     optimizer = build(kind, params, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.runs import bits, build, kinds, parameters
+from tests.onebit.runs import bits, build, freezing_kinds, kinds, parameters
 from tests.ranks import group, run_ranks
 
 
@@ -62,7 +62,7 @@ def step_with_each_difference(rank, size, kind, which):
 
 
 @pytest.mark.parametrize(("size", "which"), [(2, 1), (3, 0)])
-@kinds
+@freezing_kinds
 def test_every_rank_names_the_rank_that_differs_and_the_option(kind, size, which):
     texts_of_ranks = run_ranks(size, step_with_each_difference, kind, which)
     for (options, parts), texts in zip(DIFFERENT[:-1], zip(*texts_of_ranks, strict=True), strict=True):

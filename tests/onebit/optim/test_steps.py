@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport
-from tests.onebit.runs import Case, arrays, bits, kinds, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, arrays, bits, build, kinds, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks
 
 STAGES = pytest.mark.parametrize("freeze_step", [50, 3], ids=["stage 1", "stage 2"])
@@ -142,7 +142,7 @@ def batch(rank: int, step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tens
 def accumulating(rank: int, size: int, kind: str, micro: int, options: dict[str, Any], how: str) -> list[np.ndarray]:
     """10 steps of `micro` backward passes each, over the same 8 samples a step."""
     net = Net()
-    optimizer = getattr(onebit, kind)(net.parameters(), lr=1e-2, block_size=32, process_group=group(), **options)
+    optimizer = build(kind, net.parameters(), lr=1e-2, block_size=32, process_group=group(), **options)
     model: nn.Module = net
     if how != "alone":
         model = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.0002)

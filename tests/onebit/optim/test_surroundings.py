@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.internals import forget_process_group
-from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, arrays, bits, build, freezing_kinds, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 
@@ -100,7 +100,7 @@ def test_a_clip_is_not_used_for_other_gradients(kind: str) -> None:
 @kinds
 def test_a_new_gradient_in_the_memory_of_a_checked_one_is_checked(kind: str) -> None:
     p = nn.Parameter(torch.ones(64))
-    optimizer = getattr(onebit, kind)([p], freeze_step=50)
+    optimizer = build(kind, [p], freeze_step=50)
     for _ in range(20):  # memory is reused now and then
         p.grad = torch.ones(64)
         optimizer.clip_grad_norm_(1.0)
@@ -164,7 +164,7 @@ def test_a_process_group_that_was_made_later_is_found(kind: str) -> None:
 def attach_another_model(rank: int, size: int, kind: str) -> str:
     one, other = nn.Linear(3, 2), nn.Linear(3, 2)
     ddp = DistributedDataParallel(one, process_group=group())
-    optimizer = getattr(onebit, kind)([*one.parameters(), *other.parameters()], process_group=group())
+    optimizer = build(kind, [*one.parameters(), *other.parameters()], process_group=group())
     try:
         onebit.attach(ddp, optimizer)
     except ValueError as error:
@@ -183,7 +183,7 @@ def test_frozen_parameters_may_be_of_any_kind(kind: str) -> None:
     frozen = [nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)]
     frozen += [nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)]
     trained = nn.Parameter(torch.ones(5))
-    optimizer = getattr(onebit, kind)([*frozen, trained], weight_decay=0.5)
+    optimizer = build(kind, [*frozen, trained], weight_decay=0.5)
     trained.grad = torch.ones(5)
     optimizer.step()
     assert bool((frozen[1] == 1).all()) and bool((trained != 1).all())
@@ -208,7 +208,7 @@ def warning_as_error(rank: int, size: int, kind: str) -> str:
     return text
 
 
-@kinds
+@freezing_kinds
 def test_warnings_that_are_errors_leave_no_rank_waiting(kind: str) -> None:
     first, second = run_ranks(2, warning_as_error, kind)
     assert "coordinates without a variance" in first

@@ -18,7 +18,7 @@ from onebit.collectives.transport import transport_for
 from tests.onebit.runs import adam_first, bits, build
 from tests.ranks import run_ranks_once
 
-AT = (30, 110)  # steps after which runs are compared
+AT = (24, 30, 110)  # steps after which runs are compared
 OPTIONS = {"lr": 5e-3, "freeze_step": 10, "block_size": 32, "chunks": 2, "variance_floor": 0.01}
 
 
@@ -110,10 +110,12 @@ def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
     """20 steps past the freeze to rounding of sums; 100 steps past it a sign or two within rounding of 0 have turned.
     With the hook and without it every bit is the same."""
     found = run_ranks_once(4, both, (kind, reply), timeout=200)
-    assert all(one["compressing"] == (True, True) and one["same"] == [True, True] for one in found)
+    assert all(one["compressing"] == (True, True) and one["same"] == [True] * 3 for one in found)
     assert all(one["bits"] == found[0]["bits"] for one in found)
     assert max(one["off"][0] for one in found) < 1e-6
-    assert max(one["off"][1] for one in found) < 5e-2
+    # 0/1 Adam's first sign within rounding of 0 turns in step 26.
+    assert max(one["off"][1] for one in found) < (1e-3 if kind == "ZeroOneAdam" else 1e-6)
+    assert max(one["off"][2] for one in found) < 5e-2
     loss, ddp, before = found[0]["losses"]
     assert loss == pytest.approx(ddp, rel=0.005) and loss < before
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.exchange import Exchange
 from tests.internals import break_scatter, join_flight
+from tests.onebit import runs as optimizers
 from tests.onebit.runs import Case, bits, kinds, snapshot, unchanged
 from tests.ranks import group, run_ranks
 
@@ -113,8 +114,8 @@ def mixed(rank: int, size: int, kind: str) -> dict[str, Any]:
         source = torch.Generator().manual_seed(0)
         params = [nn.Parameter(torch.randn(n, generator=source)) for n in (70, 33)]
         params += [nn.Parameter(torch.randn(90, generator=source).bfloat16())]
-        optimizer = getattr(onebit, kind)(
-            params, lr=1e-2, block_size=32, freeze_step=2, chunks=2, overlap=overlap, process_group=group()
+        optimizer = optimizers.build(
+            kind, params, lr=1e-2, block_size=32, freeze_step=2, chunks=2, overlap=overlap, process_group=group()
         )
         own = torch.Generator().manual_seed(rank)
         for _ in range(6):
@@ -147,8 +148,15 @@ def with_ddp(rank: int, size: int, kind: str, view: bool, accumulate: int) -> di
     found, early = [], []
     for overlap in (True, False):
         ddp = DistributedDataParallel(Chain(), process_group=group(), bucket_cap_mb=0.002, gradient_as_bucket_view=view)
-        optimizer = getattr(onebit, kind)(
-            ddp.parameters(), lr=1e-2, block_size=32, freeze_step=3, chunks=4, overlap=overlap, process_group=group()
+        optimizer = optimizers.build(
+            kind,
+            ddp.parameters(),
+            lr=1e-2,
+            block_size=32,
+            freeze_step=3,
+            chunks=4,
+            overlap=overlap,
+            process_group=group(),
         )
         onebit.attach(ddp, optimizer)
         source = torch.Generator().manual_seed(rank)

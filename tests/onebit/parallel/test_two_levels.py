@@ -19,7 +19,7 @@ import onebit
 from onebit.collectives.transport import transport_for
 from onebit.optim import gradients
 from tests.onebit.parallel.test_overlap import run_with_and_without
-from tests.onebit.runs import Case, bits, build, kinds, nodes_of, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, bits, build, frozen_name, kinds, nodes_of, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
@@ -55,7 +55,7 @@ def with_a_bad_gradient(rank: int, size: int, case: Case) -> tuple[bool, list[by
     take(bad, rank, optimizer, params, 4)
     same = unchanged(before, snapshot(optimizer.state_dict()))
     run(case, rank, optimizer, params, 4, 6)
-    return same, [bits(params), bits([optimizer.state[p]["denominator"] for p in params])]
+    return same, [bits(params), bits([optimizer.state[p][frozen_name(case.kind)] for p in params])]
 
 
 @kinds
