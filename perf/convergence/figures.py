@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.plan import KAPPAS, REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
 from perf.convergence.records import Records, bits_sent, losses
 from perf.convergence.records import differences as differences_between
 
@@ -20,6 +20,8 @@ COLORS = {
     "frozen_adam": plots.GREEN,
     "naive_adam": plots.ORANGE,
     "naive_adam_start": plots.RED,
+    "zero_one_adam": plots.BROWN,
+    "direct_zero_one_adam": plots.PINK,
     "lamb": plots.GREY,
     "onebit_lamb": plots.BLUE,
     "two_bit_lamb": plots.CYAN,
@@ -58,6 +60,8 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
 
     def panel(axes: Any) -> None:
         for variant, records in runs.items():
+            if variant in KAPPAS:  # of one seed, in the table
+                continue
             steps = [step for step, _ in next(iter(records.values()))["valid"]]
             columns = list(zip(*([loss for _, loss in r["valid"]] for r in records.values()), strict=True))
             shown = [i for i, step in enumerate(steps) if step >= SHOWN_FROM * steps[-1]]
@@ -88,7 +92,7 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
             pairs = [
                 record["loss"] - baseline[seed]["loss"] for seed, record in runs[variant].items() if seed in baseline
             ]
-            axes.scatter(pairs, [i] * len(pairs), color=COLORS[variant], s=25, alpha=0.8, zorder=3)
+            axes.scatter(pairs, [i] * len(pairs), color=COLORS.get(variant, plots.GREY), s=25, alpha=0.8, zorder=3)
             if len(baseline) > 1:
                 spread = stdev(losses(baseline))
                 label = None if i else "baseline's deviation over seeds"

@@ -17,6 +17,11 @@ VARIANTS = {  # by how they are called in tables
     "onebit_adam": "1-bit Adam",
     "two_bit_adam": "1-bit Adam, replies of 2 bits",
     "direct_adam": "1-bit Adam, direct replies",
+    "zero_one_adam": "0/1 Adam",
+    "direct_zero_one_adam": "0/1 Adam, direct replies",
+    "zero_one_2_adam": "0/1 Adam, kappa 2",
+    "zero_one_8_adam": "0/1 Adam, kappa 8",
+    "zero_one_16_adam": "0/1 Adam, kappa 16",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
@@ -26,6 +31,7 @@ VARIANTS = {  # by how they are called in tables
     "direct_lamb": "1-bit LAMB, direct replies",
     "lamb_basic": "LAMB + basic 1-bit",
 }
+KAPPAS = {"zero_one_2_adam": 2, "zero_one_8_adam": 8, "zero_one_16_adam": 16}  # of these one seed
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
 REPLY = "reply"
 REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: the option, and the variant's name
@@ -135,7 +141,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start")
+    return variant not in ("adam", "lamb", "naive_adam_start") and "zero_one" not in variant
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
@@ -167,7 +173,8 @@ def plan(
                 for variant in _variants(TASKS[task], sweep, variants):
                     for point in points(TASKS[task], sweep).values():
                         run = Run.standard(task, variant, seed, ranks).at(point)
-                        if run not in seen and (sweep != REPLY or run.ranks < MANY or seed == 0):
+                        once = variant in KAPPAS or (sweep == REPLY and run.ranks >= MANY)
+                        if run not in seen and (seed == 0 or not once):
                             seen.add(run)
                             yield run
 

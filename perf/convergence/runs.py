@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onebit import OneBitAdam, OneBitLamb
+from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
-from perf.convergence.plan import REPLIES, TASKS, VARIANTS, Run, family_of
+from perf.convergence.plan import KAPPAS, REPLIES, TASKS, VARIANTS, Run, family_of
 from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
@@ -45,6 +45,10 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return plain
         case "onebit_adam" | "two_bit_adam" | "direct_adam":
             return OneBitAdam(params, **staged, reply=reply_of(run.variant))
+        case "zero_one_adam" | "direct_zero_one_adam" | "zero_one_2_adam" | "zero_one_8_adam" | "zero_one_16_adam":
+            reply: Any = "direct" if run.variant.startswith("direct") else 1
+            kappa = KAPPAS.get(run.variant, 4)
+            return ZeroOneAdam(params, **common, chunks=1, var_update_scaler=kappa, reply=reply)
         case "frozen_adam":
             return FrozenAdam(params, **staged, reply=1)
         case "naive_adam":
@@ -70,8 +74,9 @@ def compresses(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the last step sent 1 bit an element."""
     if isinstance(optimizer, NaiveAdam):
         return optimizer.steps_done > optimizer.warmup
-    compressing = isinstance(optimizer, (OneBitAdam, OneBitLamb)) and optimizer.compressing
-    return compressing and not isinstance(optimizer, FrozenAdam)
+    if not isinstance(optimizer, OneBitOptimizer) or isinstance(optimizer, FrozenAdam):
+        return False
+    return optimizer.compressing and not optimizer.setup.algorithm.full_step_due(optimizer.steps)
 
 
 def batch_of(items: Items, run: Run, step: int) -> tuple[Items, torch.Generator]:

@@ -30,7 +30,7 @@ MOST_BUFFERS = 0.6
 MOST_AT_FREEZE = {
     "OneBitAdam": 0.2,
     "OneBitLamb": 1.01,
-    "ZeroOneAdam": 0.2,
+    "ZeroOneAdam": 0.26,  # its mask of live coordinates is a byte an element until it is packed
 }  # LAMB's d is a buffer of its own, and stays
 
 
