@@ -139,6 +139,8 @@ def options_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """freeze_step as 0/1 Adam has it: no full-precision step after it. Others are test_zero_one's."""
     if kind != "ZeroOneAdam" or "freeze_step" not in options:
         return options
+    if options["freeze_step"] is None:
+        return {name: value for name, value in options.items() if name != "freeze_step"}
     rest = {name: value for name, value in options.items() if name != "freeze_step"}
     return {**rest, "var_update_scaler": options["freeze_step"], "var_freeze_step": options["freeze_step"]}
 

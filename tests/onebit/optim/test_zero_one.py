@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.optim.schedule import VarianceSchedule
 from tests.onebit.optim.simulation import GROUPS, group_or_none, on_ranks
 from tests.onebit.optim.zero_one_simulation import check, record_run
-from tests.onebit.runs import Case, bits, run, snapshot, take, unchanged
+from tests.onebit.parallel import test_fsdp as fsdp
+from tests.onebit.runs import Case, bits, nodes_of, run, snapshot, take, unchanged
 from tests.oracle import zero_one
-from tests.ranks import group, run_ranks
+from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((7, 9), (33,), (0,), (2,), (130,), (1,))
 MISSING = ((1, 0, 1), (3, 0, 4), (6, 0, 0), (9, 0, 1), (11, 0, 4))
@@ -232,3 +236,96 @@ def differing(rank: int, size: int) -> str:
 
 def test_ranks_with_other_schedules() -> None:
     assert all("var_update_scaler 3" in text for text in run_ranks(2, differing))
+
+
+# With DDP, FSDP2, clipping and scaled gradients
+
+
+def trained(rank: int, size: int, ddp: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """12 steps of two accumulated backward passes: where they end, and what was averaged in them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    wrapped: nn.Module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if ddp else net
+    clip, ranks = options.get("clip"), options.get("each", 1)
+    own = {name: value for name, value in options.items() if name not in ("clip", "each")}
+    optimizer = onebit.ZeroOneAdam(
+        net.parameters(), lr=1e-2, var_update_scaler=2, block_size=32, chunks=2,
+        process_group=nodes_of(group(), ranks) if ranks > 1 else group(), **own,
+    )  # fmt: skip
+    if ddp:
+        onebit.attach(wrapped, optimizer)
+    source, norms, kinds = torch.Generator().manual_seed(rank), [], []
+    for _ in range(12):
+        kinds.append(optimizer.schedule.kind)
+        optimizer.zero_grad()
+        for last in (False, True):
+            held = nullcontext() if last else wrapped.no_sync() if ddp else optimizer.no_sync()  # type: ignore[operator]
+            with held:
+                wrapped(torch.randn(8, 20, generator=source)).square().mean().backward()
+        if clip is not None:
+            norms.append(float(optimizer.clip_grad_norm_(clip)))
+        optimizer.step()
+    return {"end": bits(net.parameters()), "norms": norms, "kinds": kinds, "skipped": optimizer.skipped_steps}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"overlap": True}, {"clip": 0.05}, {"gradient_dtype": torch.bfloat16}, {"each": 2},
+        {"each": 2, "overlap": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ddp_averages_in_full_steps_and_leaves_the_others_alone(options: dict[str, Any]) -> None:
+    size = 4 if "each" in options else 2
+    ends = []
+    for ddp in (False, True):
+        found = run_ranks(size, trained, ddp, options)
+        assert all(one == found[0] for one in found) and found[0]["skipped"] == 0
+        assert found[0]["kinds"] == ["full"] * 3 + ["1 bit", "full"] * 2 + ["1 bit"] * 3 + ["full", "1 bit"]
+        ends.append(torch.frombuffer(bytearray(found[0]["end"]), dtype=torch.float32))
+        if "clip" in options:
+            assert len(found[0]["norms"]) == 12 and min(found[0]["norms"]) > 0.05
+    assert (ends[0] - ends[1]).abs().max() < (5e-3 if "gradient_dtype" in options else 1e-5)
+
+
+def test_overlap_with_ddp_changes_no_bit() -> None:
+    ends = [run_ranks(2, trained, True, {"overlap": overlap})[0]["end"] for overlap in (False, True)]
+    assert ends[0] == ends[1]
+
+
+def with_fsdp_both_ways(rank: int, size: int) -> tuple[bytes, bytes, list[float]]:
+    mesh = fsdp.mesh_of(2, 2)
+    options = {"var_update_scaler": 3, "freeze_step": None, "reply": "direct"}
+    ends = []
+    for attached in (True, False):
+        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 30, mesh, attached, **options)
+        ends.append(bits(fsdp.whole(net)))
+    return ends[0], ends[1], optimizer.current.parts[0].state["least_root"].tolist()
+
+
+def test_fsdps_hook_averages_in_full_steps() -> None:
+    found = run_ranks_once(4, with_fsdp_both_ways, timeout=200)
+    assert all(one == found[0] and one[0] == one[1] for one in found)
+    assert min(found[0][2]) > 0
+
+
+def scaled(rank: int, size: int, case: Case) -> list[Any]:
+    """As GradScaler does it, with a power of 2, and not; an infinite one skips a step."""
+    ends = []
+    for scale in (None, 2.0**10):
+        params = case.parameters()
+        optimizer = case.build(params, group())
+        for step in range(1, 13):
+            for p, g in zip(params, case.gradients(rank, step), strict=True):
+                p.grad = g if scale is None or g is None else g * scale
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(float(step in (5, 8)))
+            optimizer.step()
+        ends.append((bits(params), optimizer.skipped_steps))
+    return ends
+
+
+def test_scaled_gradients() -> None:
+    for one in run_ranks(2, scaled, CASE.but(missing=())):
+        assert one[0] == one[1] and one[0][1] == 2
