@@ -12,7 +12,7 @@ from onebit.report.plots import available
 
 GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
 PURPLE, CYAN, BROWN, PINK = "#9467bd", "#17becf", "#8c564b", "#e377c2"
-COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": PURPLE, "1 bit": BLUE}
+COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": PURPLE, "1 bit": BLUE, "1 bit, two levels": RED}
 COLORS |= {"PowerSGD": GREEN, "1-bit Adam": BLUE, "1-bit LAMB": CYAN}
 PARTS = {"forward": "#aec7e8", "backward": BLUE, "step": GREEN, "all-reduce": RED}
 TARGET = RED

@@ -2,6 +2,7 @@
 
     python -m perf.cluster            the papers; writes docs/cluster_model.md and its plot, a second or two
     python -m perf.cluster --lab      also measures in the lab (root on Linux), 4 or 5 minutes, and keeps a record
+    python -m perf.cluster --nodes    the same of hosts with several ranks: see perf.cluster.nodes
 
 In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared. The network's rate is that
 of the links times 0.956, the share of it that is payload (perf.lab.rates). The latency is that of all-reduces of 1024
@@ -13,28 +14,23 @@ too, are the least of several: the model knows nothing of what else the machine 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from onebit.cli.arguments import whole_number
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.model import Cluster, compressed_all_reduce
 from onebit.cli.plan.report import plot as plot_plan
 from onebit.cli.progress import Progress
-from onebit.kernels import cpu
-from onebit.kernels.passes import bytes_per_element
 from onebit.kernels.tuning.machine import provenance
-from onebit.kernels.tuning.workload import Workload
 from perf import plots
 from perf.all_reduce.benchmark import parse_arguments as all_reduce_arguments
 from perf.all_reduce.benchmark import run_lab
 from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.cluster import nodes
+from perf.cluster.calibration import PASSES, SMALL, latency, pass_rates
 from perf.cluster.papers import BAND, Compared, all_reduces, by_kind, median_error, speed_ups
 from perf.cluster.plots import plot_lab, plot_papers
 from perf.cluster.report import PLANNED, Labs, page
@@ -42,32 +38,9 @@ from perf.command import add_out, exit_status, host_count, make_folder, shaped_r
 from perf.lab.rates import PAYLOAD, parse_rate
 from perf.records import cpu_name, load_average, machine, read_record, slug, write_record
 
-SMALL = 1024  # elements of an all-reduce that is nothing but latency
-PASSES, PASS_RUNS = ("scan", "compress", "average", "decode"), 30
 STANDARD = {"hosts": [2, 3, 4], "rates": ["100mbit", "300mbit", "1gbit"], "elements": 2**23, "repeats": 5}
 PAGE = Path("docs/cluster_model.md")
-LABS = "cluster_model-lab-"  # how the names of the lab's records begin
-
-
-def pass_rates(ranks: int, elements: int) -> dict[str, float]:
-    """B/s of one process alone on one thread, the fastest of its runs."""
-    threads, found = torch.get_num_threads(), {}
-    torch.set_num_threads(1)
-    try:
-        passes = Workload(elements, ranks=ranks).passes(cpu)
-        for name in PASSES:
-            each = bytes_per_element(name, 4, master=False, packed=True, ranks=ranks)
-            share = elements / ranks if name == "average" else elements
-            found[name] = share * each / min(_seconds(passes[name].run) for _ in range(PASS_RUNS))
-    finally:
-        torch.set_num_threads(threads)
-    return found
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+LABS, NODES = "cluster_model-lab-", "cluster_model-nodes-"  # how the names of the lab's records begin
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -96,12 +69,6 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]
         "latency_s": latency(rows),
         "rows": [asdict(row) for row in rows if row.kind in ("fp32", "fp16", ONE_BIT)],
     }
-
-
-def latency(rows: Sequence[Row]) -> float:
-    """Seconds of a message: an all-reduce sends 2 (N - 1) of them one after the other."""
-    small = [row for row in rows if row.elements == SMALL and row.kind in ("fp32", "fp16")]
-    return statistics.median(min(row.calls) / (2 * (row.hosts - 1)) for row in small)
 
 
 def compare(record: dict[str, Any]) -> list[Compared]:
@@ -137,19 +104,31 @@ def run(arguments: argparse.Namespace) -> int:
     make_folder(arguments.out)
     if arguments.lab:
         path = arguments.out / f"{LABS}{slug(cpu_name())}.json"
-        write_record(path, measure(arguments, Progress()))
+        wanted = argparse.Namespace(**{**vars(arguments), "rates": arguments.rates or STANDARD["rates"]})
+        write_record(path, measure(wanted, Progress()))
+        print(path)
+    if arguments.nodes:
+        path = arguments.out / f"{NODES}{slug(cpu_name())}.json"
+        wanted = argparse.Namespace(**{**vars(arguments), "rates": arguments.rates or nodes.STANDARD["rates"]})
+        write_record(path, nodes.measure(wanted, Progress()))
         print(path)
     return report(arguments)
 
 
-def lab_records(out: Path) -> dict[Path, dict[str, Any]]:
-    return {path: read_record(path) for path in sorted(out.glob(f"{LABS}*.json"))}
+def lab_records(out: Path) -> dict[Path, tuple[dict[str, Any], list[Compared]]]:
+    """Every record of the lab, and its rows beside what the model says of them."""
+    found = {}
+    for begin, compared in ((LABS, compare), (NODES, nodes.compare)):
+        for path in sorted(out.glob(f"{begin}*.json")):
+            record = read_record(path)
+            found[path] = record, compared(record)
+    return found
 
 
 def report(arguments: argparse.Namespace) -> int:
     """The page, the plots, and a line for each comparison."""
     reduces, speeds = all_reduces(), speed_ups()
-    labs = {path: (record, compare(record)) for path, record in lab_records(arguments.out).items()}
+    labs = lab_records(arguments.out)
     medians = {
         "the papers' all-reduces": (median_error(reduces), BAND["papers"]),
         "the papers' speed-ups": (median_error(speeds), BAND["papers"]),
@@ -185,8 +164,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m perf.cluster", description="The cluster model against the papers' tables and the lab."
     )
     parser.add_argument("--lab", action="store_true", help="measure in the network lab first: root on Linux")
+    parser.add_argument("--nodes", action="store_true", help="measure hosts with several ranks in the lab first")
+    parser.add_argument("--shapes", nargs="+", type=nodes.shape, default=nodes.STANDARD["shapes"], help="of --nodes")
     parser.add_argument("--hosts", nargs="+", type=host_count, default=STANDARD["hosts"], help="such as 2 4")
-    parser.add_argument("--rates", nargs="+", type=shaped_rate, default=STANDARD["rates"], help="such as 100mbit 1gbit")
+    parser.add_argument("--rates", nargs="+", type=shaped_rate, help="such as 100mbit 1gbit")
     parser.add_argument("--elements", type=whole_number, default=STANDARD["elements"])
     parser.add_argument("--repeats", type=whole_number, default=STANDARD["repeats"], help="calls of each kind")
     add_out(parser, "records and plots")

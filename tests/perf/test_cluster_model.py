@@ -11,8 +11,8 @@ import pytest
 
 from onebit.cli.plan.model import Cluster, compressed_all_reduce
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
-from perf.all_reduce.measure import ONE_BIT, Row
-from perf.cluster import comparison, papers
+from perf.all_reduce.measure import ONE_BIT, TWO_LEVELS, Row
+from perf.cluster import comparison, nodes, papers
 from perf.cluster.papers import ADAM_TABLE, BAND, LAMB_TABLE, LARGE_ERROR, PROFILES, Compared, median_error
 from perf.cluster.plots import plot_lab, plot_papers
 from perf.cluster.report import conclusion, page
@@ -58,8 +58,8 @@ def test_the_papers_all_reduces_are_predicted():
 
 def test_outliers_are_what_their_notes_say():
     times = {(row.source, row.network, row.nodes): row.all_reduce for row in PROFILES}
-    for nodes in (4, 8, 16):
-        ratio = times[LAMB_TABLE, "Ethernet", nodes] / times[ADAM_TABLE, "Ethernet", nodes]
+    for count in (4, 8, 16):
+        ratio = times[LAMB_TABLE, "Ethernet", count] / times[ADAM_TABLE, "Ethernet", count]
         assert 1.5 <= round(ratio, 1) <= 1.6
     assert times[ADAM_TABLE, "InfiniBand", 1] < 29 < 167 == times[LAMB_TABLE, "InfiniBand", 1]
 
@@ -126,10 +126,54 @@ def test_a_median_error_above_its_target_is_an_error_with_check(slower, status, 
     assert f"to be reached: {verdict}. From [cluster_model-lab" in (tmp_path / "docs" / "page.md").read_text()
 
 
+def nodes_record(slower=1.0):
+    """Of 2 hosts of 4 ranks that take just what the model says; two levels `slower` times that."""
+    rates, hop, intra = dict.fromkeys(comparison.PASSES, 4e9), 5e-5, 2e9
+    cluster = Cluster(
+        gpus=8, gpus_per_node=4, network=0.956e8, latency=1e-4, intra=intra, intra_latency=hop, rates=rates, cores=0.25
+    )
+    took = {
+        ONE_BIT: compressed_all_reduce(2**23, cluster, chunks=2, reply=1),
+        TWO_LEVELS: slower * compressed_all_reduce(2**23, cluster, chunks=2, levels=2),
+    }
+    rows = [Row(2, "100mbit", 2**23, kind, 9.0, (9.0, seconds), chunks=2, each=4) for kind, seconds in took.items()]
+    means = {1024: (1, 3 * hop), 2**21: (2, 2 * 3 * hop + 3 / 4 * 4 * 2**21 / intra)}
+    rows += [
+        Row(2, "100mbit", elements, TWO_LEVELS, 1.0, (1.0,), chunks=chunks, phases={"node mean": mean}, each=4)
+        for elements, (chunks, mean) in means.items()
+    ]
+    shape = {"pass_bytes_per_s": rates, "latency_s": 1e-4, "rows": [asdict(row) for row in rows]}
+    about = {"device": "Some CPU", "cpu_count": 2, "load_before": 0.1, "measured": "2026-01-01", "repeats": 2}
+    return about | {"shapes": {"2x4": shape}}
+
+
+def test_hosts_of_several_ranks_are_compared_by_what_smaller_calls_say_of_a_host():
+    rows = nodes.compare(json.loads(json.dumps(nodes_record(slower=1.25))))
+    assert [row.what.partition(":")[0] for row in rows] == [ONE_BIT, TWO_LEVELS]
+    assert [row.error for row in rows] == pytest.approx([0, -0.2])
+    assert rows[1].predicted < rows[0].predicted
+
+
+def test_hosts_of_several_ranks_have_a_page_and_a_plot(tmp_path):
+    (tmp_path / "cluster_model-nodes-some-cpu.json").write_text(json.dumps(nodes_record()))
+    where = tmp_path / "page.md"
+    assert comparison.main([f"--out={tmp_path}", f"--page={where}", "--check"]) == 0
+    text = where.read_text()
+    assert "Hosts of several ranks in the network lab: Some CPU" in text
+    assert "| 1 bit, two levels: 2 x 4, 100mbit, 8,388,608 elements |" in text
+
+
+@pytest.mark.parametrize("text", ["2", "1x4", "2x1", "x", "2xa"])
+def test_what_is_no_shape(text, capsys):
+    with pytest.raises(SystemExit):
+        comparison.main(["--nodes", f"--shapes={text}"])
+    assert "hosts x ranks of each" in capsys.readouterr().err
+
+
 def test_the_page_is_up_to_date():
     """docs/cluster_model.md is what the command writes from the model, the tables and the records as they are."""
     where, out = ROOT / comparison.PAGE, ROOT / RESULTS
-    labs = {path: (record, comparison.compare(record)) for path, record in comparison.lab_records(out).items()}
+    labs = comparison.lab_records(out)
     assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out), "run python -m perf.cluster"
 
 

@@ -341,13 +341,25 @@ class Replies:
 
 
 def compressed_all_reduce(
-    elements: int, cluster: Cluster, itemsize: int = 4, chunks: int | None = None, reply: AskedReply = "auto"
+    elements: int,
+    cluster: Cluster,
+    itemsize: int = 4,
+    chunks: int | None = None,
+    reply: AskedReply = "auto",
+    levels: Levels = 1,
 ) -> float:
-    """Seconds of a call of CompressedAllReduce with one level, for the best number of chunks where none is given."""
-    way, groups = way_for(reply, cluster.gpus), Groups.of(cluster, levels=1)
-    options = candidates(elements, way.shards(cluster.gpus), BLOCK_SIZE) if chunks is None else [chunks]
-    scan = pass_seconds("scan", elements, cluster, itemsize) + cluster.agreement()
-    return scan + min(exchange(elements, groups, itemsize, chunks=c, use="decode", way=way)[0] for c in options)
+    """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
+    groups = Groups.of(cluster, levels)
+    way = way_for(reply, groups.replicas.gpus)
+    shards = groups.slices * way.shards(groups.replicas.gpus)
+    options = candidates(elements, shards, BLOCK_SIZE) if chunks is None else [chunks]
+
+    def seconds(chunks: int) -> float:
+        mean = groups.node.all_to_all(elements * itemsize / chunks) if groups.slices > 1 else 0.0
+        return exchange(elements, groups, itemsize, chunks=chunks, use="decode", way=way, mean=mean)[0]
+
+    scan = pass_seconds("scan", elements / groups.slices, cluster, itemsize) + cluster.agreement()
+    return scan + min(map(seconds, options))
 
 
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
