@@ -327,6 +327,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 state.copy_parameters_to_master()
         self.after_step += agree_on_start(self.setup, current, averaged_in_backward=self.averaged_in_backward)
         current.ranks_agree = True
+        if first and self.setup.topology.everyone.rank == 0:
+            self.after_step.append(current.stages.warn_of_short_runs)
         for part in current.parts:
             part.fold_momentum_again = None
 

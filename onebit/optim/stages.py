@@ -79,6 +79,15 @@ class Stages:
             self.rule.add(self.steps, numbers[2:], beta2s)
         return True
 
+    def warn_of_short_runs(self) -> None:
+        """With the first step: where stage 1 ends by itself, and not soon."""
+        if self._measures:
+            logger.warning(
+                'freeze_step="auto": stage 1 ends by itself, after step %d at the earliest. A run of fewer steps never '
+                "compresses: give it freeze_step=N, 15 to 25 %% of its steps, or ZeroOneAdam, which needs none",
+                2 * self.rule.window,
+            )
+
     def log_progress(self) -> None:
         """Every window, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
         rule = self.rule

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -265,7 +266,8 @@ def test_rank_0_logs_the_ratio_and_the_start_of_stage_2():
     """Every D steps, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
     first, *others = run_ranks(3, traced, RISING)
     assert all(each.messages == [] for each in others)
-    *seen, last = first.messages
+    early, *seen, last = first.messages
+    assert f"after step {2 * WINDOW} at the earliest" in early
     steps = range(WINDOW, first.frozen + 1, WINDOW)
     assert len(seen) == len(steps) >= 3
     for text, step in zip(seen, steps, strict=True):
@@ -313,7 +315,7 @@ def test_a_freeze_while_the_variance_grows_from_zero_warns(kind, options, warned
 @freezing_kinds
 def test_the_warning_points_to_where_the_optimizer_is_made(kind):
     with pytest.warns(UserWarning, match="freeze_step=5") as caught:
-        build(kind, [nn.Parameter(torch.ones(3))], freeze_step=5, bias_correction=False)
+        getattr(onebit, kind)([nn.Parameter(torch.ones(3))], freeze_step=5, bias_correction=False)
     assert caught[0].filename == __file__
 
 
@@ -340,7 +342,7 @@ def test_a_small_training_run_freezes_by_its_trace(caplog):
     assert None not in ratios[WINDOW + 1 :]
     assert min(ratios[frozen], 1 / ratios[frozen]) >= 0.96
     assert all(min(r, 1 / r) < 0.96 for r in ratios[2 * WINDOW : frozen])
-    assert len(caplog.records) == frozen // WINDOW + 1
+    assert len(caplog.records) == 1 + frozen // WINDOW + 1  # of short runs, every window, and at the freeze
     assert sum(losses[-20:]) < 0.5 * sum(losses[frozen - 20 : frozen])
 
 
@@ -386,3 +388,18 @@ def test_rare_words_do_not_blow_up_after_the_freeze(kind: str) -> None:
         losses.append(loss.item())
     assert np.mean(losses[-50:]) < np.mean(losses[250:300])
     assert float(table.weight.detach().abs().max()) < 8
+
+
+@freezing_kinds
+@pytest.mark.parametrize("freeze_step, warned", [("auto", 1), (5, 0)])
+def test_the_first_step_warns_of_runs_that_are_too_short_for_auto(
+    kind: str, freeze_step: Any, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = nn.Parameter(torch.ones(40))
+    optimizer = build(kind, [p], freeze_step=freeze_step, betas=(0.9, 0.98))
+    for _ in range(3):
+        p.grad = torch.ones(40)
+        optimizer.step()
+    texts = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(texts) == warned
+    assert not warned or "after step 100 at the earliest" in texts[0]
