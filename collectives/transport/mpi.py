@@ -10,6 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from onebit.collectives.transport.protocol import CollectiveError, Done, Transport, Work
+from onebit.collectives.waits import waiting
 
 TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
@@ -100,6 +101,12 @@ class MpiWork:
         self._source, self._landing, self._out = source, landing, out
 
     def wait(self) -> None:
+        with waiting(torch.device("cpu")):  # the host waits, wherever tensors are
+            self._wait()
+        if self._landing.data_ptr() != self._out.data_ptr():
+            self._out.copy_(self._landing, non_blocking=True)
+
+    def _wait(self) -> None:
         stop = time.monotonic() + self._timeout
         pause = 0.0
         while not self._request.Test():
@@ -110,8 +117,6 @@ class MpiWork:
                 )
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)  # leaves the core to the other ranks on a full machine
-        if self._landing.data_ptr() != self._out.data_ptr():
-            self._out.copy_(self._landing, non_blocking=True)
 
 
 def _spec(tensor: Tensor) -> Any:

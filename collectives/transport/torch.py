@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives.transport.protocol import Transport, Work, collective_errors
+from onebit.collectives.waits import waiting
 
 SMALL = 2**16  # bytes of a message up to which Gloo's all-gather, size - 1 sends one after the other, waits for latency
 _OUTSIDER = (
@@ -41,7 +42,7 @@ class TorchTransport:
 
     def all_max(self, values: Tensor, phase: str) -> None:
         host = values.cpu() if self._staged(values) else values
-        with collective_errors(phase, self.name):
+        with collective_errors(phase, self.name), waiting(host.device):
             dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group)
         if host is not values:
             values.copy_(host)
@@ -119,7 +120,7 @@ class TorchWork:
         self._source, self._landing, self._out = source, landing, out
 
     def wait(self) -> None:
-        with collective_errors(self._phase, self._name):
+        with collective_errors(self._phase, self._name), waiting(self._out.device):
             self._work.wait()
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)

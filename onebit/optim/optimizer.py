@@ -11,6 +11,7 @@ a step (was it taken, how large is the variance) it reads one step later.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from typing_extensions import Unpack
 
 from onebit.checkpoint import restore, schema
 from onebit.checkpoint.names import PROGRESS
+from onebit.collectives.averaging import narrower
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.waits import counted
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.freeze import report_freeze
@@ -40,6 +43,9 @@ from onebit.parallel.overlap import Overlap
 from onebit.parallel.start_checks import agree_on_start
 from onebit.parallel.watch import Watch
 from onebit.report.diagnostics import diagnose
+from onebit.report.pay_off import PayOff, Report
+
+logger = logging.getLogger("onebit")
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -93,6 +99,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.overlap = Overlap(self, chosen.overlap)
         self.averaged_in_backward = False  # in stage 1: see onebit.attach
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
+        self.pay_off = PayOff(device)
         self.watch = Watch(chosen.check_every, chosen.on_divergence)
         self._process_group, self._node_group = process_group, node_group
         self._build()
@@ -130,6 +137,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         earlier. LAMB: the share of elements whose coefficients were stable over a window."""
         return self.current.stages.rule.ratio
 
+    def report(self) -> Report:
+        """Does it pay: steps of each kind and how long they take, bytes, and a verdict; `print` it. Of this process,
+        since it built the optimizer. Reading it waits for the device."""
+        return self._report(self.skipped_steps)
+
     def diagnostics(self) -> dict[str, dict[str, float]]:
         """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
         coefficient and ratio. Cheap to call now and then; waits for the device."""
@@ -140,6 +152,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        with counted(self.pay_off.waits):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         param_groups.check_gradients(self.param_groups, self.setup.names)
         self.begin_step()
         flags = self._averaged_and_checked()
@@ -156,7 +173,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.overlap.restore(flags)
         self._count(flags)
         self.watch.check(self.setup, self.current)
-        return loss
 
     def begin_step(self) -> None:
         """Before anything of a step, or DDP's first bucket: all ranks have the same model and are in the same stage."""
@@ -199,7 +215,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             "leaves. Pass overlap=False, or don't clip"
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
-        self._average_and_check_gradients(squares)
+        with counted(self.pay_off.waits):
+            self._average_and_check_gradients(squares)
         if not self.averages_gradients:
             everyone = self.setup.topology.everyone
             everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
@@ -367,6 +384,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _count(self, flags: Tensor) -> None:
         """A step ends: counted on the device, with what the host will want to know of it."""
         current = self.current
+        due = self.pay_off.step_ended("uncompressed" if self.averages_gradients else "1 bit")
+        if due and self.setup.topology.everyone.rank == 0:
+            self.after_step.append(lambda: logger.info("%s", self._report(None)))
         current.stages.count(flags, current.states, len(self.param_groups), read=self._reads_steps)
         self.gradients.reset()
         for state in current.states:
@@ -378,6 +398,22 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _reads_steps(self) -> bool:
         """Whether the host has to know of every step."""
         return self.setup.algorithm.uses_step_number or self.current.reads_steps
+
+    def _report(self, skipped: int | None) -> Report:
+        topology, states = self.setup.topology, self.current.states
+        wire = self.setup.options.gradient_dtype
+        ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
+        elements = sum(sum(state.numels) for state in states)
+        own = sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
+        taken = self.pay_off.taken
+        return Report(
+            uncompressed=self.pay_off.steps("uncompressed", waits_here=not self.averaged_in_backward),
+            compressed=self.pay_off.steps("1 bit", waits_here=True),
+            skipped=skipped,
+            sent=self.wire_bytes - self.current.bytes_before + taken["uncompressed"] * ring * own,
+            sent_by_fp32=sum(taken.values()) * ring * 4 * elements,
+            sent_by_fp16=sum(taken.values()) * ring * 2 * elements,
+        )
 
     def _read_last_step(self) -> None:
         stages = self.current.stages

@@ -14,6 +14,7 @@ from onebit.collectives.averaging import average_slices
 from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
+from onebit.collectives.waits import waiting
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Version
 from onebit.optim.reducer import MomentumReducer
@@ -85,7 +86,8 @@ class Flight:
     def finish(self) -> None:
         """Wait for the last reply; an error of the thread is raised here."""
         self.close()
-        self._thread.join()
+        with waiting(self.states[0].device):
+            self._thread.join()
         if self._error is not None:
             raise self._error
         if self._side is not None:

@@ -10,6 +10,7 @@ import pytest
 from tests.faults.matrix import Combination, Outcome, combinations, strike
 from tests.faults.striking import POINTS, SCATTER, Fault
 from tests.faults.training import TIMEOUT, Raised
+from tests.onebit.runs import OPTIMIZERS
 
 SOME = [
     Combination("ranks", "OneBitAdam", Fault("kill", 1, 0)),
@@ -40,7 +41,7 @@ def test_torchrun_restarts_from_the_last_checkpoint() -> None:
 def test_all_points_of_both_stages_are_in_the_matrix() -> None:
     everything = list(combinations())
     light = {(c.kind, c.fault.how, c.fault.at.stage, c.fault.at.name) for c in everything if c.launcher == "ranks"}
-    assert len(light) == 2 * 2 * len(POINTS) >= 24
+    assert len(light) == len(OPTIMIZERS) * 2 * len(POINTS) >= 36
     assert {c.fault.victim for c in everything} == {0, 1, 2}
     assert {c.fault.at.stage for c in everything if c.launcher == "torchrun"} == {1, 2}
     assert [c.fault.at for c in everything if c.launcher == "lab"] == [at for at in POINTS if at.each == 1]

@@ -342,7 +342,8 @@ def test_a_small_training_run_freezes_by_its_trace(caplog):
     assert None not in ratios[WINDOW + 1 :]
     assert min(ratios[frozen], 1 / ratios[frozen]) >= 0.96
     assert all(min(r, 1 / r) < 0.96 for r in ratios[2 * WINDOW : frozen])
-    assert len(caplog.records) == 1 + frozen // WINDOW + 1  # of short runs, every window, and at the freeze
+    # Of short runs, every window, at the freeze, and the report.
+    assert len(caplog.records) == 1 + frozen // WINDOW + 2
     assert sum(losses[-20:]) < 0.5 * sum(losses[frozen - 20 : frozen])
 
 

@@ -169,17 +169,20 @@ def test_the_page_of_options_has_every_argument_with_its_default_and_no_other():
         names, defaults = (re.findall("`([^`]+)`", cell) for cell in row[1:3])
         documented |= dict(zip(names, map(ast.literal_eval, defaults), strict=True))
     real = {}
-    for kind in (onebit.OneBitAdam, onebit.OneBitLamb):
+    for kind in (onebit.OneBitAdam, onebit.OneBitLamb, onebit.ZeroOneAdam):
         arguments = inspect.signature(kind.__init__).parameters.values()
         real |= {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD}
     assert {name: default for name, default in real.items() if name not in ("self", "params")} == documented
 
 
-@pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb])
+@pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb, onebit.ZeroOneAdam])
 def test_the_signature_and_the_help_show_every_option(kind):
     shown, help_text = inspect.signature(kind).parameters, pydoc.plain(pydoc.render_doc(kind))
     described = (kind.__doc__ or "").replace("\n", ", ")
     for field in dataclasses.fields(Options):
+        if field.name in kind.without_options:
+            assert field.name not in shown and f"\n{field.name}:" not in (kind.__doc__ or "")
+            continue
         assert shown[field.name].default == field.default
         assert f"{field.name}: {field.metadata['description']}" in help_text.replace("\n |  ", "\n").replace(" |  ", "")
     for name in shown:
@@ -191,7 +194,7 @@ def test_the_typed_arguments_are_the_options():
 
 
 @pytest.mark.parametrize(("old", "new"), [("floor", "floor"), ("freeze", "hold")])
-@pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb])
+@pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb, onebit.ZeroOneAdam])
 def test_dead_is_the_old_name_of_zero_variance(kind, old, new):
     with pytest.warns(DeprecationWarning, match=f"pass zero_variance='{new}' for dead='{old}'") as caught:
         optimizer = kind([nn.Parameter(torch.ones(3))], dead=old)

@@ -1,0 +1,145 @@
+"""Does it pay? How long steps of each kind take, what was sent, and what that comes to.
+
+A step is timed from the end of the one before to its own: forward, backward, communication and update, and the loading
+of data. Times are read a step later, so that the host never waits for the device. All is of this process, since it
+built the optimizer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from onebit.collectives.waits import Waits
+
+Kind = Literal["uncompressed", "1 bit"]
+KEPT = 500  # steps of a kind whose times are kept
+FEWEST = 3  # from so many on a median says something
+REPORTED_AFTER = 50  # compressed steps
+GAIN = 1.05  # times as fast: less is no gain
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Those of one kind."""
+
+    taken: int  # or skipped, since a gradient was not finite
+    seconds: float | None  # the median; None where too few were timed
+    waiting: float | None  # the share of it that this rank waits for messages; None where DDP does, in backward
+
+
+@dataclass(frozen=True)
+class Report:
+    """`print` it, or read its fields. Bytes are those that this rank sends to others over the network."""
+
+    uncompressed: Steps
+    compressed: Steps
+    skipped: int | None
+    sent: float
+    sent_by_fp32: float  # by all-reduces of as many steps
+    sent_by_fp16: float
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast a compressed step is as an uncompressed one."""
+        slow, fast = self.uncompressed.seconds, self.compressed.seconds
+        return None if slow is None or fast is None else slow / fast
+
+    @property
+    def run_speed_up(self) -> float | None:
+        """The same of all steps so far."""
+        if self.speed_up is None:
+            return None
+        n, compressed = self.uncompressed.taken + self.compressed.taken, self.compressed.taken
+        return n / (n - compressed + compressed / self.speed_up)
+
+    @property
+    def verdict(self) -> str:
+        if self.compressed.seconds is None:
+            return "no verdict yet: too few compressed steps were timed"
+        if self.speed_up is None:
+            return "no verdict: too few uncompressed steps were timed in this process to compare with"
+        if self.speed_up >= GAIN:
+            run = f"; over this run so far {self.run_speed_up:.1f} times"
+            return f"1-bit steps are {self.speed_up:.1f} times as fast as uncompressed ones{run}"
+        share = self.uncompressed.waiting
+        why = "" if share is None else f": the network takes {share:.0%} of an uncompressed step"
+        return f"no gain{why}; 1-bit steps take {1 / self.speed_up:.2f} times as long as uncompressed ones"
+
+    def __str__(self) -> str:
+        lines = [self.verdict]
+        for name, steps in (("uncompressed", self.uncompressed), ("1 bit", self.compressed)):
+            timed = "not timed" if steps.seconds is None else f"{1e3 * steps.seconds:.1f} ms each"
+            share = "" if steps.waiting is None else f", {steps.waiting:.0%} of it waiting for messages"
+            lines.append(f"{name:13} {steps.taken:>7} steps, {timed}{share}")
+        if self.skipped is not None:
+            lines.append(f"{'skipped':13} {self.skipped:>7} of these")
+        if self.sent:
+            fewer = f"{self.sent_by_fp32 / self.sent:.1f} and {self.sent_by_fp16 / self.sent:.1f} times fewer"
+            lines.append(f"{'sent':13} {_size(self.sent):>7}, {fewer} than fp32 and fp16 all-reduces")
+        return "\n".join(lines)
+
+
+class PayOff:
+    """Counts and times the steps of an optimizer."""
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
+        self.waits = Waits()  # of the step that has not ended
+        self.taken: dict[Kind, int] = {"uncompressed": 0, "1 bit": 0}
+        self._seconds: dict[Kind, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
+        self._waited: dict[Kind, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
+        self._ends: deque[tuple[Kind, Any, Waits]] = deque()  # the first of them has been read
+
+    def step_ended(self, kind: Kind) -> bool:
+        """Whether it is time for a report: once."""
+        self.taken[kind] += 1
+        self._ends.append((kind, self._mark(), self.waits))
+        self.waits = Waits()
+        self._read()
+        return kind == "1 bit" and self.taken[kind] == REPORTED_AFTER
+
+    def steps(self, kind: Kind, *, waits_here: bool) -> Steps:
+        """waits_here: whether all waits of such steps are in `waits`."""
+        times, waited = self._seconds[kind], self._waited[kind]
+        if len(times) < FEWEST:
+            return Steps(self.taken[kind], None, None)
+        seconds = statistics.median(times)
+        share = min(1.0, statistics.median(waited) / seconds) if waits_here and seconds > 0 else None
+        return Steps(self.taken[kind], seconds, share)
+
+    def _mark(self) -> Any:
+        """This moment: of the stream on a GPU, else of the host."""
+        if self._device.type != "cuda":
+            return self._now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _read(self) -> None:
+        """Times of the steps that are over by now."""
+        while len(self._ends) > 1:
+            (_, before, _), (kind, end, waits) = self._ends[0], self._ends[1]
+            if self._device.type == "cuda":
+                if not (end.query() and waits.passed):
+                    return
+                seconds = before.elapsed_time(end) / 1e3
+            else:
+                seconds = end - before
+            self._ends.popleft()
+            self._seconds[kind].append(seconds)
+            self._waited[kind].append(waits.total())
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"

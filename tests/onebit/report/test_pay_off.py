@@ -1,0 +1,186 @@
+"""optimizer.report(): steps of each kind, their times, bytes, and what they come to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onebit.collectives.waits import Waits, counted, waiting
+from onebit.report.pay_off import KEPT, REPORTED_AFTER, PayOff, Report, Steps
+from tests.onebit.runs import Case, kinds, run
+from tests.ranks import group, run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def timed(*steps: tuple[str, float, float]) -> PayOff:
+    """Steps of a kind that take so long, and wait for so much of it."""
+    clock = Clock()
+    pay_off = PayOff(CPU, clock)
+    for kind, seconds, waits in steps:
+        clock.time += seconds
+        pay_off.waits.seconds += waits
+        pay_off.step_ended(kind)  # type: ignore[arg-type]
+    return pay_off
+
+
+def test_a_step_is_timed_from_the_end_of_the_one_before() -> None:
+    """The first has none; a pause (validation, a checkpoint) does not change a median."""
+    steps = [("uncompressed", 100.0, 0.0), *[("uncompressed", 2.0, 1.5)] * 4, ("uncompressed", 60.0, 0.0)]
+    pay_off = timed(*steps, *[("1 bit", 0.5, 0.1)] * 3)
+    assert pay_off.steps("uncompressed", waits_here=True) == Steps(6, 2.0, 0.75)
+    assert pay_off.steps("uncompressed", waits_here=False).waiting is None
+    found = pay_off.steps("1 bit", waits_here=True)
+    assert (found.taken, found.seconds, found.waiting) == pytest.approx((3, 0.5, 0.2))
+
+
+def test_too_few_steps_are_not_timed() -> None:
+    pay_off = timed(*[("uncompressed", 1.0, 0.0)] * 3)
+    assert pay_off.steps("uncompressed", waits_here=True) == Steps(3, None, None)
+    assert pay_off.steps("1 bit", waits_here=True) == Steps(0, None, None)
+
+
+def test_times_of_old_steps_are_dropped() -> None:
+    pay_off = timed(*[("1 bit", 9.0, 0.0)] * 100, *[("1 bit", 1.0, 0.0)] * KEPT)
+    assert pay_off.steps("1 bit", waits_here=True) == Steps(100 + KEPT, 1.0, 0.0)
+
+
+def test_it_is_time_for_a_report_once() -> None:
+    pay_off = PayOff(CPU, Clock())
+    due = [pay_off.step_ended("1 bit") for _ in range(2 * REPORTED_AFTER)]
+    assert [i + 1 for i, each in enumerate(due) if each] == [REPORTED_AFTER]
+
+
+def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose events here pass when the test says so."""
+    now, over = Clock(), Clock()
+
+    def event() -> Any:
+        made = SimpleNamespace(at=now.time)
+        made.query = lambda: made.at <= over.time
+        made.elapsed_time = lambda other: 1e3 * (other.at - made.at)
+        return made
+
+    pay_off = PayOff(torch.device("cuda"))
+    monkeypatch.setattr(pay_off, "_mark", event)
+    for _ in range(5):
+        now.time += 2.0
+        start = event()
+        now.time += 1.0
+        pay_off.waits.events.append((start, event()))
+        pay_off.step_ended("1 bit")
+    assert pay_off.steps("1 bit", waits_here=True).seconds is None
+    over.time = now.time
+    pay_off.step_ended("1 bit")
+    found = pay_off.steps("1 bit", waits_here=True)
+    assert found.seconds == pytest.approx(3.0) and found.waiting == pytest.approx(1 / 3)
+
+
+def test_waits_are_those_of_this_thread_where_they_are_counted() -> None:
+    waits, inner = Waits(), Waits()
+    with waiting(CPU):
+        time.sleep(0.01)
+    with counted(waits):
+        with waiting(CPU):
+            time.sleep(0.02)
+        with counted(inner), waiting(CPU):
+            time.sleep(0.01)
+    with waiting(CPU):
+        time.sleep(0.01)
+    assert waits.total() >= 0.02 and inner.total() >= 0.01 and waits.passed
+    assert waits.total() != inner.total()
+
+
+def report(slow: float | None, fast: float | None, waits: float | None = 0.5, n: int = 100) -> Report:
+    return Report(Steps(n, slow, waits), Steps(3 * n, fast, 0.25), 2, sent=2e6, sent_by_fp32=4e7, sent_by_fp16=2e7)
+
+
+def test_verdicts() -> None:
+    gain = report(0.64, 0.1)
+    assert gain.speed_up == pytest.approx(6.4)
+    assert gain.run_speed_up == pytest.approx(400 / (100 + 300 / 6.4))
+    assert gain.verdict == "1-bit steps are 6.4 times as fast as uncompressed ones; over this run so far 2.7 times"
+    none = report(0.1, 0.11, 0.04).verdict
+    assert none.startswith("no gain: the network takes 4% of an uncompressed step; ")
+    assert none.endswith("1-bit steps take 1.10 times as long as uncompressed ones")
+    assert "the network" not in report(0.1, 0.1, None).verdict and "no gain" in report(0.1, 0.1, None).verdict
+    assert "too few compressed" in report(0.1, None).verdict
+    assert "too few uncompressed" in report(None, 0.1).verdict
+
+
+def test_the_text() -> None:
+    text = str(report(0.64, 0.1))
+    assert text.splitlines()[1:] == [
+        "uncompressed      100 steps, 640.0 ms each, 50% of it waiting for messages",
+        "1 bit             300 steps, 100.0 ms each, 25% of it waiting for messages",
+        "skipped             2 of these",
+        "sent             2 MB, 20.0 and 10.0 times fewer than fp32 and fp16 all-reduces",
+    ]
+
+
+def reported(rank: int, size: int, case: Case) -> tuple[Any, list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger, level = logging.getLogger("onebit"), logging.getLogger("onebit").level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        params = case.parameters()
+        optimizer = case.build(params, group())
+        run(case, rank, optimizer, params, 1, case.steps)
+        return (optimizer.report(), optimizer.wire_bytes), [text for text in records if "1 bit  " in text]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@kinds
+def test_a_run(kind: str) -> None:
+    """Bytes are the messages' and, of uncompressed steps, those of rings; 50 steps in, rank 0 logs it."""
+    case = Case(
+        kind,
+        shapes=((300, 40), (77,)),
+        steps=5 + REPORTED_AFTER,
+        options={"freeze_step": 5},
+        bad=((7, 0, float("nan")),),
+    )
+    found = run_ranks(3, reported, case)
+    elements = 300 * 40 + 77
+    for rank, ((own, sent), logged) in enumerate(found):
+        assert (own.uncompressed.taken, own.compressed.taken, own.skipped) == (5, REPORTED_AFTER, 1)
+        ring = 2 * 2 / 3 * elements
+        assert own.sent == pytest.approx(sent + 5 * 4 * ring)
+        assert own.sent_by_fp32 == 2 * own.sent_by_fp16 == pytest.approx((5 + REPORTED_AFTER) * 4 * ring)
+        for steps in (own.uncompressed, own.compressed):
+            assert steps.seconds > 0 and 0 < steps.waiting <= 1
+        assert len(logged) == (rank == 0)
+    assert "times as" in found[0][1][0] and "skipped" not in found[0][1][0]
+
+
+def of_nodes(rank: int, size: int, case: Case) -> tuple[float, float, int]:
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, case.steps)
+    found = optimizer.report()
+    return found.sent_by_fp32, found.sent, optimizer.wire_bytes
+
+
+def test_bytes_of_nodes_are_those_between_them() -> None:
+    case = Case(shapes=((300, 40),), steps=8, options={"freeze_step": 3}, each=2)
+    for fp32, sent, messages in run_ranks(4, of_nodes, case):
+        assert fp32 == pytest.approx(8 * 4 * 300 * 40 / 2)  # 2 nodes: a ring sends all of a slice once
+        assert sent == pytest.approx(messages + 3 * 4 * 300 * 40 / 2)
