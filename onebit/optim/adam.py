@@ -21,7 +21,7 @@ from onebit.kernels.data.hyper import Hyper
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
+from onebit.optim.freeze import FreezeRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
 from onebit.optim.reducer import MomentumReducer
@@ -57,7 +57,7 @@ class Adam(Algorithm):
         state.rename("exp_avg_sq", DENOMINATOR)
         return without
 
-    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> VarianceRule:
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
         return VarianceRule(options.freeze_step, options.freeze_threshold, window)
 
     def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:

@@ -28,7 +28,7 @@ from onebit.kernels.data.hyper import Hyper
 from onebit.optim.adam import VARIANCE, Adam
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FixedStep
+from onebit.optim.freeze import FixedStep, FreezeRule
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
 from onebit.optim.param_groups import Group
@@ -98,7 +98,7 @@ class ZeroOne(Adam):
             state[name].copy_(root)
         return {}
 
-    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FixedStep:  # type: ignore[override]
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
         return FixedStep(self.schedule.dense_start, window)
 
     def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -89,19 +90,26 @@ def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) 
     assert found.seconds == pytest.approx(3.0) and found.waiting == pytest.approx(1 / 3)
 
 
-def test_waits_are_those_of_this_thread_where_they_are_counted() -> None:
-    waits, inner = Waits(), Waits()
-    with waiting(CPU):
-        time.sleep(0.01)
-    with counted(waits):
+def test_waits_are_those_of_this_thread_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waits, inner = Clock(), Waits(), Waits()
+    monkeypatch.setattr(time, "perf_counter", clock)
+
+    def wait(seconds: float) -> None:
         with waiting(CPU):
-            time.sleep(0.02)
-        with counted(inner), waiting(CPU):
-            time.sleep(0.01)
-    with waiting(CPU):
-        time.sleep(0.01)
-    assert waits.total() >= 0.02 and inner.total() >= 0.01 and waits.passed
-    assert waits.total() != inner.total()
+            clock.time += seconds
+
+    wait(1.0)
+    with counted(waits):
+        wait(2.0)
+        clock.time += 4.0
+        with counted(inner):
+            wait(8.0)
+        wait(16.0)
+        thread = threading.Thread(target=wait, args=(32.0,))
+        thread.start()
+        thread.join()
+    wait(64.0)
+    assert waits.total() == 18.0 and inner.total() == 8.0 and waits.passed
 
 
 def report(slow: float | None, fast: float | None, waits: float | None = 0.5, n: int = 100) -> Report:
