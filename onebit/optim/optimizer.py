@@ -26,7 +26,6 @@ from typing_extensions import Unpack
 
 from onebit.checkpoint import restore, schema
 from onebit.checkpoint.names import PROGRESS
-from onebit.collectives.averaging import narrower
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.waits import counted
@@ -43,7 +42,7 @@ from onebit.parallel.overlap import Overlap
 from onebit.parallel.start_checks import agree_on_start
 from onebit.parallel.watch import Watch
 from onebit.report.diagnostics import diagnose
-from onebit.report.pay_off import PayOff, Report
+from onebit.report.pay_off import PayOff, Report, made_report
 
 logger = logging.getLogger("onebit")
 
@@ -140,7 +139,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def report(self) -> Report:
         """Does it pay: steps of each kind and how long they take, bytes, and a verdict; `print` it. Of this process,
         since it built the optimizer. Reading it waits for the device."""
-        return self._report(self.skipped_steps)
+        return made_report(self.pay_off, self.setup, self.current, not self.averaged_in_backward, self.skipped_steps)
 
     def diagnostics(self) -> dict[str, dict[str, float]]:
         """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
@@ -386,7 +385,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         current = self.current
         due = self.pay_off.step_ended("uncompressed" if self.averages_gradients else "1 bit")
         if due and self.setup.topology.everyone.rank == 0:
-            self.after_step.append(lambda: logger.info("%s", self._report(None)))
+            found = made_report(self.pay_off, self.setup, current, not self.averaged_in_backward)
+            self.after_step.append(partial(logger.info, "%s", found))
         current.stages.count(flags, current.states, len(self.param_groups), read=self._reads_steps)
         self.gradients.reset()
         for state in current.states:
@@ -398,22 +398,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _reads_steps(self) -> bool:
         """Whether the host has to know of every step."""
         return self.setup.algorithm.uses_step_number or self.current.reads_steps
-
-    def _report(self, skipped: int | None) -> Report:
-        topology, states = self.setup.topology, self.current.states
-        wire = self.setup.options.gradient_dtype
-        ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
-        elements = sum(sum(state.numels) for state in states)
-        own = sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
-        taken = self.pay_off.taken
-        return Report(
-            uncompressed=self.pay_off.steps("uncompressed", waits_here=not self.averaged_in_backward),
-            compressed=self.pay_off.steps("1 bit", waits_here=True),
-            skipped=skipped,
-            sent=self.wire_bytes - self.current.bytes_before + taken["uncompressed"] * ring * own,
-            sent_by_fp32=sum(taken.values()) * ring * 4 * elements,
-            sent_by_fp16=sum(taken.values()) * ring * 2 * elements,
-        )
 
     def _read_last_step(self) -> None:
         stages = self.current.stages

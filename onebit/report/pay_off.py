@@ -16,7 +16,10 @@ from typing import Any, Literal
 
 import torch
 
+from onebit.collectives.averaging import narrower
 from onebit.collectives.waits import Waits
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 
 Kind = Literal["uncompressed", "1 bit"]
 KEPT = 500  # steps of a kind whose times are kept
@@ -135,6 +138,25 @@ class PayOff:
             self._ends.popleft()
             self._seconds[kind].append(seconds)
             self._waited[kind].append(waits.total())
+
+
+def made_report(
+    pay_off: PayOff, setup: Setup, current: Snapshot, waits_known: bool, skipped: int | None = None
+) -> Report:
+    """waits_known: whether those of uncompressed steps are; DDP averages while backward runs."""
+    topology, taken, wire = setup.topology, pay_off.taken, setup.options.gradient_dtype
+    ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
+    numels = [(sum(state.numels), state.dtype) for state in current.states]
+    elements = ring * sum(n for n, _ in numels)
+    uncompressed = ring * sum(n * narrower(dtype, wire).itemsize for n, dtype in numels)
+    return Report(
+        uncompressed=pay_off.steps("uncompressed", waits_here=waits_known),
+        compressed=pay_off.steps("1 bit", waits_here=True),
+        skipped=skipped,
+        sent=current.wire_bytes - current.bytes_before + taken["uncompressed"] * uncompressed,
+        sent_by_fp32=sum(taken.values()) * 4 * elements,
+        sent_by_fp16=sum(taken.values()) * 2 * elements,
+    )
 
 
 def _size(nbytes: float) -> str:
