@@ -30,7 +30,7 @@ from torch import Tensor
 from onebit.collectives.agreement import NODES, all_gather_json, listed, raise_on_all
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.grid import Grid
-from onebit.collectives.transport.protocol import Ranks, Transport
+from onebit.collectives.transport.protocol import LocalTransport, Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
 
 logger = logging.getLogger("onebit")
@@ -51,6 +51,11 @@ class Topology:
     def copies(self) -> Ranks:
         """The ranks that hold the same parameters."""
         return self.everyone if self.shard is None else self.replicas
+
+    @property
+    def sender(self) -> Ranks:
+        """The ranks that are one sender to the network: of a node, or of one copy's parts, or this one alone."""
+        return next((ranks for ranks in (self.node, self.shard) if ranks is not None), LocalTransport())
 
     def add_parts(self, values: Tensor) -> Tensor:
         """What the ranks have that hold the parts of these parameters, added up; as it is where those are whole."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from onebit.collectives.exchange import Chunk, Exchange, Reply, Server, arrived
-from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 
@@ -42,6 +42,8 @@ class TwoPhases(Exchange):
             if j <= last:
                 compress(chunks[j])
                 gathers[j] = self._gather(chunks[j], over)
+                if isinstance(over, EarlyReceiver):
+                    over.expect(chunks[j].arriving.buffer, _scatter_phase(chunks[j]))
             if 0 <= j - 1 <= last:
                 arrived(gathers.pop(j - 1), _server_of(chunks[j - 1]).received, "the gather phase")
                 scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
@@ -76,8 +78,7 @@ class TwoPhases(Exchange):
         live = self.live_in(server.shard)
         self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
         self._count(self.reply_format)
-        phase = f"the scatter phase (all-gather of chunk {chunk.index})"
-        return over.all_gather(chunk.arriving.buffer, server.reply.buffer, phase)
+        return over.all_gather(chunk.arriving.buffer, server.reply.buffer, _scatter_phase(chunk))
 
 
 class TwoBitReplies(TwoPhases):
@@ -85,6 +86,10 @@ class TwoBitReplies(TwoPhases):
 
     way = 2
     reply_bits = 2
+
+
+def _scatter_phase(chunk: Chunk) -> str:
+    return f"the scatter phase (all-gather of chunk {chunk.index})"
 
 
 def _server_of(chunk: Chunk) -> Server:

@@ -200,6 +200,56 @@ class Backend(Protocol):
         Bytes: reads x 4, v 4, bits 1/8; writes x 4. 12.125.
         """
 
+    def zero_one_local(
+        self,
+        span: Span,
+        params: Pointers,
+        grads: Pointers,
+        exp_avg_sq: Tensor,
+        exp_avg: Tensor,
+        residual: Residual | None,
+        master: Tensor | None,
+        hyper: Tensor,
+        flags: Tensor,
+        least_root: Tensor,
+        root_at_zero: Tensor,
+    ) -> None:
+        """m = beta1 m + (1 - beta1) g';  x = x - lr (mhat / (u + eps) + wd x) with u as in zero_one_full;
+        e = e + lr mhat.
+
+        A step without a message: 0/1 Adam (Lu et al. 2023), Algorithm 1. m is dense and this rank's own, fp32
+        [elements]; v is only read. `residual` is None where nothing is to be sent. Nothing of a coordinate with u = 0
+        changes. With a tensor scale `value` becomes e itself, 0 where u = 0, and the caller sets the scale to 0.
+
+        Bytes: reads g 4, v 4, m 4, x 4, e 4; writes m 4, x 4, e 4. 32.
+        """
+
+    def zero_one_sync(
+        self,
+        span: Span,
+        params: Pointers,
+        exp_avg_sq: Tensor,
+        exp_avg: Tensor,
+        anchor: Tensor,
+        replies: Messages,
+        master: Tensor | None,
+        hyper: Tensor,
+        least_root: Tensor,
+        root_at_zero: Tensor,
+        decay: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """x = decay_p anchor - U / (u + eps) with U = decode(replies) and u as in zero_one_full;
+        anchor = x as it was stored;  m = factor_p U.
+
+        The end of some local steps: 0/1 Adam (Lu et al. 2023), Algorithm 1. `anchor`, fp32 [elements], is the x that
+        they began with on every rank: the new one is x in fp32, or as a 16-bit parameter without a master copy holds
+        it. `decay` and `factor` are fp32 [parameters]. m is one fp32 product of what `decode` gives, bit for bit. Where
+        u = 0, x = anchor and m = 0. Blocks of a flagged reply stay as they are.
+
+        Bytes: reads v 4, anchor 4, bits 1/8; writes x 4, anchor 4, m 4. 20.125.
+        """
+
     def lamb_warmup(
         self,
         span: Span,
@@ -264,7 +314,8 @@ class Backend(Protocol):
 # What is measured, in the order of a step. lamb_update is adam_update with LAMB's coefficients.
 PASSES = (
     "scan", "compress", "average", "decode", "adam_warmup", "adam_update",
-    "lamb_warmup", "lamb_statistics", "lamb_update", "zero_one_full", "zero_one_update",
+    "lamb_warmup", "lamb_statistics", "lamb_update",
+    "zero_one_full", "zero_one_update", "zero_one_local", "zero_one_sync",
 )  # fmt: skip
 BIT = 1 / 8  # bytes
 
@@ -304,6 +355,10 @@ def bytes_per_element(
             return itemsize + replies + 4 * 4 + BIT + parameter
         case "adam_update" | "lamb_update" | "zero_one_update":
             return replies + 4 + parameter
+        case "zero_one_local":
+            return itemsize + 5 * 4 + parameter
+        case "zero_one_sync":  # which writes x without reading it
+            return replies + 4 * 4 + (4 + itemsize if master else itemsize)
         case "lamb_warmup":  # read for the norms, and again for the update
             return itemsize + 4 * 4 + (4 if master else itemsize) + 2 * 4 + parameter
         case "lamb_statistics":

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from onebit.checkpoint.merge import merge_states
+from onebit.checkpoint.to_adamw import adamw_state
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
@@ -19,6 +20,7 @@ from onebit.parallel.watch import DivergenceError
 from onebit.report.history import History
 
 if TYPE_CHECKING:
+    from onebit.checkpoint.room import make_room
     from onebit.checkpoint.save_load import load, save
 
 __all__ = [
@@ -33,18 +35,26 @@ __all__ = [
     "OneBitOptimizer",
     "OneBitState",
     "ZeroOneAdam",
+    "adamw_state",
     "attach",
     "load",
+    "make_room",
     "merge_states",
     "onebit_hook",
     "save",
 ]
 
+_LATE = {
+    "load": "onebit.checkpoint.save_load",
+    "make_room": "onebit.checkpoint.room",
+    "save": "onebit.checkpoint.save_load",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`save` and `load` on their first use: torch.distributed.checkpoint takes a second to import."""
-    if name in ("load", "save"):
-        return getattr(import_module("onebit.checkpoint.save_load"), name)
+    """Those that need torch.distributed.checkpoint, on their first use: it takes a second to import."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'onebit' has no attribute {name!r}")
 
 

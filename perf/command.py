@@ -15,7 +15,7 @@ from onebit.cli.arguments import CommandError
 from onebit.collectives import CollectiveError
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.processes import RankFailed
-from perf.lab.rates import UNSHAPED, parse_rate
+from perf.lab.rates import UNSHAPED, link_of, parse_rate, parse_rtt
 from perf.records import RESULTS
 
 FAILED, CANNOT_MEASURE, INTERRUPTED = 1, 2, 130  # exit statuses
@@ -97,6 +97,35 @@ def shaped_rate(text: str) -> str:
 def link_rate(text: str) -> str:
     """A rate, or that the link is not shaped."""
     return UNSHAPED if text.strip().lower() == UNSHAPED else shaped_rate(text)
+
+
+def round_trip(text: str) -> str | None:
+    """Between two hosts, or None for no added delay."""
+    rtt = text.strip().lower()
+    try:
+        parse_rtt(None if rtt == "none" else rtt)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no round trip from 1ms to 100ms: write "50ms"') from None
+    return None if rtt == "none" else rtt
+
+
+def add_links(parser: argparse.ArgumentParser) -> None:
+    """--rates and --rtt, which `join_links` makes one, and --one-clock, of the ranks of the lab's delayed links."""
+    parser.add_argument("--one-clock", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
+    parser.add_argument(
+        "--rtt", type=list_of(round_trip), help="round trip of the lab's links, or one a rate: 50ms or none,10ms,50ms"
+    )
+
+
+def join_links(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """`rates` become links, as records have them, and `rtt` goes."""
+    rtts = arguments.rtt or [None]
+    if len(rtts) not in (1, len(arguments.rates)):
+        parser.error(f"--rtt has {len(rtts)} round trips for {len(arguments.rates)} rates: give one, or one a rate")
+    rtts = rtts * len(arguments.rates) if len(rtts) == 1 else rtts
+    arguments.rates = [link_of(rate, rtt) for rate, rtt in zip(arguments.rates, rtts, strict=True)]
+    del arguments.rtt
 
 
 def refuse_idle(

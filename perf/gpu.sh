@@ -1,27 +1,100 @@
 #!/usr/bin/env bash
-# Every check and benchmark that needs a GPU, in one go: the kernels' tests on the device, several NCCL ranks on one
-# GPU, the kernels' tuning and benchmark. Records go to the folder named, perf/results by default.
-#     bash perf/gpu.sh [OUT]
+# Every check and benchmark that needs a GPU, by stages that fit ten minutes each, the most important first:
+#     check      the kernels' tests on the device, in parallel; compute-sanitizer on odd sizes, where it is installed
+#     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works
+#     ranks      2 and 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
+#     step       a training step of two ranks over NCCL on loopback: right, but no figure for a network
+#     profile    one device's step beside AdamW(fused): time, memory at each stage, traces
+#     summary    what was reached of what was to be reached
+#
+#     bash perf/gpu.sh [--rehearse] [--out DIR] STAGE... | all
+#
+# Records and logs go to DIR, perf/results by default; DIR/gpu-stages.txt has how each command ended. --rehearse runs the
+# same commands on a CPU, small, where there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:-perf/results}
+root=$PWD out=perf/results device=cuda rehearse= stages=()
 python=${PYTHON:-python3}
-mkdir -p "$out"
-out=$(cd "$out" && pwd)
-"$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||
-    { echo "error: no GPU that torch can use: run this where torch.cuda.is_available()"; exit 2; }
+while [ $# -gt 0 ]; do
+    case $1 in
+        --rehearse) rehearse=1 device=cpu ;;
+        --out) out=${2:?--out needs a folder}; shift ;;
+        all) stages+=(check kernels ranks step profile summary) ;;
+        check | kernels | ranks | step | profile | summary) stages+=("$1") ;;
+        *) echo "error: no stage is called '$1': check, kernels, ranks, step, profile, summary or all" >&2; exit 2 ;;
+    esac
+    shift
+done
+[ ${#stages[@]} -gt 0 ] || { sed -n '2,/^set/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \?//'; exit 2; }
+mkdir -p "$out" && out=$(cd "$out" && pwd)
+[ "$rehearse" ] || "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||
+    { echo "error: no GPU that torch can use: run this where torch.cuda.is_available()" >&2; exit 2; }
 
 # The three folders under one name, as `make types` links them: no install needed, and none gets in the way.
 links=$(mktemp -d)
 trap 'rm -rf "$links"' EXIT
 mkdir "$links/onebit"
-ln -s "$PWD"/onebit/* "$PWD/kernels" "$PWD/collectives" "$links/onebit/"
-ln -s "$PWD"/{tests,perf,pyproject.toml} "$links/"
+ln -s "$root"/onebit/* "$root/kernels" "$root/collectives" "$links/onebit/"
+ln -s "$root"/{tests,perf,pyproject.toml} "$links/"
 cd "$links"
+export PYTHONPATH=$links${PYTHONPATH:+:$PYTHONPATH}
 
 failed=0
-"$python" -m pytest -q -p no:cacheprovider tests/kernels tests/collectives/test_gpu.py \
-    tests/onebit/optim/test_gpu.py tests/perf/test_kernels_benchmark.py 2>&1 | tee "$out/gpu-tests.log" || failed=1
-"$python" -m onebit tune --device cuda 2>&1 | tee "$out/gpu-tune.log" || failed=1
-"$python" -m perf.kernels --device cuda --out "$out" 2>&1 | tee "$out/gpu-kernels.log" || failed=1
+run() { # NAME COMMAND...: its output to a log, at most nine and a half minutes
+    local name=$1 since=$SECONDS status
+    shift
+    timeout 570 "$@" 2>&1 | tee "$out/gpu-$name.log"
+    status=${PIPESTATUS[0]}
+    echo "$name: exit $status after $((SECONDS - since)) s" | tee -a "$out/gpu-stages.txt"
+    [ "$status" = 0 ] || failed=1
+}
+has() { [ ! "$rehearse" ] && command -v "$1" >/dev/null; }
+
+check() {
+    local files jobs=12
+    files=$(ls tests/kernels/test_*.py | grep -v -e test_aot -e test_tuning -e test_compiled)
+    if [ "$rehearse" ]; then
+        run check "$python" -m pytest -q -p no:cacheprovider --collect-only $files
+        return
+    fi
+    # one process a file: pytest-xdist may not be there
+    run check bash -c 'printf "%s\n" "${@:2}" | xargs -P "$0" -n 1 "$1" -m pytest -q -p no:cacheprovider' \
+        "$jobs" "$python" $files
+    has compute-sanitizer &&
+        run sanitizer compute-sanitizer --error-exitcode 1 "$python" -m perf.kernels --device cuda --elements 100003 \
+            --repeats 1 --out "$links"
+}
+kernels() {
+    local size=()
+    [ "$rehearse" ] && size=(--elements 2**16 --repeats 1)
+    [ "$rehearse" ] || run tune "$python" -m onebit tune --device "$device"
+    run kernels "$python" -m perf.kernels --device "$device" --out "$out" "${size[@]}"
+    run kernels-bf16 "$python" -m perf.kernels --device "$device" --dtype bfloat16 --out "$out/bf16" "${size[@]}"
+    has ncu && run ncu ncu --set basic --launch-skip 40 --launch-count 40 "$python" -m perf.kernels --device cuda \
+        --repeats 2 --out "$links"
+}
+ranks() {
+    local only=(-m gpu)
+    [ "$rehearse" ] && only=(-k "cpu and OneBitAdam")
+    run ranks "$python" -m pytest -q -p no:cacheprovider "${only[@]}" tests/onebit/parallel/test_nccl.py \
+        tests/collectives/test_gpu.py tests/onebit/optim/test_gpu.py
+}
+step() {
+    local backend=nccl size=(--width 1024 --layers 8 --repeats 10)
+    [ "$rehearse" ] && backend=gloo size=(--width 32 --layers 1 --batch 1 --repeats 1)
+    # several ranks on one GPU: see tests/collectives/test_gpu.py
+    NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo run step "$python" -m torch.distributed.run --standalone \
+        --nproc-per-node 2 --no-python bash -c 'NCCL_HOSTID=r$RANK exec "$@"' rank "$python" -m perf.train_step \
+        --device "$device" --backend "$backend" --out "$out" "${size[@]}" \
+        --variants fp32,bf16,powersgd-1,adam-1,adam-2,adam-2-overlap,lamb-2,zero-one
+}
+profile() {
+    local size=()
+    [ "$rehearse" ] && size=(--width 32 --layers 1 --batch 1 --repeats 1)
+    run profile "$python" -m perf.profile --device "$device" --out "$out" "${size[@]}"
+}
+summary() { run summary "$python" -m perf.summary "$out"; }
+
+: >"$out/gpu-stages.txt"
+for stage in "${stages[@]}"; do "$stage"; done
 exit "$failed"

@@ -26,10 +26,15 @@ Show = Callable[[str], None]  # a line of progress
 
 
 class Ranks:
-    """One rank's view of the group: barriers, clocks and counters. `each` ranks share a host and its interface."""
+    """One rank's view of the group: barriers, clocks and counters. `each` ranks share a host and its interface.
 
-    def __init__(self, device: torch.device, show: Show, each: int = 1) -> None:
+    one_clock: ranks are on one machine and read the same clock, so that a barrier can end everywhere at one time. What
+    a barrier sends leaves ranks up to a round trip apart.
+    """
+
+    def __init__(self, device: torch.device, show: Show, each: int = 1, one_clock: bool = False) -> None:
         self.device, self.each, self._show, self._shown = device, each, show, 0.0
+        self._one_clock = one_clock
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def progress(self, text: str) -> None:
@@ -39,8 +44,13 @@ class Ranks:
             self._show(text)
 
     def barrier(self) -> None:
+        began = time.perf_counter()
         self.maximum(torch.zeros(1))
         self.synchronize()
+        if self._one_clock:
+            took = time.perf_counter() - began
+            end = self.maximum(torch.tensor([time.perf_counter() + 2 * took], dtype=torch.float64))
+            time.sleep(max(0.0, float(end) - time.perf_counter()))
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -117,7 +127,7 @@ def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> I
         backend = arguments.backend or ("nccl" if device.type == "cuda" else "gloo")
         dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
     try:
-        ranks = Ranks(device, show, each)
+        ranks = Ranks(device, show, each, one_clock=arguments.one_clock)
         if ranks.size == 1:
             raise CommandError("a group of one rank has nothing to send: start two or more")
         yield ranks

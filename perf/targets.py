@@ -30,6 +30,17 @@ class Target:
         return f"{self.reached:.2f}" if self.reached < 2 else f"{self.reached:.1f}"
 
 
+class Limit(Target):
+    """`reached` is to be at most `needed`; `what` follows the number."""
+
+    @property
+    def met(self) -> bool:
+        return self.reached <= self.needed
+
+    def __str__(self) -> str:
+        return f"{self.shown} {self.what}, at most {self.needed:.3g}: {'met' if self.met else 'missed'}"
+
+
 def as_json(targets: Sequence[Target]) -> list[dict[str, Any]]:
     return [{**asdict(target), "met": target.met} for target in targets]
 

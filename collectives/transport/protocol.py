@@ -7,7 +7,7 @@ start the same collectives in the same order, from one thread.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,6 +65,15 @@ class Transport(Ranks, Protocol):
 
     def places(self, of: Transport) -> list[int]:
         """Which ranks of another transport of the same kind these are, asking nobody."""
+        ...
+
+
+@runtime_checkable
+class EarlyReceiver(Protocol):
+    """A transport whose senders wait to hear that a message is expected."""
+
+    def expect(self, out: Tensor, phase: str) -> None:
+        """`out` is free now, and the all-gather after the one expected before will be into it."""
         ...
 
 

@@ -1,7 +1,14 @@
-"""A process group of torch.distributed as a transport: NCCL, or Gloo."""
+"""A process group of torch.distributed as a transport: NCCL, or Gloo.
+
+Gloo sends a message only when it knows that its receiver waits for it: half a round trip to say so, half a round trip
+for the message. Of its collectives all-reduce and all-gather pass on from rank to rank what they have, which takes a
+round trip for each rank, and two of its threads run all of them. So up to 16 ranks send messages on the CPU in pairs,
+all at once, one round trip whatever their number, and half of one where `expect` was called in time.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +20,9 @@ from torch import Tensor
 from onebit.collectives.transport.protocol import Transport, Work, collective_errors
 from onebit.collectives.waits import waiting
 
-SMALL = 2**16  # bytes of a message up to which Gloo's all-gather, size - 1 sends one after the other, waits for latency
+SMALL = 2**16  # bytes up to which what Gloo passes on from rank to rank waits for latency
+MOST_IN_PAIRS = 16  # ranks
+_ALL_TO_ALL, _ALL_GATHER = 0x1B170, 0x1B171  # tags of messages in pairs: receives of each are in the order of sends
 _OUTSIDER = (
     "this rank is not in the process group it was given: only the group's members take part. Build the optimizer or "
     "the all-reduce on those ranks alone"
@@ -21,7 +30,8 @@ _OUTSIDER = (
 
 
 class TorchTransport:
-    """A process group of torch.distributed: NCCL, or Gloo. CUDA tensors over Gloo pass through pinned memory."""
+    """A process group of torch.distributed, with a backend for each type of device: Gloo, NCCL or both. CUDA tensors
+    pass through pinned memory where only Gloo can take them."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group if group is not None else dist.group.WORLD
@@ -30,17 +40,35 @@ class TorchTransport:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(_OUTSIDER)
-        self.name = str(dist.get_backend(self.group))
+        self.backends = backends_of(self.group)
+        self.name = " and ".join(dict.fromkeys(self.backends.values()))
+        self.members = dist.get_process_group_ranks(self.group)
+        self.expected: dict[int, tuple[Tensor, list[Any]]] = {}  # by address: receives that have started
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        if self._in_pairs(out):
+            return self._exchange(out, list(sent), self._receive(out, _ALL_TO_ALL, phase), _ALL_TO_ALL, phase)
         return self._start(dist.all_to_all_single, out, sent, phase)
 
     def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        if self.name == "gloo" and sent.nbytes <= SMALL and self.size > 2:
+        if self._gathers_in_pairs(out):
+            early = self.expected.pop(out.data_ptr(), None)
+            receives = self._receive(out, _ALL_GATHER, phase) if early is None else early[1]
+            return self._exchange(out, [sent[0]] * self.size, receives, _ALL_GATHER, phase)
+        if self._in_one_round(sent):
             return self._start(dist.all_to_all_single, out, sent.expand_as(out).contiguous(), phase)
         return self._start(_all_gather_single, out, sent, phase)
 
+    def expect(self, out: Tensor, phase: str) -> None:
+        if self._gathers_in_pairs(out) and out.data_ptr() not in self.expected:
+            self.expected[out.data_ptr()] = out, self._receive(out, _ALL_GATHER, phase)
+
     def all_max(self, values: Tensor, phase: str) -> None:
+        if self._in_one_round(values):
+            everyone = torch.empty((self.size, values.nbytes), dtype=torch.uint8, device=values.device)
+            self.all_gather(everyone, values.reshape(-1).view(torch.uint8)[None], phase).wait()
+            values.copy_(everyone.view(values.dtype).amax(0).view(values.shape))
+            return
         host = values.cpu() if self._staged(values) else values
         with collective_errors(phase, self.name), waiting(host.device):
             dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group)
@@ -55,7 +83,7 @@ class TorchTransport:
 
     def duplicate(self) -> Transport:
         if self.group is dist.group.WORLD:
-            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self.name))
+            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self._kind))
         return self._new_group(dist.get_process_group_ranks(self.group))
 
     def split(self, color: int) -> Transport:
@@ -78,7 +106,7 @@ class TorchTransport:
     def _new_group(self, ranks: list[int]) -> Transport:
         """Made by its members alone, who all are in this group."""
         self._make_as_many_groups()
-        return TorchTransport(dist.new_group(ranks, self._timeout, self.name, use_local_synchronization=True))
+        return TorchTransport(dist.new_group(ranks, self._timeout, self._kind, use_local_synchronization=True))
 
     def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has: the name on all ranks
@@ -98,7 +126,22 @@ class TorchTransport:
     @property
     def _device(self) -> torch.device:
         """Of tensors that the group can send."""
-        return torch.device("cuda" if self.name == "nccl" else "cpu")
+        return torch.device("cpu" if "cpu" in self.backends else next(iter(self.backends)))
+
+    @property
+    def _kind(self) -> str:
+        """What makes another group of the same backends."""
+        return ",".join(f"{device}:{backend}" for device, backend in self.backends.items())
+
+    def _backend(self, tensor: Tensor) -> str:
+        """What sends a tensor, or its copy in pinned memory."""
+        kind = tensor.device.type
+        if kind not in self.backends and not (kind == "cuda" and "cpu" in self.backends):
+            raise ValueError(
+                f"the process group sends {' and '.join(self.backends)} tensors, by {self.name}, and this one is on "
+                f"{tensor.device}: call init_process_group with a backend for them, 'gloo' for the CPU"
+            )
+        return self.backends.get(kind) or self.backends["cpu"]
 
     def _start(self, collective: Callable[..., Any], out: Tensor, sent: Tensor, phase: str) -> Work:
         landing, source = out.view(-1), sent.view(-1)
@@ -108,8 +151,35 @@ class TorchTransport:
             work = collective(landing, source, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, source=source, landing=landing, out=out)
 
+    def _in_one_round(self, sent: Tensor) -> bool:
+        """Whether Gloo would pass this on from rank to rank while its bytes count for nothing."""
+        return self._backend(sent) == "gloo" and self.size > 2 and sent.nbytes <= SMALL
+
+    def _in_pairs(self, out: Tensor) -> bool:
+        return self._backend(out) == "gloo" and 1 < self.size <= MOST_IN_PAIRS and not out.is_cuda
+
+    def _gathers_in_pairs(self, out: Tensor) -> bool:
+        """Where ranks share a host, Gloo's ring carries a large message over a link once, and pairs do once a rank."""
+        return self._in_pairs(out) and (self.size == 2 or out[0].nbytes <= SMALL or _one_rank_a_host())
+
+    def _receive(self, out: Tensor, tag: int, phase: str) -> list[Any]:
+        """Row k of `out` from rank k."""
+        with collective_errors(phase, self.name):
+            return [dist.irecv(out[k], self.members[k], self.group, tag) for k in self._others()]
+
+    def _exchange(self, out: Tensor, rows: list[Tensor], receives: list[Any], tag: int, phase: str) -> Work:
+        """Row k of `rows` to rank k."""
+        out[self.rank].copy_(rows[self.rank])
+        with collective_errors(phase, self.name):
+            sends = [dist.isend(rows[k], self.members[k], self.group, tag) for k in self._others()]
+        return PairsWork([*receives, *sends], (out, rows), phase, self.name)
+
+    def _others(self) -> list[int]:
+        """The next rank first: no two ranks begin with the same one."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
     def _staged(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda and self.name == "gloo"
+        return self._backend(tensor) == "gloo" and tensor.is_cuda
 
 
 class TorchWork:
@@ -124,6 +194,30 @@ class TorchWork:
             self._work.wait()
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)
+
+
+def backends_of(group: Any) -> dict[str, str]:
+    """By type of device. A group made without one has what torch finds: Gloo for the CPU, NCCL for CUDA."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend.lower() for device, backend in pairs}
+
+
+class PairsWork:
+    """Messages between pairs of ranks; holds what they are read from and written to until they have arrived."""
+
+    def __init__(self, works: list[Any], held: Any, phase: str, name: str) -> None:
+        self._works, self._held, self._phase, self._name = works, held, phase, name
+
+    def wait(self) -> None:
+        with collective_errors(self._phase, self._name), waiting(torch.device("cpu")):
+            for work in self._works:
+                work.wait()
+
+
+def _one_rank_a_host() -> bool:
+    """By torchrun's variables, which are the same on all ranks; without them, no."""
+    hosts = os.environ.get("GROUP_WORLD_SIZE")
+    return hosts is not None and hosts == os.environ.get("WORLD_SIZE")
 
 
 def _all_gather_single(out: Tensor, sent: Tensor, **options: Any) -> Any:

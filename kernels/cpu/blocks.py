@@ -275,11 +275,21 @@ def mean_scale(total, count, l2):
 
 
 @tile
+def left_out(e, last):
+    """e, which with a tensor scale is computed from the c of the last step. `last` is that scale, else 0."""
+    return e - signed(e >= ZERO, last)
+
+
+@tile
+def first_moment(g, m, h):
+    """beta1 m + (1 - beta1) g"""
+    return h.beta1 * m + h.one_minus_beta1 * g
+
+
+@tile
 def moments(g, m, v, h):
     """m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2"""
-    m = h.beta1 * m + h.one_minus_beta1 * g
-    v = h.beta2 * v + h.one_minus_beta2 * (g * g)
-    return m, v
+    return first_moment(g, m, h), h.beta2 * v + h.one_minus_beta2 * (g * g)
 
 
 def over(span: Span) -> tuple[int, int, int, int]:

@@ -31,6 +31,7 @@ from onebit.kernels.cpu.blocks import (
     hyper_of,
     keep,
     kept_bits,
+    left_out,
     locate,
     mean_scale,
     momentum_at,
@@ -72,13 +73,6 @@ LARGE = 2**21  # elements that no cache holds
 
 
 @tile
-def _left_out(value, i, last):
-    """e, which with a tensor scale is derived from the c of the last step. `last` is that scale, else 0."""
-    e = load(value + 4 * i)
-    return e - signed(e >= ZERO, last)
-
-
-@tile
 def _write(c, kept, i, value, bits, l2):
     """c where e was, its bits, and what it adds to the scale."""
     c = keep(kept, i, c)
@@ -114,14 +108,14 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
     if m_bits != 0:
         for i in range(0, n, WIDTH):
             y = gamma * (rest * (load(values + 4 * i) * grad_scale))
-            c = signed(bits_at(m_bits + i // 8), m_scale) + y + _left_out(value, i, last)
+            c = signed(bits_at(m_bits + i // 8), m_scale) + y + left_out(load(value + 4 * i), last)
             summed = summed + _write(c, kept, i, value, bits, l2)
     else:
         for i in range(0, n, WIDTH):
             y = gamma * (rest * (load(values + 4 * i) * grad_scale))
             if m_flat != 0:
                 y = beta1 * load(m_flat + 4 * i) + y
-            summed = summed + _write(y + _left_out(value, i, last), kept, i, value, bits, l2)
+            summed = summed + _write(y + left_out(load(value + 4 * i), last), kept, i, value, bits, l2)
     return total(summed)
 
 
@@ -172,7 +166,7 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
         for rank in range(ranks):
             start = rank * row_bytes
             added = added + signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
-        c = added * inverse_ranks + _left_out(value, i, last)
+        c = added * inverse_ranks + left_out(load(value + 4 * i), last)
         summed = summed + _write(c, kept, i, value, bits, l2)
     return total(summed)
 

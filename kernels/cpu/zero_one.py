@@ -21,6 +21,7 @@ from onebit.kernels.cpu.blocks import (
     at,
     first_bits,
     hyper_of,
+    left_out,
     locate,
     moments,
     of_message,
@@ -45,12 +46,16 @@ from onebit.kernels.data.wire import Messages
 
 
 @tile
-def _moved(x, m, v, h, least, at_zero):
-    """x after the update, and which lanes move."""
+def used_root(v, h, least, at_zero):
+    """u"""
     u = root(v) * h.bias2
-    u = where(u > least, u, splat(least))
-    u = where(not_zero(v), u, splat(at_zero))
-    return x - h.lr * (m * h.bias1 / (u + h.eps) + h.weight_decay * x), not_zero(u)
+    return where(not_zero(v), where(u > least, u, least), at_zero)
+
+
+@tile
+def moved(x, m, u, h):
+    """x after the update; a lane with u = 0 does not move."""
+    return where(not_zero(u), x - h.lr * (m * h.bias1 / (u + h.eps) + h.weight_decay * x), x)
 
 
 @tile
@@ -59,13 +64,12 @@ def _full_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, last
     old_v, old_x = load(v_at + 4 * i), load(x_at + 4 * i)
     had = ALL if at_zero > ZERO else not_zero(old_v)
     m, v = moments(load(g_at + 4 * i) * h.grad_scale, where(had, load(m_at + 4 * i), ZERO), old_v, h)
-    x, moves = _moved(old_x, m, v, h, least, at_zero)
+    x = moved(old_x, m, used_root(v, h, least, at_zero), h)
     store(v_at + 4 * i, where(counts, v, old_v))
-    store(x_at + 4 * i, where(counts & moves, x, old_x))
+    store(x_at + 4 * i, where(counts, x, old_x))
     if e_at != 0:
         e = load(e_at + 4 * i)
-        left_out = where(had, e - signed(e >= ZERO, last), ZERO)
-        store(e_at + 4 * i, where(counts, left_out + h.beta1 * m, e))
+        store(e_at + 4 * i, where(counts, where(had, left_out(e, last), ZERO) + h.beta1 * m, e))
     v = where(counts, v, ZERO)
     return v, not_zero(v)
 
@@ -113,8 +117,8 @@ def _full(
 @tile
 def _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero):
     x = load(x_at + 4 * i)
-    moved, moves = _moved(x, m, load(v_at + 4 * i), h, least, at_zero)
-    store(x_at + 4 * i, where(counts & moves, moved, x))
+    u = used_root(load(v_at + 4 * i), h, least, at_zero)
+    store(x_at + 4 * i, where(counts, moved(x, m, u, h), x))
 
 
 @tile

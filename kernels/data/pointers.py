@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.upload import Upload
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +29,8 @@ class Pointers:
         self.layout, self.device, self.dtype, self.what = layout, device, dtype, what
         self.tensors: list[Tensor | None] = [None] * layout.parameters
         self.addresses = torch.zeros(layout.parameters, dtype=torch.int64, device=device)
-        self._seen = [0] * layout.parameters
+        self._upload = Upload()
+        self._numels: list[int] = layout.numel.tolist()
 
     @classmethod
     def to(cls, layout: Layout, tensors: Sequence[Tensor | None], what: str = "tensor") -> Pointers:
@@ -49,41 +51,46 @@ class Pointers:
             )
         self.tensors = [None if t is None else self._checked(i, t) for i, t in enumerate(tensors)]
         addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
-        if addresses != self._seen:
-            self._seen = addresses
-            # kept: a captured graph copies from it at every replay
-            self._host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
-            self.addresses.copy_(self._host, non_blocking=True)
+        self._upload.write(addresses, self.addresses)
 
     def release(self) -> None:
         """Keep no tensor alive; the addresses stay, and `bind_tensors` is due before the next use."""
         self.tensors = [None] * self.layout.parameters
 
     def _checked(self, index: int, tensor: Tensor) -> Tensor:
+        """Hundreds of times a step: what is wrong is told where something is."""
+        if (
+            tensor.numel() != self._numels[index]
+            or tensor.dtype is not self.dtype
+            or tensor.device != self.device
+            or tensor.layout is not torch.strided
+        ):
+            raise self._misfit(index, tensor)
+        if not tensor.is_contiguous():
+            return self._made_contiguous(f"{self.what} {index}", tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def _misfit(self, index: int, tensor: Tensor) -> TypeError | ValueError:
         name = f"{self.what} {index}"
         if tensor.layout is not torch.strided:
-            raise ValueError(
+            return ValueError(
                 f"{name} has layout {tensor.layout}: sign compression needs every element. Make it dense, for "
                 f"example with nn.Embedding(..., sparse=False) or {self.what}.to_dense()"
             )
         if tensor.dtype != self.dtype:
-            raise TypeError(
+            return TypeError(
                 f"{name} has dtype {tensor.dtype} where the others have {self.dtype}: one table holds one dtype. "
                 f"Cast it, or give each dtype a table of its own"
             )
         if tensor.device != self.device:
-            raise ValueError(
+            return ValueError(
                 f"{name} is on {tensor.device} where the others are on {self.device}: move it with "
                 f".to({str(self.device)!r}) first"
             )
-        if tensor.numel() != self.layout.numel[index]:
-            raise ValueError(
-                f"{name} has {tensor.numel()} elements where the layout holds {self.layout.numel[index]}: the "
-                f"sizes are fixed when the layout is made; build a new one after changing a parameter"
-            )
-        if not tensor.is_contiguous():
-            return self._made_contiguous(name, tensor)
-        return tensor.detach()
+        return ValueError(
+            f"{name} has {tensor.numel()} elements where the layout holds {self._numels[index]}: the "
+            f"sizes are fixed when the layout is made; build a new one after changing a parameter"
+        )
 
     def _made_contiguous(self, name: str, tensor: Tensor) -> Tensor:
         if self.what == "gradient":  # only read, so a copy will do

@@ -3,6 +3,7 @@
 from onebit.kernels.gpu.adam import adam_update, adam_warmup
 from onebit.kernels.gpu.codec import average, compress, decode
 from onebit.kernels.gpu.lamb import lamb_statistics, lamb_warmup
+from onebit.kernels.gpu.local_steps import zero_one_local, zero_one_sync
 from onebit.kernels.gpu.scan import scan
 from onebit.kernels.gpu.zero_one import zero_one_full, zero_one_update
 
@@ -16,5 +17,7 @@ __all__ = [
     "lamb_warmup",
     "scan",
     "zero_one_full",
+    "zero_one_local",
+    "zero_one_sync",
     "zero_one_update",
 ]

@@ -13,7 +13,6 @@ bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (writte
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,24 +21,6 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import TYPES, launch, replies_arguments, span_arguments
-
-
-@triton.jit
-def _warmup_block(
-    p_base, p_valid, g_base, g_valid, h, exp_avg, exp_avg_sq, master, total, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
-    m, v = tiles.moments(
-        g, tiles.load_tile(exp_avg, valid, TILE, FULL), tiles.load_tile(exp_avg_sq, valid, TILE, FULL), h
-    )
-    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
-    x = x - tl.load(h + tiles.H_LR) * tiles.direction(m, v, x, h)
-    tiles.store_tile(exp_avg, m, valid, TILE, FULL)
-    tiles.store_tile(exp_avg_sq, v, valid, TILE, FULL)
-    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
-    if total is not None:
-        tl.store(total, tl.sum(v, axis=0))
 
 
 @tiles.entry
@@ -51,35 +32,26 @@ def adam_warmup_kernel(
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
-        if (block < blocks) & (flag == 0):
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-            p_base, p_valid, p_aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
-            g_base, g_valid, g_aligned = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
-            h = tiles.group_row(hyper, group)
+        if block < blocks:
             start = block.to(tl.int64) * BLOCK
-            x = None if master is None else master + start
-            total = None if sums is None else sums + block
-            if p_aligned & g_aligned:
-                _warmup_block(
-                    p_base, p_valid, g_base, g_valid, h, exp_avg + start, exp_avg_sq + start, x, total, valid,
-                    BLOCK, TILE, True,
-                )  # fmt: skip
-            else:
-                _warmup_block(
-                    p_base, p_valid, g_base, g_valid, h, exp_avg + start, exp_avg_sq + start, x, total, valid,
-                    BLOCK, TILE, False,
-                )  # fmt: skip
-
-
-@triton.jit
-def _update_block(
-    p_base, p_valid, h, d, m, master, lr, valid, TILE: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
-    d = tiles.load_tile(d, valid, TILE, FULL)
-    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
-    moved = x - lr * (m * d + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
-    x = tl.where(d != 0, moved, x)
-    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
+            its_master = None if master is None else master + start
+            last_m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
+            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
+            wide = p_wide & g_wide
+            h = tiles.group_row(hyper, group)
+            if flag == 0:
+                g = tiles.load_tile(g_base, g_valid, wide, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, last_v, h)
+                tiles.store_tile(exp_avg + start, m, valid, wide, TILE)
+                tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
+                x = x - tl.load(h + tiles.H_LR) * tiles.direction(m, v, x, h)
+                tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
+                if sums is not None:
+                    tl.store(sums + block, tl.sum(tiles.valid_only(v, valid, TILE), axis=0))
 
 
 @tiles.entry
@@ -92,20 +64,22 @@ def adam_update_kernel(
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            if tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES) == 0:
-                p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-                p_base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
-                h = tiles.group_row(hyper, group)
+            start = block.to(tl.int64) * BLOCK
+            its_master = None if master is None else master + start
+            its_d = tiles.load_flat(d + start, BLOCK, TILE)
+            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            h = tiles.group_row(hyper, group)
+            if flag == 0:
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
                 lr = tl.load(h + tiles.H_LR)
                 if coefficient is not None:
                     lr = lr * tl.load(coefficient + p)
                 m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
-                start = block.to(tl.int64) * BLOCK
-                x = None if master is None else master + start
-                if aligned:
-                    _update_block(p_base, p_valid, h, d + start, m, x, lr, valid, TILE, True)
-                else:
-                    _update_block(p_base, p_valid, h, d + start, m, x, lr, valid, TILE, False)
+                moved = x - lr * (m * its_d + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
+                x = tl.where(its_d != 0, moved, x)
+                tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
 def adam_warmup(

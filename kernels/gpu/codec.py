@@ -12,7 +12,6 @@ papers' lines and the bytes of each.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -33,27 +32,6 @@ from onebit.kernels.gpu.launch import (
 )
 
 
-@triton.jit
-def _compress_block(
-    g_base, g_valid, h, gamma, m_flat, m_scales, m_bits, live, value, residual_scale, partial, counted, scale, bits,
-    block, shard_blocks, m_row_bytes, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
-    COPIES: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
-    y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * g
-    if gamma is not None:
-        y = tl.load(gamma) * y
-    if (m_bits is not None) or (m_flat is not None):
-        m = tiles.load_momentum(
-            m_flat, m_scales, m_bits, block, shard_blocks, m_row_bytes, valid,
-            BLOCK, TILE, FULL, TENSOR and BITS == 1, COPIES, BITS,
-        )  # fmt: skip
-        y = tl.load(h + tiles.H_BETA1) * m + y
-    c = y + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
-    tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
-
-
 @tiles.entry
 def compress_kernel(
     owner, parameter_table, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
@@ -69,58 +47,42 @@ def compress_kernel(
         if block < blocks:
             row = (block // shard_blocks).to(tl.int64)
             j = block % shard_blocks
+            block_value = value + block.to(tl.int64) * BLOCK
+            kept = tiles.load_flat(block_value, BLOCK, TILE)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            g_base, g_valid, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
+            h = tiles.group_row(hyper, group)
             if j == 0:
                 tiles.write_header(header + row * (row_bytes // 4), flag, fingerprint, shard_blocks, 1)
             if flag == 0:
-                p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-                g_base, g_valid, aligned = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
-                h = tiles.group_row(hyper, group)
+                g = tiles.load_tile(g_base, g_valid, wide, TILE)
+                its_live = None if live is None else tiles.load_bits(
+                    live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE
+                )  # fmt: skip
+                y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
+                if gamma is not None:
+                    y = tl.load(gamma + p) * y
+                if (m_bits is not None) or (m_flat is not None):
+                    m = tiles.load_momentum(
+                        m_flat, m_scales, m_bits, block, shard_blocks, m_stride,
+                        BLOCK, TILE, TENSOR and BITS == 1, COPIES, BITS,
+                    )  # fmt: skip
+                    y = tl.load(h + tiles.H_BETA1) * m + y
                 scale = scales + row * (row_bytes // 4) + (0 if TENSOR else j)
                 block_bits = bits + row * row_bytes + j.to(tl.int64) * (BLOCK // 8)
-                block_value = value + block.to(tl.int64) * BLOCK
-                block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
-                block_gamma = None if gamma is None else gamma + p
                 block_partial = partial + block if TENSOR else None
                 block_counted = counted + block if TENSOR else None
                 row_scale = residual_scale + row if TENSOR else None
-                if aligned:
-                    _compress_block(
-                        g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
-                        block_partial, block_counted, scale, block_bits, block, shard_blocks, m_stride, valid,
-                        BLOCK, TILE, True, TENSOR, L2, COPIES, BITS,
-                    )  # fmt: skip
-                else:
-                    _compress_block(
-                        g_base, g_valid, h, block_gamma, m_flat, m_scales, m_bits, block_live, block_value, row_scale,
-                        block_partial, block_counted, scale, block_bits, block, shard_blocks, m_stride, valid,
-                        BLOCK, TILE, False, TENSOR, L2, COPIES, BITS,
-                    )  # fmt: skip
+                tiles.encode(
+                    y + tiles.residual(kept, row_scale, TENSOR), its_live, block_value, scale, block_partial,
+                    block_counted, block_bits, valid, BLOCK, TILE, TENSOR, L2,
+                )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter + row, shard_blocks):
                         tiles.finish_scale(
                             scale, row_scale, partial + row * shard_blocks, counted + row * shard_blocks,
                             shard_blocks, L2,
                         )  # fmt: skip
-
-
-@triton.jit
-def _average_block(
-    in_scales, in_bits, ranks, inverse_ranks, row_bytes, live, value, residual_scale, partial, counted, scale, bits,
-    block, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
-    IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    total = tl.zeros((TILE,), tl.float32)
-    stride = row_bytes.to(tl.int64)
-    block_bits = in_bits + block.to(tl.int64) * (BLOCK // 8)
-    for i in range(ranks):
-        s = tl.load(in_scales + i * (stride // 4) + (0 if IN_TENSOR else block))
-        total += tiles.unpack(block_bits + i * stride, s, BLOCK, TILE)
-    c = total * inverse_ranks + tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
-    if BITS == 2:
-        tiles.encode_two_bits(c, live, value, scale, bits, valid, BLOCK, TILE, FULL)
-    else:
-        tiles.encode(c, live, value, scale, partial, counted, bits, valid, BLOCK, TILE, FULL, TENSOR, L2)
 
 
 @tiles.entry
@@ -130,33 +92,34 @@ def average_kernel(
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
     IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    flag = 0
-    for i in range(ranks):
-        flag |= tiles.flag_of(in_header, i, row_bytes)
+    flag = tiles.any_flag(in_header, 0, ranks, row_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
+            block_value = value + block.to(tl.int64) * BLOCK
+            kept = tiles.load_flat(block_value, BLOCK, TILE)
+            _, _, _, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             if block == 0:
                 tiles.write_header(header, flag, fingerprint, blocks, BITS)
             if flag == 0:
-                _, _, _, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+                its_live = None if live is None else tiles.load_bits(
+                    live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE
+                )  # fmt: skip
+                total = tiles.sum_of_messages(
+                    in_scales + (0 if IN_TENSOR else block), in_bits + block.to(tl.int64) * (BLOCK // 8),
+                    row_bytes.to(tl.int64), ranks, BLOCK, TILE,
+                )  # fmt: skip
+                c = total * inverse_ranks + tiles.residual(kept, residual_scale, TENSOR)
                 scale = scales + (0 if TENSOR else block * BITS)
                 block_bits = bits + block.to(tl.int64) * (BITS * BLOCK // 8)
-                block_value = value + block.to(tl.int64) * BLOCK
-                block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
-                block_partial = partial + block if TENSOR else None
-                block_counted = counted + block if TENSOR else None
-                if valid == TILE:
-                    _average_block(
-                        in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_live, block_value, residual_scale,
-                        block_partial, block_counted, scale, block_bits, block, valid, BLOCK, TILE, True, TENSOR, L2,
-                        IN_TENSOR, BITS,
-                    )  # fmt: skip
+                if BITS == 2:
+                    tiles.encode_two_bits(c, its_live, block_value, scale, block_bits, valid, BLOCK, TILE)
                 else:
-                    _average_block(
-                        in_scales, in_bits, ranks, inverse_ranks, row_bytes, block_live, block_value, residual_scale,
-                        block_partial, block_counted, scale, block_bits, block, valid, BLOCK, TILE, False, TENSOR, L2,
-                        IN_TENSOR, BITS,
+                    block_partial = partial + block if TENSOR else None
+                    block_counted = counted + block if TENSOR else None
+                    tiles.encode(
+                        c, its_live, block_value, scale, block_partial, block_counted, block_bits, valid,
+                        BLOCK, TILE, TENSOR, L2,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter, blocks):
@@ -173,14 +136,11 @@ def decode_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             p, _, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-            base, writable, aligned = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
-            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+            base, writable, wide = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
             flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
+            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
             x = tl.where(flag == 0, x, float("nan"))
-            if aligned:
-                tiles.store_tile(base, x, writable, TILE, True)
-            else:
-                tiles.store_tile(base, x, writable, TILE, False)
+            tiles.store_tile(base, x, writable, wide, TILE)
 
 
 def compress(

@@ -42,25 +42,6 @@ from onebit.kernels.gpu.launch import (
 
 
 @triton.jit
-def _moments_block(
-    p_base, g_base, g_valid, h, exp_avg, exp_avg_sq, master, x_partial, u_partial, valid,
-    TILE: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
-    m, v = tiles.moments(
-        g, tiles.load_tile(exp_avg, valid, TILE, FULL), tiles.load_tile(exp_avg_sq, valid, TILE, FULL), h
-    )
-    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
-    u = tiles.direction(m, v, x, h)
-    if not FULL:
-        u = tl.where(tl.arange(0, TILE) < valid, u, 0.0)
-    tiles.store_tile(exp_avg, m, valid, TILE, FULL)
-    tiles.store_tile(exp_avg_sq, v, valid, TILE, FULL)
-    tl.store(x_partial, tl.sum(x * x, axis=0))
-    tl.store(u_partial, tl.sum(u * u, axis=0))
-
-
-@triton.jit
 def _first_and_blocks(parameter_table, p, BLOCK: tl.constexpr):
     return tl.load(parameter_table + 3 * p), tl.cdiv(tl.load(parameter_table + 3 * p + 1), BLOCK)
 
@@ -74,24 +55,26 @@ def lamb_moments_kernel(
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
-        if (block < blocks) & (flag == 0):
+        if block < blocks:
+            start = block.to(tl.int64) * BLOCK
+            its_master = None if master is None else master + start
+            last_m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
+            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
             p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
-            if valid > 0:
-                p_base, _, p_aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
-                g_base, g_valid, g_aligned = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
-                h = tiles.group_row(hyper, group)
-                start = block.to(tl.int64) * BLOCK
-                x = None if master is None else master + start
-                if p_aligned & g_aligned:
-                    _moments_block(
-                        p_base, g_base, g_valid, h, exp_avg + start, exp_avg_sq + start, x,
-                        partial + block, partial + blocks + block, valid, TILE, True,
-                    )  # fmt: skip
-                else:
-                    _moments_block(
-                        p_base, g_base, g_valid, h, exp_avg + start, exp_avg_sq + start, x,
-                        partial + block, partial + blocks + block, valid, TILE, False,
-                    )  # fmt: skip
+            p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
+            wide = p_wide & g_wide
+            h = tiles.group_row(hyper, group)
+            if (valid > 0) & (flag == 0):
+                g = tiles.load_tile(g_base, g_valid, wide, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, last_v, h)
+                u = tiles.valid_only(tiles.direction(m, v, x, h), valid, TILE)
+                x = tiles.valid_only(x, valid, TILE)
+                tiles.store_tile(exp_avg + start, m, valid, wide, TILE)
+                tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
+                tl.store(partial + block, tl.sum(x * x, axis=0))
+                tl.store(partial + blocks + block, tl.sum(u * u, axis=0))
                 first, count = _first_and_blocks(parameter_table, p, BLOCK)
                 if tiles.finished(counter + p, count):
                     x_norm = tl.sqrt_rn(tiles.sum_partials(partial + first, count))
@@ -104,17 +87,6 @@ def lamb_moments_kernel(
                     tl.store(average + p, coeff_beta * tl.load(average + p) + one_minus_coeff_beta * c)
 
 
-@triton.jit
-def _apply_block(
-    p_base, p_valid, h, exp_avg, exp_avg_sq, master, c, valid, TILE: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
-    m = tiles.load_tile(exp_avg, valid, TILE, FULL)
-    v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
-    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
-    x = x - tl.load(h + tiles.H_LR) * c * tiles.direction(m, v, x, h)
-    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
-
-
 @tiles.entry
 def lamb_apply_kernel(
     owner, parameter_table, p_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master, coefficient,
@@ -123,42 +95,62 @@ def lamb_apply_kernel(
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
-        if (block < blocks) & (flag == 0):
-            p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
-            base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
-            h = tiles.group_row(hyper, group)
+        if block < blocks:
             start = block.to(tl.int64) * BLOCK
-            x = None if master is None else master + start
-            c = tl.load(coefficient + p)
-            if aligned:
-                _apply_block(base, p_valid, h, exp_avg + start, exp_avg_sq + start, x, c, valid, TILE, True)
-            else:
-                _apply_block(base, p_valid, h, exp_avg + start, exp_avg_sq + start, x, c, valid, TILE, False)
+            its_master = None if master is None else master + start
+            m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
+            v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
+            p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
+            p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            h = tiles.group_row(hyper, group)
+            if flag == 0:
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                c = tl.load(coefficient + p)
+                x = x - tl.load(h + tiles.H_LR) * c * tiles.direction(m, v, x, h)
+                tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
 @triton.jit
-def _statistics_block(
-    scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
-    d, exp_avg_sq, live, gamma, partial, h, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr,
-    COPIES: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
-    m_prev = tiles.load_momentum(
-        prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, valid,
-        BLOCK, TILE, FULL, TENSOR, COPIES, BITS,
-    )  # fmt: skip
-    one_minus_beta1 = tl.zeros_like(m) + tl.load(h + tiles.H_ONE_MINUS_BETA1)
-    g = tl.div_rn(m - tl.load(h + tiles.H_BETA1) * m_prev, one_minus_beta1)
+def _gradient(m, m_prev, gamma, h):
+    """ghat = (m - b1 m_prev) / (1 - b1), over gamma_p where there is one"""
+    zero = tl.zeros_like(m)
+    g = tl.div_rn(m - tl.load(h + tiles.H_BETA1) * m_prev, zero + tl.load(h + tiles.H_ONE_MINUS_BETA1))
     if gamma is not None:
-        g = tl.div_rn(g, tl.zeros_like(g) + tl.load(gamma))
-    v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
-    v = tl.load(h + tiles.H_BETA2) * v + tl.load(h + tiles.H_ONE_MINUS_BETA2) * (g * g)
-    tiles.store_tile(exp_avg_sq, v, valid, TILE, FULL)
-    d = tiles.load_tile(d, valid, TILE, FULL)
+        g = tl.div_rn(g, zero + tl.load(gamma))
+    return g
+
+
+@triton.jit
+def _squared_gradient(
+    scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, gamma, h,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs."""
+    if (prev_bits is not None) and COPIES == 1 and BITS == 1:
+        scales, bits = tiles.find_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS)
+        prev_scales, prev_bits = tiles.find_block(
+            prev_scales, prev_bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS
+        )
+        equal = tiles.load_bits(bits, BLOCK, TILE) == tiles.load_bits(prev_bits, BLOCK, TILE)
+        m, m_prev = tl.load(scales), tl.load(prev_scales)
+        of_equal, of_unequal = _gradient(m, m_prev, gamma, h), _gradient(m, -m_prev, gamma, h)
+        squared = tl.where(equal, of_equal * of_equal, of_unequal * of_unequal)
+    else:
+        m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+        m_prev = tiles.load_momentum(
+            prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS
+        )
+        g = _gradient(m, m_prev, gamma, h)
+        squared = g * g
+    return squared
+
+
+@triton.jit
+def _largest_ratio(v, d, gamma, live, h, valid, TILE: tl.constexpr, DENOMINATOR: tl.constexpr):
+    """max v_T / v over the elements that count, 0 where none does"""
     counted = (v > 0) & (d > 0) & (tl.arange(0, TILE) < valid)
     if live is not None:
-        counted = counted & tiles.load_bits(live, BLOCK, TILE)
+        counted = counted & live
     if gamma is not None:
         d = d * tl.load(gamma)
     frozen = tl.div_rn(tl.full((TILE,), 1.0, tl.float32), tl.where(counted, d, 1.0))  # sqrt(v_T) + eps
@@ -167,7 +159,7 @@ def _statistics_block(
     else:
         root = tl.maximum(frozen - tl.load(h + tiles.H_EPS), 0.0)
         ratio = tl.div_rn(root * root, tl.where(counted, v, 1.0))
-    tl.store(partial, tl.max(tl.where(counted, ratio, 0.0), axis=0))
+    return tl.max(tl.where(counted, ratio, 0.0), axis=0)
 
 
 @tiles.entry
@@ -181,24 +173,25 @@ def lamb_statistics_kernel(
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
+            start = block.to(tl.int64) * BLOCK
+            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
+            its_d = tiles.load_flat(d + start, BLOCK, TILE)
+            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
             p, group, _, valid = tiles.locate(block, owner, parameter_table, BLOCK)
-            if (valid > 0) & (tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES) == 0):
-                h = tiles.group_row(hyper, group)
-                start = block.to(tl.int64) * BLOCK
-                block_live = None if live is None else live + block.to(tl.int64) * (BLOCK // 8)
-                block_gamma = None if gamma is None else gamma + p
-                if valid == TILE:
-                    _statistics_block(
-                        scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
-                        d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
-                        BLOCK, TILE, True, TENSOR, DENOMINATOR, COPIES, BITS,
-                    )  # fmt: skip
-                else:
-                    _statistics_block(
-                        scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes,
-                        d + start, exp_avg_sq + start, block_live, block_gamma, partial + block, h, valid,
-                        BLOCK, TILE, False, TENSOR, DENOMINATOR, COPIES, BITS,
-                    )  # fmt: skip
+            h = tiles.group_row(hyper, group)
+            if (valid > 0) & (flag == 0):
+                its_live = None if live is None else tiles.load_bits(
+                    live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE
+                )  # fmt: skip
+                its_gamma = None if gamma is None else gamma + p
+                squared = _squared_gradient(
+                    scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, its_gamma, h,
+                    BLOCK, TILE, TENSOR, COPIES, BITS,
+                )  # fmt: skip
+                v = tl.load(h + tiles.H_BETA2) * last_v + tl.load(h + tiles.H_ONE_MINUS_BETA2) * squared
+                tiles.store_tile(exp_avg_sq + start, v, valid, valid == TILE, TILE)
+                largest = _largest_ratio(v, its_d, its_gamma, its_live, h, valid, TILE, DENOMINATOR)
+                tl.store(partial + block, largest)
                 first, count = _first_and_blocks(parameter_table, p, BLOCK)
                 if tiles.finished(counter + p, count):
                     largest = tiles.max_partials(partial + first, count)

@@ -8,7 +8,6 @@ Bytes an element, fp32: reads g 4.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,15 +15,6 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import TYPES, launch, span_arguments
-
-
-@triton.jit
-def _scan_block(g_base, g_valid, scale, flags, square, TILE: tl.constexpr, FULL: tl.constexpr):
-    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * scale
-    if tl.max((tl.abs(g) <= tiles.LARGEST).to(tl.int32) ^ 1, axis=0) != 0:  # false for NaN
-        tl.store(flags, 1)
-    if square is not None:
-        tl.store(square, tl.sum(g * g, axis=0))
 
 
 @tiles.entry
@@ -36,13 +26,14 @@ def scan_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-            base, readable, aligned = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
-            scale = tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)
-            square = None if squares is None else squares + block
-            if aligned:
-                _scan_block(base, readable, scale, flags, square, TILE, True)
-            else:
-                _scan_block(base, readable, scale, flags, square, TILE, False)
+            base, readable, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
+            g = tiles.load_tile(base, readable, wide, TILE)
+            g = g * tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)
+            size = tl.abs(g).to(tl.int32, bitcast=True)  # in the order of the values, NaN above all
+            if tl.max(size, axis=0) > tiles.LARGEST_BITS:
+                tl.store(flags, 1)
+            if squares is not None:
+                tl.store(squares + block, tl.sum(g * g, axis=0))
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:

@@ -1,18 +1,21 @@
 """Functions on one block's values, shared by the Triton kernels: the maths here, the addressing there.
 
-A tile holds one block: TILE is block_size rounded up to a power of two. FULL tiles (every element valid, every
-address 16-byte aligned) move 16 bytes a thread and access; the others are masked.
+A tile holds one block: TILE is block_size rounded up to a power of two. Each thread reads and writes 4 elements at a
+time. Flat state is aligned and holds whole blocks, so its tiles are loaded before anything is known of the block's
+parameter. Parameters and gradients are accessed so where the block is whole and the address 16-byte aligned, else
+element by element with a mask. A kernel loads all its tiles before it decodes any bits or adds anything up.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
 from onebit.kernels.data import wire
-from onebit.kernels.data.hyper import COLUMNS, Hyper
-from onebit.kernels.data.hyper import LARGEST as _LARGEST
+from onebit.kernels.data.hyper import COLUMNS, LARGEST, Hyper
 
 _column = Hyper._fields.index
 H_COLUMNS = tl.constexpr(COLUMNS)
@@ -26,10 +29,11 @@ H_WEIGHT_DECAY = tl.constexpr(_column("weight_decay"))
 H_BIAS1 = tl.constexpr(_column("bias1"))
 H_BIAS2 = tl.constexpr(_column("bias2"))
 H_GRAD_SCALE = tl.constexpr(_column("grad_scale"))
-LARGEST = tl.constexpr(_LARGEST)
+LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack("<f", LARGEST), "little"))
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
 ABOVE = tl.constexpr(wire.ABOVE)
+ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in: one binary serves every layout.
 entry = triton.jit(do_not_specialize=["first_block", "blocks", "shard_blocks", "fingerprint", "ranks"])
@@ -49,32 +53,68 @@ def locate(block, owner, parameter_table, BLOCK: tl.constexpr):
 
 @triton.jit
 def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr):
-    """The address of a parameter's block, how many elements may be accessed there, and whether they are aligned."""
+    """The address of a parameter's block, how many elements may be accessed there, and whether in wide accesses."""
     address = tl.load(addresses + p)
     base = address.to(tl.pointer_type(TYPE)) + offset
-    readable = tl.where(address == 0, 0, valid)
-    aligned = (address % 16 == 0) & (readable == TILE)
-    return base, readable, aligned
+    accessible = tl.where(address == 0, 0, valid)
+    wide = (address % 16 == 0) & (accessible == TILE)
+    return base, accessible, wide
 
 
 @triton.jit
-def load_tile(base, valid, TILE: tl.constexpr, FULL: tl.constexpr):
+def _wide(base, TILE: tl.constexpr):
+    return tl.max_contiguous(tl.multiple_of(base + tl.arange(0, TILE), 16), ACCESS)
+
+
+@triton.jit
+def load_tile(base, valid, wide, TILE: tl.constexpr):
+    """A block of a parameter or gradient, 0 past the valid elements."""
     i = tl.arange(0, TILE)
-    if FULL:
-        x = tl.load(tl.max_contiguous(tl.multiple_of(base + i, 16), 16))
+    if wide:
+        x = tl.load(_wide(base, TILE))
     else:
         x = tl.load(base + i, mask=i < valid, other=0)
     return x.to(tl.float32)
 
 
 @triton.jit
-def store_tile(base, x, valid, TILE: tl.constexpr, FULL: tl.constexpr):
+def store_tile(base, x, valid, wide, TILE: tl.constexpr):
+    """Store the valid elements."""
     i = tl.arange(0, TILE)
     x = x.to(base.dtype.element_ty)
-    if FULL:
-        tl.store(tl.max_contiguous(tl.multiple_of(base + i, 16), 16), x)
+    if wide:
+        tl.store(_wide(base, TILE), x)
     else:
         tl.store(base + i, x, mask=i < valid)
+
+
+@triton.jit
+def load_flat(base, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A whole block of flat state. Past the valid elements it may hold anything."""
+    i = tl.arange(0, TILE)
+    if BLOCK == TILE:
+        x = tl.load(_wide(base, TILE))
+    else:
+        x = tl.load(base + i, mask=i < BLOCK, other=0)
+    return x
+
+
+@triton.jit
+def store_flat(base, x, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Store a whole block of flat state, past the valid elements too."""
+    i = tl.arange(0, TILE)
+    if BLOCK == TILE:
+        tl.store(_wide(base, TILE), x)
+    else:
+        tl.store(base + i, x, mask=i < BLOCK)
+
+
+@triton.jit
+def valid_only(x, valid, TILE: tl.constexpr):
+    """x, and 0 past the valid elements."""
+    if valid < TILE:
+        x = tl.where(tl.arange(0, TILE) < valid, x, tl.zeros_like(x))
+    return x
 
 
 @triton.jit
@@ -84,8 +124,8 @@ def signed(positive, scale):
 
 @triton.jit
 def pack(bit, out, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Store a tile of bits, 8 a byte, the first in the lowest place."""
-    eight = tl.reshape(bit.to(tl.int32), (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
+    """Store a tile of bits, each 0 or 1 as int32: 8 a byte, the first in the lowest place."""
+    eight = tl.reshape(bit, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
     byte = tl.sum(eight, axis=1).to(tl.uint8)
     i = tl.arange(0, TILE // 8)
     tl.store(out + i, byte, mask=i < BLOCK // 8)
@@ -93,17 +133,37 @@ def pack(bit, out, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def load_bits(bits, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A tile of packed bits, False past the block."""
-    i = tl.arange(0, TILE // 8)
-    byte = tl.load(bits + i, mask=i < BLOCK // 8, other=0).to(tl.int32)
-    bit = (byte[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    return tl.reshape(bit, (TILE,)) != 0
+    """A tile of packed bits, False past the block. Every element's thread loads the byte that its bit is in."""
+    i = tl.arange(0, TILE)
+    if BLOCK == TILE:
+        byte = tl.load(bits + i // 8)
+    else:
+        byte = tl.load(bits + i // 8, mask=i < BLOCK, other=0)
+    half = byte.to(tl.int32) >> (i & 4)  # a thread has 4 elements in a row: from here on their places are constants
+    return (half >> (i % 4)) & 1 != 0
 
 
 @triton.jit
 def unpack(bits, scale, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """A tile of +-scale from packed bits."""
     return signed(load_bits(bits, BLOCK, TILE), scale)
+
+
+@triton.jit
+def sum_of_messages(scales, bits, stride, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A block summed over `count` messages, in their order. Two are read at a time; a second that is missing adds 0."""
+    total = tl.zeros((TILE,), tl.float32)
+    for i in range(0, count, 2):
+        more = i + 1 < count
+        first = tl.load(scales)
+        second = tl.load(scales + stride // 4, mask=more, other=0.0)
+        first_bits = load_bits(bits, BLOCK, TILE)
+        second_bits = load_bits(bits + tl.where(more, stride, 0), BLOCK, TILE)
+        total += signed(first_bits, first)
+        total += signed(second_bits, second)
+        scales += 2 * (stride // 4)
+        bits += 2 * stride
+    return total
 
 
 @triton.jit
@@ -114,54 +174,66 @@ def unpack_two(bits, scales, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def decode_block(
+def find_block(
     scales, bits, block, shard_blocks, row_bytes,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Block `block` of messages that lie `row_bytes` apart, or its mean over COPIES of them."""
+    """Where the scale and the bits of a block are in messages that lie `row_bytes` apart; of its first copy."""
     row = (block // shard_blocks).to(tl.int64) * COPIES
     j = block % shard_blocks
     scales += row * (row_bytes // 4) + (0 if TENSOR else j * BITS)
     bits += row * row_bytes + j.to(tl.int64) * (BITS * BLOCK // 8)
+    return scales, bits
+
+
+@triton.jit
+def decode_block(
+    scales, bits, block, shard_blocks, row_bytes,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Block `block` of messages, or its mean over COPIES of them."""
+    scales, bits = find_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS)
     if BITS == 2:
         m = unpack_two(bits, scales, BLOCK, TILE)
     elif COPIES == 1:
         m = unpack(bits, tl.load(scales), BLOCK, TILE)
     else:
-        m = tl.zeros((TILE,), tl.float32)
-        stride = row_bytes.to(tl.int64)
-        for i in range(COPIES):
-            m += unpack(bits + i * stride, tl.load(scales + i * (stride // 4)), BLOCK, TILE)
-        m = m * (1 / COPIES)
+        m = sum_of_messages(scales, bits, row_bytes.to(tl.int64), COPIES, BLOCK, TILE) * (1 / COPIES)
     return m
 
 
 @triton.jit
 def load_momentum(
-    flat, scales, bits, block, shard_blocks, row_bytes, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
-    BITS: tl.constexpr,
+    flat, scales, bits, block, shard_blocks, row_bytes,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """m, kept as the messages that brought it, or still dense."""
     if bits is not None:
         m = decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
     else:
-        m = load_tile(flat + block.to(tl.int64) * BLOCK, valid, TILE, FULL)
+        m = load_flat(flat + block.to(tl.int64) * BLOCK, BLOCK, TILE)
     return m
 
 
 @triton.jit
-def flag_of(header, row, row_bytes):
-    return tl.load(header + row * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD)
+def any_flag(header, first, count, row_bytes):
+    """Whether one of `count` messages from row `first` on carries a flag: 32 headers are read at a time."""
+    flagged = tl.zeros((32,), tl.int32)
+    for start in range(0, count, 32):
+        i = start + tl.arange(0, 32)
+        flags = header + (first + i) * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD
+        flagged |= tl.load(flags, mask=i < count, other=0)
+    return tl.max((flagged != 0).to(tl.int32), axis=0)
 
 
 @triton.jit
 def flag_of_block(header, block, shard_blocks, row_bytes, COPIES: tl.constexpr):
     """Not 0 where a message that the block is in carries a flag."""
     first = block // shard_blocks * COPIES
-    flag = 0
-    for i in range(COPIES):
-        flag |= flag_of(header, first + i, row_bytes)
+    if COPIES == 1:
+        flag = tl.load(header + first * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD)
+    else:
+        flag = any_flag(header, first, COPIES, row_bytes)
     return flag
 
 
@@ -183,36 +255,34 @@ def mean_scale(total, count, L2: tl.constexpr):
 
 
 @triton.jit
-def load_residual(value, scale, valid, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr):
-    """e, which with a tensor scale is computed from the c of the last step."""
-    e = load_tile(value, valid, TILE, FULL)
+def residual(kept, scale, TENSOR: tl.constexpr):
+    """e, from what was kept: with a tensor scale that is the c of the last step."""
+    e = kept
     if TENSOR:
-        e = e - signed(e >= 0, tl.load(scale))
+        e = kept - signed(kept >= 0, tl.load(scale))
     return e
 
 
 @triton.jit
-def kept_elements(live, valid, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Which elements of a block count, and how many."""
-    kept = tl.arange(0, TILE) < valid
-    count = valid
+def counted_only(x, live, valid, TILE: tl.constexpr):
+    """x, and 0 for an element that does not count: past the valid ones, or with no bit in `live`."""
     if live is not None:
-        kept = kept & load_bits(live, BLOCK, TILE)
-        count = tl.sum(kept.to(tl.int32), axis=0)
-    return kept, count
+        x = tl.where(live, x, tl.zeros_like(x))
+    return valid_only(x, valid, TILE)
 
 
 @triton.jit
 def encode(
     c, live, value, scale, partial, counted, bits, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
     """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
-    kept, count = kept_elements(live, valid, BLOCK, TILE)
-    if (live is not None) or (not FULL):
-        c = tl.where(kept, c, 0.0)
-    bit = (c >= 0) & kept
+    c = counted_only(c, live, valid, TILE)
+    positive = c >= 0
     total = tl.sum(c * c if L2 else tl.abs(c), axis=0)
+    count = valid
+    if live is not None:
+        count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
     if TENSOR:
         tl.store(partial, total)
         tl.store(counted, count)
@@ -220,35 +290,29 @@ def encode(
     else:
         s = mean_scale(total, count, L2)
         tl.store(scale, s)
-        left = c - signed(bit, s)
-    if (live is not None) or (not FULL):
-        left = tl.where(kept, left, 0.0)
-    store_tile(value, left, BLOCK, TILE, FULL)
-    pack(bit, bits, BLOCK, TILE)
+        left = counted_only(c - signed(positive, s), live, valid, TILE)
+    store_flat(value, left, BLOCK, TILE)
+    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, BLOCK, TILE)
 
 
 @triton.jit
-def encode_two_bits(
-    c, live, value, scales, bits, valid, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
+def encode_two_bits(c, live, value, scales, bits, valid, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Store a block's signs, which of its elements are large, the mean sizes of both kinds, and what they leave out."""
-    kept, count = kept_elements(live, valid, BLOCK, TILE)
-    if (live is not None) or (not FULL):
-        c = tl.where(kept, c, 0.0)
-    size = tl.abs(c)
+    c = counted_only(c, live, valid, TILE)
+    positive, size = c >= 0, tl.abs(c)
+    count = valid
+    if live is not None:
+        count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
     large = size > mean_scale(tl.sum(size, axis=0), count, False) * ABOVE
     larger = tl.sum(large.to(tl.int32), axis=0)
     small_size = mean_scale(tl.sum(tl.where(large, 0.0, size), axis=0), count - larger, False)
     large_size = mean_scale(tl.sum(tl.where(large, size, 0.0), axis=0), larger, False)
     tl.store(scales, small_size)
     tl.store(scales + 1, large_size)
-    bit = (c >= 0) & kept
-    left = c - signed(bit, tl.where(large, large_size, small_size))
-    if (live is not None) or (not FULL):
-        left = tl.where(kept, left, 0.0)
-    store_tile(value, left, BLOCK, TILE, FULL)
-    pack(bit, bits, BLOCK, TILE)
-    pack(large, bits + BLOCK // 8, BLOCK, TILE)
+    left = c - signed(positive, tl.where(large, large_size, small_size))
+    store_flat(value, counted_only(left, live, valid, TILE), BLOCK, TILE)
+    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, BLOCK, TILE)
+    pack(large.to(tl.int32), bits + BLOCK // 8, BLOCK, TILE)
 
 
 @triton.jit
@@ -303,9 +367,15 @@ def group_row(hyper, group):
 
 
 @triton.jit
+def first_moment(g, m, h):
+    """beta1 m + (1 - beta1) g"""
+    return tl.load(h + H_BETA1) * m + tl.load(h + H_ONE_MINUS_BETA1) * g
+
+
+@triton.jit
 def moments(g, m, v, h):
     """m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2"""
-    m = tl.load(h + H_BETA1) * m + tl.load(h + H_ONE_MINUS_BETA1) * g
+    m = first_moment(g, m, h)
     v = tl.load(h + H_BETA2) * v + tl.load(h + H_ONE_MINUS_BETA2) * (g * g)
     return m, v
 
@@ -318,17 +388,17 @@ def direction(m, v, x, h):
 
 
 @triton.jit
-def load_parameter(base, master, valid, TILE: tl.constexpr, FULL: tl.constexpr):
+def load_parameter(base, master, valid, wide, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """fp32 x: the master copy where there is one."""
     if master is not None:
-        x = load_tile(master, valid, TILE, FULL)
+        x = load_flat(master, BLOCK, TILE)
     else:
-        x = load_tile(base, valid, TILE, FULL)
+        x = load_tile(base, valid, wide, TILE)
     return x
 
 
 @triton.jit
-def store_parameter(base, master, x, valid, readable, TILE: tl.constexpr, FULL: tl.constexpr):
+def store_parameter(base, master, x, valid, accessible, wide, TILE: tl.constexpr):
     if master is not None:
-        store_tile(master, x, valid, TILE, FULL)
-    store_tile(base, x, readable, TILE, FULL)
+        store_tile(master, x, valid, wide, TILE)
+    store_tile(base, x, accessible, wide, TILE)

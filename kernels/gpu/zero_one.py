@@ -25,13 +25,13 @@ from onebit.kernels.gpu.launch import TYPES, format_arguments, launch, replies_a
 
 
 @triton.jit
-def _used_root(v, h, least, at_zero):
+def used_root(v, h, least, at_zero):
     """u"""
     return tl.where(v != 0, tl.maximum(tl.sqrt_rn(v) * tl.load(h + tiles.H_BIAS2), least), at_zero)
 
 
 @triton.jit
-def _moved(x, m, u, h):
+def moved(x, m, u, h):
     """x after the update; a coordinate with u = 0 does not move."""
     direction = tl.div_rn(m * tl.load(h + tiles.H_BIAS1), u + tl.load(h + tiles.H_EPS))
     x_new = x - tl.load(h + tiles.H_LR) * (direction + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
@@ -42,30 +42,6 @@ def _moved(x, m, u, h):
 def _of_live(values, v, at_zero):
     """0 for a coordinate that takes no part."""
     return tl.where(at_zero != 0, values, tl.where(v != 0, values, 0.0))
-
-
-@triton.jit
-def _full_block(
-    p_base, p_valid, g_base, g_valid, h, m, exp_avg_sq, value, residual_scale, master, least, at_zero, live, total,
-    count, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, TENSOR: tl.constexpr,
-):  # fmt: skip
-    g = tiles.load_tile(g_base, g_valid, TILE, FULL) * tl.load(h + tiles.H_GRAD_SCALE)
-    v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
-    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
-    old_v = v
-    m, v = tiles.moments(g, _of_live(m, old_v, at_zero), old_v, h)
-    x = _moved(x, m, _used_root(v, h, least, at_zero), h)
-    tiles.store_tile(exp_avg_sq, v, valid, TILE, FULL)
-    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
-    if value is not None:
-        e = tiles.load_residual(value, residual_scale, valid, TILE, FULL, TENSOR)
-        e = _of_live(e, old_v, at_zero)
-        tiles.store_tile(value, e + tl.load(h + tiles.H_BETA1) * m, valid, TILE, FULL)
-    bit = (v != 0) & (tl.arange(0, TILE) < valid)
-    tiles.pack(bit, live, BLOCK, TILE)
-    tl.store(total, tl.sum(v, axis=0))
-    tl.store(count, tl.sum(bit.to(tl.int32), axis=0).to(tl.float32))
 
 
 @tiles.entry
@@ -79,38 +55,35 @@ def zero_one_full_kernel(
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
-        if (block < blocks) & (flag == 0):
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-            p_base, p_valid, p_aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
-            g_base, g_valid, g_aligned = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
-            h = tiles.group_row(hyper, group)
-            least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
+        if block < blocks:
             start = block.to(tl.int64) * BLOCK
-            m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
-            x = None if master is None else master + start
-            e = None if value is None else value + start
-            e_scale = residual_scale + block // residual_blocks if RESIDUAL_TENSOR else None
-            its_live = live + block.to(tl.int64) * (BLOCK // 8)
-            if p_aligned & g_aligned:
-                _full_block(
-                    p_base, p_valid, g_base, g_valid, h, m, exp_avg_sq + start, e, e_scale, x, least, at_zero,
-                    its_live, sums + block, counts + block, valid, BLOCK, TILE, True, RESIDUAL_TENSOR,
-                )  # fmt: skip
-            else:
-                _full_block(
-                    p_base, p_valid, g_base, g_valid, h, m, exp_avg_sq + start, e, e_scale, x, least, at_zero,
-                    its_live, sums + block, counts + block, valid, BLOCK, TILE, False, RESIDUAL_TENSOR,
-                )  # fmt: skip
-
-
-@triton.jit
-def _update_block(
-    p_base, p_valid, h, exp_avg_sq, m, master, least, at_zero, valid, TILE: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
-    v = tiles.load_tile(exp_avg_sq, valid, TILE, FULL)
-    x = tiles.load_parameter(p_base, master, valid, TILE, FULL)
-    x = _moved(x, m, _used_root(v, h, least, at_zero), h)
-    tiles.store_parameter(p_base, master, x, valid, p_valid, TILE, FULL)
+            its_master = None if master is None else master + start
+            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
+            kept = None if value is None else tiles.load_flat(value + start, BLOCK, TILE)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
+            wide = p_wide & g_wide
+            h = tiles.group_row(hyper, group)
+            if flag == 0:
+                g = tiles.load_tile(g_base, g_valid, wide, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
+                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+                m = _of_live(m, last_v, at_zero)
+                m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), m, last_v, h)
+                if value is not None:
+                    e_scale = residual_scale + block // residual_blocks if RESIDUAL_TENSOR else None
+                    e = _of_live(tiles.residual(kept, e_scale, RESIDUAL_TENSOR), last_v, at_zero)
+                    tiles.store_tile(value + start, e + tl.load(h + tiles.H_BETA1) * m, valid, wide, TILE)
+                tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
+                counted = tiles.valid_only(v, valid, TILE)
+                bit = (counted != 0).to(tl.int32)
+                tiles.pack(bit, live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE)
+                tl.store(sums + block, tl.sum(counted, axis=0))
+                tl.store(counts + block, tl.sum(bit, axis=0).to(tl.float32))
+                x = moved(x, m, used_root(v, h, least, at_zero), h)
+                tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
 @tiles.entry
@@ -123,18 +96,19 @@ def zero_one_update_kernel(
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            if tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES) == 0:
-                p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
-                p_base, p_valid, aligned = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
-                h = tiles.group_row(hyper, group)
+            start = block.to(tl.int64) * BLOCK
+            its_master = None if master is None else master + start
+            v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
+            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
+            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
+            h = tiles.group_row(hyper, group)
+            if flag == 0:
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
                 least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
                 m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
-                start = block.to(tl.int64) * BLOCK
-                x = None if master is None else master + start
-                if aligned:
-                    _update_block(p_base, p_valid, h, exp_avg_sq + start, m, x, least, at_zero, valid, TILE, True)
-                else:
-                    _update_block(p_base, p_valid, h, exp_avg_sq + start, m, x, least, at_zero, valid, TILE, False)
+                x = moved(x, m, used_root(v, h, least, at_zero), h)
+                tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
 def zero_one_full(

@@ -62,6 +62,8 @@ PASS_OF = {
     "lamb_statistics_kernel": "lamb_statistics",
     "zero_one_full_kernel": "zero_one_full",
     "zero_one_update_kernel": "zero_one_update",
+    "zero_one_local_kernel": "zero_one_local",
+    "zero_one_sync_kernel": "zero_one_sync",
 }
 _FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
 SUMMING_KERNELS = {

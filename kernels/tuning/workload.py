@@ -126,6 +126,14 @@ class Workload:
                 w.span, w.params(), w.exp_avg_sq(), w.replies(), w.master(), w.hyper(), w.least_root(),
                 w.root_at_zero(),
             ),
+            "zero_one_local": lambda: backend.zero_one_local(
+                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.exp_avg(), w.folded(), w.master(), w.hyper(),
+                w.flags(), w.least_root(), w.root_at_zero(),
+            ),
+            "zero_one_sync": lambda: backend.zero_one_sync(
+                w.span, w.params(), w.exp_avg_sq(), w.exp_avg(), w.anchor(), w.replies(), w.master(), w.hyper(),
+                w.least_root(), w.root_at_zero(), w.decay(), w.factor(),
+            ),
         }  # fmt: skip
         return {name: Pass(name, run, self._bytes(name)) for name, run in runs.items()}
 
@@ -136,6 +144,7 @@ class Workload:
             "squares": self.squares(),
             "exp_avg": self._valid(self.exp_avg(), self.span),
             "exp_avg_sq": self._valid(self.exp_avg_sq(), self.span),
+            "anchor": self._valid(self.anchor(), self.span),
             "residual": self._valid(self.residual().value, self.span),
             "server_residual": self._valid(self.server_residual().value, self.shard),
             "folded": self._valid(self.folded().value, self.span),
@@ -260,7 +269,7 @@ class Workload:
 
     @_made_once
     def folded(self) -> Residual:
-        """What a full step between compressed ones adds to."""
+        """What full steps between compressed ones, and local steps, add to."""
         return self._residual("folded", self.span, self.format)
 
     @_made_once
@@ -270,6 +279,19 @@ class Workload:
     @_made_once
     def root_at_zero(self) -> Tensor:
         return torch.ones(self.layout.parameters, device=self.device)
+
+    @_made_once
+    def anchor(self) -> Tensor:
+        return self._flat("anchor", self.span)
+
+    @_made_once
+    def decay(self) -> Tensor:
+        """Far enough from 1 that the same reply, again and again, adds up to no more than ten of it."""
+        return torch.full((self.layout.parameters,), 0.9, device=self.device)
+
+    @_made_once
+    def factor(self) -> Tensor:
+        return torch.full((self.layout.parameters,), 1.5, device=self.device)
 
     @_made_once
     def written_live(self) -> Tensor:

@@ -81,6 +81,8 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
         if not is_one_of(numbers.get("scale"), get_args(Scale)):
             raise ValueError(f"scale is {_shown(numbers.get('scale'))} in the state: {_DAMAGED}")
+    if not isinstance(settings := numbers.get("settings", {}), Mapping):
+        raise TypeError(f"settings is a dict, not {_shown(settings)}: {_DAMAGED}")
     _check_trace(numbers["trace"])
 
 
@@ -135,7 +137,10 @@ def whole_number(value: object, what: str, least: int, most: int) -> int:
 def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind: Kind) -> Tensor:
     """own[what], which must have `shape` and values that a run can leave behind."""
     if what not in own:
-        raise ValueError(f"the state has no {what} for parameter {name}: it is damaged, or not a state of stage 2")
+        raise ValueError(
+            f"the state has no {what} for parameter {name}: it is damaged, or not a state of stage 2, or "
+            f"what brought it looks only for what this optimizer has: then call onebit.make_room first"
+        )
     value = own[what]
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} of parameter {name} is a {type(value).__name__}, not a tensor: {_DAMAGED}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
 from onebit.checkpoint.elements import decoded, scattered
 from onebit.checkpoint.names import BITS, DENSE, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
-from onebit.checkpoint.schema import Saved, progress_of
+from onebit.checkpoint.schema import Saved, progress, progress_of
 from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
@@ -26,7 +26,7 @@ from onebit.collectives.reply import WAYS
 from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.options import check_group
+from onebit.optim.options import check_group, is_known_key
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import local
@@ -45,10 +45,25 @@ def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> 
     groups = _checked_groups(setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in setup.groups)
-    saved = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
+    saved = {p: _present(state_dict["state"].get(key, {})) for key, p in zip(keys, params, strict=True)}
     merged = merged_options(setup, groups)
     numbers = _numbers(setup, progress_of(groups), saved)
     return merged, _Restoration(setup, numbers, saved).snapshot(len(current.parts))
+
+
+def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
+    """Where a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
+    params = [p for group in setup.groups for p in group["params"]]
+    keys = iter(range(len(params)))
+    groups = [{**group, "params": [next(keys) for _ in group["params"]]} for group in setup.groups]
+    groups[0][PROGRESS] = progress(setup, current)
+    own = {i: state[p] for i, p in enumerate(params) if state.get(p)}
+    return restored(setup, current, {"state": own, "param_groups": groups})[1]
+
+
+def _present(own: Saved) -> Saved:
+    """Without empty dicts: torch's get_optimizer_state_dict puts them where a flattened state lacks a name."""
+    return {name: value for name, value in own.items() if not isinstance(value, Mapping) or value}
 
 
 class _Restoration:
@@ -84,6 +99,7 @@ class _Restoration:
         for i, own in enumerate(saved):
             if own or self._compressing:
                 check_own(own, self._fields, state.shapes[i], self._setup.name_of(state.params[i]))
+        saved = [self._without_left_over(own) for own in saved]
         if self._compressing:
             asked = self._setup.options.chunks
             state.set_chunks(int(self._numbers["chunks"][index]) if asked == "auto" else asked)
@@ -138,6 +154,14 @@ class _Restoration:
         size, bits = cut.layout.block_size, self._way.reply_bits
         return [as_it_was(dict(own), i, size, bits, packed_fields, shards, place) for i, own in enumerate(saved)]
 
+    def _without_left_over(self, own: Saved) -> Saved:
+        """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
+        optimizer has beside them."""
+        if not isinstance(names := self._numbers.get("fields"), str):  # which earlier versions did not write
+            return own
+        others = {field.name for field in self._fields} - set(names.split())
+        return {name: value for name, value in own.items() if name not in others}
+
     def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
         for field in self._fields:
             there = field.always or any(field.name in own for own in saved)
@@ -155,7 +179,8 @@ class _Restoration:
             elif field.required:
                 raise ValueError(
                     f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
-                    f"{self._setup.name} or AdamW"
+                    f"{self._setup.name} or AdamW, or what brought it looks only for what this optimizer has: then "
+                    f"call onebit.make_room first"
                 )
 
     def _saved_cut(self, state: FlatState, index: int) -> _SavedCut:
@@ -210,12 +235,15 @@ class _Restoration:
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
         state, way = part.state, self._way
-        betas = [group["betas"][0] for group in self._setup.groups]
+        beta1s = [self._setup.groups[group]["betas"][0] for group in state.groups]
+        field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
             _decode_momentum(state, saved, way, FIRST_MOMENTUM.name)
-        part.fold_momentum_again = partial(_decode_momentum, state, saved, way, RESIDUAL.name, betas)
-        part.fold_momentum_again()
+        fold = partial(_decode_momentum, state, saved, way, field.name, factors)
+        fold()
+        if field is RESIDUAL:  # which is cleared where another rank has none
+            part.fold_momentum_again = fold
 
     def _check_messages(self, state: FlatState, saved: Sequence[Saved], cut: _SavedCut) -> None:
         size, bits = cut.layout.block_size, self._way.reply_bits
@@ -354,17 +382,16 @@ def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
 
 
 def _decode_momentum(
-    state: FlatState, saved: Sequence[Saved], way: type[Exchange], name: str, betas: Sequence[float] | None = None
+    state: FlatState, saved: Sequence[Saved], way: type[Exchange], name: str, factors: Sequence[float] | None = None
 ) -> None:
-    """Add m, which messages of another shape held, to a field; multiplied by its group's beta, if given."""
+    """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given."""
     for i, own in enumerate(saved):
         if DENSE in own:
             m = own[DENSE].to(state.device).view(-1)
         else:
             m = decoded(own[BITS].to(state.device), own[SCALES].to(state.device), way.reply_bits).mean(0)
-        beta = 1.0 if betas is None else betas[state.groups[i]]
         for part, kept in state.parts_of(name, i):
-            kept.add_(m[part], alpha=beta)
+            kept.add_(m[part], alpha=1.0 if factors is None else factors[i])
 
 
 def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -388,7 +415,10 @@ def merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[di
     """Options that this optimizer has, and what others (schedulers) have left in the groups."""
     merged = []
     for group, saved in zip(setup.groups, groups, strict=True):
-        new = deepcopy({k: v for k, v in saved.items() if k not in _NOT_OPTIONS})
+        given = {k: v for k, v in saved.items() if k not in _NOT_OPTIONS}
+        new = deepcopy({k: v for k, v in given.items() if k in group or is_known_key(k)})
+        if unknown := sorted(given.keys() - new.keys()):
+            warn(f"the state's param groups have {', '.join(unknown)}, with which nothing is done here: left out")
         if isinstance(new["betas"], list):  # as JSON and torch.distributed.checkpoint have it
             new["betas"] = tuple(new["betas"])
         check_group({**group, **new})
@@ -402,6 +432,12 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
     if numbers and numbers["compressing"]:
         if numbers["optimizer"] != setup.name:
             raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it")
+        setup.algorithm.check_saved_settings(numbers.get("settings", {}), int(numbers["steps"]))
+        if any("step" in own for own in saved.values()) and _steps_of(saved) != numbers["steps"]:
+            raise ValueError(
+                f"the state is one of step {numbers['steps']}, and its parameters have taken {_steps_of(saved)}: it is "
+                f"damaged, or nothing was loaded into what make_room has made. Load another"
+            )
         return numbers
     steps = _steps_of(saved)
     if numbers and numbers["steps"] == steps and numbers["optimizer"] == setup.name:
@@ -413,6 +449,12 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
 
 
 def _steps_of(saved: Mapping[Tensor, Saved]) -> int:
+    without = [i for i, own in enumerate(saved.values()) if own and "step" not in own]
+    if without:
+        raise ValueError(
+            f"the state has moments of parameter {without[0]} and no step: how often they were updated decides of the "
+            f"next update. Load a state with its steps, or add step, a tensor of one number, to each parameter's"
+        )
     steps = {steps_of(own) for own in saved.values() if "step" in own}
     if len(steps) > 1:
         raise ValueError(

@@ -32,42 +32,60 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.checkpoint import files
 from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
+from onebit.checkpoint.extra import EXTRA, check, packed, rank_to_read, restore, unpacked
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
 from onebit.checkpoint.names import PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.schema import progress_of
+from onebit.kernels.data.checks import is_whole
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import as_whole, is_sharded, local
 
 _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
 
 
-def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> None:
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OneBitOptimizer,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
     """Write the model and all ranks' state into `folder`: a collective call.
 
-    A checkpoint that is in `folder` already stays until this one is whole, then goes. What the ranks can't write is an
-    OSError on all of them.
+    extra: what else the run needs, by names: objects with a state_dict (a scheduler, a GradScaler, a data loader) and
+    plain data (an epoch, random states). Each rank's own is kept. A checkpoint that is in `folder` already stays until
+    this one is whole, then goes. What the ranks can't write is an OSError on all of them.
     """
     ranks, folder = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), Path(folder)
     state = {"model": _inner(model).state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
     state = ranks.on_all(lambda: _plain(state))
+    if own := ranks.on_all(lambda: packed({} if extra is None else extra)):
+        state[EXTRA] = {str(ranks.rank): own}
     data = ranks.all_gather([layout["fingerprint"], files.new_name()])
     ranks.on_all(lambda: _agree_on_layout(data))
     name = data[0][1]
     ranks.on_all(lambda: _make_room(folder, name, ranks.rank))
-    with ranks.inside_dcp(_SAVING), _quiet():
+    with ranks.inside_dcp(_SAVING), quiet():
         metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), process_group=ranks.group)
     found = ranks.all_gather(ranks.on_all(lambda: _finish(folder / name, metadata, ranks)))
     ranks.on_all(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> None:
-    """Continue from what `save` wrote, on any number of ranks: a collective call.
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OneBitOptimizer,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Continue from what `save` wrote, on any number of ranks: a collective call. Returns all of its `extra`.
 
-    The same number of ranks continues bit for bit; another number with the mean of the residuals. A checkpoint that is
-    damaged, another program's or another model's is a ValueError or TypeError on every rank and changes nothing.
+    extra: objects that get what was saved under their names, by load_state_dict. The same number of ranks continues bit
+    for bit; another number with the mean of the residuals. A checkpoint that is damaged, another program's or another
+    model's is a ValueError or TypeError on every rank and changes nothing.
     """
     optimizer.find_ranks()
     ranks, inner = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), _inner(model)
@@ -83,8 +101,23 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOpti
     state = {"model": {name: _room_like(value) for name, value in here.items()}}
     source.fill(state)
     install = ranks.on_all(lambda: optimizer.prepare_load(loaded))
+    found = _extra(source)
+    asked = {} if extra is None else extra
+    ranks.on_all(lambda: check(asked, found))
     inner.load_state_dict(state["model"])
     install()
+    ranks.on_all(lambda: restore(asked, found))
+    return found
+
+
+def _extra(source: _Source) -> dict[str, Any]:
+    """What this rank, or the one in its place, saved beside model and optimizer."""
+    if not source.extra:
+        return {}
+    ranks = source.ranks
+    keys = source.extra.get(ranks.on_all(lambda: rank_to_read(ranks.rank, max(source.extra) + 1, ranks.size)), {})
+    values = source.read(keys.values())
+    return ranks.on_all(lambda: {name: unpacked(name, values[key]) for name, key in keys.items()})
 
 
 def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
@@ -163,11 +196,15 @@ class _Source:
         self._params = params
         paths: dict[str, KeyPath] = self.index.planner_data
         self.paths = {k: p for k, p in paths.items() if p[0] == "optimizer" and len(p) > 1}
+        self.extra: dict[int, dict[str, str]] = {}  # keys, by rank and name
+        for key, path in paths.items():
+            if path[0] == EXTRA and len(path) == 3 and is_whole(rank := _key(path[1]), 0):
+                self.extra.setdefault(int(rank), {})[str(path[2])] = key
         if not self.paths:
             raise ValueError(f"{manifest.folder} holds no optimizer: it is damaged. Load another checkpoint")
 
     def fill(self, state: dict[str, Any]) -> None:
-        with self.ranks.inside_dcp(_READING), _quiet():
+        with self.ranks.inside_dcp(_READING), quiet():
             dcp.load(
                 state, storage_reader=Reader(self.manifest, self.index), planner=Planner(),
                 process_group=self.ranks.group,
@@ -183,8 +220,9 @@ class _Source:
         entry = self.index.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        dtype, path = entry.properties.dtype, self.paths[key]
-        like = self._params[int(path[2])] if path[1] == "state" and 0 <= int(path[2]) < len(self._params) else None
+        dtype, path = entry.properties.dtype, self.paths.get(key, ())
+        own = path[1:2] == ("state",) and 0 <= int(path[2]) < len(self._params)
+        like = self._params[int(path[2])] if own else None
         if like is not None and is_sharded(like) and entry.size == like.shape:
             return as_whole(torch.empty(local(like).shape, dtype=dtype, device=like.device), like)
         return torch.empty(entry.size, dtype=dtype, device="cpu")
@@ -267,7 +305,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """One process alone is not worth a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")

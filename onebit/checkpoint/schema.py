@@ -2,7 +2,8 @@
 
     state[p]           one parameter's
         step                                             as torch.optim.AdamW saves it
-        the algorithm's fields, by name: those of its stage_1 or stage_2 that are saved
+        the algorithm's fields, by name: those of its stage_1 or stage_2 that are saved. One number a parameter is a
+        tensor of shape [1]: torch's set_optimizer_state_dict loses new ones without a dimension (full_state_dict=True)
             1-bit Adam, stage 1    exp_avg, exp_avg_sq
                         stage 2    denominator
             1-bit LAMB, stage 1    exp_avg, exp_avg_sq, coefficient_average, coefficient_steps
@@ -21,25 +22,29 @@
 
 Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.sharded`).
 
+`optimizer.state` has the same names, and param_groups[0]["onebit"] is there, empty: tools that walk an optimizer find
+in it whatever it saves.
+
 Each rank's residuals have a name of their own, so that torch.distributed.checkpoint, which stores equal names once,
 stores them all. A state that holds those of all ranks (`merge_states`) loads on any number of them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import BITS, PROGRESS, SCALES, residual_name, server_residual_name
+from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_name, residual_name, server_residual_name
 from onebit.checkpoint.sharded import by_element
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.wire import Messages
 from onebit.optim.fields import RESIDUAL
-from onebit.optim.flat_state import pieces
+from onebit.optim.flat_state import FlatState, pieces
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -54,9 +59,8 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
     saved: dict[Tensor, dict[str, Any]] = {}
     for part in current.parts:
         state = part.state
-        names = [field.name for field in state.fields.values() if field.saved and field.same_on_all_ranks]
         for i, p in enumerate(state.params):
-            saved[p] = {"step": step.clone(), **{name: state.view(name, i) for name in names}}
+            saved[p] = {"step": step.clone(), **_shared(state, i)}
         if part.reducer is not None:
             messages = _save_messages(part.reducer, setup.topology.place)
             for p, own in zip(state.params, messages, strict=True):
@@ -68,7 +72,45 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
                 if shards:  # all parts have the same names, also those of which this rank averages nothing
                     saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
                 saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, shards)
+        for p in state.params:
+            saved[p] = {name: v if name == "step" or v.ndim else v.view(1) for name, v in saved[p].items()}
     return saved
+
+
+def live(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Tensor]]:
+    """`optimizer.state`: views of what is kept, and every name that `save` saves. What has another form while it trains
+    (messages and what depends on them) is an empty tensor here."""
+    step = current.stages.counts[0]
+    shown: dict[Tensor, dict[str, Tensor]] = {}
+    for part in current.parts:
+        for i, p in enumerate(part.state.params):
+            views = part.state.views(i)
+            residual = views.pop(RESIDUAL.name, None)
+            shown[p] = {"step": step, **views, **_shared(part.state, i)}
+            if part.reducer is not None:
+                shown[p] |= {name: step.new_empty(0) for name in _names_of_messages(setup, part.reducer, i)}
+                if residual is not None:
+                    shown[p][residual_name(setup.topology.place)] = residual
+    return shown
+
+
+def _shared(state: FlatState, index: int) -> dict[str, Tensor]:
+    """What is saved of a parameter that all ranks have the same."""
+    fields = [field for field in state.fields.values() if field.saved and field.same_on_all_ranks]
+    return {field.name: state.view(field.name, index) for field in fields}
+
+
+def _names_of_messages(setup: Setup, reducer: MomentumReducer, index: int) -> list[str]:
+    """What `save` adds for one parameter in stage 2."""
+    exchange, state, place = reducer.exchange, reducer.state, setup.topology.place
+    sharded, served = setup.topology.shard is not None, served_spans(exchange)
+    names = [message_name(rank) for rank in range(exchange.replies.copies)] if sharded else [BITS, SCALES]
+    if state.slices == 1 or state.pieces(state[RESIDUAL.name], index):
+        names.append(residual_name(place))
+    server = exchange.server_residual
+    if server is not None and served and (sharded or pieces(served, server.value, index)):
+        names.append(server_residual_name(place))
+    return names
 
 
 def served_spans(exchange: Exchange) -> list[Span]:
@@ -93,7 +135,9 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "scale": setup.options.scale,
         "reply": setup.way.way,
         "wire_bytes": current.wire_bytes,
-        "trace": stages.rule.state(),
+        "settings": dict(setup.algorithm.settings()),
+        "fields": " ".join(sorted({name for state in current.states for name in _shared(state, 0)})),
+        "trace": json.dumps(stages.rule.state()),  # one value: dcp.load fills no lists of other lengths
     }
 
 
@@ -103,7 +147,13 @@ def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise TypeError(
             f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: it is damaged"
         )
-    return dict(numbers)
+    numbers = dict(numbers)
+    if isinstance(trace := numbers.get("trace"), str):  # states of before have the list itself
+        try:
+            numbers["trace"] = json.loads(trace)
+        except ValueError as error:
+            raise ValueError(f"trace is {trace!r:.60} in the state: it is damaged. Load another") from error
+    return numbers
 
 
 def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tensor]]:

@@ -19,22 +19,21 @@ from typing_extensions import Unpack
 from onebit.collectives.exchange import Chunk
 from onebit.kernels.data.hyper import Hyper
 from onebit.optim.algorithm import Algorithm
-from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
+from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
 from onebit.optim.reducer import MomentumReducer
 
-VARIANCE = Field("exp_avg_sq", values="non-negative", shown_as="variance_norm")
 DENOMINATOR = Field("denominator", values="non-negative")
 
 
 class Adam(Algorithm):
     """The two updates of 1-bit Adam."""
 
-    stage_1: ClassVar[tuple[Field, ...]] = (MOMENTUM, VARIANCE)
-    stage_2: ClassVar[tuple[Field, ...]] = (RESIDUAL, DENOMINATOR)
+    stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE)
+    stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR)
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         state.backend.adam_warmup(

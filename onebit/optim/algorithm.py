@@ -3,8 +3,10 @@ the watch over the ranks, overlap with backward.
 
     stage 1    full_step          on the averaged gradient
     freeze     on_freeze          what stage 2 keeps of the state of stage 1
-    stage 2    compressed_step    m = reducer.all_reduce(...), then the update
-               spaced_full_step   on the averaged gradient, at the steps for which full_step_due says so
+    stage 2    kind says of each step what it is
+               compressed_step    m = reducer.all_reduce(...), then the update
+               spaced_full_step   on the averaged gradient
+               local_steps        on each rank's own gradient, between two exchanges
 
 Every method works on one flat state: the parameters of one dtype.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -26,6 +28,25 @@ from onebit.optim.options import Options
 from onebit.optim.param_groups import Group
 from onebit.optim.reducer import MomentumReducer
 
+Kind = Literal["full", "1 bit", "local", "sync"]
+"""Of a step: on the averaged gradient, on the compressed momentum, on a rank's own gradient, and that with an exchange
+afterwards, after which all ranks agree again."""
+
+
+class LocalSteps(Protocol):
+    """A flat state between two exchanges. Ranks whose gradients are averaged uncompressed move alike."""
+
+    taken: int  # steps since the last exchange
+
+    def move(self, hyper: Tensor, flags: Tensor) -> None:
+        """A step by this rank's own gradient, left out where flags is not 0."""
+
+    def synchronize(self, hyper: Tensor) -> None:
+        """The exchange: all ranks have the same parameters."""
+
+    def last_parameters(self) -> list[Tensor]:
+        """What they were after the last exchange, fp32."""
+
 
 class Algorithm(ABC):
     """One update rule with 1-bit averaging of its momentum, which is the field "exp_avg" of stage 1.
@@ -34,8 +55,8 @@ class Algorithm(ABC):
     compressed step adds it where it would have read the momentum.
     """
 
-    stage_1: ClassVar[tuple[Field, ...]] = (MOMENTUM,)
-    stage_2: ClassVar[tuple[Field, ...]] = (RESIDUAL,)
+    stage_1: tuple[Field, ...] = (MOMENTUM,)
+    stage_2: tuple[Field, ...] = (RESIDUAL,)
 
     needs_previous_momentum: ClassVar[bool] = False
     """Whether compressed_step reads `reducer.previous`, the momentum of the step before."""
@@ -51,16 +72,19 @@ class Algorithm(ABC):
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         """Stage 2. The replies carry the flag: the passes that read them change nothing where it is set."""
 
-    def full_step_due(self, step: int) -> bool:
-        """Stage 2: whether step number `step` is in full precision. It can be with `uses_step_number` alone."""
-        return False
+    def kind(self, step: int) -> Kind:
+        """Stage 2: of step number `step`. Other kinds than this one need `uses_step_number`."""
+        return "1 bit"
 
     def spaced_full_step(
         self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor, options: Options
     ) -> None:
-        """Stage 2, where `full_step_due` says so: a step on the averaged gradient. Where flags is not 0 nothing may
-        change."""
+        """Stage 2: a step on the averaged gradient. Where flags is not 0 nothing may change."""
         raise NotImplementedError(f"{type(self).__name__} has no full-precision steps in stage 2")
+
+    def local_steps(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, step: int) -> LocalSteps:
+        """Stage 2: before the first local step, of number `step`, of this process."""
+        raise NotImplementedError(f"{type(self).__name__} has no local steps")
 
     def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:
         """A param group's numbers at step number `step`, of which the first is 1."""
@@ -93,6 +117,17 @@ class Algorithm(ABC):
         """Stage 2: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1."""
         return None
 
+    def where_momentum_goes(
+        self, state: FlatState, step: int, beta1s: Sequence[float]
+    ) -> tuple[Field, Sequence[float]]:
+        """Where a state is loaded whose messages have another shape: the field to which m is added before step number
+        `step`, and what it is multiplied by, a parameter each."""
+        return RESIDUAL, beta1s
+
     def settings(self) -> Mapping[str, float | str]:
-        """What all ranks must have in common, beyond the options of every optimizer."""
+        """What all ranks must have in common, beyond the options of every optimizer; saved with the state."""
         return {}
+
+    def check_saved_settings(self, saved: Mapping[str, Any], steps: int) -> None:
+        """A ValueError where a run of so many steps with these settings can't go on with those that are here."""
+        return None

@@ -207,16 +207,18 @@ class FlatState:
         """To the parameters and gradients as they lie now. What was written to a 16-bit parameter since the last step
         (a mask, a clipped weight, other weights) is taken over into the master copy."""
         values = self.values_now()
-        for i, (p, version) in enumerate(zip(values, self._parameter_versions, strict=False)):
-            if MASTER.name in self and p._version != version:
-                self.view(MASTER.name, i).copy_(p.detach())
+        if MASTER.name in self:
+            for i, (p, version) in enumerate(zip(values, self._parameter_versions, strict=False)):
+                if p._version != version:
+                    self.view(MASTER.name, i).copy_(p.detach())
         self.parameters.bind_tensors(values)
         self.gradients.bind_tensors(self.gradients_now())
 
     def release_gradients(self) -> None:
         """Keep no gradient alive until the next step."""
         self.gradients.release()
-        self._parameter_versions = [p._version for p in self.values_now()]
+        if MASTER.name in self:
+            self._parameter_versions = [p._version for p in self.values_now()]
 
     def copy_parameters_to_master(self) -> None:
         if MASTER.name in self:

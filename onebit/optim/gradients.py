@@ -12,8 +12,10 @@ from torch import Tensor
 
 from onebit.collectives.averaging import average_, average_slices
 from onebit.collectives.transport.protocol import Ranks, Transport
-from onebit.kernels.data.hyper import COLUMNS, Hyper, hyper_table
+from onebit.kernels.data.hyper import COLUMNS, Hyper
+from onebit.kernels.data.upload import Upload
 from onebit.optim.flat_state import FlatState
+from onebit.optim.param_groups import on_device
 
 # A gradient, held so that no other is mistaken for it, and how often it was changed.
 Version = tuple[Tensor, int] | None
@@ -28,6 +30,7 @@ class Gradients:
         self.reset()
 
     def reset(self) -> None:
+        self.averaged_in_backward = False  # over all ranks that hold the same parameters
         self.node_mean: bool | None = None  # whether DDP's hook has averaged all of them over the node, if it was there
         self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
@@ -119,19 +122,15 @@ class HyperTable:
 
     def __init__(self, groups: int, device: torch.device) -> None:
         self.values = torch.zeros((groups, COLUMNS), dtype=torch.float32, device=device)
-        self._written: list[Hyper] | None = None
+        self._upload = Upload()
         self._scaled = False
 
     def write(self, hyper_rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
-        """`lrs` that are tensors and `factor` stay on the device: the host reads neither."""
-        if hyper_rows != self._written:
-            host = hyper_table(hyper_rows)
-            self.values.copy_(host.pin_memory() if self.values.is_cuda else host, non_blocking=True)
-            self._written = hyper_rows
-        elif self._scaled:
+        """`lrs` that are tensors on the device and `factor` stay there: the host reads neither."""
+        if not self._upload.write(hyper_rows, self.values) and self._scaled:
             self.values[:, _GRAD_SCALE].fill_(1)
         for i, lr in enumerate(lrs):
-            if isinstance(lr, Tensor):
+            if on_device(lr):
                 self.values[i, _LR] = lr.view(())
         if factor is not None:
             self.values[:, _GRAD_SCALE] = factor

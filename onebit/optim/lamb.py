@@ -24,9 +24,9 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
-from onebit.optim.adam import DENOMINATOR, VARIANCE, nonzero
+from onebit.optim.adam import DENOMINATOR, nonzero
 from onebit.optim.algorithm import Algorithm
-from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
+from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.optimizer import OneBitOptimizer

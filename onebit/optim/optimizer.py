@@ -5,8 +5,9 @@
     stage 2    momentum is averaged with 1 bit an element; gradients stay local
 
 1-bit Adam (Tang et al. 2021), Algorithm 1; 1-bit LAMB (Li et al. 2021), Algorithm 1. A step with a gradient that is not
-finite on any rank changes nothing on any rank. No step makes the host wait for the device: what the host has to know of
-a step (was it taken, how large is the variance) it reads one step later.
+finite on any rank changes nothing on any rank; only between two exchanges of 0/1 Adam's local steps is it left out by
+that rank alone. No step makes the host wait for the device: what the host has to know of a step (was it taken, how
+large is the variance) it reads one step later.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,10 +32,20 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.waits import counted
 from onebit.optim import param_groups
-from onebit.optim.algorithm import Algorithm
+from onebit.optim.algorithm import Algorithm, Kind
+from onebit.optim.eager import eager
 from onebit.optim.freeze import report_freeze
 from onebit.optim.gradients import Gradients, HyperTable, reciprocal
-from onebit.optim.options import OptionArguments, Options, check_group, check_sharded, warn_if_early
+from onebit.optim.live_state import LiveState
+from onebit.optim.options import (
+    OptionArguments,
+    Options,
+    check_group,
+    check_keys,
+    check_sharded,
+    options_named,
+    warn_if_early,
+)
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import shard_group
 from onebit.optim.snapshot import Part, Snapshot
@@ -42,9 +54,10 @@ from onebit.parallel.overlap import Overlap
 from onebit.parallel.start_checks import agree_on_start
 from onebit.parallel.watch import Watch
 from onebit.report.diagnostics import diagnose
-from onebit.report.pay_off import PayOff, Report, made_report
+from onebit.report.pay_off import PayOff, Report, Timed, made_report
 
 logger = logging.getLogger("onebit")
+_TIMED_AS: dict[Kind, Timed] = {"full": "uncompressed", "1 bit": "1 bit", "local": "local", "sync": "1 bit"}
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -74,7 +87,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """process_group: also a Topology, for several optimizers of the same ranks. node_group: see `Topology.of`. A
         group of a node is asked for of all ranks here, "auto" in `find_ranks`."""
         chosen = Options.of(options, self.without_options)
-        self._built = False
+        self._built, self._at_last_sync = False, False
+        self._room: tuple[dict[Tensor, dict[str, Tensor]], dict[str, Any]] | None = None
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
         automatic = isinstance(node_group, str) and node_group == "auto"
@@ -96,7 +110,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
-        self.averaged_in_backward = False  # in stage 1: see onebit.attach
+        self.averaged_in_backward = False  # in full-precision steps, if not left to `step`: see onebit.attach
+        self.leave_out_buckets: Callable[[bool], None] = _has_none  # DDP's, in the coming backward pass
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.pay_off = PayOff(device)
         self.watch = Watch(chosen.check_every, chosen.on_divergence)
@@ -109,16 +124,28 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.current.stages.compressing
 
     @property
-    def averages_gradients(self) -> bool:
-        """Whether the coming step is one in full precision: of stage 1, or of 0/1 Adam's. It is the same on all ranks,
-        and known from `begin_step` on."""
+    def kind(self) -> Kind:
+        """Of the coming step; those of stage 1 are "full". It is the same on all ranks, and known from `begin_step`
+        on."""
         stages = self.current.stages
-        return not stages.compressing or self.setup.algorithm.full_step_due(stages.steps + 1)
+        return self.setup.algorithm.kind(stages.steps + 1) if stages.compressing else "full"
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the coming step is one in full precision."""
+        return self.kind == "full"
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether all ranks have the same parameters: always, but between two exchanges of 0/1 Adam's local steps."""
+        return self.current.synchronized
 
     @property
     def skipped_steps(self) -> int:
-        """Steps not taken since a gradient was not finite. Reading it waits for the device."""
-        return int(self.current.stages.counts[1])
+        """Steps not taken since a gradient was not finite, and local ones that this rank left out in this process.
+        Reading it waits for the device."""
+        stages = self.current.stages
+        return int(stages.counts[1] + stages.left_out)
 
     @property
     def steps(self) -> int:
@@ -147,6 +174,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.overlap.check_at_rest("diagnostics")
         return diagnose(self.setup, self.current)
 
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the stage that is due, the same on every rank, or none on any."""
@@ -158,24 +186,73 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         param_groups.check_gradients(self.param_groups, self.setup.names)
         self.begin_step()
-        flags = self._averaged_and_checked()
+        flags, kind = self._averaged_and_checked(), self.kind
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
-        algorithm = self.setup.algorithm
+        algorithm, step = self.setup.algorithm, self.current.stages.steps + 1
         for part in self.current.parts:
             if part.reducer is None:
                 algorithm.full_step(part.state, hyper, flags)
-            elif self.averages_gradients:
+            elif kind == "full":
                 algorithm.spaced_full_step(part.state, part.reducer, hyper, flags, self.setup.options)
-            else:
+            elif kind == "1 bit":
                 algorithm.compressed_step(part.state, part.reducer, hyper, flags)
-        if not self.averages_gradients:
+            else:
+                part.local = part.local or algorithm.local_steps(part.state, part.reducer, hyper, step)
+                part.local.move(hyper, flags)
+                if kind == "sync":
+                    part.local.synchronize(hyper)
+        if kind == "1 bit":
             self.overlap.restore(flags)
-        self._count(flags)
+        self._count(flags, kind)
         self.watch.check(self.setup, self.current)
+
+    @eager
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """After local steps, all ranks have the same parameters at once, and not only when the schedule says so: at the
+        end of a run, or to save it. A collective call; nothing happens where they have."""
+        self._check_own_parameters("synchronize")
+        bound = self.gradients.were_checked(self.current.states)
+        for part in self.current.parts if not self.synchronized else ():
+            if not bound:
+                part.state.bind_tensors()
+            assert part.local is not None
+            part.local.synchronize(self.write_hyper(None))
+            if not bound:
+                part.state.release_gradients()
+
+    @contextmanager
+    def at_last_sync(self) -> Iterator[None]:
+        """Within it the model has the parameters that all ranks had after the last exchange: to evaluate them, or to
+        write the model to a file. No steps are to be taken in it. Where ranks have the same ones, nothing changes."""
+        self._check_own_parameters("at_last_sync")
+        restore = []
+        for part in self.current.parts:
+            if part.local is not None and part.local.taken:
+                for p, last in zip(part.state.values_now(), part.local.last_parameters(), strict=True):
+                    value = p.data  # it is no change by the user
+                    restore.append(partial(value.copy_, value.clone()))
+                    value.copy_(last)
+        self._at_last_sync = True
+        try:
+            yield
+        finally:
+            self._at_last_sync = False
+            for put_back in restore:
+                put_back()
 
     def begin_step(self) -> None:
         """Before anything of a step, or DDP's first bucket: all ranks have the same model and are in the same stage."""
+        self._check_own_parameters("a step")
+        if self._room is not None:
+            raise ValueError(
+                "a step after make_room, and before a load: load the state that it made room for, or build a new "
+                "optimizer"
+            )
+        for group in self.param_groups:
+            check_keys(group, self.defaults.keys())
         self.find_ranks()
+        self._adopt_state()
         self._rebuild_if_changed()
         if not self.current.ranks_agree:
             self._start()
@@ -183,14 +260,16 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._read_last_step()
         if self.current.stages.freeze_is_due:
             self._freeze()
-        if self.compressing:
+        if self.kind == "1 bit":
             self.overlap.enable()
+        elif self.kind != "full":
+            self.overlap.pause()
 
     def claim_node_mean(self) -> bool:
         """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
         leaves out. With overlap the exchange does it, chunk by chunk."""
         gradients = self.gradients
-        gradients.node_mean = gradients.node_mean is not False and not self.overlap.on
+        gradients.node_mean = gradients.node_mean is not False and not (self.overlap.on and self.kind == "1 bit")
         return gradients.node_mean
 
     def write_hyper(self, factor: Tensor | None) -> Tensor:
@@ -198,12 +277,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         step = self.current.stages.steps + 1 if self._reads_steps else 1  # which no number of the step depends on
         return self._hyper.write(self.setup.hyper_rows(step), [group["lr"] for group in self.param_groups], factor)
 
+    @eager
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of the coming step so that their norm is at most `max_norm`; the norm as it was.
 
         Stage 1: the norm of the averaged gradient. Stage 2: the root mean square over ranks of the local norms. One
-        coefficient for all ranks, applied as the step reads the gradients; `.grad` itself keeps its values.
+        coefficient for all ranks, applied as the step reads the gradients; `.grad` itself keeps its values. Of a local
+        step: this rank's own norm, and its own coefficient.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
@@ -216,7 +297,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
         with counted(self.pay_off.waits):
             self._average_and_check_gradients(squares)
-        if not self.averages_gradients:
+        if self.kind == "1 bit":
             everyone = self.setup.topology.everyone
             everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
             squares /= self.setup.topology.nodes
@@ -253,12 +334,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_sharding()
+            check_keys(self.param_groups[-1], self.defaults.keys())
             check_group(self.param_groups[-1])
             param_groups.check_parameters(self.param_groups[-1]["params"])
             param_groups.device_of(self.param_groups)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_built") and name in options_named(type(self)):  # type: ignore[arg-type]
+            where = f"the groups: for group in optimizer.param_groups: group[{name!r}] = ..."
+            instead = where if name in self.defaults else f"the constructor: {type(self).__name__}(..., {name}=...)"
+            raise AttributeError(f"{name} set on the optimizer would change nothing. It belongs to {instead}")
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -272,14 +361,24 @@ class OneBitOptimizer(torch.optim.Optimizer):
         Save it on every rank (torch.save a file each, or torch.distributed.checkpoint).
         """
         self.overlap.check_at_rest("state_dict")
+        if not self.synchronized:
+            raise ValueError(
+                "state_dict between two exchanges: ranks have taken local steps, each to parameters of its own. Save "
+                "when optimizer.synchronized is True (optimizer.schedule.next_sync says after which step), or call "
+                "optimizer.synchronize() on every rank first"
+            )
         self._read_last_step()
-        shown, self.state = self.state, defaultdict(dict, schema.save(self.setup, self.current))
-        self.param_groups[0][PROGRESS] = schema.progress(self.setup, self.current)
+        self._adopt_state()
+        if self._room is None:
+            saved, numbers = schema.save(self.setup, self.current), schema.progress(self.setup, self.current)
+        else:
+            saved, numbers = {p: dict(own) for p, own in self._room[0].items()}, deepcopy(self._room[1])
+        shown, self.state = self.state, defaultdict(dict, saved)
+        self.param_groups[0][PROGRESS] = numbers
         try:
             return super().state_dict()
         finally:
-            self.state = shown
-            del self.param_groups[0][PROGRESS]
+            self.state, self.param_groups[0][PROGRESS] = shown, {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.
@@ -293,6 +392,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Build and check a saved state. Nothing changes until the result is called: it installs the state."""
         self.overlap.check_at_rest("load_state_dict")
+        self._check_own_parameters("load_state_dict")
         self.find_ranks()
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state_dict).__name__}")
@@ -312,6 +412,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 after(self)
 
         return install
+
+    def show_room(self, state: dict[Tensor, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+        """Until the next load, `optimizer.state` and `state_dict` are these: a tool fills and loads them. See
+        `onebit.make_room`."""
+        self.overlap.check_at_rest("make_room")
+        self._rebuild_if_changed()
+        self._room = (state, numbers)
+        self._show_state()
 
     def find_ranks(self) -> None:
         """Use the default process group, where it was made only after the optimizer; with node_group="auto" find the
@@ -348,11 +456,15 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for part in current.parts:
             part.fold_momentum_again = None
 
+    def _check_own_parameters(self, what: str) -> None:
+        if self._at_last_sync:
+            raise ValueError(f"{what} within at_last_sync(): there the model is not this rank's. Leave the block first")
+
     def _averaged_and_checked(self) -> Tensor:
         """Average gradients where that is due. int32 [1]: not 0 where one of them is not finite on any rank."""
         self.overlap.disable_if_gradients_changed()
         states = self.current.states
-        if self.overlap.on and not self.averages_gradients:
+        if self.overlap.on and self.kind == "1 bit":
             self.overlap.wait_for_replies(self.gradients.flags)
             for state in states:
                 state.bind_tensors()
@@ -361,34 +473,45 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.gradients.flags
 
     def _average_and_check_gradients(self, squares: Tensor | None = None) -> None:
-        """Average them, where nobody else does, and find out on all ranks if all are finite. A full-precision step:
-        over all ranks; a compressed one: over those of a node, of which each then has the mean of its slice."""
-        setup, states = self.setup, self.current.states
+        """Average them, where nobody else does, and find out if all are finite. A full-precision step: over all ranks;
+        a compressed one: over those of a node, of which each then has the mean of its slice, and what is finite over
+        all; a local one: both over the ranks that move alike."""
+        setup, states, kind = self.setup, self.current.states, self.kind
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
-        wire = setup.options.gradient_dtype
-        full = self.averages_gradients
-        if not full:
-            if setup.topology.node is not None:
-                self.gradients.average_slices(states, setup.topology.node, unscale, wire)
-        elif not self.averaged_in_backward:
-            self.gradients.average(states, setup.topology.copies, unscale, wire)
+        wire, topology = setup.options.gradient_dtype, setup.topology
+        if kind == "full":
+            if not self.gradients.averaged_in_backward:
+                self.gradients.average(states, topology.copies, unscale, wire)
+        elif topology.node is not None:
+            if kind == "1 bit":
+                self.gradients.average_slices(states, topology.node, unscale, wire)
+            elif not self.gradients.node_mean:
+                self.gradients.average(states, topology.node, unscale, wire)
+        alike = topology.everyone if kind in ("full", "1 bit") else topology.sender
         self.gradients.check_finite(
-            states, setup.topology.everyone, self.write_hyper(unscale), found_inf, squares, by_slices=not full
+            states, alike, self.write_hyper(unscale), found_inf, squares, by_slices=kind == "1 bit"
         )
 
     def _unscale(self) -> Tensor | None:
-        """1 / GradScaler's scale, unless gradients are as they should be."""
-        return reciprocal(getattr(self, "grad_scale", None), self.setup.device)
+        """1 / GradScaler's scale, unless gradients are as they should be. What backward has averaged over ranks whose
+        scales have parted, after an overflow on some in a compressed step, is divided by the mean of them on all."""
+        scale, copies = getattr(self, "grad_scale", None), self.setup.topology.copies
+        if scale is not None and self.gradients.averaged_in_backward and self.compressing and self.averages_gradients:
+            scale = scale.detach().to(self.setup.device, torch.float64).view(1) / copies.size
+            copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
+        return reciprocal(scale, self.setup.device)
 
-    def _count(self, flags: Tensor) -> None:
+    def _count(self, flags: Tensor, kind: Kind) -> None:
         """A step ends: counted on the device, with what the host will want to know of it."""
         current = self.current
-        due = self.pay_off.step_ended("uncompressed" if self.averages_gradients else "1 bit")
+        due = self.pay_off.step_ended(_TIMED_AS[kind])
         if due and self.setup.topology.everyone.rank == 0:
             found = made_report(self.pay_off, self.setup, current, not self.averaged_in_backward)
             self.after_step.append(partial(logger.info, "%s", found))
-        current.stages.count(flags, current.states, len(self.param_groups), read=self._reads_steps)
+        alone = kind in ("local", "sync")
+        current.stages.count(flags, current.states, len(self.param_groups), alone=alone, read=self._reads_steps)
         self.gradients.reset()
+        self.leave_out_buckets(self._next_sends_momentum)
         for state in current.states:
             state.release_gradients()
         while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
@@ -398,6 +521,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _reads_steps(self) -> bool:
         """Whether the host has to know of every step."""
         return self.setup.algorithm.uses_step_number or self.current.reads_steps
+
+    @property
+    def _next_sends_momentum(self) -> bool:
+        """Whether the step after this one has no use for averaged gradients, if this one was taken. If not, and it has,
+        `step` averages them."""
+        if not self.compressing or self.setup.topology.node is not None:
+            return False
+        return self.setup.algorithm.kind(self.current.stages.steps + 2) != "full"
 
     def _read_last_step(self) -> None:
         stages = self.current.stages
@@ -417,9 +548,40 @@ class OneBitOptimizer(torch.optim.Optimizer):
             zero_variance = self.setup.options.zero_variance
             self.after_step.append(partial(report_freeze, self.current.stages.steps, zeros, zero_variance))
 
-    def _rebuild_if_changed(self) -> None:
+    @torch.no_grad()
+    def _adopt_state(self) -> None:
+        """What users have put into `optimizer.state` holds, as in torch's optimizers: what was cleared starts anew."""
+        self._use_groups()
+        if self._room is not None or self._live.is_as_shown(self.state):
+            return
+        if not (changed := self._live.changed(self.state)):
+            return
+        self.overlap.check_at_rest("changing optimizer.state")
+        if not any(self.state.values()):
+            self._built = False  # as if no step had been taken
+            self._build()
+            return
+        name = self.setup.name_of(changed[0])
+        if self.compressing:
+            raise ValueError(
+                f"the state of parameter {name} in optimizer.state was changed after the freeze: what stage 2 keeps, "
+                f"messages and every rank's residuals, goes together. Load a whole state (load_state_dict), clear all "
+                f"of it (optimizer.state.clear(): stage 1 begins anew), or put back what was there"
+            )
+        if any(not self.state.get(p) and any(p is q for g in self.param_groups for q in g["params"]) for p in changed):
+            raise ValueError(
+                f"optimizer.state has nothing for parameter {name} any more, and others keep theirs: onebit counts the "
+                f"same steps for all. Clear all of it (optimizer.state.clear()), or write zeros into its exp_avg and "
+                f"exp_avg_sq"
+            )
+        self._install(restore.adopted(self.setup, self.current, self.state))
+
+    def _use_groups(self) -> None:
         if self.setup.groups is not self.param_groups:
             self.setup = replace(self.setup, groups=self.param_groups)
+
+    def _rebuild_if_changed(self) -> None:
+        self._use_groups()
         if param_groups.identities(self.param_groups) == self._built_for:
             return
         self._check_sharding()
@@ -455,13 +617,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._install(Snapshot([Part(state) for state in states], stages))
 
     def _install(self, snapshot: Snapshot) -> None:
-        self.current = snapshot
+        self.current, self._room = snapshot, None
         self.gradients.reset()
+        self.leave_out_buckets(False)
         self._show_state()
 
     def _show_state(self) -> None:
-        """`optimizer.state[p]`: views of each parameter's part."""
-        self.state = defaultdict(dict)
-        for state in self.current.states:
-            for i, p in enumerate(state.params):
-                self.state[p] = state.views(i)
+        """`optimizer.state`, and the key that a state has in the first param group: tools look for what they find."""
+        self.state = defaultdict(dict, schema.live(self.setup, self.current) if self._room is None else self._room[0])
+        self.param_groups[0][PROGRESS] = {}
+        self._live = LiveState(self.state)
+
+
+def _has_none(buckets: bool) -> None:
+    """Without DDP."""

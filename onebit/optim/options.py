@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
@@ -21,6 +23,11 @@ OnDivergence = Literal["raise", "broadcast"]
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
 _MOST_STEPS = 2**31
+
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+_KEYS_OF_OTHERS = {"params", "param_names", "name", "lr_scale", PROGRESS} | _OF_SCHEDULERS
+_CHANGES_THE_UPDATE = {"amsgrad", "maximize", "differentiable"}
+_OF_ADAMW = {"foreach", "capturable", "fused", "decoupled_weight_decay"} | _CHANGES_THE_UPDATE
 
 
 class OptionArguments(TypedDict, total=False):
@@ -192,6 +199,31 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
     if not is_finite(decay, LARGEST_FLOAT) or decay < 0:
         raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
+
+
+def is_known_key(name: str) -> bool:
+    """Whether a param group may have it beside an optimizer's own options: nothing is expected of it."""
+    return name in _KEYS_OF_OTHERS or name in _OF_ADAMW
+
+
+def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """That no key of a param group is passed over in silence."""
+    for name in group.keys() - options - _KEYS_OF_OTHERS:
+        if name not in _OF_ADAMW:
+            raise ValueError(
+                f"a param group has {name!r}, with which nothing would be done: the options of a group are "
+                f"{', '.join(sorted(options))}. Take it out of the group; a label of your own goes under 'name'"
+            )
+        if group[name] and name in _CHANGES_THE_UPDATE:
+            raise ValueError(f"a param group has {name}={group[name]!r}, which onebit does not know: take it out")
+
+
+@cache
+def options_named(optimizer: type) -> frozenset[str]:
+    """What is chosen when an optimizer is built, under the names of its arguments."""
+    taken = inspect.signature(optimizer.__init__).parameters.values()  # type: ignore[misc]
+    named = {p.name for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return frozenset(named | OptionArguments.__annotations__.keys()) - {"self", "params", "defaults", "algorithm"}
 
 
 def check_sharded(options: Options, without_nodes: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -83,11 +83,16 @@ def identities(groups: Groups) -> list[list[tuple[int, bool]]]:
     return [[(id(p), p.requires_grad) for p in group["params"]] for group in groups]
 
 
+def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
+    """Whether the host can't read a learning rate without a wait."""
+    return isinstance(lr, Tensor) and lr.device.type != "cpu"
+
+
 def hyper_of(group: Group, step: int, bias_correction: bool) -> Hyper:
-    """A group's numbers at a step; a learning rate that is a tensor is 0 here."""
+    """A group's numbers at a step; a learning rate that is on the device is 0 here."""
     return Hyper.at_step(
         step,
-        lr=0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
+        lr=0.0 if on_device(group["lr"]) else float(group["lr"]),
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],

@@ -1,15 +1,37 @@
-"""Which steps of 0/1 Adam update the variance, with a full-precision average (Lu et al. 2023, section 4).
+"""Which steps of 0/1 Adam do what (Lu et al. 2023, sections 4 and 5). Steps are those taken.
 
-    t_0 = 1,  t_(j+1) = t_j + 2^floor(j / kappa)
-
-Steps are those taken: one that is skipped is taken again, of the same kind.
+T_v    the variance is updated, with a full-precision average         t_0 = 1,  t_(j+1) = t_j + 2^floor(j / kappa)
+T_u    after local steps all agree again             t_0 = F,  t_(j+1) = t_j + min(clipper, 2^floor((t_j - F) / scaler))
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 _LEAST_DECAY = 0.9  # of a variance that is updated once in many steps
+
+
+class SpacedSteps:
+    """t_0 = first,  t_(j+1) = t_j + gap(j, t_j)"""
+
+    def __init__(self, first: int, gap: Callable[[int, int], int]) -> None:
+        self._steps, self._gap = [first], gap
+
+    def __getitem__(self, index: int) -> int:
+        while len(self._steps) <= index:
+            self._steps.append(self._steps[-1] + self._gap(len(self._steps) - 1, self._steps[-1]))
+        return self._steps[index]
+
+    def __contains__(self, step: int) -> bool:
+        index = self.index(step)
+        return index >= 0 and self[index] == step
+
+    def index(self, step: int) -> int:
+        """Of the last one up to `step`; -1 if there is none."""
+        while self._steps[-1] < step:
+            self[len(self._steps)]
+        return bisect_right(self._steps, step) - 1
 
 
 class VarianceSchedule:
@@ -17,11 +39,11 @@ class VarianceSchedule:
 
     def __init__(self, kappa: int, last: int | None = None) -> None:
         self.kappa, self.last = kappa, last
-        self._steps = [1]
+        self._steps = SpacedSteps(1, lambda j, _: 2 ** (j // kappa))
         self._weights: dict[float, list[float]] = {}  # by beta2, after each full step
 
     def is_full(self, step: int) -> bool:
-        return self._steps[self._index(step)] == step
+        return step in self._steps and (self.last is None or step <= self.last)
 
     @property
     def dense_start(self) -> int:
@@ -30,10 +52,7 @@ class VarianceSchedule:
 
     def next_full(self, step: int) -> int | None:
         """The first full step after `step`, if there is one."""
-        index = self._index(step) + 1
-        if index == len(self._steps):
-            self._add()
-        found = self._steps[index]
+        found = self._steps[self._steps.index(step) + 1]
         return found if self.last is None or found <= self.last else None
 
     def decay(self, step: int, beta2: float) -> float:
@@ -53,10 +72,30 @@ class VarianceSchedule:
 
     def _index(self, step: int) -> int:
         """The number j of the last full step up to `step`."""
-        step = step if self.last is None else min(step, self.last)
-        while self._steps[-1] < step:
-            self._add()
-        return bisect_right(self._steps, step) - 1
+        return self._steps.index(step if self.last is None else min(step, self.last))
 
-    def _add(self) -> None:
-        self._steps.append(self._steps[-1] + 2 ** ((len(self._steps) - 1) // self.kappa))
+
+class SyncSchedule:
+    """Which of the steps after `first` are local, and with which of them ranks synchronise.
+
+    scaler: after so many steps the way from one to the next doubles. clipper: it gets no longer than this. While it is
+    one step, steps are compressed ones.
+    """
+
+    def __init__(self, first: int, scaler: int, clipper: int) -> None:
+        self.scaler, self.clipper = scaler, clipper
+        self.first_local = first + scaler + 1 if clipper > 1 else None
+        self._steps = SpacedSteps(first, lambda _, t: min(clipper, 2 ** min((t - first) // scaler, 31)))
+
+    def is_alone(self, step: int) -> bool:
+        """Whether a rank moves by its own gradient in this step: in every one from the first local one on."""
+        return self.first_local is not None and step >= self.first_local
+
+    def is_sync(self, step: int) -> bool:
+        return step in self._steps
+
+    def next_sync(self, step: int) -> int | None:
+        """The first sync after `step` that ends local steps, if there are any."""
+        if self.first_local is None:
+            return None
+        return self._steps[self._steps.index(max(step, self.first_local - 1)) + 1]

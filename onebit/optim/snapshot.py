@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onebit.kernels.data.bits import packed
+from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
@@ -28,6 +29,7 @@ class Part:
 
     state: FlatState
     reducer: MomentumReducer | None = None
+    local: LocalSteps | None = None  # once this process has taken one
     fold_momentum_again: Callable[[], None] | None = None  # after a load: puts m into a residual that was cleared
 
     def start_reducer(self, setup: Setup) -> None:
@@ -71,6 +73,11 @@ class Snapshot:
     def reducers(self) -> list[MomentumReducer]:
         """In the order of `parts`; none in stage 1."""
         return [part.reducer for part in self.parts if part.reducer is not None]
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether no local step was taken since the last exchange."""
+        return not any(part.local.taken for part in self.parts if part.local is not None)
 
     @property
     def wire_bytes(self) -> int:

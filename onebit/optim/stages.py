@@ -52,6 +52,7 @@ class Stages:
         self.rule, self.compressing = rule, compressing
         self.steps = steps  # taken, as far as the host knows: all but the last one
         self.counts = torch.tensor([steps, skipped], dtype=torch.int64, device=device)
+        self.left_out = torch.zeros(1, dtype=torch.int64, device=device)  # local steps, by this rank alone
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._readback = AsyncReadback()
 
@@ -60,9 +61,16 @@ class Stages:
         """Whether stage 2 begins with the coming step."""
         return not self.compressing and self.rule.due(self.steps)
 
-    def count(self, flags: Tensor, states: Sequence[FlatState], groups: int, *, read: bool) -> None:
-        """A step ends: taken where flags, int32 [1], is 0, else skipped. `read`: whether the host will have to know."""
-        self.counts.index_add_(0, flags, self._one)
+    def count(
+        self, flags: Tensor, states: Sequence[FlatState], groups: int, *, alone: bool = False, read: bool
+    ) -> None:
+        """A step ends: taken where flags, int32 [1], is 0, else skipped; where ranks moved alone, taken in any case.
+        `read`: whether the host will have to know."""
+        if alone:
+            self.counts[:1] += 1
+            self.left_out += flags != 0
+        else:
+            self.counts.index_add_(0, flags, self._one)
         if read:
             numbers = self.rule.measure(states, groups) if self._measures else []
             self._readback.start(torch.cat([self.counts.double(), *numbers]))

@@ -1,5 +1,6 @@
-"""0/1 Adam (Lu et al. 2023, Algorithm 1), without local steps: there is no long stage 1. The variance is updated at
-full-precision steps, which come ever farther apart; all others are compressed.
+"""0/1 Adam (Lu et al. 2023, Algorithm 1): there is no long stage 1. The variance is updated at full-precision steps,
+which come ever farther apart; all others are compressed. With `local_step_scaler` ranks then take steps of their own
+between two exchanges, which also come ever farther apart: `local_steps`.
 
 dense start    the first kappa + 1 steps are Adam's
 full           m = b1 m + (1-b1) g;  v = b v + (1-b) g^2;  x = x - lr (mhat / (u + eps) + wd x);  e = e + b1 m;  m = 0
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,40 +26,55 @@ from typing_extensions import Unpack
 from onebit.collectives.exchange import Chunk
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
-from onebit.optim.adam import VARIANCE, Adam
-from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
+from onebit.optim import local_steps
+from onebit.optim.adam import Adam
+from onebit.optim.algorithm import Kind, LocalSteps
+from onebit.optim.fields import LEAST_ROOT, MOMENTUM, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, FreezeRule
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
 from onebit.optim.param_groups import Group
 from onebit.optim.reducer import MomentumReducer
-from onebit.optim.schedule import VarianceSchedule
+from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 
-LEAST_ROOT = Field("least_root", per="parameter", values="non-negative")
-ROOT_AT_ZERO = Field("root_at_zero", per="parameter", values="non-negative")
+_SETTINGS = ("var_update_scaler", "var_freeze_step", "local_step_scaler", "local_step_clipper")
 
 
 class Schedule(NamedTuple):
     """What the coming steps are."""
 
     step: int  # the number of the coming one
-    kind: Literal["full", "1 bit"]
+    kind: Kind
     next_full_step: int | None  # the next after it
+    next_sync: int | None  # with local steps: this one or the next after it with which ranks agree again
 
 
 class ZeroOne(Adam):
     """The updates of 0/1 Adam; those of the dense start are Adam's."""
 
     stage_1 = (MOMENTUM, VARIANCE)
-    stage_2 = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO)
+    stage_2: tuple[Field, ...] = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO)
     uses_step_number = True
 
-    def __init__(self, var_update_scaler: int, var_freeze_step: int | None) -> None:
-        self.schedule = VarianceSchedule(var_update_scaler, var_freeze_step)
+    def __init__(self, schedule: VarianceSchedule, syncs: SyncSchedule | None) -> None:
+        self.schedule, self.syncs = schedule, syncs
+        if syncs is not None:
+            self.stage_2 = (*self.stage_2, *local_steps.FIELDS)
 
-    def full_step_due(self, step: int) -> bool:
-        return self.schedule.is_full(step)
+    def kind(self, step: int) -> Kind:
+        if self.schedule.is_full(step):
+            return "full"
+        if self.syncs is None or not self.syncs.is_alone(step):
+            return "1 bit"
+        return "sync" if self.syncs.is_sync(step) else "local"
+
+    def local_steps(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, step: int) -> LocalSteps:
+        assert self.syncs is not None
+        found = local_steps.ZeroOneLocalSteps(state, reducer, self.live(state))
+        if step == self.syncs.first_local:
+            found.use_units_of_steps(hyper)
+        return found
 
     def spaced_full_step(
         self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor, options: Options
@@ -92,8 +108,9 @@ class ZeroOne(Adam):
         by_block = state[VARIANCE.name].view(state.layout.blocks, -1)
         bias2 = torch.tensor([rows[g].bias2 for g in state.groups], dtype=torch.float64, device=state.device)
         sums, counts = by_block.sum(1), (by_block != 0).sum(1).float()
-        for field in (LEAST_ROOT, ROOT_AT_ZERO):
-            state.add(field)
+        for field in self.stage_2:
+            if field.name not in state and field is not RESIDUAL:
+                state.add(field)
         for name, root in _floors(state, sums, counts, bias2, options).items():
             state[name].copy_(root)
         return {}
@@ -119,7 +136,33 @@ class ZeroOne(Adam):
         return {**super().scratch(state), "counts": counts, "groups": groups, "blocks": blocks}
 
     def settings(self) -> Mapping[str, float | str]:
-        return {"var_update_scaler": self.schedule.kappa, "var_freeze_step": str(self.schedule.last)}
+        syncs = self.syncs
+        local = (None, None) if syncs is None else (syncs.scaler, syncs.clipper)
+        values = (self.schedule.kappa, self.schedule.last, *local)
+        return {name: "none" if value is None else value for name, value in zip(_SETTINGS, values, strict=True)}
+
+    def where_momentum_goes(
+        self, state: FlatState, step: int, beta1s: Sequence[float]
+    ) -> tuple[Field, Sequence[float]]:
+        if self.kind(step) in ("local", "sync"):
+            return local_steps.OWN_MOMENTUM, state[local_steps.FACTOR.name].tolist()
+        return super().where_momentum_goes(state, step, beta1s)
+
+    def check_saved_settings(self, saved: Mapping[str, Any], steps: int) -> None:
+        """What decides of coming steps alone may differ."""
+        here, last = self.settings(), self.schedule.last
+        for name in _SETTINGS:
+            was = saved.get(name, "none" if name.startswith("local") else here[name])
+            if name == "var_freeze_step":
+                still_to_come = all(end == "none" or is_whole(end, least=steps) for end in (was, here[name]))
+            else:
+                still_to_come = name.startswith("local") and (last is None or steps <= last)
+            if was != here[name] and not still_to_come:
+                raise ValueError(
+                    f"the state is of step {steps} of a run with {name}={was}, here it is {here[name]}: the schedule "
+                    f"of the steps so far, and what they weigh in the variance, would be another. Build the optimizer "
+                    f"with {name}={was}"
+                )
 
 
 def _of_blocks(packed: Tensor, state: FlatState, blocks: slice) -> Tensor:
@@ -158,9 +201,15 @@ class ZeroOneAdam(OneBitOptimizer):
     The first var_update_scaler + 1 steps are AdamW's. Then compressed steps begin, with var_update_scaler
     full-precision ones 2 steps apart, as many 4 steps apart, and so on: of 1,200 steps 33, where it is 4.
 
+    With local_step_scaler ranks do not communicate in every step after var_freeze_step: each moves by its own gradient
+    until the next exchange (`schedule`, `synchronized`), after which all have the same parameters again.
+
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
     var_update_scaler: how many full-precision steps come before their distance doubles.
     var_freeze_step: no full-precision step comes after this one; None for no end.
+    local_step_scaler: after var_freeze_step so many steps are compressed ones; after as many again the distance between
+        two exchanges doubles. None: every step communicates.
+    local_step_clipper: the most steps from one exchange to the next.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
     node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
         "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
@@ -178,6 +227,8 @@ class ZeroOneAdam(OneBitOptimizer):
         *,
         var_update_scaler: int = 4,
         var_freeze_step: int | None = None,
+        local_step_scaler: int | None = None,
+        local_step_clipper: int = 16,
         process_group: Any = None,
         node_group: Any = "auto",
         **options: Unpack[OptionArguments],
@@ -192,7 +243,8 @@ class ZeroOneAdam(OneBitOptimizer):
                 f"var_freeze_step={var_freeze_step!r}: it is the last step that may update the variance, 1 or more, "
                 f"or None"
             )
-        self._algorithm = ZeroOne(var_update_scaler, var_freeze_step)
+        schedule = VarianceSchedule(var_update_scaler, var_freeze_step)
+        self._algorithm = ZeroOne(schedule, _syncs(var_freeze_step, local_step_scaler, local_step_clipper))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params, defaults, self._algorithm, process_group=process_group, node_group=node_group, **options
@@ -200,6 +252,33 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @property
     def schedule(self) -> Schedule:
-        """What the coming step is, and the next full-precision one after it. Reading it waits for the device."""
-        coming, schedule = self.steps + 1, self._algorithm.schedule
-        return Schedule(coming, "full" if schedule.is_full(coming) else "1 bit", schedule.next_full(coming))
+        """What the coming step is, the next full-precision one after it, and the next exchange. Reading it waits for
+        the device."""
+        algorithm, coming = self._algorithm, self.steps + 1
+        syncs = algorithm.syncs
+        return Schedule(
+            coming,
+            algorithm.kind(coming),
+            algorithm.schedule.next_full(coming),
+            None if syncs is None else syncs.next_sync(coming - 1),
+        )
+
+
+def _syncs(after: int | None, scaler: int | None, clipper: int) -> SyncSchedule | None:
+    if not is_whole(clipper, least=1):
+        raise ValueError(
+            f"local_step_clipper={clipper!r}: it is the most steps from one exchange to the next, 1 or more"
+        )
+    if scaler is None:
+        return None
+    if not is_whole(scaler, least=1):
+        raise ValueError(
+            f"local_step_scaler={scaler!r}: it is how many steps come before the distance between two exchanges "
+            f"doubles, 1 or more, or None for no local steps"
+        )
+    if after is None:
+        raise ValueError(
+            f"local_step_scaler={scaler} without var_freeze_step: ranks that move alone need a variance that stays as "
+            f"it is. Give var_freeze_step=N, after which local steps may begin"
+        )
+    return SyncSchedule(after, scaler, clipper)

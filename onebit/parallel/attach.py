@@ -20,6 +20,7 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import is_sharded
+from onebit.parallel.buckets import bypass
 from onebit.parallel.ddp_hook import local
 
 
@@ -67,6 +68,7 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
             if reduced.is_cuda:  # FSDP may let go of it before the average is there
                 reduced.record_stream(torch.cuda.current_stream(reduced.device))
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
+            inner.gradients.averaged_in_backward = True
 
     taken: list[Any] = []
     sharded: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
@@ -118,6 +120,7 @@ def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> No
     names = _same_parameters(model.module, inner, "DDP")
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
     inner.averaged_in_backward = True
+    inner.leave_out_buckets = bypass(model)
     inner.overlap.set_model(model)
     inner.setup.names.update(names)
 
@@ -144,6 +147,8 @@ def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if not isinstance(node, TorchTransport) or not state.optimizer.claim_node_mean():
             return local(bucket)
         group = node.group
+    else:
+        state.optimizer.gradients.averaged_in_backward = True
     own = bucket.buffer().dtype
     wire = narrower(own, state.optimizer.setup.options.gradient_dtype if group.size() > 1 else None)
     average = allreduce_hook if wire == own else _NARROW[wire]

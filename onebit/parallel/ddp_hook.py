@@ -11,7 +11,8 @@ on all ranks, and each call starts and ends its collectives itself, so that thei
 
 import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class OneBitState:
         self.process_group, self.node_group = process_group, node_group
         self.norm, self.reply, self.block_size = norm, reply, block_size
         self._topology: Topology | None = None
+        self._side: torch.cuda.Stream | None = None
         self._reducers: dict[Names, CompressedAllReduce] = {}
         self._loaded: list[dict[str, Any]] = []
         self._sent, self._agreed = 0, False
@@ -81,6 +83,18 @@ class OneBitState:
             self._restore(flat.device)
             self._add(names, [p.numel() for p in parameters], flat.device)
         self._reducers[names](list(flat.split([p.numel() for p in parameters])))
+
+    @contextmanager
+    def beside(self, flat: Tensor) -> Iterator[None]:
+        """On a GPU: what is done to `flat` in here waits for the present stream, and not the other way round."""
+        if not flat.is_cuda:
+            yield
+            return
+        self._side = self._side or torch.cuda.Stream(flat.device)
+        self._side.wait_stream(torch.cuda.current_stream(flat.device))
+        flat.record_stream(self._side)
+        with torch.cuda.stream(self._side):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter names; every rank saves its own."""
@@ -136,7 +150,7 @@ class OneBitState:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group, self.node_group, self._topology = None, None, None
+        self.process_group, self.node_group, self._topology, self._side = None, None, None, None
         self.norm, self.block_size = state["norm"], state["block_size"]
         self.reply = state.get("reply", 1)
         self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
@@ -200,9 +214,11 @@ class OneBitState:
 
 
 def onebit_hook(state: OneBitState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls for each bucket of gradients."""
-    state.reduce(bucket.parameters(), bucket.buffer())
-    return local(bucket)
+    """What DDP calls for each bucket of gradients. On a GPU in a stream of the state's own, beside backward."""
+    flat = bucket.buffer()
+    with state.beside(flat):
+        state.reduce(bucket.parameters(), flat)
+        return local(bucket)
 
 
 def local(bucket: GradBucket) -> torch.futures.Future[Tensor]:

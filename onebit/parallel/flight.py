@@ -55,6 +55,7 @@ class Flight:
         self._closed = False
         self._error: BaseException | None = None
         self._begun = _Signal(self._side)
+        self._begun.mark()
         self._begun.set()
         self._thread = threading.Thread(target=self._run, name="onebit overlap", daemon=True)
         self._thread.start()
@@ -69,6 +70,7 @@ class Flight:
             for missing, ready in zip(self._missing[s], self._ready[s], strict=True):
                 if i in missing:
                     missing.remove(i)
+                    ready.mark()
                     if not missing:
                         ready.set()
         return True
@@ -95,6 +97,8 @@ class Flight:
 
     def _run(self) -> None:
         try:
+            if self._side is not None:  # a thread starts on device 0, and would make a context there
+                torch.cuda.set_device(self._side.device)
             with torch.no_grad(), torch.cuda.stream(self._side):
                 self._begun.wait()
                 for s in reversed(range(len(self._reducers))):
@@ -129,19 +133,24 @@ class NodeMeans:
 
 
 class _Signal:
-    """From one thread to another, and on a GPU from the stream of the one to the side stream."""
+    """From one thread to another, and on a GPU from the streams of the one to the side stream: backward runs in as many
+    as the forward pass did.
+    """
 
     def __init__(self, side: Any) -> None:
         self._side, self._set = side, threading.Event()
-        self._event = None if side is None else torch.cuda.Event()
+        self._events: dict[Any, Any] = {}  # by stream, the last one
+
+    def mark(self) -> None:
+        """What the present stream has to do comes before."""
+        if self._side is not None:
+            stream = torch.cuda.current_stream(self._side.device)
+            self._events.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
 
     def set(self) -> None:
-        if not self._set.is_set():
-            if self._event is not None:
-                self._event.record(torch.cuda.current_stream(self._side.device))
-            self._set.set()
+        self._set.set()
 
     def wait(self) -> None:
         self._set.wait()
-        if self._event is not None:
-            self._side.wait_event(self._event)
+        for event in self._events.values():
+            self._side.wait_event(event)

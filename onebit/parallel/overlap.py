@@ -27,9 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
+from onebit.optim.algorithm import Kind
 from onebit.optim.gradients import unchanged, versions_of
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
+from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, NodeMeans
 from onebit.warning import warn
 
@@ -43,7 +45,7 @@ class Host(Protocol):
     after_step: list[Callable[[], None]]
 
     @property
-    def averages_gradients(self) -> bool: ...
+    def kind(self) -> Kind: ...
 
     def begin_step(self) -> None: ...
 
@@ -95,15 +97,21 @@ class Overlap:
         ready = partial(_gradient_ready, weakref.ref(self))
         self._hooks = [p.register_post_accumulate_grad_hook(ready) for p in self._place]
 
+    def pause(self) -> None:
+        """No message leaves in backward, until `enable`."""
+        if self.on:
+            self._remove_hooks()
+            self._snapshot, self._undo, self._means = None, [], []
+
     @torch.no_grad()
     def gradient_ready(self, parameter: Tensor) -> None:
         """Within a backward pass: its gradient is what it will be, or the user accumulates without saying so."""
         model = self._model()
-        if self.accumulating or (model is not None and not model.require_backward_grad_sync):
+        if self.accumulating or (model is not None and within_no_sync(model)):
             return
         if not self.in_flight:
             self._host.begin_step()
-        if not self.on or self._host.averages_gradients:
+        if not self.on or self._host.kind != "1 bit":
             return
         flight = self._flight
         if flight is None:
@@ -140,7 +148,7 @@ class Overlap:
     def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
         if self.on:
-            if not self._host.averages_gradients:
+            if self._host.kind == "1 bit":
                 self._flight = self._flight or self._start()
             self.cancel_in_flight()
             self._remove_hooks()

@@ -35,14 +35,17 @@ class Watch:
 
     def __init__(self, every: int, on_divergence: OnDivergence) -> None:
         self._every, self._on_divergence = every, on_divergence
-        self._calls = 0
+        self._calls, self._due = 0, False
 
     def check(self, setup: Setup, current: Snapshot) -> None:
-        """At the end of a step. A collective call where a check is due."""
+        """At the end of a step. A collective call where a check is due; between two exchanges of local steps it waits
+        for the next."""
         transport = setup.topology.copies
         self._calls += 1
-        if not self._every or self._calls % self._every or transport.size == 1:
+        self._due |= bool(self._every) and self._calls % self._every == 0
+        if not self._due or not current.synchronized or transport.size == 1:
             return
+        self._due = False
         failed = self._compare(transport, setup, current)
         others = "the replicas of another part of the parameters do not hold the same bits: their error says which"
         setup.topology.raise_together(failed, setup.device, others)

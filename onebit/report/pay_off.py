@@ -21,7 +21,7 @@ from onebit.collectives.waits import Waits
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-Kind = Literal["uncompressed", "1 bit"]
+Timed = Literal["uncompressed", "1 bit", "local"]
 KEPT = 500  # steps of a kind whose times are kept
 FEWEST = 3  # from so many on a median says something
 REPORTED_AFTER = 50  # compressed steps
@@ -43,6 +43,7 @@ class Report:
 
     uncompressed: Steps
     compressed: Steps
+    local: Steps  # without any exchange
     skipped: int | None
     sent: float
     sent_by_fp32: float  # by all-reduces of as many steps
@@ -59,8 +60,11 @@ class Report:
         """The same of all steps so far."""
         if self.speed_up is None:
             return None
-        n, compressed = self.uncompressed.taken + self.compressed.taken, self.compressed.taken
-        return n / (n - compressed + compressed / self.speed_up)
+        slow, fast = self.uncompressed.seconds, self.compressed.seconds
+        assert slow is not None and fast is not None
+        local = fast if self.local.seconds is None else self.local.seconds
+        took = self.uncompressed.taken * slow + self.compressed.taken * fast + self.local.taken * local
+        return (self.uncompressed.taken + self.compressed.taken + self.local.taken) * slow / took
 
     @property
     def verdict(self) -> str:
@@ -69,7 +73,9 @@ class Report:
         if self.speed_up is None:
             return "no verdict: too few uncompressed steps were timed in this process to compare with"
         if self.speed_up >= GAIN:
-            run = f"; over this run so far {self.run_speed_up:.1f} times"
+            slow, local = self.uncompressed.seconds, self.local.seconds
+            alone = f", local steps {slow / local:.1f} times" if slow and local else ""
+            run = f"{alone}; over this run so far {self.run_speed_up:.1f} times"
             return f"1-bit steps are {self.speed_up:.1f} times as fast as uncompressed ones{run}"
         share = self.uncompressed.waiting
         why = "" if share is None else f": the network takes {share:.0%} of an uncompressed step"
@@ -77,7 +83,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        for name, steps in (("uncompressed", self.uncompressed), ("1 bit", self.compressed)):
+        kinds = [("uncompressed", self.uncompressed), ("1 bit", self.compressed)]
+        for name, steps in [*kinds, ("local", self.local)] if self.local.taken else kinds:
             timed = "not timed" if steps.seconds is None else f"{1e3 * steps.seconds:.1f} ms each"
             share = "" if steps.waiting is None else f", {steps.waiting:.0%} of it waiting for messages"
             lines.append(f"{name:13} {steps.taken:>7} steps, {timed}{share}")
@@ -95,12 +102,12 @@ class PayOff:
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._now = device, now
         self.waits = Waits()  # of the step that has not ended
-        self.taken: dict[Kind, int] = {"uncompressed": 0, "1 bit": 0}
-        self._seconds: dict[Kind, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
-        self._waited: dict[Kind, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
-        self._ends: deque[tuple[Kind, Any, Waits]] = deque()  # the first of them has been read
+        self.taken: dict[Timed, int] = {"uncompressed": 0, "1 bit": 0, "local": 0}
+        self._seconds: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
+        self._waited: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
+        self._ends: deque[tuple[Timed | None, Any, Waits]] = deque()  # of steps; the first has been read
 
-    def step_ended(self, kind: Kind) -> bool:
+    def step_ended(self, kind: Timed) -> bool:
         """Whether it is time for a report: once."""
         self.taken[kind] += 1
         self._ends.append((kind, self._mark(), self.waits))
@@ -108,7 +115,11 @@ class PayOff:
         self._read()
         return kind == "1 bit" and self.taken[kind] == REPORTED_AFTER
 
-    def steps(self, kind: Kind, *, waits_here: bool) -> Steps:
+    def restart(self) -> None:
+        """What there was since the last step, such as a validation, is not of the coming one."""
+        self._ends.append((None, self._mark(), Waits()))
+
+    def steps(self, kind: Timed, *, waits_here: bool) -> Steps:
         """waits_here: whether all waits of such steps are in `waits`."""
         times, waited = self._seconds[kind], self._waited[kind]
         if len(times) < FEWEST:
@@ -136,8 +147,9 @@ class PayOff:
             else:
                 seconds = end - before
             self._ends.popleft()
-            self._seconds[kind].append(seconds)
-            self._waited[kind].append(waits.total())
+            if kind is not None:
+                self._seconds[kind].append(seconds)
+                self._waited[kind].append(waits.total())
 
 
 def made_report(
@@ -152,6 +164,7 @@ def made_report(
     return Report(
         uncompressed=pay_off.steps("uncompressed", waits_here=waits_known),
         compressed=pay_off.steps("1 bit", waits_here=True),
+        local=pay_off.steps("local", waits_here=True),
         skipped=skipped,
         sent=current.wire_bytes - current.bytes_before + taken["uncompressed"] * uncompressed,
         sent_by_fp32=sum(taken.values()) * 4 * elements,

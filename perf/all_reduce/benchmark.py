@@ -1,6 +1,6 @@
 """The compressed all-reduce against torch.distributed's in fp32, fp16 and bf16: time, and bytes on the wire.
 
-    python -m perf.all_reduce --lab [--hosts 4] [--rates 100mbit,1gbit,10gbit] [--elements 2**20,25_000_000]
+    python -m perf.all_reduce --lab [--hosts 4] [--rates 100mbit,1gbit,10gbit] [--rtt 10ms] [--elements 2**20]
     python -m perf.all_reduce --lab --each 4 [--hosts 2]
     torchrun ... -m perf.all_reduce [--elements 2**28]
 
@@ -14,6 +14,7 @@ are read where each host of the lab, or elsewhere each rank, has an interface fo
 or NCCL_SOCKET_IFNAME; what the ranks of a host send each other does not pass the host's interface. Results are
 checked before the timed calls and after: a wrong one gets no figure. In the lab chunks="auto" measures every network
 anew; its links let 64 KiB through at once, which flatters messages that are not much larger, below 2**20 elements.
+With --rtt links have a round trip as well, "100mbit+50ms" in tables and records, which the lab has checked.
 """
 
 from __future__ import annotations
@@ -28,9 +29,19 @@ from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
 from perf.all_reduce.measure import Row, run_rank
 from perf.all_reduce.report import STANDARD, report, standard
-from perf.command import add_out, exit_status, host_count, link_rate, list_of, make_folder, refuse_idle, set_defaults
+from perf.command import (
+    add_links,
+    add_out,
+    exit_status,
+    host_count,
+    join_links,
+    list_of,
+    make_folder,
+    refuse_idle,
+    set_defaults,
+)
 from perf.lab.network import NetworkLab
-from perf.lab.rates import lab_rate
+from perf.lab.rates import clock_option
 from perf.lab.workers import print_progress, print_result, run_worker, run_workers
 from perf.ranks import require_group
 from perf.records import load_average
@@ -54,7 +65,7 @@ def run_lab(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Row
         progress.show(f"{hosts} hosts: setting up the network")
         with NetworkLab(hosts, each=arguments.each) as lab:
             for rate in arguments.rates:
-                lab.set_rate(lab_rate(rate))
+                lab.set_link(rate)
                 found, group = _on_lab(lab, rate, arguments, progress)
                 rows += found
     progress.clear()
@@ -68,6 +79,7 @@ def _on_lab(
     options |= {name: getattr(arguments, name) for name in PASSED_ON}
     argv = [*WORKER, "--worker", "--device=cpu", *(f"--{name}={value}" for name, value in options.items())]
     argv += ["--phases"] * arguments.phases + ["--direct"] * arguments.direct
+    argv += clock_option(rate)
     results: list[str] = []
     run_workers(lab, argv, f"{lab.hosts} hosts, {rate}", arguments.timeout, progress, results.append)
     found = json.loads(results[0])
@@ -101,11 +113,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("device", "backend"))
+        refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates", "rtt"), in_group=("device", "backend"))
     set_defaults(arguments, {"device": "auto", "each": 1})
     if arguments.direct and arguments.each > 1:
         parser.error("--direct: only with one rank a host")
     set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})
+    join_links(parser, arguments)
     return arguments
 
 
@@ -116,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
     parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
     parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
-    parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
+    add_links(parser)
     parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
     parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")

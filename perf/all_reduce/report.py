@@ -11,9 +11,9 @@ from typing import Any
 
 from onebit.kernels.tuning.machine import provenance
 from perf import plots
-from perf.all_reduce import two_levels
+from perf.all_reduce import delays, two_levels
 from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, TWO_LEVELS, Row, by_kind
-from perf.lab.rates import rate_bits
+from perf.lab.rates import rate_and_rtt, rate_bits, rtt_seconds
 from perf.records import machine, slug, write_record
 from perf.tables import cell
 from perf.targets import Target, as_json, check_status
@@ -47,8 +47,8 @@ def smaller(group: dict[str, Row], kind: str) -> float | None:
 def table(rows: Sequence[Row]) -> str:
     kinds = (*KINDS, ONE_BIT)
     lines = [
-        f"{'':26} | {'milliseconds':^43} | {'times faster than':^20} | {'MB a call and rank':^18} | times fewer than",
-        f"{'hosts':5} {'rate':>8} {'elements':>11} | {' '.join(f'{kind:>10}' for kind in kinds)} | "
+        f"{'':31} | {'milliseconds':^43} | {'times faster than':^20} | {'MB a call and rank':^18} | times fewer than",
+        f"{'hosts':5} {'link':>13} {'elements':>11} | {' '.join(f'{kind:>10}' for kind in kinds)} | "
         f"{' '.join(f'{kind:>6}' for kind in KINDS)} | {'fp32':>9} {ONE_BIT:>8} | {'fp32':>7} {'fp16':>7}",
     ]
     for group in by_kind(rows):
@@ -57,9 +57,10 @@ def table(rows: Sequence[Row]) -> str:
         speed = " ".join(cell(faster(group, kind), "6.1f") for kind in KINDS)
         sent = f"{cell(group['fp32'].bytes, '9.3f', 1e-6)} {cell(own.bytes, '8.3f', 1e-6)}"
         fewer = " ".join(cell(smaller(group, kind), "7.2f") for kind in BYTES_TARGETS)
-        where = f"{own.hosts:5} {own.rate or '-':>8} {own.elements:>11,}"
+        where = f"{own.hosts:5} {own.rate or '-':>13} {own.elements:>11,}"
         lines.append(f"{where} | {times} | {speed} | {sent} | {fewer}")
     lines += [_direct_line(group) for group in by_kind(rows) if DIRECT in group]
+    lines += filter(None, (delays.line(group[ONE_BIT]) for group in by_kind(rows)))
     lines += [f"{row.kind} was not measured: {row.error}" for row in {r.error: r for r in rows if r.error}.values()]
     return "\n".join(lines)
 
@@ -80,11 +81,11 @@ def phase_table(rows: Sequence[Row], kind: str = ONE_BIT) -> str:
     names = list(measured[0].phases or {})
     lines = [
         f"\n{kind}: milliseconds of each phase alone, unpipelined, and of the call",
-        f"{'hosts':5} {'rate':>8} {'elements':>11} {'chunks':>6} | {' '.join(f'{n:>10}' for n in names)} |       call",
+        f"{'hosts':5} {'link':>13} {'elements':>11} {'chunks':>6} | {' '.join(f'{n:>10}' for n in names)} |       call",
     ]
     for row in measured:
         parts = " ".join(cell(seconds, "10.2f", 1e3) for seconds in (row.phases or {}).values())
-        where = f"{row.hosts:5} {row.rate or '-':>8} {row.elements:>11,} {row.chunks:>6}"
+        where = f"{row.hosts:5} {row.rate or '-':>13} {row.elements:>11,} {row.chunks:>6}"
         lines.append(f"{where} | {parts} | {cell(row.seconds, '10.2f', 1e3)}")
     return "\n".join(lines)
 
@@ -95,9 +96,11 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     found = []
     for group in groups:
         own, ratio = group[ONE_BIT], faster(group, "fp32")
-        needed = next((x for rate, x in SPEED_TARGETS.items() if rate_bits(rate) == rate_bits(own.rate)), None)
+        rates = SPEED_TARGETS if rtt_seconds(own.rate) is None else {}
+        needed = next((x for rate, x in rates.items() if rate_bits(rate) == rate_bits(own.rate)), None)
         small = next((x for (rate, n), x in SMALL_TARGETS.items() if (rate, n) == (own.rate, own.elements)), None)
         where = f"({own.hosts} hosts, {own.rate}, {own.elements:,} elements)"
+        found += delays.targets(own)
         if own.hosts != SPEED_TARGET_HOSTS:
             continue
         if own.elements == SPEED_TARGET_ELEMENTS and needed and ratio:
@@ -129,7 +132,8 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
         row, bits = group[ONE_BIT], rate_bits(group[ONE_BIT].rate)
         for kind in ("fp32", "fp16"):
             if bits and row.elements == largest and (ratio := faster(group, kind)):
-                speeds.setdefault(f"{kind}, {row.hosts} hosts", []).append((bits / 1e9, ratio))
+                label = ", ".join(filter(None, (kind, f"{row.hosts} hosts", rate_and_rtt(row.rate)[1])))
+                speeds.setdefault(label, []).append((bits / 1e9, ratio))
     if speeds:
         shown = plots.lines(f"Speed-up, {largest:,} elements", "link, Gbit/s", "times as fast as", speeds, logy=False)
         goals = [(rate_bits(r) or 0, x) for r, x in SPEED_TARGETS.items()] if largest == SPEED_TARGET_ELEMENTS else []

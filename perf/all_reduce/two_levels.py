@@ -50,8 +50,8 @@ def table(rows: Sequence[Row]) -> str:
     kinds = (*KINDS, ONE_BIT, TWO_LEVELS)
     titles = " ".join(f"{title:>8}" for title in (*KINDS, "one", "two"))
     lines = [
-        f"{'':34} | {'milliseconds':^44} | {'MB a call over a link':^27} | two: times fewer than",
-        f"{'hosts':>6} {'rate':>8} {'elements':>11} {'chunks':>6} | {titles} | {'fp32':>6} {'least':>6} {'one':>6} "
+        f"{'':37} | {'milliseconds':^44} | {'MB a call over a link':^27} | two: times fewer than",
+        f"{'hosts':>6} {'link':>12} {'elements':>10} {'chunks':>6} | {titles} | {'fp32':>6} {'least':>6} {'one':>6} "
         f"{'two':>6} | {'one':>6} {'least':>7} {'fp32':>8}",
     ]
     for group in by_kind(rows):
@@ -63,7 +63,7 @@ def table(rows: Sequence[Row]) -> str:
         )
         ratios = f"{cell(fewer(group, ONE_BIT), '6.2f')} {cell(fewer_than_least(group), '7.1f')}"
         hosts, chunks = f"{own.hosts} x {own.each}", f"{group[ONE_BIT].chunks}, {own.chunks}"
-        where = f"{hosts:>6} {own.rate or '-':>8} {own.elements:>11,} {chunks:>6}"
+        where = f"{hosts:>6} {own.rate or '-':>12} {own.elements:>10,} {chunks:>6}"
         lines.append(f"{where} | {times} | {sent} | {ratios} {cell(fewer(group, 'fp32'), '8.1f')}")
     lines += [
         "hosts: hosts x ranks of each. one, two: levels; chunks are of both.",

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import KAPPAS, REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.plan import ONE_SEED, REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
 from perf.convergence.records import Records, bits_sent, losses
 from perf.convergence.records import differences as differences_between
 
@@ -22,6 +22,7 @@ COLORS = {
     "naive_adam_start": plots.RED,
     "zero_one_adam": plots.BROWN,
     "direct_zero_one_adam": plots.PINK,
+    "local_16_adam": plots.OLIVE,
     "lamb": plots.GREY,
     "onebit_lamb": plots.BLUE,
     "two_bit_lamb": plots.CYAN,
@@ -60,7 +61,7 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
 
     def panel(axes: Any) -> None:
         for variant, records in runs.items():
-            if variant in KAPPAS:  # of one seed, in the table
+            if variant in ONE_SEED:  # of one seed, in the table
                 continue
             steps = [step for step, _ in next(iter(records.values()))["valid"]]
             columns = list(zip(*([loss for _, loss in r["valid"]] for r in records.values()), strict=True))

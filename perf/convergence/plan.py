@@ -22,6 +22,9 @@ VARIANTS = {  # by how they are called in tables
     "zero_one_2_adam": "0/1 Adam, kappa 2",
     "zero_one_8_adam": "0/1 Adam, kappa 8",
     "zero_one_16_adam": "0/1 Adam, kappa 16",
+    "local_4_adam": "0/1 Adam, exchanges up to 4 steps apart",
+    "local_8_adam": "0/1 Adam, exchanges up to 8 steps apart",
+    "local_16_adam": "0/1 Adam, exchanges up to 16 steps apart",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
@@ -31,7 +34,18 @@ VARIANTS = {  # by how they are called in tables
     "direct_lamb": "1-bit LAMB, direct replies",
     "lamb_basic": "LAMB + basic 1-bit",
 }
-KAPPAS = {"zero_one_2_adam": 2, "zero_one_8_adam": 8, "zero_one_16_adam": 16}  # of these one seed
+ZERO_ONE: dict[str, dict[str, Any]] = {  # options
+    "zero_one_adam": {"reply": 1},
+    "direct_zero_one_adam": {"reply": "direct"},
+    "zero_one_2_adam": {"reply": 1, "var_update_scaler": 2},
+    "zero_one_8_adam": {"reply": 1, "var_update_scaler": 8},
+    "zero_one_16_adam": {"reply": 1, "var_update_scaler": 16},
+    "local_4_adam": {"local_step_clipper": 4},
+    "local_8_adam": {"local_step_clipper": 8},
+    "local_16_adam": {"local_step_clipper": 16},
+}
+ONE_SEED = ("zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam")
+LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
 REPLY = "reply"
 REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: the option, and the variant's name
@@ -141,7 +155,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start") and "zero_one" not in variant
+    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
@@ -173,7 +187,7 @@ def plan(
                 for variant in _variants(TASKS[task], sweep, variants):
                     for point in points(TASKS[task], sweep).values():
                         run = Run.standard(task, variant, seed, ranks).at(point)
-                        once = variant in KAPPAS or (sweep == REPLY and run.ranks >= MANY)
+                        once = variant in ONE_SEED or (sweep == REPLY and run.ranks >= MANY)
                         if run not in seen and (seed == 0 or not once):
                             seen.add(run)
                             yield run

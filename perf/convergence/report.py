@@ -10,7 +10,7 @@ from statistics import mean, stdev
 
 from perf import plots
 from perf.convergence import figures
-from perf.convergence.plan import MAIN, REPLY, SWEEPS, TASKS, VARIANTS, family_of, has_stages
+from perf.convergence.plan import MAIN, REPLY, SWEEPS, TASKS, VARIANTS, ZERO_ONE, family_of, has_stages
 from perf.convergence.records import (
     Record,
     Records,
@@ -157,6 +157,18 @@ def volume_table(runs: Mapping[str, Records]) -> str:
     return markdown(head, rows) if rows else ""
 
 
+def run_bytes_table(runs: Mapping[str, Records]) -> str:
+    """Of whole runs of those that have no stages: no formula gives theirs."""
+    head = ["optimizer", "steps in full precision", *(f"times fewer bytes than fp{bits}" for bits in BITS)]
+    rows = []
+    for variant, records in runs.items():
+        record = next(iter(records.values()))
+        if record["compressed_bytes"] and variant in ZERO_ONE:
+            fewer = [f"{reduction(record, bits)[1]:.1f}" for bits in BITS]
+            rows.append([VARIANTS[variant], f"{record['uncompressed_steps']} of {record['config']['steps']}", *fewer])
+    return markdown(head, rows) if rows else ""
+
+
 def padding_note(runs: Mapping[str, Records]) -> str:
     record = next(iter(next(iter(runs.values())).values()))
     share = record["padded"] / record["elements"] - 1
@@ -257,6 +269,8 @@ def sections(out: Path, docs: Path, ranks: int) -> Iterator[str]:
             yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, table_of)}"
         if volumes := volume_table(runs):
             yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
+        if volumes := run_bytes_table(runs):
+            yield f"0/1 Adam's whole run, as counted:\n\n{volumes}"
 
 
 def ratio_note(runs: Mapping[str, Records]) -> str:

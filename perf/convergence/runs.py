@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
-from perf.convergence.plan import KAPPAS, REPLIES, TASKS, VARIANTS, Run, family_of
+from perf.convergence.plan import LOCAL, REPLIES, TASKS, VARIANTS, ZERO_ONE, Run, family_of
 from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
@@ -45,10 +47,11 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return plain
         case "onebit_adam" | "two_bit_adam" | "direct_adam":
             return OneBitAdam(params, **staged, reply=reply_of(run.variant))
-        case "zero_one_adam" | "direct_zero_one_adam" | "zero_one_2_adam" | "zero_one_8_adam" | "zero_one_16_adam":
-            reply: Any = "direct" if run.variant.startswith("direct") else 1
-            kappa = KAPPAS.get(run.variant, 4)
-            return ZeroOneAdam(params, **common, chunks=1, var_update_scaler=kappa, reply=reply)
+        case variant if variant in ZERO_ONE:
+            options = dict(ZERO_ONE[variant])
+            if "local_step_clipper" in options:
+                options |= {name: round(share * run.steps) for name, share in LOCAL.items()}
+            return ZeroOneAdam(params, **common, chunks=1, **options)
         case "frozen_adam":
             return FrozenAdam(params, **staged, reply=1)
         case "naive_adam":
@@ -70,13 +73,19 @@ def reply_of(variant: str) -> Any:
     return next(reply for reply, name in REPLIES.items() if name.format(family=family_of(variant)) == variant)
 
 
-def compresses(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the last step sent 1 bit an element."""
+def sends(optimizer: torch.optim.Optimizer) -> Literal["uncompressed", "compressed", "nothing"]:
+    """What the last step has sent."""
     if isinstance(optimizer, NaiveAdam):
-        return optimizer.steps_done > optimizer.warmup
-    if not isinstance(optimizer, OneBitOptimizer) or isinstance(optimizer, FrozenAdam):
-        return False
-    return optimizer.compressing and not optimizer.setup.algorithm.full_step_due(optimizer.steps)
+        return "compressed" if optimizer.steps_done > optimizer.warmup else "uncompressed"
+    if not isinstance(optimizer, OneBitOptimizer) or isinstance(optimizer, FrozenAdam) or not optimizer.compressing:
+        return "uncompressed"
+    kinds = {"full": "uncompressed", "local": "nothing"}
+    return kinds.get(optimizer.setup.algorithm.kind(optimizer.steps), "compressed")  # type: ignore[return-value]
+
+
+def at_a_sync(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Within it all ranks have the same parameters."""
+    return optimizer.at_last_sync() if isinstance(optimizer, OneBitOptimizer) else nullcontext()
 
 
 def batch_of(items: Items, run: Run, step: int) -> tuple[Items, torch.Generator]:
@@ -121,7 +130,7 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
     optimizer = build(run, model)
     some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
     train_curve, valid_curve, ratio_curve = [], [], []
-    start, since, uncompressed = time.perf_counter(), [], 0
+    start, since, counted = time.perf_counter(), [], Counter[str]()
     for step in range(1, run.steps + 1):
         items, generator = batch_of(prepared.train, run, step - 1)
         loss, _ = task.loss(model, share(task.draw(items, generator), rank, size))
@@ -130,15 +139,18 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = lr_at(run, step)
         optimizer.step()
-        uncompressed += not compresses(optimizer)
+        counted[sends(optimizer)] += 1
         since.append(loss.item())
         if step % max(1, run.steps // RECORDS) == 0:
             train_curve.append((step, mean_over_ranks([sum(since) / len(since)])[0]))
             since = []
             show(*train_curve[-1])
         if step % max(1, run.steps // VALIDATIONS) == 0:
-            valid_curve.append((step, validate(task, model, some, rank, size)[0]))
+            with at_a_sync(optimizer):
+                valid_curve.append((step, validate(task, model, some, rank, size)[0]))
             ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
+    if isinstance(optimizer, OneBitOptimizer):
+        optimizer.synchronize()
     final_loss, accuracy = validate(task, model, prepared.valid, rank, size)
     return {
         "data": prepared.about,
@@ -148,7 +160,7 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
         "valid": valid_curve,
         "ratio": ratio_curve,
         "seconds": time.perf_counter() - start,
-        **volume(run, model, optimizer, uncompressed),
+        **volume(run, model, optimizer, counted["uncompressed"]),
     }
 
 

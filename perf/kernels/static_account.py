@@ -2,9 +2,12 @@
 
     python -m perf.kernels.static_account [--check] [--out perf/results]
 
-Registers and spills are ptxas' report, instructions its machine code: all of a kernel's, the paths for full and for
-partial blocks together, over the elements that a thread works on. Accesses are PTX's global loads and stores by their
-width in bytes. Occupancy is the share of a multiprocessor's 64 warps that registers and shared memory leave room for.
+Registers and spills are ptxas' report. Accesses are PTX's global loads and stores by their width in bytes. Occupancy is
+the share of a multiprocessor's 64 warps that registers and shared memory leave room for. The rest is read from the
+machine code that a warp runs for a whole, aligned block (`perf.kernels.machine_code`): instructions over the elements
+that a thread works on; barriers; how many loads wait for one another in a row until the last tile is there; the bytes
+of tiles that a thread has in flight at most; and the cycles that a warp would take alone. `python -m
+perf.kernels.prediction` makes a speed of these.
 
 With --check nothing is written: exit status 1 if a kernel is worse than the record. Compilers differ, so numbers are
 compared where Triton's version is the record's; elsewhere no kernel may spill, or have fewer 16-byte accesses.
@@ -27,10 +30,12 @@ from onebit.kernels.gpu import aot
 from onebit.kernels.gpu.launch import Launch, recorded
 from onebit.kernels.tuning.machine import provenance, triton_version
 from perf.command import add_out, exit_status, make_folder
+from perf.kernels import machine_code
 from perf.records import read_record, write_record
 
 TARGET = "sm_90"
 WIDE = 16  # bytes: the widest access
+MESSAGES = 8  # that average adds up
 # A multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, technical specifications).
 REGISTERS, REGISTER_UNIT, WARPS, PROGRAMS, SHARED, SHARED_UNIT = 65_536, 256, 64, 32, 227 * 1024, 1024
 
@@ -43,9 +48,14 @@ class Row:
     warps: int
     registers: int
     spilled: int
+    shared: int  # bytes
     loads: dict[str, int]  # by bytes
     stores: dict[str, int]
     instructions_per_element: float
+    barriers: int
+    loads_in_a_row: int
+    bytes_in_flight: int  # a thread
+    cycles: int
     occupancy: float
 
     @property
@@ -95,7 +105,7 @@ def worse(row: Row, recorded: Row, same_compiler: bool) -> list[str]:
         now, before = (sum(n for w, n in getattr(r, what).items() if w != str(WIDE)) for r in (row, recorded))
         if now > before:
             found.append(f"{now} narrower {what}, {before} before")
-    for what in ("registers", "spilled", "instructions_per_element"):
+    for what in ("registers", "spilled", "shared", "instructions_per_element", "barriers", "loads_in_a_row", "cycles"):
         now, before = getattr(row, what), getattr(recorded, what)
         if now > before:
             found.append(f"{what} {now:g}, {before:g} before")
@@ -114,16 +124,17 @@ def compare(rows: Sequence[Row], record: dict[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = f"{'kernel':<24} {'pass':<16} {'warps':>5} {'regs':>5} {'spilled':>7} {'loads':>12} {'stores':>12}"
-    lines = [f"{head} {'instr/elem':>10} {'occupancy':>9}"]
+    figures = f"{'instr/elem':>10} {'barriers':>8} {'in a row':>8} {'in flight':>9} {'cycles':>6} {'occupancy':>9}"
+    head = f"{'kernel':<24} {'pass':<16} {'warps':>5} {'regs':>5} {'spilled':>7} {'shared':>6}"
+    lines = [f"{head} {'loads':>12} {'stores':>12} {figures}"]
     for i, r in enumerate(rows):
         if i == 0 or rows[i - 1].variant != r.variant:
             lines.append(f"{r.variant}:")
-        wide = (f"{sum(x.values())} ({x.get(str(WIDE), 0)} x {WIDE}B)" for x in (r.loads, r.stores))
+        loads, stores = (f"{sum(x.values())} ({x.get(str(WIDE), 0)} x {WIDE}B)" for x in (r.loads, r.stores))
         lines.append(
-            f"{r.kernel:<24} {r.name:<16} {r.warps:>5} {r.registers:>5} {r.spilled:>7} "
-            + " ".join(f"{text:>12}" for text in wide)
-            + f" {r.instructions_per_element:>10.1f} {r.occupancy:>9.0%}"
+            f"{r.kernel:<24} {r.name:<16} {r.warps:>5} {r.registers:>5} {r.spilled:>7} {r.shared:>6} {loads:>12} "
+            f"{stores:>12} {r.instructions_per_element:>10.1f} {r.barriers:>8} {r.loads_in_a_row:>8} "
+            f"{r.bytes_in_flight:>9} {r.cycles:>6} {r.occupancy:>9.0%}"
         )
     return "\n".join(lines)
 
@@ -154,10 +165,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _row(name: str, variant: str, launch: Launch) -> Row:
     compiled = aot.compile_launch(launch, TARGET)
     made, ptx, warps = aot.assembled(compiled), compiled.asm["ptx"], launch.config.warps
+    path = machine_code.whole_block_path(machine_code.instructions(made.listing), MESSAGES)
     elements = launch.config.blocks_per_program * launch.arguments["BLOCK"] / (32 * warps)
     return Row(
-        name, compiled.kernel, variant, warps, made.registers, made.spilled, accesses(ptx, "ld"), accesses(ptx, "st"),
-        round(made.instructions / elements, 2), occupancy(made.registers, warps, compiled.shared),
+        name, compiled.kernel, variant, warps, made.registers, made.spilled, compiled.shared,
+        accesses(ptx, "ld"), accesses(ptx, "st"),
+        round(len(path) / elements, 2), sum(each.kind == "BAR" for each in path), machine_code.loads_in_a_row(path),
+        machine_code.bytes_in_flight(path), machine_code.cycles(path),
+        occupancy(made.registers, warps, compiled.shared),
     )  # fmt: skip
 
 

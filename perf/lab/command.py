@@ -1,6 +1,6 @@
 """Run a script on the hosts of a network lab.
 
-python -m perf.lab --hosts 4 [--each 2] --rate 1gbit -- script.py args
+python -m perf.lab --hosts 4 [--each 2] --rate 1gbit [--rtt 10ms] -- script.py args
 python -m perf.lab --selftest
 """
 
@@ -37,8 +37,9 @@ def _selftest(hosts: int) -> None:
 def _run_command(options: argparse.Namespace, command: list[str]) -> None:
     several = f" of {options.each} ranks" if options.each > 1 else ""
     process = "host" if several and options.launcher == "torchrun" else "rank"
-    with NetworkLab(options.hosts, options.rate, options.each) as lab:
-        print(f"{options.hosts} hosts{several}, links of {options.rate or 'any rate'}; starting ...", flush=True)
+    with NetworkLab(options.hosts, options.rate, options.each, options.rtt) as lab:
+        trip = f" and round trips of {options.rtt}" if options.rtt else ""
+        print(f"{options.hosts} hosts{several}, links of {options.rate or 'any rate'}{trip}; starting ...", flush=True)
         try:
             lab.run(
                 command,
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--each", type=int, default=1, help="ranks a host (default: 1)")
     parser.add_argument("--rate", help='of each link, both ways: "100mbit", "1gbit", ...; without it, unshaped')
+    parser.add_argument("--rtt", help='round trip between any two hosts, "1ms" to "100ms"; without it, no added delay')
     parser.add_argument("--launcher", choices=("torchrun", "env"), default="torchrun")
     parser.add_argument("--timeout", type=float, default=600, help="seconds the run may take (default: 600)")
     parser.add_argument("--selftest", action="store_true", help="measured against shaped rates, with Gloo")

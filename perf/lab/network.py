@@ -7,8 +7,12 @@ at 10.77.0.1 and up. `tc ... tbf` shapes a link both ways: egress at eth0, and e
 Measured on 2 cores, one TCP flow, 50 Mbit/s to 10 Gbit/s: 95.6 % of the rate is payload; headers are the
 rest, as tbf counts 1514 bytes for 1448 of payload. The burst, which an idle link lets through at once, is
 64 KiB (one GSO packet) and 0.5 ms at the rate: without the latter 10 Gbit/s falls to 3. The queue holds 20
-ms, at least 1 MiB. TCP runs reno, which every kernel has, whatever the machine's default. There is no added
-delay: few kernels have netem.
+ms, at least 1 MiB. TCP runs reno, which every kernel has, whatever the machine's default.
+
+With `rtt` the hosts are not on the bridge: a router (perf.lab.router) hands on what comes out of each link to the one
+that it goes to, half the round trip later, for few kernels have netem. Queues then hold a round trip, and TCP's buffers
+may grow to 64 MiB: the sender keeps rate times round trip until it is acknowledged. Round trips and rates are measured
+when such a link is set, and one that is not within 10 % of what was asked is refused: see perf.lab.delay.
 
 `bytes_sent` reads eth0's tx_bytes: payload and headers, where a GSO packet of up to 64 KiB counts one header.
 IPv6 is off on eth0, so that an idle link stays silent.
@@ -30,23 +34,28 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perf.lab import link_check
+from perf.lab.delay import DelayingRouter, WrongLink, check_rates, reach_round_trip
+from perf.lab.link_check import Host
 from perf.lab.namespaces import LabUnavailable, check_available, execute, new_prefix, remove, sweep_stale
 from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, set_handlers
-from perf.lab.rates import parse_rate
+from perf.lab.rates import parse_rate, parse_rtt, rate_and_rtt
 
 INTERFACE = "eth0"
 MOST_EACH = 64
 TUNE = """echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"""
+BUFFERS = ("tcp_rmem", "tcp_wmem")  # least, first and most bytes of a connection
+MOST_BUFFER = 64 << 20
 
 log = logging.getLogger("perf.lab")
 
 
 class NetworkLab:
-    """Namespaces on a bridge, links shaped to `rate` both ways; a context manager that removes them again."""
+    """Namespaces joined by links of a rate, and of a round trip; a context manager that removes them again."""
 
-    def __init__(self, hosts: int = 4, rate: str | None = None, each: int = 1) -> None:
-        """`each`: ranks a host."""
+    def __init__(self, hosts: int = 4, rate: str | None = None, each: int = 1, rtt: str | None = None) -> None:
+        """rate: of each link, both ways. each: ranks a host. rtt: between any two hosts, "1ms" to "100ms"."""
         if not 2 <= hosts <= 64:
             raise ValueError(f"hosts is {hosts}: a network lab has 2 to 64 hosts")
         if not 1 <= each <= MOST_EACH:
@@ -55,7 +64,9 @@ class NetworkLab:
         self.hosts, self.each = hosts, each
         self.bridge = f"{prefix}-bridge"
         self.namespaces = [f"{prefix}-host{host}" for host in range(hosts)]
-        self._bits = parse_rate(rate)
+        self._bits, self._rtt = parse_rate(rate), parse_rtt(rtt)
+        self._router: DelayingRouter | None = None
+        self._buffers: list[str] = []  # of TCP, before there was a delay
         self._former: dict[int, Any] = {}
         self._run: Run | None = None
         self._runs = 0
@@ -68,9 +79,11 @@ class NetworkLab:
         try:
             with held_signals():
                 self._build()
+            if self._rtt is not None:
+                self._start_delay()
         except BaseException as error:
             self.close()
-            if not isinstance(error, RuntimeError):
+            if not isinstance(error, RuntimeError) or isinstance(error, WrongLink):
                 raise
             raise LabUnavailable(
                 f"the network lab could not be set up, {error}: run it as root, on a kernel with network "
@@ -87,6 +100,7 @@ class NetworkLab:
             with held_signals(), contextlib.ExitStack() as last:
                 last.callback(atexit.unregister, self.close)
                 last.callback(remove, [self.bridge, *self.namespaces])
+                last.callback(self._stop_router)
                 if self._run is not None:
                     self._run.stop()
         finally:
@@ -119,7 +133,8 @@ class NetworkLab:
         started = 1 if launcher == "torchrun" else self.each  # processes a host
         launches = [self._launch(launcher, k, argv, env or {}) for k in range(self.hosts * started)]
         with held_signals():
-            self._run = Run([self.namespaces[k // started] for k in range(len(launches))], launches, on_line)
+            namespaces = [self.namespaces[k // started] for k in range(len(launches))]
+            self._run = Run(namespaces, launches, on_line, self._check_router)
         return self._run
 
     def address(self, host: int) -> str:
@@ -136,6 +151,19 @@ class NetworkLab:
         former, self._bits = self._bits, parse_rate(rate)
         if former is not None or self._bits is not None:
             self._shape()
+
+    def set_link(self, link: str) -> None:
+        """Every link anew, as records have it ("1gbit", "unshaped", "100mbit+50ms"), while no run is on the hosts.
+
+        WrongLink where there is a round trip, and it or the rate is not what was asked.
+        """
+        rate, rtt = rate_and_rtt(link)
+        self._rtt = parse_rtt(rtt)
+        self.set_rate(rate)
+        if self._rtt is not None:
+            self._start_delay()
+        elif self._router is not None:
+            self._end_delay()
 
     def link_down(self, host: int) -> None:
         """Pull the host's cable: its packets are lost without an error, no connection is closed."""
@@ -162,7 +190,7 @@ class NetworkLab:
             return [sys.executable, *agent.split(), *rendezvous.split(), *argv], {**common, **env}
         host, local = divmod(rank, self.each)
         own = {"RANK": rank, "WORLD_SIZE": self.hosts * self.each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.each}
-        own["GROUP_RANK"] = host  # hosts of a lab have one name and one boot id
+        own |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": self.hosts}  # hosts of a lab have one name and one boot id
         master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}
         return [sys.executable, *argv], {**common, **{name: str(n) for name, n in own.items()}, **master, **env}
 
@@ -191,11 +219,64 @@ class NetworkLab:
         if self._bits is not None:
             self._shape()
 
+    def _start_delay(self) -> None:
+        """Take the hosts off the bridge and put the router between them; check what links they have then."""
+        if self._router is None:
+            with held_signals():
+                self._set_ports("nomaster")
+                self._buffers = [self._read_buffers(each) for each in BUFFERS]
+                self._set_buffers([f"{each.rpartition(' ')[0]} {MOST_BUFFER}" for each in self._buffers])
+                self._router = DelayingRouter(self.bridge, [f"host{host}" for host in range(self.hosts)])
+        self._check_links()
+
+    def _end_delay(self) -> None:
+        with held_signals():
+            self._stop_router()
+            self._set_buffers(self._buffers)
+            self._set_ports("master br0")
+
+    def _set_ports(self, what: str) -> None:
+        lines = [f"link set host{host} {what}" for host in range(self.hosts)]
+        execute("ip", "-n", self.bridge, "-batch", "-", lines=lines)
+
+    def _read_buffers(self, name: str) -> str:
+        return " ".join(execute("ip", "netns", "exec", self.namespaces[0], "cat", f"/proc/sys/net/ipv4/{name}").split())
+
+    def _set_buffers(self, values: Sequence[str]) -> None:
+        lines = [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in zip(BUFFERS, values, strict=True)]
+        for name in self.namespaces:
+            execute("ip", "netns", "exec", name, "sh", "-ec", "\n".join(lines))
+
+    def _stop_router(self) -> None:
+        router, self._router = self._router, None
+        if router is not None:
+            router.stop()
+
+    def _check_router(self) -> None:
+        """While ranks run: without the router no link carries anything."""
+        if self._router is not None and self._router.ended is not None:
+            raise WrongLink(f"the delaying router ended with status {self._router.ended}: its links are gone")
+
+    def _check_links(self) -> None:
+        assert self._router is not None and self._rtt is not None
+        rtt, bits = self._rtt, self._bits
+        hosts = [Host(name, self.address(host)) for host, name in enumerate(self.namespaces)]
+        pings = max(5, min(25, round(0.25 / rtt)))
+        try:
+            reach_round_trip(rtt, self._router.set_delay, lambda: link_check.round_trips(hosts, pings))
+            if bits is not None:
+                bursts = 2**21 / bits  # seconds of what the shapers let through at once, twice
+                check_rates(bits, lambda: link_check.rates(hosts, 0.1 + 15 * rtt + bursts, 0.3 + 2 * rtt + bursts))
+        except OSError as error:
+            self._check_router()
+            raise WrongLink(f"the lab's hosts do not reach each other: {error}") from error
+
     def _shape(self) -> None:
         command = "qdisc del dev {} root"
         if self._bits is not None:
             burst = 65536 + self._bits // 8 // 2000  # bytes: a GSO packet, 0.5 ms
-            limit = burst + max(self._bits // 8 // 50, 1 << 20)  # bytes: 20 ms
+            queue = max(self._rtt or 0.0, 0.02)  # seconds
+            limit = burst + max(round(self._bits / 8 * queue), 1 << 20)  # bytes
             command = f"qdisc replace dev {{}} root tbf rate {self._bits}bit burst {burst}b limit {limit}b"
         ports = [command.format(f"host{host}") for host in range(self.hosts)]
         execute("tc", "-n", self.bridge, "-batch", "-", lines=ports)

@@ -77,9 +77,15 @@ class Run:
     """The processes of one `NetworkLab.start`, each in its namespace; `wait` sees them to their end."""
 
     def __init__(
-        self, namespaces: Sequence[str], launches: Sequence[tuple[list[str], dict[str, str]]], on_line: OnLine | None
+        self,
+        namespaces: Sequence[str],
+        launches: Sequence[tuple[list[str], dict[str, str]]],
+        on_line: OnLine | None,
+        check_links: Callable[[], None],
     ) -> None:
+        """`check_links` raises where the network is gone."""
         self.ranks: list[Rank] = []
+        self._check_links = check_links
         self._namespaces = namespaces
         self._readers: list[threading.Thread] = []
         one_at_a_time = threading.Lock()
@@ -109,6 +115,7 @@ class Run:
         with held_signals() as pending, contextlib.ExitStack() as last:  # an exception amid poll() spoils Popen
             last.callback(self.stop)
             while not self._poll() and not pending and time.monotonic() < min(end, grace_end):
+                self._check_links()
                 if check and any(rank.code for rank in self.ranks) and grace_end == float("inf"):
                     grace_end = time.monotonic() + 0.5  # who else fails by itself? One of them is the cause
                 time.sleep(0.02)

@@ -1,12 +1,13 @@
 """The parts of a training step: DDP in fp32, fp16, bf16 and with PowerSGD's hook, 1-bit Adam and LAMB in both stages.
 
-    python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit] [--share 0.925]
+    python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit] [--rtt 10ms | --share 0.925]
     python -m perf.train_step --lab --train [--steps 300] [--seeds 3]
     torchrun ... -m perf.train_step
 
 The first needs root on Linux: it builds a network of hosts on this machine (perf.lab), starts a rank in each
 and times a causal transformer's step at every rate. One more rate is chosen by itself: that at which the fp16
-all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial. The second trains
+all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial; with --rtt links
+have a round trip as well, and no rate is chosen. The second trains
 the variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give both
 the same options): steps times the seconds of a step that the first has measured, since links only decide how long a
 step takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has.
@@ -37,10 +38,11 @@ from onebit.cli.progress import Progress
 from perf import plots
 from perf.command import (
     CANNOT_MEASURE,
+    add_links,
     add_out,
     exit_status,
     host_count,
-    link_rate,
+    join_links,
     list_of,
     make_folder,
     one_of,
@@ -48,7 +50,7 @@ from perf.command import (
     set_defaults,
 )
 from perf.lab.network import NetworkLab
-from perf.lab.rates import UNSHAPED, lab_rate
+from perf.lab.rates import UNSHAPED, clock_option
 from perf.lab.workers import print_progress, print_result, run_worker, run_workers
 from perf.ranks import require_group
 from perf.records import load_average
@@ -88,7 +90,7 @@ def run_lab(arguments: argparse.Namespace, record: Record, progress: Progress) -
             rates.insert(0, _link(lab, arguments, progress))
             record.about["share_rate"] = rates[0]
         for rate in rates:
-            lab.set_rate(lab_rate(rate))
+            lab.set_link(rate)
             _on_lab(lab, rate, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record)
 
 
@@ -96,7 +98,7 @@ def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) ->
     """That gives the share: tried once, and corrected by what it gave."""
     rate = UNSHAPED
     for _ in range(2):
-        lab.set_rate(lab_rate(rate))
+        lab.set_link(rate)
         row = _on_lab(lab, rate, [f"--variants={BASELINE}"], arguments, progress)[-1]
         rate = link_for(arguments.share, row)
     return rate
@@ -120,7 +122,7 @@ def _on_lab(
             record.add(found[-1])
 
     options = [f"--{name}={getattr(arguments, name)}" for name in PASSED_ON]
-    argv = [*WORKER, "--worker", "--device=cpu", *options, *what]
+    argv = [*WORKER, "--worker", "--device=cpu", *options, *what, *clock_option(rate)]
     run_workers(lab, argv, f"{lab.hosts} hosts, {rate}", arguments.timeout, progress, on_result)
     return found
 
@@ -193,8 +195,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("device", "backend"))
+        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "rtt", "share"), in_group=("device", "backend"))
+    if arguments.rtt and arguments.share:
+        parser.error("--share: links that it chooses have no round trip; leave out --rtt")
+    set_defaults(arguments, {"share": 0.0} if arguments.rtt else {})
     set_defaults(arguments, {"device": "auto", **{name: STANDARD[name] for name in ("hosts", "rates", "share")}})
+    join_links(parser, arguments)
     arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
     return arguments
 
@@ -206,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
     parser.add_argument("--hosts", type=host_count, help="of the lab (default: 4)")
-    parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
+    add_links(parser)
     parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
     parser.add_argument("--variants", type=list_of(variant), default=STANDARD["variants"], help=", ".join(VARIANTS))
     for name, what in (("width", "of the model"), ("layers", "of the model"), ("batch", "windows a rank")):

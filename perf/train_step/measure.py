@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -20,7 +21,7 @@ from onebit.collectives.transport import transport_for
 from onebit.optim.optimizer import OneBitOptimizer
 from perf.command import WrongResult
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
-from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant
+from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant, timed_variants
 
 FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
 TIMED_LR = 1e-4
@@ -164,26 +165,32 @@ class Bench:
         rest = self.local_backward(repeats)
         transport = TimedTransport(self.clock.mark)
         trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, transport)
-        timings, before = [], None
+        timings: list[tuple[float, list[float]]] = []
+        bytes_sent: list[float | None] = []
         first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
-        for step in range(first + repeats):
-            self.ranks.progress(f"{variant.title}, step {step + 1} of {first + repeats}")
-            if step == first:
-                self.ranks.barrier()
-                before = self.ranks.bytes_sent()
-            timings.append(self.parts(trainee, transport))
-        self.ranks.barrier()
-        after = self.ranks.bytes_sent()
+        for step in itertools.count():
+            self.ranks.progress(f"{variant.title}, {len(timings)} of {repeats} steps timed")
+            counts = step >= first and variant.times in (None, trainee.kind)
+            self.ranks.barrier()
+            before = self.ranks.bytes_sent()
+            found = self.parts(trainee, transport)
+            self.ranks.barrier()
+            if counts:
+                timings.append(found)
+                bytes_sent.append(self.ranks.bytes_a_call(before, self.ranks.bytes_sent(), 1))
+            if len(timings) == repeats:
+                break
         self.check(variant, trainee)
-        sent = self.ranks.bytes_a_call(before, after, repeats)
-        calls = self.ranks.slowest([seconds for seconds, _ in timings[first:]])
-        forward, step_alone = self.mean([parts for _, parts in timings[first:]]).median(0).values.tolist()
+        sent = None if None in bytes_sent else statistics.fmean(bytes_sent)  # type: ignore[arg-type]
+        calls = self.ranks.slowest([seconds for seconds, _ in timings])
+        forward, step_alone = self.mean([parts for _, parts in timings]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
         return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent)
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""
+        trainee.synchronize()
         flat = torch.cat([p.detach().flatten() for p in trainee.model.parameters()])
         check_same(self.ranks, flat, f"after steps with {variant.title}")
         skipped = trainee.optimizer.skipped_steps if isinstance(trainee.optimizer, OneBitOptimizer) else 0
@@ -208,8 +215,11 @@ class Bench:
             loss_of(model, self.windows()).backward()
             trainee.optimizer.step()
             schedule.step()
+            if step == steps:
+                trainee.synchronize()
             if step % max(1, steps // VALIDATIONS) == 0 or step == steps:
-                curve.append((step, self.held_out_loss(model.module, FEW)))
+                with trainee.at_last_sync():
+                    curve.append((step, self.held_out_loss(model.module, FEW)))
         self.check(variant, trainee)
         return Run(name, seed, steps, freeze, lr, tuple(curve), self.held_out_loss(model.module, HELD_OUT))
 
@@ -234,5 +244,5 @@ def _run(arguments: argparse.Namespace, ranks: Ranks, publish: Publish) -> None:
     publish({**describe_group(ranks), "elements": bench.elements})
     for name, seed in arguments.runs:
         publish(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr))
-    for name in [] if arguments.train else arguments.variants:
+    for name in [] if arguments.train else timed_variants(arguments.variants):
         publish(bench.measure(name, arguments.repeats))

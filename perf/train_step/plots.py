@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perf import plots
-from perf.lab.rates import rate_bits
+from perf.lab.rates import rate_and_rtt, rate_bits
 from perf.train_step.measure import Row
 from perf.train_step.report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
 from perf.train_step.variants import BASELINE, UNCOMPRESSED, VARIANTS
@@ -40,7 +40,8 @@ def throughput_panel(record: Record) -> plots.Draw:
         bits = rate_bits(rate)
         for row in group.values():
             if bits and row.seconds and row.variant not in LIKE_OTHERS:
-                curves.setdefault(VARIANTS[row.variant].title, []).append((bits / 1e9, 1 / row.seconds))
+                title = ", ".join(filter(None, (VARIANTS[row.variant].title, rate_and_rtt(rate)[1])))
+                curves.setdefault(title, []).append((bits / 1e9, 1 / row.seconds))
     return plots.lines("Throughput", "link, Gbit/s", "steps a second", curves)
 
 
@@ -87,4 +88,6 @@ def _at(rate: str | None) -> str:
     bits = rate_bits(rate)
     if bits is None:
         return f", {rate}" if rate else ""
-    return f", {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f", {bits / 1e6:g} Mbit/s"
+    rtt = rate_and_rtt(rate)[1]
+    shown = f", {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f", {bits / 1e6:g} Mbit/s"
+    return shown + (f", {rtt}" if rtt else "")

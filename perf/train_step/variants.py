@@ -6,7 +6,8 @@ second collective when the first has ended, so that with Gloo, whose threads end
 them in different orders and hang: there the model is one bucket.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit import OneBitAdam, OneBitLamb, attach
+from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
 from onebit.cli.demo.model import Text, Transformer
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Transport, Work
 from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.schedule import SyncSchedule, VarianceSchedule
+from onebit.optim.zero_one import ZeroOne
+from onebit.parallel.ddp_hook import local
+from perf.train_step.diloco import DiLoCo
 
 BETAS = (0.9, 0.999)  # torch's and the papers'
 NEVER = 10**9  # a freeze step that no run reaches
@@ -40,9 +45,12 @@ class Shape:
     layers: int = 8
     batch: int = 4  # windows a rank
 
-    def model(self, text: Text, device: torch.device, seed: int = 0, one_bucket: bool = False) -> Model:
+    def plain(self, text: Text, device: torch.device, seed: int = 0) -> Transformer:
         torch.manual_seed(seed)
-        model = Transformer(text.letters, self.width, self.layers, heads=self.width // 32).to(device)
+        return Transformer(text.letters, self.width, self.layers, heads=self.width // 32).to(device)
+
+    def model(self, text: Text, device: torch.device, seed: int = 0, one_bucket: bool = False) -> Model:
+        model = self.plain(text, device, seed)
         ids = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None)
 
@@ -52,6 +60,23 @@ class Trainee:
     model: Model
     optimizer: torch.optim.Optimizer
     compressing: Callable[[], bool]
+
+    @property
+    def kind(self) -> str:
+        """Of the coming step, where an optimizer takes steps of several; those of AdamW are "dense"."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, ZeroOneAdam):
+            return optimizer.schedule.kind if optimizer.compressing else "dense"
+        return optimizer.kind if isinstance(optimizer, DiLoCo) else "dense"
+
+    def synchronize(self) -> None:
+        """All ranks have the same parameters."""
+        if isinstance(self.optimizer, (OneBitOptimizer, DiLoCo)):
+            self.optimizer.synchronize()
+
+    def at_last_sync(self) -> AbstractContextManager[None]:
+        """Within it they have those of the last time that they had the same."""
+        return self.optimizer.at_last_sync() if isinstance(self.optimizer, (OneBitOptimizer, DiLoCo)) else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -65,7 +90,10 @@ class Variant:
     rank: int = 0  # of PowerSGD's matrices
     stage: int = 1
     before: str = "fp32"  # the variant that it is like until it compresses
-    options: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer of onebit
+    options: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer of onebit, or of DiLoCo
+    times: str | None = None  # only steps of this kind
+    parts: Mapping[str, str] = field(default_factory=dict)  # where a run's steps differ: by kind, the variant timed
+    kinds: Callable[[int, int], list[str]] | None = None  # of the first so many steps of a run, with this freeze
 
     @property
     def compresses(self) -> bool:
@@ -81,10 +109,21 @@ class Variant:
         common: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
         if issubclass(self.optimizer, OneBitOptimizer):
             last = freeze if self.stage == 2 else NEVER
-            own = {"freeze_step": last, "process_group": transport, **self.options}
+            if issubclass(self.optimizer, ZeroOneAdam):
+                own: dict[str, Any] = {
+                    name: value(freeze) if callable(value) else value for name, value in self.options.items()
+                }
+            else:
+                own = {"freeze_step": last, **self.options}
+            own["process_group"] = transport
             ours = self.optimizer(model.parameters(), **common, **own)
             attach(model, ours)
             return Trainee(model, ours, lambda: ours.compressing)
+        if issubclass(self.optimizer, DiLoCo):
+            model.register_comm_hook(None, lambda _, bucket: local(bucket))
+            return Trainee(
+                model, DiLoCo(model.parameters(), transport, **common, fused=True, **self.options), lambda: False
+            )
         optimizer = self.optimizer(model.parameters(), **common, fused=True)  # type: ignore[call-arg]
         if self.rank:
             state = PowerSGDState(None, self.rank, max(2, freeze))
@@ -102,7 +141,29 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
 
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
-VARIANTS = {
+SOON = {**IN_BF16, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
+SOON_LOCAL = {**IN_BF16, "var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 3}
+LOCAL = {**IN_BF16, "var_freeze_step": lambda freeze: freeze, "local_step_scaler": lambda freeze: max(1, freeze // 3)}
+ZERO_ONE = {
+    "dense": "zero-one-full", "full": "zero-one-full", "1 bit": "zero-one-bit", "local": "zero-one-alone",
+    "sync": "zero-one-sync",
+}  # fmt: skip
+
+
+def zero_one_kinds(steps: int, freeze: int) -> list[str]:
+    return [ZeroOne(VarianceSchedule(4), None).kind(step) for step in range(1, steps + 1)]
+
+
+def local_kinds(steps: int, freeze: int) -> list[str]:
+    algorithm = ZeroOne(VarianceSchedule(4, freeze), SyncSchedule(freeze, max(1, freeze // 3), 16))
+    return [algorithm.kind(step) for step in range(1, steps + 1)]
+
+
+def diloco_kinds(steps: int, freeze: int) -> list[str]:
+    return ["local" if step % 16 else "sync" for step in range(1, steps + 1)]
+
+
+VARIANTS: dict[str, Variant] = {
     "fp32": Variant("fp32", ADAMW),
     "fp16": Variant("fp16", ADAMW, default_hooks.fp16_compress_hook, HALF),
     "bf16": Variant("bf16", ADAMW, bf16_hook, BRAIN),
@@ -122,11 +183,55 @@ VARIANTS = {
     ),
     "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb),
     "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1"),
+    "zero-one-full": Variant(
+        "0/1 Adam, bf16, full step", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON, times="full"
+    ),
+    "zero-one-bit": Variant("0/1 Adam, bf16, 1 bit", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON, times="1 bit"),
+    "zero-one-alone": Variant(
+        "0/1 Adam, bf16, local step", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON_LOCAL, times="local"
+    ),
+    "zero-one-sync": Variant(
+        "0/1 Adam, bf16, sync", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON_LOCAL, times="sync"
+    ),
+    "zero-one": Variant(
+        "0/1 Adam, bf16", ZeroOneAdam, sends=BRAIN, stage=2, options=IN_BF16, parts=ZERO_ONE, kinds=zero_one_kinds
+    ),
+    "zero-one-local": Variant(
+        "0/1 Adam, bf16, local steps",
+        ZeroOneAdam,
+        sends=BRAIN,
+        stage=2,
+        options=LOCAL,
+        parts=ZERO_ONE,
+        kinds=local_kinds,
+    ),
+    "diloco-alone": Variant("DiLoCo-like, local step", DiLoCo, options={"every": 3}, times="local"),
+    "diloco-sync": Variant("DiLoCo-like, outer step", DiLoCo, options={"every": 3}, times="sync"),
+    "diloco": Variant(
+        "DiLoCo-like, every 16 steps",
+        DiLoCo,
+        parts={"local": "diloco-alone", "sync": "diloco-sync"},
+        kinds=diloco_kinds,
+    ),
 }
-UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
+UNCOMPRESSED, BASELINE, OURS, SPACED = "fp32", "fp16", "adam-2", "zero-one"
 POWERSGD = ("powersgd-1", "powersgd-4")
-TRAINED = (UNCOMPRESSED, *POWERSGD, OURS, "adam-2-reply-1", "adam-2-bf16")  # whose losses are compared
+TRAINED = (
+    UNCOMPRESSED,
+    *POWERSGD,
+    OURS,
+    "adam-2-reply-1",
+    "adam-2-bf16",
+    SPACED,
+    "zero-one-local",
+    "diloco",
+)  # of which losses
 TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
+
+
+def timed_variants(names: Sequence[str]) -> list[str]:
+    """Each once; those whose steps differ by what their steps are timed as."""
+    return list(dict.fromkeys(part for name in names for part in (VARIANTS[name].parts.values() or [name])))
 
 
 class TimedTransport:

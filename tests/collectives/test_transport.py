@@ -8,7 +8,7 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport, collective_errors
 from onebit.collectives.transport.torch import SMALL, TorchTransport, TorchWork
 from tests.collectives import work
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_once
 
 
 def test_none_without_torch_distributed_is_this_process():
@@ -24,6 +24,23 @@ def test_none_is_the_default_group_where_there_is_one():
 def test_a_group_counts_its_own_ranks():
     answers = run_ranks(8, work.transports_of_group, [2, 3, 7])
     assert [answers[rank] for rank in (2, 3, 7)] == [f"TorchTransport {k} of 3 gloo" for k in range(3)]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:gloo"])
+def test_groups_are_made_of_a_group_without_one_backend_of_its_own(backend, tmp_path):
+    arguments = (backend, str(tmp_path / "store"))
+    answers = run_ranks_once(2, work.over_a_default_group_made_with, arguments, timeout=120)
+    assert [name for name, _ in answers] == ["gloo", "gloo"] or torch.cuda.is_available()
+    assert [carried[:4] for _, carried in answers] == [[1, 1, 1, 0], [1, 1, 1, 0]]
+    assert answers[0][1][4] == answers[1][1][4] != [1.0] * 70
+
+
+def test_a_tensor_that_no_backend_sends_is_an_error():
+    transport = TorchTransport.__new__(TorchTransport)
+    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "nccl"
+    transport.backends = {"cuda": "nccl"}
+    with pytest.raises(ValueError, match=r"sends cuda tensors, by nccl, and this one is on cpu: call init_process"):
+        transport.all_max(torch.zeros(1), PHASE)
 
 
 @pytest.mark.parametrize("maker", ["transport_for", "TorchTransport"])
@@ -77,6 +94,19 @@ def test_gloo_gathers_messages_of_any_size(nbytes):
         assert answer == [[(7 * rank + 250) % 256, nbytes * rank % 256] for rank in range(4)]
 
 
+def test_gloo_gathers_large_messages_in_pairs_where_a_rank_is_a_host():
+    nbytes = SMALL + 1
+    for answer in run_ranks(4, work.gathered_as_hosts, nbytes):
+        assert answer == [[(7 * rank + 250) % 256, nbytes * rank % 256] for rank in range(4)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_that_were_expected_arrive(size):
+    """Two, expected before other messages went, and one that was not."""
+    for answer in run_ranks(size, work.expected):
+        assert answer == [[[10 * k + rank] * 5 for rank in range(size)] for k in range(4)]
+
+
 class Broken:
     """Work of a backend that fails with `error`."""
 
@@ -115,17 +145,19 @@ def test_what_the_backend_did_not_raise_is_left_alone(error):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("what", ["all_to_all", "all_gather", "all_max"])
+@pytest.mark.parametrize("what", ["all_to_all", "all_gather", "expect", "all_max"])
 def test_an_error_at_the_start_names_the_phase(monkeypatch, what):
     def fail(*_, **__):
         raise RuntimeError("no more sockets")
 
-    for name in ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce"):
+    collectives = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce")
+    for name in (*collectives, "isend", "irecv"):
         monkeypatch.setattr(torch.distributed, name, fail, raising=False)
     transport = TorchTransport.__new__(TorchTransport)
     transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "gloo"
+    transport.backends, transport.members, transport.expected = {"cpu": "gloo"}, [0, 1], {}
     x = torch.zeros((2, 4), dtype=torch.uint8)
-    arguments = (x[:1],) if what == "all_max" else (x, x)
+    arguments = (x[:1],) if what == "all_max" else (x,) if what == "expect" else (x, x)
     with pytest.raises(CollectiveError, match=r"the gather phase.*no more sockets"):
         getattr(transport, what)(*arguments, PHASE)
 

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import onebit
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels.data.pointers import Pointers
 from tests.collectives import steps
@@ -234,6 +236,29 @@ def gathered(rank: int, size: int, nbytes: int) -> list[list[int]]:
     return everyone[:, [0, -1]].tolist()
 
 
+def gathered_as_hosts(rank: int, size: int, nbytes: int) -> list[list[int]]:
+    """The same, where torchrun says that each rank is on a host of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"):
+            patch.setenv(name, str(size))
+        return gathered(rank, size, nbytes)
+
+
+def expected(rank: int, size: int) -> list[Any]:
+    """Two all-gathers that were announced and one that was not, and an all-to-all."""
+    transport = transport_for(group())
+    outs = [torch.full((size, 5), 255, dtype=torch.uint8) for _ in range(4)]
+    sent = [torch.full((1, 5), 10 * k + rank, dtype=torch.uint8) for k in range(4)]
+    assert isinstance(transport, EarlyReceiver)
+    for out in (outs[0], outs[1], outs[1]):  # a second time is as once
+        transport.expect(out, "test")
+    works = [transport.all_to_all(outs[3], sent[3].expand(size, 5).contiguous(), "test")]
+    works += [transport.all_gather(out, own, "test") for out, own in zip(outs[:3], sent[:3], strict=True)]
+    for one in works:
+        one.wait()
+    return [out.tolist() for out in outs]
+
+
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -257,3 +282,22 @@ def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
         one.wait()
     answers = first, second, everyone, greatest, floats
     return *(answer.tolist() for answer in answers), [values.tolist() for values in sums]
+
+
+def over_a_default_group_made_with(rank: int, size: int, backend: str | None, path: str) -> tuple[str, list[Any]]:
+    """Groups of a default group that was made with this backend or none named, and what they carry."""
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
+    transport = transport_for()
+    carried: list[Any] = []
+    for each in (transport, transport.duplicate(), transport.split(0), transport.split(rank)):
+        values = torch.tensor([each.rank], dtype=torch.int64)
+        each.all_max(values, "comparing")
+        carried.append(int(values))
+    params = [torch.nn.Parameter(torch.ones(70))]
+    optimizer = onebit.OneBitAdam(params, freeze_step=1, overlap=True)
+    for _ in range(3):
+        (params[0] * (rank + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return transport.name, [*carried, params[0].tolist()]

@@ -1,4 +1,4 @@
-"""zero_one_full and zero_one_update of every backend against float64, and against the reference."""
+"""0/1 Adam's four passes of every backend against float64, and against the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import NONFINITE
+from onebit.kernels.tuning.workload import HYPER, Workload
 from tests import oracle
 from tests.kernels.cases import (
     F16,
@@ -21,21 +23,26 @@ from tests.kernels.cases import (
     Case,
     World,
     assert_close,
+    assert_guards,
+    backend,
     decoded,
+    device_of,
     frozen_bits,
     gathered,
     numpy,
     rounded,
+    stored,
     use_grain,
 )
 from tests.kernels.test_passes_adam import AGREEMENT, ELEMENTWISE, check_parameters, updated
 
 # By parameter: every third holds what has no variance, the others give it that of the mean.
 LEAST, AT_ZERO = (0.3, 2.0, 0.0), (0.0, 1.5, 0.7)
+DECAY, FACTOR = (0.9, 1.0, 0.5), (0.7, 3.0, 0.1)
 
 
 class Run:
-    """The tensors of one run of either pass. Every fifth v is 0, and every third gradient of those too."""
+    """The tensors of one run of a pass. Every fifth v is 0, and every third gradient of those too."""
 
     def __init__(self, case: Case, name: str = "reference", residual: bool = True) -> None:
         self.world = world = World(case, name)
@@ -47,8 +54,12 @@ class Run:
         world.scaled_g = [None if g is None else s * g for g, s in zip(world.g, world.grad_scales, strict=True)]
         self.params, self.grads, self.master = world.params(), world.grads(), world.master()
         self.v, self.replies = world.flat(self.v64), world.random_messages(world.rows)
-        self.least64, self.at_zero64 = (rounded(np.resize(values, len(world.x)), F32) for values in (LEAST, AT_ZERO))
-        self.least, self.at_zero = world.per_parameter(self.least64), world.per_parameter(self.at_zero64)
+        self.least64, self.at_zero64, self.decay64, self.factor64 = per_parameter = [
+            rounded(np.resize(values, len(world.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR)
+        ]
+        self.least, self.at_zero, self.decay, self.factor = map(world.per_parameter, per_parameter)
+        self.anchor64 = [rounded(x + 0.3 * m, F32) for x, m in zip(world.x, world.m, strict=True)]
+        self.m, self.anchor = world.flat(world.m), world.flat(self.anchor64)
         blocks = world.layout.blocks
         self.sums, self.counts = (torch.full((blocks,), float("nan"), device=world.device) for _ in range(2))
         self.live = torch.full((world.elements // 8,), 0xA5, dtype=torch.uint8, device=world.device)
@@ -57,14 +68,14 @@ class Run:
         self.residuals = [world.residual(span, world.e, self.scales64) if residual else None
                           for span, _ in world.spans()]  # fmt: skip
 
-    def _of(self, chunk: int) -> tuple[Any, slice, Any, torch.Tensor | None]:
+    def of_chunk(self, chunk: int) -> tuple[Any, slice, Any, torch.Tensor | None]:
         span, part = self.world.spans()[chunk]
         ranks = self.world.case.ranks
         replies = self.replies.slice(chunk * ranks, ranks)
         return span, part, replies, None if self.master is None else self.master[part]
 
     def full(self, chunk: int, flag: int = 0) -> None:
-        span, part, replies, master = self._of(chunk)
+        span, part, replies, master = self.of_chunk(chunk)
         blocks = slice(span.first, span.first + span.count)
         self.world.passes.zero_one_full(
             span, self.params, self.grads, self.v[part], replies, self.residuals[chunk], master, self.world.hyper(),
@@ -73,16 +84,42 @@ class Run:
         )  # fmt: skip
 
     def update(self, chunk: int) -> None:
-        span, part, replies, master = self._of(chunk)
+        span, part, replies, master = self.of_chunk(chunk)
         self.world.passes.zero_one_update(
             span, self.params, self.v[part], replies, master, self.world.hyper(), self.least, self.at_zero
         )
 
+    def local(self, chunk: int, flag: int = 0) -> None:
+        span, part, _, master = self.of_chunk(chunk)
+        self.world.passes.zero_one_local(
+            span, self.params, self.grads, self.v[part], self.m[part], self.residuals[chunk], master,
+            self.world.hyper(), self.world.flags(flag), self.least, self.at_zero,
+        )  # fmt: skip
+
+    def sync(self, chunk: int) -> None:
+        span, part, replies, master = self.of_chunk(chunk)
+        self.world.passes.zero_one_sync(
+            span, self.params, self.v[part], self.m[part], self.anchor[part], replies, master, self.world.hyper(),
+            self.least, self.at_zero, self.decay, self.factor,
+        )  # fmt: skip
+
     def all_bytes(self) -> list[bytes]:
         return frozen_bits(
-            self.params, self.grads, self.v, self.master, self.sums, self.counts, self.live, self.replies,
-            *self.residuals,
+            self.params, self.grads, self.v, self.m, self.anchor, self.master, self.sums, self.counts, self.live,
+            self.replies, *self.residuals,
         )  # fmt: skip
+
+    def u(self) -> oracle.Arrays:
+        each = zip(self.v64, self.world.hypers, self.least64, self.at_zero64, strict=True)
+        return [used_root(v, h, least, at_zero) for v, h, least, at_zero in each]
+
+    def arrays(self, flat: torch.Tensor) -> oracle.Arrays:
+        """A flat state by parameter, whose padding nobody wrote to."""
+        assert np.isnan(numpy(flat)[~self.world.plan.valid]).all()
+        return self.world.plan.unflatten(numpy(flat))
+
+    def residual(self) -> torch.Tensor:
+        return torch.cat([residual.value for residual in self.residuals if residual is not None])
 
     def x(self) -> oracle.Arrays:
         return updated(self.world, self.params, self.master)
@@ -95,9 +132,12 @@ class Run:
         return [np.where((v == 0) & (z == 0), 0.0, e) for e, v, z in pairs] if had else found
 
 
-def moved(x: np.ndarray, m: np.ndarray, v: np.ndarray, h: Any, least: float, at_zero: float) -> np.ndarray:
-    vhat, mhat = v / (1 - h.beta2**STEP), m / (1 - h.beta1**STEP)
-    u = np.where(v == 0, at_zero, np.maximum(np.sqrt(vhat), least))
+def used_root(v: np.ndarray, h: Any, least: float, at_zero: float) -> np.ndarray:
+    return np.where(v == 0, at_zero, np.maximum(np.sqrt(v / (1 - h.beta2**STEP)), least))
+
+
+def moved(x: np.ndarray, m: np.ndarray, u: np.ndarray, h: Any) -> np.ndarray:
+    mhat = m / (1 - h.beta1**STEP)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(u == 0, x, x - h.lr * (mhat / (u + h.eps) + h.weight_decay * x))
 
@@ -110,7 +150,7 @@ def expected(run: Run, full: bool) -> dict[str, list[np.ndarray]]:
             g = oracle.gradient(world.scaled_g[p], x)
             m = h.beta1 * np.where((v == 0) & (run.at_zero64[p] == 0), 0.0, m) + (1 - h.beta1) * g
             v = h.beta2 * v + (1 - h.beta2) * g**2
-        found["x"].append(moved(x, m, v, h, run.least64[p], run.at_zero64[p]))
+        found["x"].append(moved(x, m, used_root(v, h, run.least64[p], run.at_zero64[p]), h))
         found["v"].append(v)
         found["m"].append(m)
         found["folded"].append(h.beta1 * m)
@@ -221,3 +261,183 @@ def test_a_slice_of_another_rank_has_no_residual(name):
         with_it.full(chunk)
     assert [x.tolist() for x in gathered(without.params)] == [x.tolist() for x in gathered(with_it.params)]
     assert torch.equal(without.live, with_it.live)
+
+
+@ON_BACKENDS
+@GRID
+def test_a_local_step_agrees_with_float64(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    run = Run(case, name)
+    world, before, v = run.world, run.e(), frozen_bits(run.v, run.grads)
+    for chunk in range(case.chunks):
+        run.local(chunk)
+    assert frozen_bits(run.v, run.grads) == v
+    for residual in run.residuals:
+        if residual.scale is not None:  # as the caller does
+            residual.scale.zero_()
+    want, got_m, got_e = [], run.arrays(run.m), run.arrays(run.residual())
+    for p, (x, m, h, u, e) in enumerate(zip(world.x, world.m, world.hypers, run.u(), before, strict=True)):
+        g, lr = oracle.gradient(world.scaled_g[p], x), h.lr / (1 - h.beta1**STEP)
+        new = np.where(u == 0, m, h.beta1 * m + (1 - h.beta1) * g)
+        size = np.abs(h.beta1 * m) + np.abs((1 - h.beta1) * g)
+        want.append(moved(x, new, u, h))
+        assert_close(got_m[p], new, ELEMENTWISE, size)
+        assert got_m[p][u == 0].tolist() == m[u == 0].tolist()
+        held = e if case.scale == "block" else np.zeros_like(e)
+        assert_close(got_e[p], np.where(u == 0, held, e + lr * new), ELEMENTWISE, np.abs(e) + lr * size)
+        assert got_e[p][u == 0].tolist() == held[u == 0].tolist()
+    check_parameters(world, run.params, run.master, want, sizes(run, want))
+    for got, x, u in zip(run.x(), world.x, run.u(), strict=True):
+        assert got[u == 0].tolist() == x[u == 0].tolist()
+
+
+@ON_BACKENDS
+@GRID
+def test_a_sync_agrees_with_float64(name, case, monkeypatch):
+    use_grain(monkeypatch, case)
+    run = Run(case, name)
+    world, v = run.world, frozen_bits(run.v)
+    for chunk in range(case.chunks):
+        run.sync(chunk)
+    assert frozen_bits(run.v) == v
+    want, moves, size = [], [], []
+    replies = world.plan.unflatten(decoded(run.replies))
+    for p, (a, total, h, u) in enumerate(zip(run.anchor64, replies, world.hypers, run.u(), strict=True)):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            move = np.where(u == 0, 0.0, total / (u + h.eps))
+        want.append(np.where(u == 0, 1.0, run.decay64[p]) * a - move)
+        moves.append(move)
+        size.append(np.abs(a) + np.abs(move))
+    check_parameters(world, run.params, run.master, want, size)
+    for got, x, a, u in zip(run.arrays(run.anchor), run.x(), run.anchor64, run.u(), strict=True):
+        assert got.tolist() == x.tolist()  # as it was stored
+        kept = a if case.master else stored(a, case.param, name)
+        assert x[u == 0].tolist() == kept[u == 0].tolist()
+
+
+@ON_BACKENDS
+@GRID
+def test_a_sync_leaves_what_decode_gives_times_a_factor_as_momentum(name, case, monkeypatch):
+    """To the last bit, so that others can compute it again."""
+    use_grain(monkeypatch, case)
+    run = Run(case, name)
+    world = run.world
+    values = [torch.full((n,), float("nan"), device=world.device) for n in case.numels]
+    for chunk, (span, _) in enumerate(world.spans()):
+        run.sync(chunk)
+        world.passes.decode(span, run.of_chunk(chunk)[2], Pointers.to(world.layout, values))
+    want = [numpy(total * factor) for total, factor in zip(values, run.factor, strict=True)]
+    for got, m, u in zip(run.arrays(run.m), want, run.u(), strict=True):
+        assert got.tobytes() == np.where(u == 0, 0.0, m).tobytes()
+
+
+@ON_FUSED
+@SMALL_GRID
+def test_local_steps_and_syncs_agree_with_the_reference(name, case, monkeypatch):
+    """Where no root is taken, to the last bit; Triton has no -0 in what a scale of 0 stands for."""
+    use_grain(monkeypatch, case)
+    for each in ("local", "sync"):
+        ours, theirs = Run(case, name), Run(case)
+        for chunk in range(case.chunks):
+            getattr(ours, each)(chunk)
+            getattr(theirs, each)(chunk)
+        for got, want in ((ours.m, theirs.m), (ours.residual(), theirs.residual())):
+            assert np.array_equal(numpy(got), numpy(want), equal_nan=True)
+        for got, want, s in zip(ours.x(), theirs.x(), sizes(theirs, theirs.x()), strict=True):
+            assert_close(got, want, AGREEMENT + 2 * theirs.world.half_place, s)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("master", [True, False])
+def test_a_flag_stops_a_local_step(name, master, scale):
+    run = Run(Case((70, 5), param=F16, grad=F16, master=master, scale=scale), name)
+    before = run.all_bytes()
+    run.local(0, flag=NONFINITE)
+    assert run.all_bytes() == before
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("param, master", [(F32, False), (F16, True), (F16, False)])
+def test_a_flagged_reply_leaves_its_blocks_alone_in_a_sync(name, param, master):
+    stopped, plain = (Run(Case((64, 64), ranks=2, param=param, grad=param, master=master), name) for _ in range(2))
+    stopped.replies.flags[0] = NONFINITE
+    stopped.sync(0)
+    plain.sync(0)
+    before = stopped.world
+    for got, whole, start in zip(
+        (stopped.x(), stopped.arrays(stopped.anchor), stopped.arrays(stopped.m)),
+        (plain.x(), plain.arrays(plain.anchor), plain.arrays(plain.m)),
+        (before.x, stopped.anchor64, before.m),
+        strict=True,
+    ):
+        assert got[0].tolist() == start[0].tolist()
+        assert got[1].tolist() == whole[1].tolist()
+    assert_guards(stopped.params)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("each", ["local", "sync"])
+def test_padding_stays_as_it_is(name, each, scale):
+    run = Run(Case((70, 5), ranks=2, param=F16, grad=F16, master=True, scale=scale), name)
+    states = [run.v, run.m, run.anchor, run.master, run.residuals[0].value]
+    for state in states:
+        state.nan_to_num_(nan=2.5)  # what a NaN is added to would not show
+    getattr(run, each)(0)
+    for state in states:
+        assert (numpy(state)[~run.world.plan.valid] == 2.5).all()
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_a_local_step_without_a_residual(name, scale):
+    case = Case((130, 60), ranks=2, chunks=2, scale=scale, missing=(1,))
+    without, with_it = Run(case, name, residual=False), Run(case, name)
+    for chunk in range(2):
+        without.local(chunk)
+        with_it.local(chunk)
+    assert frozen_bits(without.params, without.m) == frozen_bits(with_it.params, with_it.m)
+
+
+REPLIES = {
+    "one": {"ranks": 2},
+    "tensor": {"ranks": 3, "scale": "tensor"},
+    "2 bits": {"ranks": 2, "reply_bits": 2},
+    "2 bits, fp16": {"ranks": 1, "reply_bits": 2, "block_size": 96, "dtype": F16, "master": False},
+    "two copies": {"ranks": 1, "copies": 2},
+    "four copies": {"ranks": 1, "copies": 4, "block_size": 96, "dtype": F16},
+    "three copies, tensor": {"ranks": 2, "copies": 3, "scale": "tensor"},
+}
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("options", REPLIES.values(), ids=REPLIES.keys())
+def test_a_sync_reads_every_kind_of_reply(name, options):
+    work = Workload([1, 7, 300, 63, 96], device_of(name), **{"block_size": 32, **options})
+    work.exp_avg_sq()[::5] = 0.0
+    work.root_at_zero()[1::2] = 0.0
+    plan = oracle.Layout(work.layout.numel.tolist(), work.layout.block_size, work.layout.ranks)
+    v, start = (plan.unflatten(numpy(t)) for t in (work.exp_avg_sq(), work.anchor()))
+    values = Pointers.to(work.layout, [torch.zeros(n, device=work.device) for n in work.layout.numel.tolist()])
+    backend(name).decode(work.span, work.replies(), values)
+    work.passes(backend(name))["zero_one_sync"].run()
+    got, m = (plan.unflatten(numpy(t)) for t in (work.anchor(), work.exp_avg()))
+    half_place = 2.0**-11 if work.dtype == F16 and work.master() is None else 0.0
+    for p, total in enumerate(values.tensors):
+        root = np.maximum(np.sqrt(v[p]) * HYPER.bias2, 0.1)
+        u = np.where(v[p] == 0, float(work.root_at_zero()[p]), root)
+        move = np.where(u == 0, 0.0, numpy(total) / np.where(u == 0, 1.0, u + HYPER.eps))
+        want = np.where(u == 0, 1.0, 0.9) * start[p] - move
+        assert_close(got[p], want, ELEMENTWISE + half_place, np.abs(start[p]) + np.abs(move))
+        assert m[p].tobytes() == np.where(u == 0, 0.0, numpy(total * work.factor()[p])).tobytes()
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("flagged", [0, 1, 2])
+def test_a_flag_in_any_copy_stops_a_sync(name, flagged):
+    work = Workload([1, 7, 300], device_of(name), ranks=1, copies=3, block_size=32)
+    work.replies().flags[flagged] = NONFINITE
+    before = frozen_bits(*work.outputs().values())
+    work.passes(backend(name))["zero_one_sync"].run()
+    assert frozen_bits(*work.outputs().values()) == before

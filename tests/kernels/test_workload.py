@@ -20,6 +20,8 @@ FP32 = {
     "lamb_update": 12.125,
     "zero_one_full": 28.25,
     "zero_one_update": 12.125,
+    "zero_one_local": 32,
+    "zero_one_sync": 20.125,
 }
 
 
@@ -48,6 +50,8 @@ def test_bytes_of_16_bit_parameters_count_the_master_copy():
     assert each("lamb_warmup") == 40
     assert each("lamb_statistics", packed=False) == 1 / 8 + 4 + 12
     assert each("decode") == 2.125
+    assert each("zero_one_local") == each("zero_one_local", master=False) + 6 == 2 + 4 + 8 + 8 + 8 + 2
+    assert each("zero_one_sync") == each("zero_one_sync", master=False) + 4 == 1 / 8 + 4 + 8 + 4 + 4 + 2
     assert each("compress", masked=True) == 10.25 + 1 / 8
     assert each("average", masked=True) == 8 / 8 + 8.125 + 1 / 8
     assert each("lamb_statistics", masked=True) == 12.25 + 1 / 8
@@ -94,6 +98,8 @@ def test_every_pass_writes():
         "lamb_update": {"parameter.0"},
         "zero_one_full": {"parameter.0", "exp_avg_sq", "folded", "live", "sums", "counts"},
         "zero_one_update": {"parameter.0"},
+        "zero_one_local": {"parameter.0", "exp_avg", "folded"},
+        "zero_one_sync": {"parameter.0", "exp_avg", "anchor"},
     }
     workload = Workload(5000, ranks=2)
     inputs = {"grad": workload.grads().tensors[0], "received": workload.received().buffer, "d": workload.d()}

@@ -1,5 +1,6 @@
-"""0/1 Adam without local steps: dense steps at first, then 1-bit steps with full steps among them, ever further apart.
+"""0/1 Adam: dense steps at first, then 1-bit steps with full steps among them, ever further apart.
 
+After the last full step there may be local steps: every rank goes its own way, and the ranks meet in sync steps.
 Steps count from 1, and only those that are taken.
 """
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.oracle.adam import Hyper, adamw_step, averaged_momentum, gradient, zeros
+from tests.oracle.adam import Hyper, adamw_step, averaged_momentum, gradient, local_momentum, zeros
 from tests.oracle.codec import Arrays, Gradients, SimulatedAllReduce
 
 Floor = tuple[float, float]
@@ -31,6 +32,18 @@ def full_steps(last: int, kappa: int, var_freeze_step: int | None = None) -> lis
 def dense_start(kappa: int, var_freeze_step: int | None = None) -> int:
     """The last step of the dense start: t_kappa = kappa + 1, the last with gap 1, or var_freeze_step before it."""
     return kappa + 1 if var_freeze_step is None else min(kappa + 1, var_freeze_step)
+
+
+def sync_steps(last: int, var_freeze_step: int, scaler: int, clipper: int) -> list[int]:
+    """T_u up to `last`: t_0 = var_freeze_step, t_(j+1) = t_j + min(clipper, 2^floor((t_j - t_0) / scaler)).
+
+    t_0 itself is not among them.
+    """
+    steps: list[int] = []
+    t = var_freeze_step
+    while (t := t + min(clipper, 2 ** ((t - var_freeze_step) // scaler))) <= last:
+        steps.append(t)
+    return steps
 
 
 def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None = None) -> tuple[float, float]:
@@ -98,13 +111,27 @@ def update(x: Arrays, m: Arrays, u: Arrays, hypers: Sequence[Hyper], step: int, 
     return xs
 
 
+def momentum_weights(hypers: Sequence[Hyper], step: int, bias_correction: bool = True) -> list[float]:
+    """w = lr / (1 - b1^step) of every parameter: x moves by w m / (u + eps)."""
+    return [h.lr / (1 - h.beta1**step) if bias_correction else h.lr for h in hypers]
+
+
+def all_finite(g: Gradients) -> bool:
+    return all(g_p is None or bool(np.isfinite(g_p).all()) for g_p in g)
+
+
 @dataclass
 class ZeroOne:
     """The optimizer of N ranks, whose x, m, v are the same on all; `all_reduce` keeps the residuals of each.
 
     `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `step` counts
-    the steps taken. `take_step` takes the one that comes; `dense`, `full` and `one_bit` each take a whole step of
-    their kind, from whatever the attributes say, and count it.
+    the steps taken. `take_step` takes the one that comes; `dense`, `full`, `one_bit`, `local` and `sync` each take a
+    whole step of their kind, from whatever the attributes say, and count it.
+
+    From `local_start` on rank i has its own x and m, `own_x[i]` and `own_m[i]` (no rank has before), and x and m are
+    those of the last sync: x is the anchor. The residuals are in units of lr m. Since the last sync there were
+    `since_sync` steps, with, of every parameter, the sum `weight_sum` of w and the product `decay` of 1 - lr wd.
+    `reference` is W of the last sync, by which what was sent is divided to be m: max(sum of w, 3/4 W before).
     """
 
     x: Arrays
@@ -115,20 +142,43 @@ class ZeroOne:
     var_freeze_step: int | None = None
     zero_variance: str = "floor"
     bias_correction: bool = True
+    local_step_scaler: int | None = None
+    local_step_clipper: int = 16
     step: int = 0
     m: Arrays = field(init=False)
     v: Arrays = field(init=False)
     floors: list[Floor] = field(init=False)
+    own_x: list[Arrays] = field(init=False, default_factory=list)
+    own_m: list[Arrays] = field(init=False, default_factory=list)
+    weight_sum: list[float] = field(init=False)
+    reference: list[float] = field(init=False)
+    decay: list[float] = field(init=False)
+    since_sync: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        if self.local_step_scaler is not None and self.var_freeze_step is None:
+            raise ValueError("local steps come after var_freeze_step")
         self.x = [np.array(x_p, np.float64) for x_p in self.x]
         self.m, self.v = zeros(self.x), zeros(self.x)
         self.floors = [(0.0, 0.0) for _ in self.x]
+        self.weight_sum, self.decay = [0.0] * len(self.x), [1.0] * len(self.x)
+        self.reference = [0.0] * len(self.x)
+
+    @property
+    def local_start(self) -> int | None:
+        """The first local step, where the gap between syncs is first above 1; None where it never is."""
+        if self.local_step_scaler is None or self.var_freeze_step is None or self.local_step_clipper == 1:
+            return None
+        return self.var_freeze_step + self.local_step_scaler + 1
 
     @property
     def kind(self) -> str:
-        """Of the coming step: "dense", "full" or "1 bit"."""
+        """Of the coming step: "dense", "full", "1 bit", "local" or "sync"."""
         coming = self.step + 1
+        if self.local_start is not None and coming >= self.local_start:
+            assert self.var_freeze_step is not None and self.local_step_scaler is not None
+            syncs = sync_steps(coming, self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
+            return "sync" if coming in syncs else "local"
         if coming <= dense_start(self.kappa, self.var_freeze_step):
             return "dense"
         return "full" if coming in full_steps(coming, self.kappa, self.var_freeze_step) else "1 bit"
@@ -139,7 +189,8 @@ class ZeroOne:
 
     def take_step(self, grads: Sequence[Gradients]) -> None:
         """The coming step, with `grads[i]` those of rank i."""
-        {"dense": self.dense, "full": self.full, "1 bit": self.one_bit}[self.kind](grads)
+        kinds = {"dense": self.dense, "full": self.full, "1 bit": self.one_bit, "local": self.local, "sync": self.sync}
+        kinds[self.kind](grads)
 
     def dense(self, grads: Sequence[Gradients]) -> None:
         """A step of AdamW on the mean gradient. The last one sets the floors and folds m."""
@@ -190,6 +241,56 @@ class ZeroOne:
         self.step += 1
         self._move()
 
+    def local(self, grads: Sequence[Gradients]) -> None:
+        """m_i = b1 m_i + (1 - b1) g_i, x_i moves by it, e_i = e_i + w m_i, on every rank whose gradients are finite."""
+        if self.step + 1 == self.local_start:
+            self._part()
+        self.step += 1
+        live, u, ws = self.live, self._roots(), momentum_weights(self.hypers, self.step, self.bias_correction)
+        self._set_counted()
+        self._clear_residuals()
+        for i, g in enumerate(grads):
+            if not all_finite(g):
+                continue
+            parts = zip(local_momentum(g, self.own_m[i], self.hypers), live, strict=True)
+            m = [np.where(on, m_p, 0.0) for m_p, on in parts]
+            self.own_m[i] = m
+            self.own_x[i] = update(self.own_x[i], m, u, self.hypers, self.step, self.bias_correction)
+            moved = self.all_reduce.layout.flatten([w * m_p for w, m_p in zip(ws, m, strict=True)])
+            self.all_reduce.worker[i] = self.all_reduce.worker[i] + moved
+        self.weight_sum = [total + w for total, w in zip(self.weight_sum, ws, strict=True)]
+        self.decay = [d * (1 - h.lr * h.weight_decay) for d, h in zip(self.decay, self.hypers, strict=True)]
+        self.since_sync += 1
+
+    def sync(self, grads: Sequence[Gradients]) -> None:
+        """A local step, and then all ranks meet."""
+        self.local(grads)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """U = compressed_all_reduce(e_i), x = D x - U / (u + eps), m = U / W, on every rank; x and m are the anchor's.
+
+        What is not live does not move and has no m. Nothing happens where there was no local step since the last sync.
+        """
+        if not self.since_sync:
+            return
+        self._set_counted()
+        self._clear_residuals()
+        flat = self.all_reduce([np.zeros(self.all_reduce.layout.size) for _ in self.all_reduce.worker])
+        self._clear_residuals()
+        xs, ms = [], []
+        self.reference = [max(w, 0.75 * before) for w, before in zip(self.weight_sum, self.reference, strict=True)]
+        parts = zip(
+            self.x, self.all_reduce.layout.unflatten(flat), self._roots(), self.live, self.hypers, self.reference,
+            self.decay, strict=True,
+        )  # fmt: skip
+        for x_p, sent, u_p, on, h, weight, decay in parts:
+            moved = np.where(on, sent.reshape(x_p.shape), 0.0)
+            xs.append(np.where(on, decay * x_p - moved / (np.where(on, u_p, 1.0) + h.eps), x_p))
+            ms.append(moved / weight if weight else np.zeros(x_p.shape))
+        self.x, self.m = xs, ms
+        self._meet()
+
     def fold(self) -> None:
         """e_i = e_i + b1 m on every rank i, then m = 0: the next all-reduce finds in e_i what it would have in b1 m."""
         kept = self.all_reduce.layout.flatten([h.beta1 * m_p for m_p, h in zip(self.m, self.hypers, strict=True)])
@@ -205,9 +306,27 @@ class ZeroOne:
         """W of every parameter, after the last full step taken."""
         return [weight_at(self.step, h.beta2, self.kappa, self.var_freeze_step)[1] for h in self.hypers]
 
+    def _part(self) -> None:
+        """Before the first local step: all start from x and m, and residuals of m become residuals of w m."""
+        self.m = [np.where(on, m_p, 0.0) for m_p, on in zip(self.m, self.live, strict=True)]
+        ws = momentum_weights(self.hypers, self.step + 1, self.bias_correction)
+        w = self.all_reduce.layout.flatten([np.full(x_p.shape, w_p) for x_p, w_p in zip(self.x, ws, strict=True)])
+        self.all_reduce.worker = [w * e for e in self.all_reduce.worker]
+        self.all_reduce.server = w * self.all_reduce.server
+        self.reference = list(ws)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Every rank has x and m, and no local step was taken since."""
+        self.own_x = [[x_p.copy() for x_p in self.x] for _ in self.all_reduce.worker]
+        self.own_m = [[m_p.copy() for m_p in self.m] for _ in self.all_reduce.worker]
+        self.weight_sum, self.decay, self.since_sync = [0.0] * len(self.x), [1.0] * len(self.x), 0
+
     def _move(self) -> None:
-        u = roots(self.v, self.weights(), self.floors, self.bias_correction)
-        self.x = update(self.x, self.m, u, self.hypers, self.step, self.bias_correction)
+        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
+
+    def _roots(self) -> Arrays:
+        return roots(self.v, self.weights(), self.floors, self.bias_correction)
 
     def _set_counted(self) -> None:
         self.all_reduce.counted = self.all_reduce.layout.flatten([on.astype(np.float64) for on in self.live]) > 0

@@ -75,7 +75,7 @@ def test_a_run_writes_a_table_a_record_and_a_plot(measured):
     _, text, record, path = measured
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert path.name.endswith(f"-2-ranks-a-host-rates-1gbit-elements-{ELEMENTS}-chunks-1.json")
-    assert str(path) in text and " 2 x 2    1gbit   1,048,576   1, 1 |" in text
+    assert str(path) in text and " 2 x 2        1gbit  1,048,576   1, 1 |" in text
     assert record["ranks"] == 4 and record["lab"]
     assert [r["kind"] for r in record["rows"]] == [ONE_BIT, TWO_LEVELS, *KINDS]
     for r in record["rows"]:
@@ -252,7 +252,7 @@ def handed_to_ranks(arguments):
         def __init__(self, hosts, each):
             self.hosts, self.each = hosts, each
 
-        def set_rate(self, rate):
+        def set_link(self, rate):
             pass
 
     def run_workers(lab, argv, network, timeout, progress, on_result):

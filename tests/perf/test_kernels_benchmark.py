@@ -9,7 +9,7 @@ import torch
 from onebit.kernels import cpu, reference
 from onebit.kernels.passes import PASSES
 from perf.command import WrongResult
-from perf.kernels import benchmark, local_step
+from perf.kernels import benchmark, local_step, step_bytes
 
 CPU = torch.device("cpu")
 
@@ -188,3 +188,14 @@ def test_the_local_step_on_a_gpu():
     step = local_step.measure(torch.device("cuda", 0), repeats=2, numels=[5, 3000, 100_000])
     assert step["parameters"] == 3 and all(ms > 0 for ms in step["milliseconds"].values())
     assert "AdamW" in local_step.table(step)
+
+
+def test_the_bytes_of_a_step_are_those_of_its_passes_and_what_lies_between():
+    """By hand: scan 4, compress 12.25, update 12.125, and on an eighth E 8, 8 messages and the reply."""
+    rows = dict(step_bytes.rows(8))
+    plain = 4 + 12.25 + 12.125 + (8 + 8 / 8 + 1 / 8) / 8
+    assert rows["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(plain)
+    assert rows["1-bit Adam, stage 2, `overlap=True`"] - plain == pytest.approx(5 * (4 + 4 / 8 + 1 / 8))
+    assert rows["1-bit Adam, stage 1, under DDP"] == 4 + 28 + 16
+    direct = dict(step_bytes.rows(2, direct=True))
+    assert direct["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(4 + 8 + 4 + 1 / 8 + 2 / 8 + 12 + 2 / 8)

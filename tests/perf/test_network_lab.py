@@ -15,7 +15,7 @@ from perf.lab.namespaces import LabUnavailable
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
 from perf.lab.rates import parse_rate
-from tests.perf.hosts import incoming, outgoing, pids_on, until
+from tests.perf.hosts import incoming, outgoing, pids_on, sent_to_host_0, until
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,7 @@ def test_rates_change_without_rebuilding(lab: NetworkLab, script: Callable[[str]
 
 @pytest.mark.netlab
 def test_counters_count_what_was_sent(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
-    body = """
-if rank == 1:
-    connect(0).sendall(bytes(3_000_000))
-elif rank == 0:
-    print(count(listen(), 1))
-"""
-    before = lab.bytes_sent()
-    assert lab.run(script(body), timeout=30, launcher="env")[0].output == "3000000\n"
-    sent = [after - first for after, first in zip(lab.bytes_sent(), before, strict=True)]
+    sent = sent_to_host_0(lab, script, 3_000_000)
     assert 3_000_000 < sent[1] < 3_150_000
     assert sent[0] < 200_000  # acknowledgements
     assert sent[2] < 500

@@ -14,7 +14,9 @@ from perf.kernels import static_account
 from perf.kernels.static_account import Row, accesses, occupancy, worse
 
 ROOT = Path(__file__).parents[2]
-ROW = Row("scan", "scan_kernel", "fp32", 8, 29, 0, {"16": 2, "4": 3}, {"16": 1, "8": 1, "4": 1}, 30.0, 1.0)
+ROW = Row(
+    "scan", "scan_kernel", "fp32", 8, 29, 0, 32, {"16": 2, "4": 3}, {"16": 1, "8": 1, "4": 1}, 30.0, 5, 3, 32, 2000, 1.0
+)  # fmt: skip
 PTX = """
     @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
     ld.global.L1::evict_last.v2.b64 { %rd8, %rd9 }, [ %rd1 + 0 ];
@@ -62,6 +64,9 @@ def test_occupancy(registers, warps, shared, expected):
         ({"registers": 30}, "registers 30, 29 before"),
         ({"spilled": 8}, "spilled 8, 0 before"),
         ({"instructions_per_element": 31.5}, "instructions_per_element 31.5, 30 before"),
+        ({"barriers": 6}, "barriers 6, 5 before"),
+        ({"loads_in_a_row": 4}, "loads_in_a_row 4, 3 before"),
+        ({"cycles": 2001}, "cycles 2001, 2000 before"),
         ({"loads": {"16": 1, "4": 3}}, "1 loads of 16 bytes, 2 before"),
         ({"stores": {"16": 1, "8": 2, "4": 1}}, "3 narrower stores, 2 before"),
     ],

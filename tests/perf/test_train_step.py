@@ -3,20 +3,22 @@
 import contextlib
 import io
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
-from onebit.collectives.transport.torch import TorchWork
+from onebit.collectives.transport.torch import PairsWork, TorchWork
 from onebit.parallel.ddp_hook import local
 from perf.command import WrongResult
 from perf.lab.processes import RankFailed
 from perf.ranks import Ranks
 from perf.train_step import benchmark, measure, variants
+from perf.train_step.diloco import DiLoCo
 from perf.train_step.measure import Bench, Clock
 from perf.train_step.report import link_for
-from perf.train_step.variants import OURS, TRAINED, VARIANTS, Shape, TimedTransport, Variant
+from perf.train_step.variants import OURS, TRAINED, VARIANTS, Shape, TimedTransport, Variant, timed_variants
 from tests.perf.train_step_rows import ABOUT, ROWS, row
 from tests.ranks import run_ranks_once
 
@@ -41,14 +43,14 @@ def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     assert status == 0 and silence == ""
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
-    assert [r["variant"] for r in record["rows"]] == list(VARIANTS)
+    assert [r["variant"] for r in record["rows"]] == timed_variants(list(VARIANTS))
     assert record["ranks"] == 2 and record["backend"] == "gloo" and not record["lab"]
     for r in record["rows"]:
         parts = [r[name] for name in ("forward", "backward", "step", "all_reduce")]
         assert min(parts[:3]) > 0 and parts[3] >= 0
         assert sum(parts) == pytest.approx(r["seconds"]) or (parts[3] == 0 and sum(parts) > r["seconds"])
         assert r["bytes"] is None and r["rate"] is None  # no interface of their own
-    assert all(VARIANTS[name].title in text for name in VARIANTS)
+    assert all(VARIANTS[name].title in text for name in timed_variants(list(VARIANTS)))
 
     train = [*arguments, "--train", "--steps=8", "--freeze=4"]
     (status, text), _ = run_ranks_once(2, main_on_a_group, (train,), timeout=120)
@@ -58,9 +60,77 @@ def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     for r in trained["runs"]:
         assert [step for step, _ in r["curve"]] == list(range(9))
         assert r["curve"][-1][1] < r["curve"][0][1] - 0.1  # it learns
-    first = [r["curve"][4][1] for r in trained["runs"]]
-    assert first == pytest.approx(first[:1] * len(TRAINED), rel=1e-3)  # one model, schedule and data up to the freeze
+    first = [r["curve"][4][1] for r in trained["runs"] if not VARIANTS[r["variant"]].parts]
+    assert first == pytest.approx(first[:1] * len(first), rel=1e-3)  # one model, schedule and data up to the freeze
     assert len({r["curve"][8][1] for r in trained["runs"]}) == len(TRAINED)  # and then each its own way
+
+
+def kinds_timed(rank, size, name):
+    """The kinds of the steps that are timed, and whether ranks are in step afterwards."""
+    seen, bench, parts = [], Bench(Ranks(CPU, silent), Shape(32, 1, 1)), Bench.parts
+
+    def watched(self, trainee, transport):
+        kind = trainee.kind
+        found = parts(self, trainee, transport)
+        seen.append((kind, found[0]))
+        return found
+
+    Bench.parts = watched
+    row = bench.measure(name, 3)
+    del bench
+    slowest = Ranks(CPU, silent).slowest([seconds for _, seconds in seen])
+    return [kind for (kind, _), seconds in zip(seen, slowest, strict=True) if seconds in row.calls]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("zero-one-full", "full"), ("zero-one-bit", "1 bit"), ("zero-one-alone", "local"), ("zero-one-sync", "sync"),
+     ("diloco-alone", "local"), ("diloco-sync", "sync")],
+)  # fmt: skip
+def test_steps_of_one_kind_are_timed(name, kind):
+    assert run_ranks_once(2, kinds_timed, (name,)) == [[kind] * 3] * 2
+
+
+class Means:
+    """Of two ranks, of which this is one: the other has not moved."""
+
+    rank, size, name = 0, 2, "means"
+
+    def all_sum(self, values, phase):
+        return self
+
+    def wait(self):
+        return None
+
+
+def test_an_outer_step_is_nesterovs():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = DiLoCo([weight], Means(), every=2, lr=0.1, weight_decay=0.0)
+    start, velocity = weight.detach().double().clone(), torch.zeros(2, dtype=torch.float64)
+    for step in range(1, 7):
+        weight.grad = torch.tensor([1.0, -0.5 * step])
+        assert optimizer.kind == ("sync" if step % 2 == 0 else "local")
+        before, plain = weight.detach().clone(), torch.nn.Parameter(weight.detach().clone())
+        inner = torch.optim.AdamW([plain], lr=0.1, weight_decay=0.0)
+        inner.load_state_dict(deepcopy(torch.optim.AdamW.state_dict(optimizer)))
+        plain.grad = weight.grad.clone()
+        inner.step()
+        optimizer.step()
+        if step % 2:
+            torch.testing.assert_close(weight, plain)
+            with optimizer.at_last_sync():
+                torch.testing.assert_close(weight.double(), start)
+            torch.testing.assert_close(weight, plain)
+        else:
+            moved = (start - plain.detach().double()) / 2  # the mean with 0
+            velocity = 0.9 * velocity + moved
+            start = start - 0.7 * (moved + 0.9 * velocity)
+            torch.testing.assert_close(weight.double(), start)
+            outer = weight.detach().clone()
+            optimizer.synchronize()
+            assert torch.equal(weight, outer)  # nobody has moved since
+        assert not torch.equal(before, weight)
 
 
 def measured(rank, size, how):
@@ -126,7 +196,7 @@ FORWARD, BACKWARD, STEP, MESSAGE = 0.25, 0.125, 0.0625, 1.0
 
 def timed(rank, size, name):
     """A variant's row where each part of a step, and each wait for a message, takes a time of its own."""
-    clock, forward, build, wait = ManualClock(), measure.loss_of, Variant.build, TorchWork.wait
+    clock, forward, build = ManualClock(), measure.loss_of, Variant.build
     hook = VARIANTS["fp16"].hook
 
     def slow_forward(model, windows):
@@ -141,8 +211,12 @@ def timed(rank, size, name):
         trainee.optimizer.register_step_pre_hook(lambda *_: clock.advance(STEP))
         return trainee
 
+    def slow_wait(wait):
+        return lambda work: (clock.advance(MESSAGE), wait(work))[1]
+
     measure.loss_of, Variant.build = slow_forward, slow_build
-    TorchWork.wait = lambda work: (clock.advance(MESSAGE), wait(work))[1]
+    for kind in (TorchWork, PairsWork):
+        kind.wait = slow_wait(kind.wait)
     slow = replace(VARIANTS["fp16"], hook=lambda state, bucket: (clock.advance(MESSAGE), hook(state, bucket))[1])
     measure.VARIANTS = {**VARIANTS, "fp16": slow}
     bench = Bench(Ranks(CPU, silent), Shape(32, 1, 1), clock)

@@ -9,7 +9,7 @@ from perf.train_step.benchmark import parse_arguments
 from perf.train_step.measure import Row
 from perf.train_step.plots import draw
 from perf.train_step.report import Record
-from perf.train_step.variants import OURS, TRAINED
+from perf.train_step.variants import OURS, SPACED, TRAINED
 from tests.perf.train_step_rows import ABOUT, ROWS, RUNS, row, run
 
 
@@ -45,6 +45,13 @@ def test_time_is_that_of_both_stages():
     assert report.seconds_after(group, "fp32", 20, 100) == 100 * 8.0
     halves = {**group, "adam-1-bf16": row("adam-1-bf16", 4.5), "adam-2-bf16": row("adam-2-bf16", 0.7)}
     assert report.seconds_after(halves, "adam-2-bf16", 20, 100) == pytest.approx(20 * 4.5 + 80 * 0.7)
+    kinds = {"full": 4.0, "bit": 0.5, "alone": 0.25, "sync": 0.75}
+    several = {**group, **{f"zero-one-{kind}": row(f"zero-one-{kind}", s) for kind, s in kinds.items()}}
+    assert report.seconds_after(several, "zero-one", 20, 10) == pytest.approx(7 * 4.0 + 3 * 0.5)  # 1 to 5, 7, 9
+    after_20 = 10 * 0.5 + 10 * 4.0  # 11, 13 and 17 are full, too
+    local = 6 * 0.5 + 2 * (0.25 + 0.75) + 0.75  # up to 26; then 27, a sync 28, 29, a sync 30
+    assert report.seconds_after(several, "zero-one-local", 20, 31) == pytest.approx(after_20 + local - 0.75 + 0.25)
+    assert report.timed(several, "zero-one") and not report.timed(group, "zero-one")
     lucky = {**group, "adam-1": row("adam-1", 7.0)}
     assert report.seconds_after(lucky, OURS, 20, 10) == 10 * 8.0
 
@@ -63,6 +70,20 @@ def test_sooner_at_the_loss_that_powersgd_ends_with():
     assert [t.met for t in report.loss_targets(slow, RUNS)] == [False]
     for rows, runs in ((ROWS[1:], RUNS), (ROWS[:4], RUNS), (ROWS, RUNS[:2]), ([], RUNS), (ROWS, [])):
         assert report.loss_targets(rows, runs) == []
+
+
+def test_a_run_of_spaced_steps_against_the_baselines():
+    kinds = {"zero-one-full": 4.0, "zero-one-bit": 0.5, "zero-one-alone": 0.25, "zero-one-sync": 0.75}
+    rows = [*ROWS, *(row(name, seconds, share=0.5) for name, seconds in kinds.items())]
+    runs = [*RUNS, run(SPACED, [4.5, 3.0, 2.5, 2.2, 2.0])]
+    seconds = report.seconds_after({r.variant: r for r in rows}, SPACED, 20, 100)
+    (target,) = report.run_targets(rows, runs)
+    assert (target.reached, target.needed) == (pytest.approx(100 * 4.0 / seconds), 4.4)
+    *_, sooner = report.loss_targets(rows, runs)
+    assert "0/1 Adam" in sooner.what and sooner.needed == 1.5
+    fast = [replace(r, rate="1gbit", all_reduce=0.1) for r in rows]
+    assert report.run_targets(fast, runs) == [] == report.run_targets(rows, RUNS)
+    assert [t.needed for t in report.loss_targets(fast, runs)] == [1.0, 1.0]
 
 
 def test_curves_are_means_over_seeds():
@@ -94,7 +115,10 @@ def test_runs_that_are_there_are_not_repeated(tmp_path):
     arguments = parse_arguments(["--lab", "--train", "--steps=100", "--freeze=20", "--lr=1e-3", "--seeds=2"])
     record = Record(tmp_path / "record.json", ABOUT)
     record.runs = list(RUNS)
-    lacking = [("powersgd-4", 0), ("adam-2-reply-1", 0), ("adam-2-bf16", 0)]
+    lacking = [
+        ("powersgd-4", 0), ("adam-2-reply-1", 0), ("adam-2-bf16", 0), ("zero-one", 0), ("zero-one-local", 0),
+        ("diloco", 0),
+    ]  # fmt: skip
     assert report.missing(arguments, record) == [*lacking, *((name, 1) for name in TRAINED)]
     assert record.runs == RUNS
     arguments.steps = 50

@@ -10,7 +10,7 @@ from pathlib import Path
 from onebit.cli.demo.model import LENGTH
 from onebit.cli.demo.train import BATCH, End, Settings, Start, Step
 
-GREY, BLUE = "#7f7f7f", "#1f77b4"
+COLORS = "#7f7f7f", "#1f77b4", "#d62728"
 NOTE = (
     "\n\nThe ranks of one machine exchange data at the speed of its memory, so that times say little here: what fewer\n"
     "bytes save shows on a network."
@@ -40,7 +40,7 @@ class Record:
         return next((s.step for s in self.steps if s.compressing), None)
 
     def sent(self, counted: bool = False) -> list[list[int]]:
-        """By each of the two: in all, and in stage 2."""
+        """By each optimizer: in all, and from the step on in which the second's stage 2 begins."""
         rows = [s.counted if counted and s.counted else s.sent for s in self.steps]
         before = rows[self.freeze - 2] if self.freeze else rows[-1]
         return [[all_of_it, all_of_it - b] for all_of_it, b in zip(rows[-1], before, strict=True)]
@@ -48,36 +48,43 @@ class Record:
 
 def progress_line(record: Record) -> str:
     """Fits into 80 columns."""
-    last, name = record.steps[-1], record.settings.names[0]
+    last = record.steps[-1]
     recent = [sum(step.seconds) for step in record.steps[-10:]]
-    original, ours = (mean[-1] for mean in smoothed(record.steps[-10:], 10))
-    dense, packed = (sent / 1e6 for sent in last.sent)
-    return (
-        f"{last.step}/{record.settings.steps} stage {2 if last.compressing else 1}  "
-        f"loss: {name} {original:.3f}, 1-bit {ours:.3f}  sent: {dense:.0f}, {packed:.0f} MB  "
-        f"{len(recent) / sum(recent):.1f} steps/s"
+    names = [name.split()[0] for name in record.settings.names]
+    losses = ", ".join(
+        f"{name} {means[-1]:.3f}" for name, means in zip(names, smoothed(record.steps[-10:], 10), strict=True)
     )
+    sent = ", ".join(f"{each / 1e6:.0f}" for each in last.sent)
+    stage, rate = 2 if last.compressing else 1, len(recent) / sum(recent)
+    return f"{last.step}/{record.settings.steps} stage {stage}  {losses}  {sent} MB sent  {rate:.1f}/s"
 
 
 def describe(record: Record) -> str:
     assert record.start is not None and record.end is not None
     settings, start, names = record.settings, record.start, record.settings.names
-    rows = [("", *names, ""), ("validation loss", *(f"{loss:.3f}" for loss in record.end.losses), "")]
+    rows = [("", list(names), ""), ("validation loss", [f"{loss:.3f}" for loss in record.end.losses], "")]
     total, stage2 = zip(*record.sent(), strict=True)
-    rows.append(("sent by each rank", *map(megabytes, total), _times_less(total)))
-    rows.append(("  of it in stage 2", *map(megabytes, stage2), _times_less(stage2)))
+    rows.append(("sent by each rank", [*map(megabytes, total)], _times_less(total)))
+    rows.append(("  of it in stage 2", [*map(megabytes, stage2)], _times_less(stage2)))
     if record.steps[-1].counted is not None:
         _, counted = zip(*record.sent(counted=True), strict=True)
-        rows.append(("  by the link's counter", *map(megabytes, counted), _times_less(counted)))
+        rows.append(("  by the link's counter", [*map(megabytes, counted)], _times_less(counted)))
     seconds = [statistics.median(s) for s in zip(*(s.seconds for s in record.steps if s.compressing), strict=True)]
-    note = f"{seconds[0] / seconds[1]:.1f} times faster" if seconds[0] > 1.1 * seconds[1] else ""
-    rows.append(("time a step, stage 2", *(f"{1e3 * s:.0f} ms" for s in seconds), note))
-    table = "\n".join(f"  {what:<24}{a:>12}{b:>14}   {c}".rstrip() for what, a, b, c in rows)
+    note = "" if seconds[0] <= 1.1 * min(seconds[1:]) else f"{_factors(seconds)} times as fast"
+    rows.append(("time a step, stage 2", [f"{1e3 * s:.0f} ms" for s in seconds], note))
+    table = "\n".join(
+        f"  {what:<24}{''.join(f'{cell:>12}' for cell in cells)}   {note}".rstrip() for what, cells, note in rows
+    )
+    reports = "".join(
+        f"\n\n{name}, optimizer.report():\n" + "\n".join(f"  {line}" for line in text.splitlines())
+        for name, text in zip(names[1:], record.end.reports, strict=True)
+    )
     where = f"links of {settings.bandwidth}" if settings.bandwidth else f"{start.backend} on {start.device}"
     return (
         f"{settings.ranks} ranks, {where}; a transformer of {start.elements:,} parameters on Python's documentation,\n"
         f"{settings.steps} steps of {settings.ranks} x {BATCH} x {LENGTH} characters, seed {settings.seed}; "
-        f"1 bit from step {record.freeze} on\n\n{table}{NOTE if record.steps[-1].counted is None else ''}"
+        f"{names[1]} is in stage 2 from step {record.freeze} on\n\n{table}{reports}"
+        f"{NOTE if record.steps[-1].counted is None else ''}"
     )
 
 
@@ -95,12 +102,13 @@ def plot(record: Record, path: Path) -> None:
     )
     curves = smoothed(record.steps, max(1, settings.steps // 40))
     sent = list(zip(*(s.sent for s in record.steps), strict=True))
-    for i, (name, color) in enumerate(zip(names, (GREY, BLUE), strict=True)):
+    places = (((-40, 0), "center"), ((-6, 6), "bottom"), ((-90, 6), "bottom"))
+    for i, (name, color, (offset, va)) in enumerate(zip(names, COLORS, places, strict=False)):
         above.plot(where, curves[i], color=color, label=f"{name}: {record.end.losses[i]:.3f} on held-out text")
         below.plot(where, [b / 1e6 for b in sent[i]], color=color)
         below.annotate(
-            f"{name}: {megabytes(sent[i][-1])}", (where[-1], sent[i][-1] / 1e6), ((-40, 0), (-6, 6))[i], color=color,
-            textcoords="offset points", ha="right", va=("center", "bottom")[i],
+            f"{name}: {megabytes(sent[i][-1])}", (where[-1], sent[i][-1] / 1e6), offset, color=color,
+            textcoords="offset points", ha="right", va=va,
         )  # fmt: skip
     above.set(ylabel="training loss")
     above.legend(loc="upper right")
@@ -113,15 +121,16 @@ def plot(record: Record, path: Path) -> None:
                    ha="right", va="top")  # fmt: skip
     below.annotate("1 bit", at, (5, 0), xycoords=below.get_xaxis_transform(), textcoords="offset points", va="top")
     stage2 = [sent for _, sent in record.sent()]
-    figure.suptitle(f"{settings.ranks} ranks: after the freeze {names[1]} sends {_times_less(stage2)} than {names[0]}")
+    fewer = f"{stage2[0] / stage2[1]:.1f} times less"
+    figure.suptitle(f"{settings.ranks} ranks: after the freeze {names[1]} sends {fewer} than {names[0]}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def smoothed(steps: Sequence[Step], window: int) -> list[list[float]]:
-    """Both losses, each the mean of the last `window`."""
-    both = zip(*(s.losses for s in steps), strict=True)
-    return [[statistics.fmean(one[max(0, i - window) : i]) for i in range(1, len(one) + 1)] for one in both]
+    """Of each optimizer the losses, each the mean of the last `window`."""
+    each = zip(*(s.losses for s in steps), strict=True)
+    return [[statistics.fmean(one[max(0, i - window) : i]) for i in range(1, len(one) + 1)] for one in each]
 
 
 def megabytes(count: int) -> str:
@@ -129,4 +138,9 @@ def megabytes(count: int) -> str:
 
 
 def _times_less(sent: Sequence[int]) -> str:
-    return f"{sent[0] / sent[1]:.1f} times less"
+    return f"{_factors(sent)} times less"
+
+
+def _factors(values: Sequence[float]) -> str:
+    """How many times the first is each other."""
+    return " and ".join(f"{values[0] / value:.1f}" for value in values[1:])

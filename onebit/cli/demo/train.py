@@ -1,6 +1,6 @@
-"""A rank of the demo: trains one model with the original optimizer and its twin with 1 bit, a step each in turn.
+"""A rank of the demo: trains one model with the original optimizer, and a copy with each of those with 1 bit, in turn.
 
-Started by onebit.cli.demo.ranks as `python -m onebit.cli.demo.train SETTINGS`. Both models see the same batches. Rank 0
+Started by onebit.cli.demo.ranks as `python -m onebit.cli.demo.train SETTINGS`. All models see the same batches. Rank 0
 prints what happens in lines of JSON behind a mark.
 """
 
@@ -33,6 +33,7 @@ HELD_OUT = 512
 BETAS = (0.9, 0.98)
 RATE = {"adam": 3e-3, "lamb": 2e-2}
 WARMUP = {"adam": 0.25, "lamb": 0.3}  # the part of all steps before the freeze
+NAMES = {"adam": ("Adam", "1-bit Adam", "0/1 Adam"), "lamb": ("LAMB", "1-bit LAMB")}  # the first is uncompressed
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,8 @@ class Settings:
         return max(1, round(WARMUP[self.optimizer] * self.steps))
 
     @property
-    def names(self) -> tuple[str, str]:
-        name = {"adam": "Adam", "lamb": "LAMB"}[self.optimizer]
-        return name, f"1-bit {name}"
+    def names(self) -> tuple[str, ...]:
+        return NAMES[self.optimizer]
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """Of the original and of its 1-bit twin. Losses are means over ranks, bytes what rank 0 has sent so far."""
+    """Of every optimizer. Losses are means over ranks, bytes what rank 0 has sent so far."""
 
     step: int
-    compressing: bool
+    compressing: bool  # whether the second, which has two stages, is in stage 2
     losses: list[float]
     seconds: list[float]
     sent: list[int]
@@ -75,15 +75,16 @@ class Step:
 @dataclass(frozen=True)
 class End:
     losses: list[float]  # on text that nobody trained on
+    reports: list[str]  # of the optimizers but the first, on rank 0
 
 
 class Run:
     """A model, its optimizer, and what it has sent."""
 
-    def __init__(self, settings: Settings, compress: bool, letters: int, device: torch.device) -> None:
+    def __init__(self, settings: Settings, name: str, letters: int, device: torch.device) -> None:
         torch.manual_seed(settings.seed)
         self.model = DistributedDataParallel(Transformer(letters).to(device))
-        self.optimizer = _optimizer(settings, compress, self.model)
+        self.optimizer = _optimizer(settings, name, self.model)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer,
             max_lr=RATE[settings.optimizer],
@@ -97,6 +98,7 @@ class Run:
 
     @property
     def compressing(self) -> bool:
+        """Whether stage 2 has begun."""
         return isinstance(self.optimizer, OneBitOptimizer) and self.optimizer.compressing
 
     @property
@@ -107,18 +109,29 @@ class Run:
 
     def step(self, windows: Tensor) -> tuple[Tensor, float]:
         """The loss, and how long it took all ranks."""
+        if isinstance(self.optimizer, OneBitOptimizer):
+            self.optimizer.pay_off.restart()  # other models were trained since
         before, start = _interface_bytes(), time.perf_counter()
         self.optimizer.zero_grad()
         loss = loss_of(self.model, windows)
         loss.backward()
+        full = self._averages_gradients()
         self.optimizer.step()
         loss = loss.detach().cpu()
         dist.barrier()  # nothing of this step is under way any more
         seconds = time.perf_counter() - start
         self.counted += _interface_bytes() - before
         self.schedule.step()
-        self._rings += not self.compressing
+        self._rings += full
         return loss, seconds
+
+    @torch.no_grad()
+    def _averages_gradients(self) -> bool:
+        """Whether the coming step is one without compression."""
+        if not isinstance(self.optimizer, OneBitOptimizer):
+            return True
+        self.optimizer.begin_step()
+        return self.optimizer.averages_gradients
 
     @torch.no_grad()
     def held_out_loss(self, windows: Tensor) -> Tensor:
@@ -127,7 +140,7 @@ class Run:
 
 def train(settings: Settings, rank: int, device: torch.device) -> None:
     text = Text()
-    runs = [Run(settings, compress, text.letters, device) for compress in (False, True)]
+    runs = [Run(settings, name, text.letters, device) for name in settings.names]
     source = torch.Generator().manual_seed(1000 * settings.seed + rank)
     _print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements))
     for step in range(1, settings.steps + 1):
@@ -145,7 +158,9 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
         )
         _print_line(rank, done)
     windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
-    _print_line(rank, End(_mean([run.held_out_loss(windows) for run in runs], device)))
+    held_out = _mean([run.held_out_loss(windows) for run in runs], device)
+    reports = [str(run.optimizer.report()) for run in runs[1:] if isinstance(run.optimizer, OneBitOptimizer)]
+    _print_line(rank, End(held_out, reports))
 
 
 def main() -> None:
@@ -171,24 +186,21 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _optimizer(settings: Settings, compress: bool, model: DistributedDataParallel) -> torch.optim.Optimizer:
+def _optimizer(settings: Settings, name: str, model: DistributedDataParallel) -> torch.optim.Optimizer:
     """LAMB that never freezes is uncompressed LAMB."""
-    parameters, rate = model.parameters(), RATE[settings.optimizer]
-    if settings.optimizer == "adam" and not compress:
-        return torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=0.01)
-    freeze_step = settings.freeze_step if compress else settings.steps
-    options: dict[str, Any] = {
-        "lr": rate,
-        "betas": BETAS,
-        "weight_decay": 0.01,
-        "freeze_step": freeze_step,
-        "chunks": 1,
-    }
+    parameters = model.parameters()
+    options: dict[str, Any] = {"lr": RATE[settings.optimizer], "betas": BETAS, "weight_decay": 0.01}
     optimizer: OneBitOptimizer
-    if settings.optimizer == "adam":
-        optimizer = onebit.OneBitAdam(parameters, **options)
-    else:
-        optimizer = onebit.OneBitLamb(parameters, max_coeff=1.0, **options)
+    match name:
+        case "Adam":
+            return torch.optim.AdamW(parameters, **options)
+        case "1-bit Adam":
+            optimizer = onebit.OneBitAdam(parameters, **options, freeze_step=settings.freeze_step, chunks=1)
+        case "0/1 Adam":
+            optimizer = onebit.ZeroOneAdam(parameters, **options, chunks=1)
+        case _:
+            freeze_step = settings.steps if name == "LAMB" else settings.freeze_step
+            optimizer = onebit.OneBitLamb(parameters, **options, freeze_step=freeze_step, chunks=1, max_coeff=1.0)
     onebit.attach(model, optimizer)
     return optimizer
 

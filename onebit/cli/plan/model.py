@@ -59,6 +59,7 @@ from onebit.kernels.data.wire import Format
 from onebit.kernels.passes import bytes_per_element
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
+MOST_STEPS = 10**7  # of a run
 SLOWEST, FASTEST = 1e6, 1e13  # bit/s: the range of `pays_below`
 Overlap = Literal["none", "uncompressed", "both"]
 Levels = Literal[1, 2]
@@ -178,8 +179,11 @@ class Model:
     forward: float = 0.0  # seconds of one micro-batch, as is backward
     backward: float = 0.0
     accumulation: int = 1  # micro-batches a step
-    optimizer: Literal["adam", "lamb"] = "adam"
+    optimizer: Literal["adam", "lamb", "zero_one"] = "adam"
     warmup: float = 0.15  # share of the steps that are stage 1
+    steps: int = 10_000  # of a run
+    var_update_scaler: int = 4  # of 0/1 Adam, as the next
+    local_step_clipper: int = 16
     overlap: Overlap = "uncompressed"
     reply: AskedReply = "auto"
     levels: Levels = 1  # of ranks in stage 2; 2 is 1 where there is one node, or nodes have one GPU
@@ -190,6 +194,9 @@ class Model:
             raise ValueError(
                 f"elements is {self.elements}, accumulation is {self.accumulation}: both are whole numbers, 1 or more"
             )
+        for name in ("steps", "var_update_scaler", "local_step_clipper"):
+            if not is_whole(getattr(self, name), least=1, most=MOST_STEPS):
+                raise ValueError(f"{name} is {getattr(self, name)}: it is a whole number from 1 to {MOST_STEPS:,}")
         check_reply(self.reply)
         if self.levels not in get_args(Levels):
             raise ValueError(f"levels is {self.levels}: it is 1, every rank for itself, or 2, a node as one rank")
@@ -365,7 +372,8 @@ def compressed_all_reduce(
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
     """A step with gradients all-reduced in `itemsize` bytes, by default their own."""
     time = cluster.all_reduce(model.elements * (model.itemsize if itemsize is None else itemsize))
-    update = pass_seconds(f"{model.optimizer}_warmup", model.elements, cluster, model.itemsize)
+    name = "zero_one_full" if model.optimizer == "zero_one" else f"{model.optimizer}_warmup"
+    update = pass_seconds(name, model.elements, cluster, model.itemsize)
     return _step(model, time, update, hides=model.overlap != "none")
 
 
@@ -390,14 +398,21 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
         between = (replicas.all_to_all(gathered) if gathered else 0.0) + replicas.all_gather(replied)
         time, local = chunks * (mean + between + node.all_gather(replied)), 0.0
     else:
-        adam = model.optimizer == "adam"
-        use = "adam_update" if adam else None
+        use = {"adam": "adam_update", "zero_one": "zero_one_update"}.get(model.optimizer)
         total, passes = exchange(n, groups, itemsize, chunks=chunks, use=use, way=way, mean=mean)
-        after = [] if adam else ["lamb_statistics", "lamb_update"]
+        after = [] if use is not None else ["lamb_statistics", "lamb_update"]
         used = sum(pass_seconds(name, n, replicas, itemsize, way) for name in after)
         time, local = total - passes, _scan(model, cluster, groups.slices) + passes + used
     step = _step(model, before + time, local, hides=model.overlap == "both", agreement=cluster.agreement())
     return replace(step, chunks=chunks)
+
+
+def local_step(model: Model, cluster: Cluster) -> Step:
+    """Of 0/1 Adam: a rank moves by its own gradient, with two levels a node by the mean of its own."""
+    node = Groups.of(cluster, model.levels).node
+    mean = node.all_reduce(model.elements * model.itemsize)
+    update = pass_seconds("zero_one_local", model.elements, cluster, model.itemsize)
+    return _step(model, mean, update + _scan(model, cluster, slices=1), hides=model.overlap != "none")
 
 
 def end_to_end(model: Model, cluster: Cluster) -> float:

@@ -108,6 +108,9 @@ MODEL_OPTIONS = {
     "accumulation": Option(count, "micro-batches a step (default: 1)"),
     "optimizer": Option(one_of("adam", "lamb"), "adam or lamb (default: adam)"),
     "warmup": Option(number, "share of the steps that are stage 1 (default: 0.15)"),
+    "steps": Option(count, "of a run (default: 10,000)"),
+    "var_update_scaler": Option(count, "of 0/1 Adam: full-precision steps until their distance doubles (default: 4)"),
+    "local_step_clipper": Option(count, "of 0/1 Adam: the most steps between two exchanges (default: 16)"),
     "overlap": Option(
         one_of("none", "uncompressed", "both"),
         "which all-reduces hide behind backward: none; uncompressed, as DDP does it (default); both",

@@ -24,6 +24,7 @@ from onebit.cli.plan.model import (
     uncompressed,
 )
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CONSTANTS
+from onebit.cli.plan.runs import runs
 from onebit.collectives.direct import Direct
 from onebit.collectives.reply import WAYS, way_for
 
@@ -76,6 +77,7 @@ def results(model: Model, cluster: Cluster) -> dict[str, Any]:
         },
         "replies": replies(model, cluster),
         "levels": levels(model, cluster),
+        "runs": {name: asdict(run) for name, run in runs(model, cluster).items()},
         "pays_below_bit_per_s": None if math.isinf(below) else below,
     }
 
@@ -130,6 +132,7 @@ def describe(model: Model, cluster: Cluster) -> str:
     if two_levels:
         tables.insert(1, _compared("stage 2 by --levels", found["levels"], str(model.levels)))
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.on_node}"
+    tables.append(_runs(model, found["runs"]))
     said = [_speed_ups(model, found["speed_up"]), _pays(found["pays_below_bit_per_s"], cluster)]
     if two_levels:
         said.append(_advice(found["levels"]))
@@ -162,6 +165,22 @@ def _compared(title: str, choices: Mapping[str, Mapping[str, float]], asked: str
     ):
         if all(key in each for each in choices.values()):
             rows.append((f"  {what}", *(f"{each[key] / unit:{form}}" for each in choices.values())))
+    return _table(rows)
+
+
+def _runs(model: Model, found: Mapping[str, Mapping[str, float]]) -> str:
+    """Whole runs, side by side."""
+    rows = [(f"a run of {model.steps:,} steps", *found)]
+    for key, what, unit, form in (
+        ("uncompressed", "uncompressed steps", 1.0, ",.0f"),
+        ("compressed", "steps with 1 bit", 1.0, ",.0f"),
+        ("local", "local steps", 1.0, ",.0f"),
+        ("seconds", "hours", 3600.0, ",.2f"),
+        ("sent", "GB a node sends to others", 1e9, ",.1f"),
+    ):
+        rows.append((f"  {what}", *(f"{each[key] / unit:{form}}" for each in found.values())))
+    fp16 = found["fp16"]["seconds"]
+    rows.append(("  times fp16's speed", *(f"{fp16 / each['seconds']:.2f}" for each in found.values())))
     return _table(rows)
 
 

@@ -40,6 +40,13 @@ def trained(case, rank, steps, of=None):
     return params, optimizer
 
 
+def as_model(params):
+    model = nn.Module()
+    for i, p in enumerate(params):
+        model.register_parameter(f"w{i}", p)
+    return model
+
+
 def counters(optimizer):
     return optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio
 

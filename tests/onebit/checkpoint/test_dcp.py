@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.onebit.checkpoint.states import TWO_GROUPS, set_parameters, trained
+from tests.onebit.checkpoint.states import TWO_GROUPS, as_model, set_parameters, trained
 from tests.onebit.runs import Case, bits, kinds, run, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
@@ -38,13 +37,6 @@ def test_dcp_restores_each_ranks_own_state(kind, options, steps, tmp_path):
     own = [s["state"][3].get(f"residual_of_rank_{r}") for r, s in enumerate(states)]
     if steps == 6:
         assert not torch.equal(*own)
-
-
-def as_model(params):
-    model = nn.Module()
-    for i, p in enumerate(params):
-        model.register_parameter(f"w{i}", p)
-    return model
 
 
 def dcp_by_name(rank, size, case, folder, steps):

@@ -132,6 +132,40 @@ def test_dcp_by_name(kind: str, steps: int, tmp_path: Any) -> None:
         assert one == other
 
 
+def saved_by_dcp(rank: int, size: int, kind: str, folder: str, shape: tuple[int, int], options: dict[str, Any]) -> Any:
+    net, optimizer = made(mesh_of(*shape), kind, **options)
+    train(rank, net, optimizer, range(16))
+    model_state, state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+    before, at = tensors(optimizer), values(net)
+    train(rank, net, optimizer, range(16, 20))
+    return before, at, values(net)
+
+
+def loaded_by_dcp(rank: int, size: int, kind: str, folder: str, shape: tuple[int, int], options: dict[str, Any]) -> Any:
+    net, optimizer = made(mesh_of(*shape), kind, **options)
+    onebit.make_room(folder, net, optimizer)
+    model_state, state = get_state_dict(net, optimizer)
+    found = {"model": model_state, "optimizer": state}
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    before, at = tensors(optimizer), values(net)
+    train(rank, net, optimizer, range(16, 20))
+    return before, at, values(net)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_dcp_into_a_new_optimizer_of_a_mesh(shape: tuple[int, int], tmp_path: Any) -> None:
+    common = ("OneBitAdam", str(tmp_path))
+    there = run_ranks_once(4, saved_by_dcp, (*common, (2, 2), {"reply": 1}), timeout=200)
+    here = run_ranks_once(shape[0] * shape[1], loaded_by_dcp, (*common, shape, {"reply": 1}), timeout=200)
+    assert all(at == there[0][1] and end == here[0][2] for _, at, end in here)
+    if shape == (2, 2):
+        assert here[0][2] == there[0][2]
+    for got, expected in zip(everything([s for s, _, _ in here]), everything([s for s, _, _ in there]), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
 def other_reply(rank: int, size: int, folder: str, shape: tuple[int, int]) -> Any:
     """Saved with one bit by parts of different sizes, of which some serve nothing of a parameter."""
     mesh = mesh_of(*shape)

@@ -101,7 +101,7 @@ def test_shaped_links(arguments):
         if "lab" in str(error):
             pytest.skip(str(error))
         raise
-    (dense, dense2), (packed, packed2) = record.sent(counted=True)
+    (dense, dense2), (packed, packed2), _ = record.sent(counted=True)
     assert dense2 == pytest.approx(record.sent()[0][1], rel=0.05)
     assert 25 < dense2 / packed2 < 32 and dense > packed
     slow = sorted(s.seconds[0] for s in record.steps if s.compressing)

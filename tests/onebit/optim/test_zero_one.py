@@ -181,8 +181,9 @@ def test_another_number_of_ranks_goes_on_with_all_that_was_left_out(last: int) -
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def with_and_without_overlap(rank: int, size: int, case: Case) -> list[bytes]:
-    ends = []
+def with_and_without_overlap(rank: int, size: int, case: Case) -> tuple[list[bytes], list[int]]:
+    """Where runs end, and the steps after which overlap was on."""
+    ends, on = [], []
     for overlap in (False, True):
         own = case.but(options={**case.options, "overlap": overlap})
         params = own.parameters()
@@ -193,9 +194,9 @@ def with_and_without_overlap(rank: int, size: int, case: Case) -> list[bytes]:
             loss = sum((p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None and p.numel())
             loss.backward()  # type: ignore[union-attr]
             optimizer.step()
-        assert optimizer.overlap.on == overlap
+            on += [step] * optimizer.overlap.on
         ends.append(bits(params))
-    return ends
+    return ends, on
 
 
 @pytest.mark.parametrize("each", [1, 2])
@@ -204,7 +205,7 @@ def test_overlap_changes_no_bit(each: int) -> None:
         options={**CASE.options, "chunks": 2}, missing=(), each=each, bad=((9, 1, math.inf), (12, 0, math.nan))
     )
     found = run_ranks(2 * each, with_and_without_overlap, case)
-    assert all(one == found[0] and one[0] == one[1] for one in found)
+    assert all(ends == found[0][0] and ends[0] == ends[1] and on[-1] == case.steps for ends, on in found)
 
 
 # Errors
@@ -324,6 +325,34 @@ def scaled(rank: int, size: int, case: Case) -> list[Any]:
             optimizer.step()
         ends.append((bits(params), optimizer.skipped_steps))
     return ends
+
+
+def parted(rank: int, size: int) -> tuple[list[bytes], list[float]]:
+    """With DDP: rank 1 overflows in a compressed step, and scales by half from there on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    ddp = DistributedDataParallel(net, process_group=group())
+    optimizer = onebit.ZeroOneAdam(net.parameters(), lr=1e-2, var_update_scaler=2, process_group=group())
+    onebit.attach(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    source, ends, scales = torch.Generator().manual_seed(rank), [], []
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.randn(8, 20, generator=source)).square().mean()).backward()
+        if (step, rank) == (4, 1):
+            net[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append(bits(net.parameters()))
+        scales.append(scaler.get_scale())
+    return ends, scales
+
+
+def test_scales_that_part_with_ddp() -> None:
+    """Full steps divide what DDP has averaged by the same number on all ranks."""
+    one, other = run_ranks(2, parted)
+    assert one[0] == other[0]
+    assert (one[1][-1], other[1][-1]) == (2.0**10, 2.0**9) and len(set(one[0])) == 8
 
 
 def test_scaled_gradients() -> None:

@@ -59,6 +59,17 @@ def test_times_of_old_steps_are_dropped() -> None:
     assert pay_off.steps("1 bit", waits_here=True) == Steps(100 + KEPT, 1.0, 0.0)
 
 
+def test_what_comes_before_a_restart_does_not_count() -> None:
+    clock = Clock()
+    pay_off = PayOff(CPU, clock)
+    for _ in range(4):
+        clock.time += 50.0
+        pay_off.restart()
+        clock.time += 2.0
+        pay_off.step_ended("1 bit")
+    assert pay_off.steps("1 bit", waits_here=True) == Steps(4, 2.0, 0.0)
+
+
 def test_it_is_time_for_a_report_once() -> None:
     pay_off = PayOff(CPU, Clock())
     due = [pay_off.step_ended("1 bit") for _ in range(2 * REPORTED_AFTER)]
@@ -112,8 +123,11 @@ def test_waits_are_those_of_this_thread_where_they_are_counted(monkeypatch: pyte
     assert waits.total() == 18.0 and inner.total() == 8.0 and waits.passed
 
 
-def report(slow: float | None, fast: float | None, waits: float | None = 0.5, n: int = 100) -> Report:
-    return Report(Steps(n, slow, waits), Steps(3 * n, fast, 0.25), 2, sent=2e6, sent_by_fp32=4e7, sent_by_fp16=2e7)
+def report(
+    slow: float | None, fast: float | None, waits: float | None = 0.5, n: int = 100, alone: float | None = None
+) -> Report:
+    compressed, local = Steps(3 * n, fast, 0.25), Steps(*((0, None, None) if alone is None else (100 * n, alone, 0.0)))
+    return Report(Steps(n, slow, waits), compressed, local, 2, sent=2e6, sent_by_fp32=4e7, sent_by_fp16=2e7)
 
 
 def test_verdicts() -> None:
@@ -121,6 +135,9 @@ def test_verdicts() -> None:
     assert gain.speed_up == pytest.approx(6.4)
     assert gain.run_speed_up == pytest.approx(400 / (100 + 300 / 6.4))
     assert gain.verdict == "1-bit steps are 6.4 times as fast as uncompressed ones; over this run so far 2.7 times"
+    local = report(0.64, 0.1, alone=0.064)
+    assert local.run_speed_up == pytest.approx(10_400 / (100 + 300 / 6.4 + 10_000 / 10))
+    assert "times as fast as uncompressed ones, local steps 10.0 times; over" in local.verdict
     none = report(0.1, 0.11, 0.04).verdict
     assert none.startswith("no gain: the network takes 4% of an uncompressed step; ")
     assert none.endswith("1-bit steps take 1.10 times as long as uncompressed ones")
@@ -137,6 +154,9 @@ def test_the_text() -> None:
         "skipped             2 of these",
         "sent             2 MB, 20.0 and 10.0 times fewer than fp32 and fp16 all-reduces",
     ]
+    assert str(report(0.64, 0.1, alone=0.064)).splitlines()[3] == (
+        "local           10000 steps, 64.0 ms each, 0% of it waiting for messages"
+    )
 
 
 def reported(rank: int, size: int, case: Case) -> tuple[Any, list[str]]:

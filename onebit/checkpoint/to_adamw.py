@@ -1,0 +1,91 @@
+"""The way back: a state of this library's optimizers as torch.optim.AdamW has it.
+
+    exp_avg       m, the mean of the last messages; what residuals hold of it (over beta1) where none came yet
+    exp_avg_sq    v with  sqrt(v / (1 - beta2^t)) + eps = 1 / d,  so that AdamW divides by what stage 2 divides by
+
+Residuals are left out: AdamW has no use for them. A coordinate that did not move in stage 2 starts from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.checkpoint.checks import check_numbers, check_options, check_structure
+from onebit.checkpoint.elements import decoded
+from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
+from onebit.checkpoint.schema import Saved, progress_of
+from onebit.collectives.reply import WAYS
+from onebit.optim.schedule import VarianceSchedule
+
+
+def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of `OneBitAdam`, `OneBitLamb` or `ZeroOneAdam`, of either stage, for torch.optim.AdamW's load_state_dict.
+
+    state_dict: what `optimizer.state_dict()` returned, of one rank, or of all by `onebit.merge_states`. It stays as it
+    is.
+    """
+    check_structure(state_dict)
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    check_options(groups)
+    numbers = progress_of(groups)
+    check_numbers(numbers)
+    groups[0].pop(PROGRESS, None)
+    of = dict(chain.from_iterable(((key, group) for key in group["params"]) for group in groups))
+    state = {key: _moments(key, own, numbers, of[key]) for key, own in state_dict["state"].items() if own}
+    return {"state": state, "param_groups": groups}
+
+
+def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("step", "exp_avg", "exp_avg_sq") if not numbers.get("compressing") else ("step",)
+    if lacks := [name for name in names if name not in own]:
+        raise ValueError(
+            f"the state has no {', '.join(lacks)} for parameter {key}: it is no state of an optimizer that AdamW could "
+            f"continue, or damaged"
+        )
+    if not numbers.get("compressing"):
+        return {name: own[name] for name in names}
+    root, (beta1, beta2) = _root(key, own, numbers, group), group["betas"]
+    m = _momentum(own, numbers, beta1, root)
+    m = m.masked_fill(root == 0, 0)
+    v = root.square() * (1 - beta2 ** int(numbers["steps"]))
+    return {"step": own["step"], "exp_avg": m.float(), "exp_avg_sq": v.float()}
+
+
+def _root(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """fp64, sqrt(vhat) as stage 2 has it; 0 where a coordinate does not move."""
+    if "denominator" in own:
+        d = own["denominator"].double() * own.get("gamma", 1.0)
+        return (1 / d - group["eps"]).clamp(min=0).masked_fill(d == 0, 0)
+    settings = numbers.get("settings", {})
+    if "exp_avg_sq" not in own or "var_update_scaler" not in settings:
+        raise ValueError(
+            f"the state has no variance for parameter {key}: it is one of {numbers['optimizer']}, which AdamW can't "
+            f"continue"
+        )
+    last = settings.get("var_freeze_step", "none")
+    schedule = VarianceSchedule(int(settings["var_update_scaler"]), None if last == "none" else int(last))
+    v = own["exp_avg_sq"].double()
+    root = (v / schedule.weight(int(numbers["steps"]), group["betas"][1])).sqrt()
+    root = torch.maximum(root, own["least_root"].double().expand_as(root))
+    return torch.where(v == 0, own["root_at_zero"].double().expand_as(root), root)
+
+
+def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor) -> Tensor:
+    """fp64, in the shape of `like`."""
+    if "first_momentum" in own:
+        return own["first_momentum"].double()
+    if BITS in own:
+        messages = decoded(own[BITS], own[SCALES], WAYS[numbers.get("reply", 1)].reply_bits).double()
+        m = messages.mean(0)[: like.numel()].view(like.shape)
+    else:
+        parts = [value.double() for name, value in own.items() if message_of(name) is not None]
+        m = sum(parts[1:], parts[0]) / len(parts)
+    residuals = [value.double() for name, value in own.items() if rank_of(name) is not None]
+    if residuals and not bool(m.any()) and all(e.shape == m.shape for e in residuals):
+        m = sum(residuals[1:], residuals[0]) / (len(residuals) * max(beta1, torch.finfo(torch.float32).tiny))
+    return m * own.get("momentum_factor", 1.0) / own.get("gamma", 1.0)

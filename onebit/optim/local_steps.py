@@ -1,0 +1,137 @@
+"""Local steps of 0/1 Adam (Lu et al. 2023, Algorithm 1): a rank moves by its own gradient, and now and then all agree.
+
+local    m_i = b1 m_i + (1-b1) g_i;  x_i = x_i - lr (mhat_i / (u + eps) + wd x_i);  e_i = e_i + w m_i
+sync     U = compressed_all_reduce(e_i);  x = (product of 1 - lr wd) x_anchor - U / (u + eps);  m_i = U / W
+
+w = lr / (1 - b1^t), of each step, and W = max(sum of w, 3/4 of the W before). Residuals are in units of what
+parameters move by: what a sync leaves out comes with the next one, whatever the learning rate is then. So U also has
+what was left out when steps were larger, or more; by the sum of w alone m would grow with their ratio, and parameters
+with it once the rate rises again.
+
+Weight decay acts on the anchor, which is x after the last sync. A rank whose gradient is not finite leaves its own step
+out; the step counts, since no other rank knows.
+
+State, beside that of compressed steps: anchor and m_i, 8 B an element. After a sync both follow from x and U: they are
+not saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.exchange import Chunk
+from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.pointers import Pointers
+from onebit.optim.fields import LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
+from onebit.optim.flat_state import FlatState
+from onebit.optim.reducer import MomentumReducer
+
+ANCHOR = Field("anchor", saved=False)
+OWN_MOMENTUM = Field("own_momentum", saved=False)
+FACTOR = Field("momentum_factor", per="parameter", values="non-negative", initial=1.0, required=False)
+"""What the last message is multiplied by to be m: 1 until a sync, then 1 / W."""
+
+KEPT = 3 / 4  # of W, at least: what a message leaves out is a half to two thirds of what it was made of
+
+FIELDS = (ANCHOR, OWN_MOMENTUM, FACTOR)
+
+
+class ZeroOneLocalSteps:
+    """Of one flat state, from what its last exchange has left."""
+
+    def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
+        """live: bool [elements], where coordinates take part."""
+        self.state, self.exchange = state, reducer.exchange
+        device, parameters = state.device, len(state.params)
+        self.taken = 0
+        self.weights = torch.zeros(parameters, dtype=torch.float32, device=device)  # the sum of w since the last sync
+        self.decay = torch.ones(parameters, dtype=torch.float32, device=device)  # the product of 1 - lr wd
+        self._groups = torch.tensor(state.groups, dtype=torch.int64, device=device)
+        self._no_gradients = Pointers(state.layout, device, state.dtype, "gradient")
+        self._no_gradients.bind_tensors([None] * parameters)
+        self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self._start(live)
+
+    def use_units_of_steps(self, hyper: Tensor) -> None:
+        """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""
+        w, exchange = self._step_weights(hyper), self.exchange
+        self._set_reference(w)
+        exchange.materialize()
+        for i in range(len(self.state.params)):
+            for _, e in self.state.parts_of(RESIDUAL.name, i):
+                e.mul_(w[i])
+        for server in (chunk.server for chunk in exchange.chunks):
+            if server is not None:
+                for s in server.shard.segments():
+                    server.residual.value[s.offset : s.offset + s.stop - s.start].mul_(w[s.parameter])
+
+    def move(self, hyper: Tensor, flags: Tensor) -> None:
+        state = self.state
+        if self.taken == 0:  # x as it is now: a user may have changed it
+            for i in range(len(state.params)):
+                state.view(ANCHOR.name, i).copy_(state.value(i))
+        for span, _, residual in self.exchange.slices():
+            state.backend.zero_one_local(
+                span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),
+                span.of(state[OWN_MOMENTUM.name]), residual, state.part("master", span), hyper, flags,
+                state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name],
+            )  # fmt: skip
+        if self.exchange.residual.scale is not None:  # it has been computed anew
+            self.exchange.residual.scale.masked_fill_(flags == 0, 0)
+        self.weights += self._step_weights(hyper)
+        self.decay *= 1 - self._of_groups(hyper, "lr") * self._of_groups(hyper, "weight_decay")
+        self.taken += 1
+
+    def synchronize(self, hyper: Tensor) -> None:
+        state, alone = self.state, torch.zeros_like(hyper)  # neither momentum nor gradient: residuals alone
+        before = state[FACTOR.name]
+        self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
+
+        def compress(chunk: Chunk) -> None:
+            live = self.exchange.live_in(chunk.slice)
+            state.backend.compress(
+                chunk.slice, self._no_gradients, chunk.arriving, chunk.residual, alone, self._no_flags, chunk.sent,
+                live=live,
+            )  # fmt: skip
+
+        def update(chunk: Chunk) -> None:
+            span = chunk.span
+            state.backend.zero_one_sync(
+                span, state.parameters, span.of(state[VARIANCE.name]), span.of(state[OWN_MOMENTUM.name]),
+                span.of(state[ANCHOR.name]), chunk.replies, state.part("master", span), hyper, state[LEAST_ROOT.name],
+                state[ROOT_AT_ZERO.name], self.decay, state[FACTOR.name],
+            )  # fmt: skip
+
+        self.exchange.run(compress, update)
+        self.weights.zero_()
+        self.decay.fill_(1)
+        self.taken = 0
+
+    def last_parameters(self) -> list[Tensor]:
+        return [self.state.view(ANCHOR.name, i) for i in range(len(self.state.params))]
+
+    def _start(self, live: Tensor) -> None:
+        """m, as the last exchange has it."""
+        state, layout = self.state, self.state.layout
+        received = torch.zeros(layout.elements, dtype=torch.float32, device=state.device)
+        parts = [state.cut(received, i) for i in range(len(state.params))]
+        state.backend.decode(layout.all(), self.exchange.replies, Pointers.to(layout, parts))
+        received.masked_fill_(~live, 0)
+        for i, part in enumerate(parts):
+            state.view(OWN_MOMENTUM.name, i).add_(part * state[FACTOR.name][i])  # to what a load may have put there
+
+    def _set_reference(self, w: Tensor) -> None:
+        """W"""
+        self.state[FACTOR.name].copy_(torch.where(w > 0, 1 / w, 0))
+
+    def _step_weights(self, hyper: Tensor) -> Tensor:
+        """w, fp32 [parameters]"""
+        return self._of_groups(hyper, "lr") * self._of_groups(hyper, "bias1")
+
+    def _of_groups(self, hyper: Tensor, name: str) -> Tensor:
+        """A column, fp32 [parameters]."""
+        column: Any = hyper[:, Hyper._fields.index(name)]
+        return column[self._groups]

@@ -1,0 +1,54 @@
+"""DDP's buckets, which compressed steps have no use for.
+
+DDP copies every gradient into a bucket, and back when the bucket was averaged: 16 B an element. Where the coming step
+sends momentum, backward runs as within DDP's no_sync, and gradients stay where they are. What else no_sync does, to
+leave out the broadcast of buffers, is not wanted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _Local:
+    """Stands for False where DDP has whether backward averages gradients. A user's no_sync puts False there, and puts
+    back what it found. A copied or saved model has no optimizer attached: there it is True."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
+        return bool, (True,)
+
+
+LOCAL: Any = _Local()
+
+
+def within_no_sync(model: DistributedDataParallel) -> bool:
+    """Whether the user accumulates gradients."""
+    return model.require_backward_grad_sync is False
+
+
+def bypass(model: DistributedDataParallel) -> Callable[[bool], None]:
+    """A function that says whether the coming backward pass is to leave the buckets out."""
+    model.register_forward_hook(_keep_buffers_the_same)
+    found = weakref.ref(model)
+
+    def leave_out(buckets: bool) -> None:
+        ddp = found()
+        if ddp is not None and not within_no_sync(ddp):
+            ddp.require_backward_grad_sync = LOCAL if buckets else True
+
+    leave_out(False)
+    return leave_out
+
+
+def _keep_buffers_the_same(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    """After a forward pass: before the next one rank 0's buffers are broadcast, as they are without us."""
+    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync is LOCAL:
+        model.require_forward_param_sync = True

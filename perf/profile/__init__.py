@@ -1,0 +1,1 @@
+"""One device's training step: time, memory and traces."""

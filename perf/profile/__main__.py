@@ -1,0 +1,5 @@
+import sys
+
+from perf.profile.benchmark import main
+
+sys.exit(main())

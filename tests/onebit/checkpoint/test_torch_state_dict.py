@@ -1,0 +1,164 @@
+"""torch.distributed.checkpoint.state_dict carries an optimizer's state, whatever its options. It walks the live one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, as_model, set_parameters, trained
+from tests.onebit.runs import Case, adam_first, bits, build, kinds, run, same, snapshot, take
+from tests.ranks import group, run_ranks
+
+OPTIONS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True},
+    "offloaded": {"cpu_offload": True},
+    "flattened and offloaded": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
+}
+FLATTENED = [name for name in OPTIONS if name.startswith("flattened")]
+every_option = pytest.mark.parametrize("name", OPTIONS)
+
+
+def carried(rank: int, size: int, case: Case, name: str, steps: int, there: int) -> Any:
+    """The state of `steps` steps by way of torch into an optimizer that has taken `there` others."""
+    options = StateDictOptions(**OPTIONS[name])
+    params, optimizer = trained(case, rank, steps, group())
+    carried = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=options))
+    state, values = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+    run(case, rank, optimizer, params, steps + 1, steps + 4)
+
+    again, resumed = trained(case.but(seed=1), rank, there, group())
+    set_parameters(again, values)
+    set_optimizer_state_dict(as_model(again), resumed, carried, options=options)
+    assert same(snapshot(resumed.state_dict()), state)
+    run(case, rank, resumed, again, steps + 1, steps + 4)
+    assert bits(again) == bits(params)
+    assert same(snapshot(resumed.state_dict()), snapshot(optimizer.state_dict()))
+
+
+@adam_first
+@every_option
+@pytest.mark.parametrize("there", [0, 6])
+def test_a_state_of_stage_1_goes_on_bit_for_bit(kind: str, name: str, there: int) -> None:
+    if name in FLATTENED and there == 6:
+        there = 3  # see test_a_flattened_state_of_another_stage
+    run_ranks(2, carried, Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS), name, 2, there)
+
+
+@adam_first
+@every_option
+def test_a_state_of_stage_2_goes_on_bit_for_bit_in_an_optimizer_of_stage_2(kind: str, name: str) -> None:
+    run_ranks(2, carried, Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS), name, 6, 5)
+
+
+@adam_first
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in FLATTENED])
+def test_a_state_of_stage_2_goes_on_bit_for_bit_in_a_new_optimizer(kind: str, name: str) -> None:
+    run_ranks(2, carried, Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS), name, 6, 0)
+
+
+@adam_first
+@every_option
+def test_what_auto_compares_is_carried(kind: str, name: str) -> None:
+    """Three rows of numbers here and none there, or the other way round."""
+    if kind == "ZeroOneAdam":
+        pytest.skip("it has no such rule")
+    for steps, there in ((4, 0), (1, 4)):
+        run_ranks(1, carried, Case(kind, options=AUTO), name, steps, there)
+
+
+@kinds
+@pytest.mark.parametrize(("steps", "there"), [(2, 6), (6, 2)])
+def test_a_flattened_state_of_another_stage_needs_room(kind: str, steps: int, there: int) -> None:
+    """torch looks in it only for what the optimizer has."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    case = Case(kind, options={"freeze_step": 3})
+    params, optimizer = trained(case, 0, steps)
+    flat = get_optimizer_state_dict(as_model(params), optimizer, options=options)
+    again, other = trained(case, 0, there)
+    before = snapshot(other.state_dict())
+    with pytest.raises(ValueError, match=r"call onebit\.make_room first"):
+        set_optimizer_state_dict(as_model(again), other, flat, options=options)
+    assert same(snapshot(other.state_dict()), before)
+
+
+def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it() -> None:
+    """torch puts the two together. Here one had coordinates without a variance, and LAMB a field for them."""
+    case = Case("OneBitLamb", options={"freeze_step": 3})
+    params, optimizer = trained(case, 0, 6)
+    options = StateDictOptions(full_state_dict=True)
+    full = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=options))
+    with pytest.warns(UserWarning, match="without a variance"):
+        again, other = trained(case.but(untouched=((0, 2, 9),)), 0, 6)
+    assert "counted_bits" in other.state[again[0]]
+    set_optimizer_state_dict(as_model(again), other, full, options=options)
+    assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
+
+
+@kinds
+def test_the_step_is_where_adamw_has_it(kind: str) -> None:
+    case = Case(kind, options={"freeze_step": 3})
+    params, optimizer = trained(case, 0, 0)
+    for step in range(1, 7):
+        assert [int(optimizer.state[p]["step"]) for p in params] == [step - 1] * 4
+        take(case, 0, optimizer, params, step)
+
+
+NAMES = [{}, {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}]
+
+
+def names(rank: int, size: int, case: Case) -> None:
+    for steps in (2, 4, 6):
+        params, optimizer = trained(case, rank, steps, group())
+        saved = optimizer.state_dict()["state"]
+        for i, p in enumerate(params):
+            assert set(optimizer.state[p]) == set(saved[i])
+        assert optimizer.param_groups[0].keys() == optimizer.state_dict()["param_groups"][0].keys()
+
+
+@adam_first
+@pytest.mark.parametrize("options", NAMES, ids=str)
+@pytest.mark.parametrize("each", [1, 2])
+def test_what_is_saved_is_in_the_live_state_under_the_same_names(kind: str, options: dict[str, Any], each: int) -> None:
+    run_ranks(2, names, Case(kind, dtype="bfloat16", options={"freeze_step": 3, **options}, each=each))
+
+
+@kinds
+def test_moments_without_a_step_are_refused(kind: str) -> None:
+    case = Case(kind, options={"freeze_step": 3})
+    state = snapshot(trained(case, 0, 2)[1].state_dict())
+    del state["param_groups"][0]["onebit"], state["state"][1]["step"]
+    _, optimizer = trained(case.but(seed=1), 0, 2)
+    before = snapshot(optimizer.state_dict())
+    with pytest.raises(ValueError, match="moments of parameter 1 and no step"):
+        optimizer.load_state_dict(state)
+    assert same(snapshot(optimizer.state_dict()), before)
+
+
+def test_a_flattened_state_without_steps_is_refused() -> None:
+    """As an earlier version of this library wrote it."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    case = Case(options={"freeze_step": 3})
+    params, optimizer = trained(case, 0, 2)
+    flat = get_optimizer_state_dict(as_model(params), optimizer, options=options)
+    without: Any = {key: value for key, value in flat.items() if not key.endswith(".step")}
+    with pytest.raises(ValueError, match="no step"):
+        set_optimizer_state_dict(as_model(params), optimizer, without, options=options)
+
+
+def test_a_state_of_stage_2_with_other_steps_is_refused() -> None:
+    case = Case(options={"freeze_step": 3})
+    _, optimizer = trained(case, 0, 6)
+    state = snapshot(optimizer.state_dict())
+    for own in state["state"].values():
+        own["step"] = torch.tensor(5.0)
+    with pytest.raises(ValueError, match="of step 6, and its parameters have taken 5"):
+        build("OneBitAdam", case.parameters()).load_state_dict(state)

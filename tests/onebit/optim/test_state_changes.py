@@ -1,0 +1,236 @@
+"""What users do to `optimizer.state`, to param groups and to the optimizer itself has its effect, or is an error."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from tests.onebit.runs import Case, assert_message, bits, build, kinds, parameters, run, same, snapshot, take
+from tests.ranks import group, run_ranks
+
+CASE = Case(options={"freeze_step": 50, "weight_decay": 0.1})
+
+
+def pair() -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
+    """1-bit Adam and AdamW after four steps of stage 1."""
+    params, theirs = CASE.parameters(), CASE.parameters()
+    optimizer, adamw = CASE.build(params), torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
+    run(CASE, 0, optimizer, params, 1, 4)
+    run(CASE, 0, adamw, theirs, 1, 4)
+    return params, optimizer, theirs, adamw
+
+
+def clear(o: Any, params: list[nn.Parameter]) -> None:
+    o.state.clear()
+
+
+def assign_nothing(o: Any, params: list[nn.Parameter]) -> None:
+    o.state = defaultdict(dict)
+
+
+def assign_other_moments(o: Any, params: list[nn.Parameter]) -> None:
+    for p in params:
+        o.state[p] = {"step": torch.tensor(9.0), "exp_avg": p.detach() * 0.1, "exp_avg_sq": p.detach().square() + 1}
+
+
+def assign_one_tensor(o: Any, params: list[nn.Parameter]) -> None:
+    o.state[params[1]]["exp_avg"] = torch.ones_like(params[1])
+
+
+def write_into_a_tensor(o: Any, params: list[nn.Parameter]) -> None:
+    o.state[params[1]]["exp_avg"].fill_(1.0)
+
+
+def copies(o: Any, params: list[nn.Parameter]) -> None:
+    """As tools do that bring state to a device."""
+    for p in params:
+        o.state[p] = {name: value.clone() for name, value in o.state[p].items()}
+
+
+def replace_a_parameter(o: Any, params: list[nn.Parameter]) -> None:
+    old, new = params[1], nn.Parameter(params[1].detach().clone())
+    o.param_groups[0]["params"][1] = params[1] = new
+    o.state[new] = o.state.pop(old)
+
+
+CHANGES = [clear, assign_nothing, assign_other_moments, assign_one_tensor, write_into_a_tensor, copies,
+           replace_a_parameter]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_state_that_was_changed_holds_as_in_adamw(change: Callable[..., None]) -> None:
+    params, optimizer, theirs, adamw = pair()
+    change(optimizer, params)
+    change(adamw, theirs)
+    run(CASE, 0, optimizer, params, 5, 8)
+    run(CASE, 0, adamw, theirs, 5, 8)
+    for p, q in zip(params, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert int(optimizer.state[p]["step"]) == int(adamw.state[q]["step"])
+    saved = optimizer.state_dict()["state"]
+    assert all(int(own["step"]) == optimizer.steps for own in saved.values())
+
+
+def test_it_holds_for_what_is_saved_at_once() -> None:
+    params, optimizer, _, _ = pair()
+    assign_other_moments(optimizer, params)
+    state = optimizer.state_dict()["state"]
+    assert [int(own["step"]) for own in state.values()] == [9] * 4
+    assert torch.equal(state[1]["exp_avg"], params[1].detach() * 0.1)
+
+
+def cleared(rank: int, size: int, kind: str) -> None:
+    case = Case(kind, options={"freeze_step": 3})
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 6)
+    values = [p.detach().clone() for p in params]
+    optimizer.state.clear()
+    run(case, rank, optimizer, params, 7, 12)
+    fresh = [nn.Parameter(value) for value in values]
+    other = case.build(fresh, group())
+    run(case, rank, other, fresh, 7, 12)
+    assert bits(params) == bits(fresh)
+    assert same(snapshot(optimizer.state_dict()), snapshot(other.state_dict()))
+
+
+@kinds
+def test_clearing_after_the_freeze_begins_anew(kind: str) -> None:
+    run_ranks(2, cleared, kind)
+
+
+def in_stage_2(kind: str) -> tuple[Case, list[nn.Parameter], Any]:
+    case = Case(kind, options={"freeze_step": 3})
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 6)
+    return case, params, optimizer
+
+
+@kinds
+def test_other_changes_after_the_freeze_are_errors(kind: str) -> None:
+    case, params, optimizer = in_stage_2(kind)
+    before, kept = bits(params), optimizer.state[params[1]]
+    optimizer.state[params[1]] = {"step": torch.tensor(3.0)}
+    for what in (lambda: take(case, 0, optimizer, params, 7), optimizer.state_dict):
+        with pytest.raises(ValueError) as caught:
+            what()
+        assert_message(caught, "parameter 1", "after the freeze", "load_state_dict", "state.clear()")
+    assert bits(params) == before
+    optimizer.state[params[1]] = kept
+    take(case, 0, optimizer, params, 7)
+
+
+def test_state_taken_from_one_parameter_is_an_error() -> None:
+    params, optimizer, _, _ = pair()
+    del optimizer.state[params[2]]
+    with pytest.raises(ValueError) as caught:
+        take(CASE, 0, optimizer, params, 5)
+    assert_message(caught, "nothing for parameter 2", "same steps for all", "state.clear()")
+
+
+WRONG = {
+    "no step": ({"exp_avg": torch.zeros(33), "exp_avg_sq": torch.zeros(33)}, "no step"),
+    "other steps": (
+        {"step": torch.tensor(1.0), "exp_avg": torch.zeros(33), "exp_avg_sq": torch.zeros(33)},
+        "different",
+    ),
+    "another shape": ({"step": torch.tensor(4.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(33)}, "shape"),
+    "no dict": ([1], "not a dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_state_is_an_error(name: str) -> None:
+    params, optimizer, _, _ = pair()
+    value, match = WRONG[name]
+    optimizer.state[params[1]] = value
+    with pytest.raises((ValueError, TypeError), match=match):
+        take(CASE, 0, optimizer, params, 5)
+
+
+def test_reading_the_state_of_others_changes_nothing() -> None:
+    """A defaultdict makes an entry of it."""
+    params, optimizer, _, _ = pair()
+    current = optimizer.current
+    assert optimizer.state[nn.Parameter(torch.zeros(2))] == {}
+    take(CASE, 0, optimizer, params, 5)
+    assert optimizer.current is current
+
+
+# Param groups
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("key", "value"), [("exp_avg_mask", torch.ones(40)), ("momentum", 0.9), ("maximize", True), ("amsgrad", True)]
+)
+def test_a_key_that_would_be_passed_over_is_an_error(kind: str, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key):
+        build(kind, [{"params": parameters((40,)), key: value}])
+    params = parameters((40,))
+    optimizer = build(kind, params, freeze_step=3)
+    with pytest.raises(ValueError, match=key):
+        optimizer.add_param_group({"params": parameters((4,)), key: value})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0][key] = value
+    params[0].grad = torch.ones(40)
+    before = bits(params)
+    with pytest.raises(ValueError, match=key):
+        optimizer.step()
+    assert bits(params) == before
+    del optimizer.param_groups[0][key]
+    optimizer.step()
+
+
+@kinds
+def test_keys_of_schedulers_and_of_adamw_that_change_nothing_may_be_there(kind: str) -> None:
+    params = parameters((40,))
+    more = {"name": "all", "lr_scale": 0.5, "maximize": False, "amsgrad": False, "foreach": None, "fused": True}
+    optimizer = build(kind, [{"params": params, **more}], freeze_step=3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=5)
+    params[0].grad = torch.ones(40)
+    optimizer.step()
+    scheduler.step()
+    other = build(kind, parameters((40,)), freeze_step=3)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["max_lr"] == 1e-2
+
+
+def test_a_key_of_a_loaded_state_that_is_unknown_is_left_out_with_a_warning() -> None:
+    params, optimizer, _, adamw = pair()
+    adamw.param_groups[0]["note"] = 3
+    with pytest.warns(UserWarning, match="have note, with which nothing is done"):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert "note" not in optimizer.param_groups[0]
+    take(CASE, 0, optimizer, params, 5)
+
+
+# Attributes
+
+
+@kinds
+@pytest.mark.parametrize(
+    "name", ["freeze_step", "lr", "betas", "weight_decay", "overlap", "scale", "zero_variance", "dead"]
+)
+def test_an_option_set_as_an_attribute_is_an_error(kind: str, name: str) -> None:
+    optimizer = build(kind)
+    with pytest.raises(AttributeError) as caught:
+        setattr(optimizer, name, 3)
+    where = "param_groups" if name in ("lr", "betas", "weight_decay") else f"{kind}(..., {name}=...)"
+    assert_message(caught, name, "would change nothing", where)
+
+
+def test_so_are_those_of_one_optimizer() -> None:
+    for kind, name in (("OneBitLamb", "coeff_beta"), ("ZeroOneAdam", "var_freeze_step")):
+        with pytest.raises(AttributeError, match=name):
+            setattr(build(kind), name, 0.5)
+    optimizer = onebit.OneBitAdam(parameters((3,)))
+    optimizer.coeff_beta = 0.5  # which is no option of 1-bit Adam's
+    optimizer.note = "mine"

@@ -1,0 +1,102 @@
+"""DDP leaves its buckets out of backward passes that compressed steps follow, and everything else is as with them."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from onebit.parallel.buckets import LOCAL
+from tests.onebit.runs import bits, kinds
+from tests.ranks import group, run_ranks
+
+STEPS = 9
+
+
+def built(kind, overlap=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 30), nn.Linear(30, 1))
+    ddp = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.001)
+    options = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": 3}
+    optimizer = getattr(onebit, kind)(
+        ddp.parameters(), lr=0.01, process_group=group(), block_size=32, overlap=overlap, **options
+    )
+    onebit.attach(ddp, optimizer)
+    return model, ddp, optimizer
+
+
+def loss_of(model, rank, step):
+    data = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(8, 6, generator=data)).square().mean()
+
+
+def train(rank, size, kind, buckets, overlap=False, accumulate=False, bad=None):
+    """Parameters, buffers, before which steps DDP's hook was called, and before which messages left in backward.
+    buckets: whether they are used in every step."""
+    model, ddp, optimizer = built(kind, overlap)
+    if buckets:
+        optimizer.leave_out_buckets = lambda _: None
+    hooked, early, begin, of_step = [], [], optimizer.begin_step, []
+    optimizer.begin_step = lambda: (of_step.append(1), begin())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        of_step.clear()
+        for again in range(1 + accumulate):
+            with ddp.no_sync() if accumulate and not again else nullcontext():
+                loss_of(ddp, rank, 2 * step + again).backward()
+        early.append(optimizer.overlap.in_flight)
+        hooked.append(bool(of_step) and not early[-1])
+        if (step, rank) == bad:
+            model[0].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+    buffers = [b.detach().clone() for b in model.buffers()]
+    return bits([p.detach() for p in model.parameters()]), bits(buffers), hooked, early
+
+
+@kinds
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_results_and_buffers_are_those_with_buckets(kind, accumulate):
+    """Bit for bit, the buffers of BatchNorm too, which are rank 0's before every forward pass."""
+    found = run_ranks(2, train, kind, False, False, accumulate)
+    expected = run_ranks(2, train, kind, True, False, accumulate)
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    assert all(expected[0][2])
+    assert found[0][2] != expected[0][2]
+
+
+@kinds
+def test_overlap_knows_that_nobody_accumulates(kind):
+    found = run_ranks(2, train, kind, False, True, True)
+    assert [each[:2] for each in found] == [each[:2] for each in run_ranks(2, train, kind, True, False, True)]
+    *_, hooked, early = found[0]
+    assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
+
+
+@kinds
+def test_the_hook_is_called_where_gradients_are_averaged(kind):
+    """And before the first compressed step, which is known to be one only when it begins."""
+    full = {4, 6} if kind == "ZeroOneAdam" else set()
+    for *_, hooked, _ in run_ranks(2, train, kind, False):
+        assert hooked == [step < 4 or step in full for step in range(STEPS)]
+
+
+def test_a_full_step_that_was_not_expected_is_averaged_by_the_step():
+    """A step that is skipped moves the schedule by one: the gradients of a full step may not have been in a bucket."""
+    algorithm = onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], var_update_scaler=2).setup.algorithm
+    assert [algorithm.kind(step) for step in (4, 5, 6)] == ["1 bit", "full", "1 bit"]
+    for bad in ((4, 1), (4, 0)):
+        found = run_ranks(2, train, "ZeroOneAdam", False, False, False, bad)
+        expected = run_ranks(2, train, "ZeroOneAdam", True, False, False, bad)
+        assert found[0][0] == found[1][0]
+        assert not found[0][2][5]
+        assert [each[:2] for each in found] == [each[:2] for each in expected]
+
+
+def test_a_copy_of_the_model_averages_as_ddp_does():
+    assert copy.deepcopy(LOCAL) is True
+    assert pickle.loads(pickle.dumps(LOCAL)) is True
+    assert not LOCAL

@@ -1,0 +1,177 @@
+"""Ranks on a GPU over NCCL, in every way that people start them; the same on CPUs over Gloo, where there is no GPU.
+
+Several ranks share the one GPU: see tests/collectives/test_gpu.py. What is held: ranks are equal bit for bit, overlap
+changes nothing, DDP comes to what a plain loop comes to, and no step makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from tests.onebit.runs import adam_first, bits
+from tests.ranks import run_ranks_once
+
+STEPS, FREEZE = 9, 3
+QUIET = (7, 8, 9)  # steps in which nothing is tuned or frozen any more
+ALONE = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+
+
+def model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(33, 300), nn.ReLU(), nn.Linear(300, 77), nn.ReLU(), nn.Linear(77, 1)).to(device)
+
+
+def loss_of(net: nn.Module, step: int, rank: int, device: str) -> Tensor:
+    data = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 33, generator=data).to(device)
+    return ((net(x) - x.sum(1, keepdim=True).tanh()) ** 2).mean()
+
+
+def built(kind: str, params: Any, group: Any, **options: Any) -> Any:
+    own = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": FREEZE}
+    return getattr(onebit, kind)(params, lr=1e-2, block_size=256, process_group=group, **own, **options)
+
+
+@contextmanager
+def no_waits(step: int, device: str) -> Iterator[None]:
+    """On a GPU a wait for the device in here is an error."""
+    if device == "cuda" and step in QUIET and dist.get_backend() == "nccl":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def train(
+    net: nn.Module, optimizer: Any, rank: int, device: str, *, clip: float | None = None, scaler: Any = None
+) -> str:
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        loss = loss_of(net, step, rank, device)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        with no_waits(step, device):
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            if scaler is None:
+                optimizer.step()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+    return bits([p.detach().cpu() for p in net.parameters()])
+
+
+def plain(rank: int, device: str, kind: str, group: Any, **options: Any) -> str:
+    net = model(device)
+    return train(net, built(kind, net.parameters(), group, **options), rank, device)
+
+
+def ddp(rank: int, device: str, kind: str, group: Any, views: bool = False, **options: Any) -> str:
+    net = DistributedDataParallel(model(device), process_group=group, bucket_cap_mb=0.05, gradient_as_bucket_view=views)
+    optimizer = built(kind, net.parameters(), group, **options)
+    onebit.attach(net, optimizer)
+    return train(net, optimizer, rank, device)
+
+
+def clipped(rank: int, device: str, kind: str, group: Any) -> str:
+    net = model(device)
+    return train(net, built(kind, net.parameters(), group), rank, device, clip=0.5)
+
+
+def scaled(rank: int, device: str, kind: str, group: Any) -> str:
+    net, scaler = model(device), torch.amp.GradScaler(device, init_scale=256.0)
+    return train(net, built(kind, net.parameters(), group), rank, device, scaler=scaler)
+
+
+def hooked(rank: int, device: str, kind: str, group: Any) -> str:
+    """The hook, under torch's SGD: in place of the optimizer."""
+    net = model(device)
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.05)
+    wrapped.register_comm_hook(onebit.OneBitState(net, group, block_size=256), onebit.onebit_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        loss_of(wrapped, step, rank, device).backward()
+        optimizer.step()
+    return bits([p.detach().cpu() for p in net.parameters()])
+
+
+WAYS: dict[str, Callable[..., str]] = {
+    "plain": plain,
+    "overlap": lambda *which: plain(*which, overlap=True),
+    "ddp": ddp,
+    "ddp, views": lambda *which: ddp(*which, views=True),
+    "ddp, overlap": lambda *which: ddp(*which, overlap=True),
+    "clipped": clipped,
+    "scaled": scaled,
+    "hooked": hooked,
+}
+
+
+def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, str] | None:
+    """Of each way the bits of the parameters, over a group made as `start` says; None on a rank that is not in it."""
+    if device == "cuda":
+        os.environ |= {"NCCL_HOSTID": f"r{rank}", **ALONE}
+        torch.cuda.set_device(0)
+    dist.destroy_process_group()
+    named = {"no backend named": None, "cpu:gloo": "gloo"}.get(start, "nccl" if device == "cuda" else "gloo")
+    dist.init_process_group(named, init_method=f"file://{path}", rank=rank, world_size=size)
+    if start != "some of the ranks":
+        return {name: way(rank, device, kind, None) for name, way in WAYS.items()}
+    members = [0, size - 1]
+    group = dist.new_group(members)
+    if rank not in members:
+        return None
+    return {name: way(members.index(rank), device, kind, group) for name, way in WAYS.items()}
+
+
+def check(answers: list[dict[str, str] | None]) -> None:
+    found = [each for each in answers if each is not None]
+    for way in WAYS:
+        assert len({each[way] for each in found}) == 1, f"{way}: the ranks differ"
+    ways = found[0]
+    assert ways["overlap"] == ways["plain"]
+    assert ways["ddp, overlap"] == ways["ddp"] == ways["ddp, views"]
+    if len(found) == 2:  # a sum of two has one order
+        assert ways["ddp"] == ways["plain"]
+        assert ways["scaled"] == ways["plain"]  # by a power of two
+    assert len(set(ways.values())) >= 3  # clipping and the hook go elsewhere
+
+
+@on_both
+@adam_first
+def test_every_way_of_starting_comes_to_the_same_on_two_ranks(kind, device, tmp_path):
+    check(run_ranks_once(2, all_ways, (device, kind, "default", str(tmp_path / "store")), timeout=240))
+
+
+@pytest.mark.slow
+@on_both
+def test_four_ranks(device, tmp_path):
+    check(run_ranks_once(4, all_ways, (device, "OneBitAdam", "default", str(tmp_path / "store")), timeout=240))
+
+
+@on_both
+@pytest.mark.parametrize("start", ["no backend named", "some of the ranks"])
+def test_other_groups(start, device, tmp_path):
+    size = 3 if start == "some of the ranks" else 2
+    check(run_ranks_once(size, all_ways, (device, "OneBitAdam", start, str(tmp_path / "store")), timeout=240))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_tensors_of_a_gpu_over_gloo(tmp_path):
+    check(run_ranks_once(2, all_ways, ("cuda", "OneBitAdam", "cpu:gloo", str(tmp_path / "store")), timeout=240))

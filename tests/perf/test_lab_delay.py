@@ -1,0 +1,303 @@
+"""Delay in the network lab: what links are, that others are refused, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from perf import ranks
+from perf.all_reduce import benchmark as all_reduce
+from perf.all_reduce import delays, report
+from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.lab import link_check, network
+from perf.lab.delay import TRIES, WrongLink, check_rates, reach_round_trip
+from perf.lab.link_check import Host
+from perf.lab.namespaces import LabUnavailable, sweep_stale
+from perf.lab.network import BUFFERS, NetworkLab
+from perf.lab.rates import link_of, parse_rtt, rate_and_rtt, rate_bits, rtt_seconds
+from perf.train_step import benchmark as train_step
+from tests.perf.hosts import SLEEP, incoming, left_behind, outgoing, pids_on, sent_to_host_0, until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("rtt", "seconds"), [("50ms", 0.05), ("1ms", 0.001), ("100MS", 0.1), ("2.5ms", 0.0025)])
+def test_round_trip_is_parsed(rtt: str, seconds: float) -> None:
+    assert parse_rtt(rtt) == pytest.approx(seconds)
+    assert parse_rtt(None) is None
+
+
+@pytest.mark.parametrize("rtt", ["", "50", "0.5ms", "101ms", "1s", "fast", "-1ms", "1e1ms"])
+def test_bad_round_trip_is_refused(rtt: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a round trip from 1ms to 100ms: write \"50ms\""):
+        parse_rtt(rtt)
+    with pytest.raises(ValueError, match="is not a round trip"):
+        NetworkLab(2, rtt=rtt)
+
+
+def test_links_of_records_are_read() -> None:
+    assert link_of("100mbit", "50ms") == "100mbit+50ms" and link_of("unshaped", None) == "unshaped"
+    assert rate_and_rtt("100mbit+50ms") == ("100mbit", "50ms") and rate_and_rtt("unshaped+1ms") == (None, "1ms")
+    assert (rate_bits("100mbit+50ms"), rtt_seconds("100mbit+50ms")) == (10**8, 0.05)
+    assert (rate_bits("1gbit"), rtt_seconds("1gbit")) == (10**9, None)
+    assert rate_bits(None) is rtt_seconds(None) is None
+
+
+@pytest.mark.parametrize("own", [0.0, 0.0002, -0.0001])
+def test_what_hosts_take_is_part_of_the_round_trip(own: float) -> None:
+    delays: list[float] = []
+    delay = reach_round_trip(0.002, delays.append, lambda: [2 * delays[-1] + own] * 3)
+    assert delay == delays[-1] == pytest.approx((0.002 - own) / 2)
+    assert len(delays) == 1 + (own != 0)
+
+
+def test_other_round_trips_are_refused() -> None:
+    delays: list[float] = []
+    with pytest.raises(WrongLink, match=r"take 1.5, 1 ms where 1 ms were asked for: this machine is too busy"):
+        reach_round_trip(0.001, delays.append, lambda: [0.0015, 0.001])
+    assert len(delays) == TRIES
+    assert reach_round_trip(0.001, delays.append, lambda: [0.00108, 0.001]) > 0  # less than a tenth
+
+
+def test_disturbed_tries_do_not_decide() -> None:
+    """Hosts take 0.1 ms, but 2 ms in one try: the next is not shortened by it; a good try is returned to."""
+    delays: list[float] = []
+    own = iter([0.0001, 0.002, 0.0001])
+    assert reach_round_trip(0.002, delays.append, lambda: [2 * delays[-1] + next(own)]) == pytest.approx(0.00095)
+    delays.clear()
+    found = iter([0.00215] + [0.005] * 10)
+    assert reach_round_trip(0.002, delays.append, lambda: [next(found)]) == delays[-1] == 0.001
+
+
+def test_other_rates_are_refused() -> None:
+    found = iter([[80e6, 95e6], [95e6, 90e6]])
+    check_rates(100_000_000, lambda: next(found))
+    with pytest.raises(WrongLink, match=r"TCP carries 80, 95 Mbit/s .* where 95.6 are the payload"):
+        check_rates(100_000_000, lambda: [80e6, 95e6])
+
+
+@pytest.mark.parametrize("parse", [all_reduce.parse_arguments, train_step.parse_arguments])
+def test_rates_and_round_trips_are_paired(parse: Callable[[list[str]], Namespace]) -> None:
+    shared = ["--lab", "--rates=100mbit,1gbit,unshaped"]
+    assert parse(shared).rates == ["100mbit", "1gbit", "unshaped"]
+    assert parse([*shared, "--rtt=50ms"]).rates == ["100mbit+50ms", "1gbit+50ms", "unshaped+50ms"]
+    assert parse([*shared, "--rtt=50ms,none,2.5ms"]).rates == ["100mbit+50ms", "1gbit", "unshaped+2.5ms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--lab", "--rtt=1s"], 'no round trip from 1ms to 100ms: write "50ms"'),
+        (["--lab", "--rates=1gbit,2gbit,3gbit", "--rtt=1ms,2ms"], "--rtt has 2 round trips for 3 rates: give one, or"),
+        (["--rtt=1ms"], "--rtt: only with --lab"),
+    ],
+)
+def test_wrong_round_trips_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (all_reduce.main, train_step.main):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_share_goes_with_links_without_delay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_step.parse_arguments(["--lab", "--rtt=1ms"]).share == 0
+    with pytest.raises(SystemExit):
+        train_step.parse_arguments(["--lab", "--rtt=1ms", "--share=0.9"])
+    assert "--share: links that it chooses have no round trip" in capsys.readouterr().err
+
+
+def test_round_trips_of_a_call_are_held_against_three() -> None:
+    def of(elements: int, seconds: float, rate: str = "100mbit+50ms") -> Row:
+        return Row(4, rate, elements, ONE_BIT, seconds, (seconds,), 0.956e6)
+
+    assert delays.round_trips(of(2**18, 0.125)) == pytest.approx(2.5)
+    assert delays.beyond_bytes(of(25_000_000, 0.28)) == pytest.approx((0.28 - 0.08) / 0.05)
+    (small,), (large,) = delays.targets(of(2**18, 0.125)), delays.targets(of(25_000_000, 0.28))
+    assert small.met and str(small).startswith(
+        "2.5 round trips a call (4 hosts, 100mbit+50ms, 262,144 elements), at mo"
+    )
+    assert not large.met and str(large).endswith("at most 3: missed")
+    for other in (of(2**18, 0.1, "100mbit"), of(2**20, 0.1)):
+        assert delays.targets(other) == []
+    assert delays.line(of(2**18, 0.1, "100mbit")) == ""
+    assert delays.line(of(2**18, 0.125)).endswith("2.5 round trips a call, 0.9 beyond its bytes' time")
+    assert "100mbit+50ms" in report.table([of(2**18, 0.125), *(replace(of(2**18, 1.0), kind=kind) for kind in KINDS)])
+
+
+class Clock:
+    """Of a rank: `maximum` takes three seconds, and the slowest rank's clock says what ours does."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+
+@pytest.mark.parametrize(("one_clock", "slept"), [(False, 0.0), (True, 3.0)])
+def test_a_barrier_ends_at_one_time_where_ranks_share_a_clock(
+    monkeypatch: pytest.MonkeyPatch, one_clock: bool, slept: float
+) -> None:
+    clock = Clock()
+
+    def maximum(values: Tensor) -> Tensor:
+        clock.now += 3.0
+        return values
+
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "time", clock)
+    monkeypatch.setattr(clock, "monotonic", clock.perf_counter, raising=False)
+    own = ranks.Ranks(torch.device("cpu"), lambda text: None, one_clock=one_clock)
+    monkeypatch.setattr(own, "maximum", maximum)
+    own.barrier()
+    assert clock.slept == pytest.approx(slept)
+
+
+@pytest.fixture(scope="module")
+def delay_available(lab_available: None) -> None:
+    """Skips where the router cannot run."""
+    try:
+        with NetworkLab(2, rtt="20ms"):
+            pass
+    except WrongLink:
+        raise
+    except LabUnavailable as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="module")
+def delayed(delay_available: None) -> Iterator[NetworkLab]:
+    with NetworkLab(3, rate="100mbit", rtt="20ms") as lab:
+        yield lab
+
+
+def hosts_of(lab: NetworkLab) -> list[Host]:
+    return [Host(name, lab.address(k)) for k, name in enumerate(lab.namespaces)]
+
+
+def routers(lab: NetworkLab) -> list[int]:
+    return pids_on([lab.bridge])
+
+
+@pytest.mark.netlab
+def test_delay_and_rate_are_what_was_asked(delayed: NetworkLab) -> None:
+    for _ in range(3):  # the median of each; once is enough
+        found = link_check.round_trips(hosts_of(delayed), pings=9)
+        if all(trip == pytest.approx(0.02, rel=0.1) for trip in found):
+            break
+    else:
+        pytest.fail(f"round trips of {found} s")
+    for host in range(3):
+        for shaper in (incoming(delayed, host), outgoing(delayed, host)):
+            assert (shaper["kind"], shaper["rate"]) == ("tbf", 100e6 / 8)
+    assert len(routers(delayed)) == 1
+
+
+@pytest.mark.netlab
+def test_counters_count_what_passes_the_router(delayed: NetworkLab, script: Callable[[str], list[str]]) -> None:
+    sent = sent_to_host_0(delayed, script, 2_000_000)
+    assert 2_000_000 < sent[1] < 2_100_000
+    assert sent[0] < 200_000 and sent[2] < 500
+
+
+@pytest.mark.netlab
+def test_a_pulled_cable_can_be_plugged_in_again(delayed: NetworkLab) -> None:
+    hosts = hosts_of(delayed)[:2]
+    delayed.link_down(1)
+    with pytest.raises(TimeoutError):
+        link_check.round_trips(hosts, pings=1)
+    delayed.link_up(1)
+    until(lambda: _reached(hosts))
+
+
+def _reached(hosts: list[Host]) -> bool:
+    try:
+        return statistics.median(link_check.round_trips(hosts, pings=1)) > 0.015
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.netlab
+def test_links_change_without_rebuilding(delay_available: None) -> None:
+    """From the bridge to the router, to another delay, and back."""
+    with NetworkLab(2, rate="1gbit") as lab:
+        buffers = [tcp_buffers(lab, name) for name in BUFFERS]
+        assert not routers(lab)
+        for rtt in (0.03, 0.015):
+            lab.set_link(f"50mbit+{1e3 * rtt:g}ms")
+            assert len(routers(lab)) == 1
+            assert [most for *_, most in (tcp_buffers(lab, name) for name in BUFFERS)] == [64 << 20] * 2
+            assert statistics.median(link_check.round_trips(hosts_of(lab), 9)) > 0.9 * rtt
+        lab.set_link("1gbit")
+        assert not routers(lab)
+        assert [tcp_buffers(lab, name) for name in BUFFERS] == buffers
+        assert min(link_check.round_trips(hosts_of(lab), 9)) < 0.01
+
+
+def tcp_buffers(lab: NetworkLab, name: str) -> list[int]:
+    show = ["ip", "netns", "exec", lab.namespaces[1], "cat", f"/proc/sys/net/ipv4/{name}"]
+    return [int(part) for part in subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()]
+
+
+@pytest.mark.netlab
+def test_a_lab_whose_links_are_wrong_is_refused_and_removed(
+    delay_available: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise WrongLink("round trips take 7 ms")
+
+    monkeypatch.setattr(network, "reach_round_trip", refuse)
+    before = left_behind(os.getpid())
+    with pytest.raises(WrongLink, match=r"^round trips take 7 ms$"), NetworkLab(2, rtt="20ms"):
+        pytest.fail("it was entered")
+    assert left_behind(os.getpid()) == before
+
+
+@pytest.mark.netlab
+@pytest.mark.timeout(60)  # the ranks sleep for longer
+def test_without_its_router_a_run_ends(delay_available: None, script: Callable[[str], list[str]]) -> None:
+    with NetworkLab(2, rate="100mbit", rtt="20ms") as lab:
+        (router,) = routers(lab)
+        run = lab.start(script(SLEEP), launcher="env")
+        os.kill(router, signal.SIGKILL)
+        with pytest.raises(WrongLink, match="the delaying router ended with status -9"):
+            run.wait(timeout=3600)
+        assert not run.running() and not pids_on(lab.namespaces)
+        with pytest.raises(WrongLink, match="the delaying router ended"):
+            lab.set_link("100mbit+20ms")
+
+
+@pytest.mark.netlab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_behind(delay_available: None, script: Callable[[str], list[str]], number: int) -> None:
+    """Of a lab that is stopped, or killed: then its router ends by itself, and the next lab removes the rest."""
+    options = ["--hosts=2", "--rate=100mbit", "--rtt=20ms", "--launcher=env", "--", *script(SLEEP)]
+    command = [sys.executable, "-m", "perf.lab", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert "links of 100mbit and round trips of 20ms" in process.stdout.readline()
+        (bridge,) = (name for name in left_behind(process.pid) if name.endswith("bridge"))
+        (router,) = pids_on([bridge])
+    finally:
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    until(lambda: not Path(f"/proc/{router}").exists())
+    if number == signal.SIGKILL:
+        assert bridge in sweep_stale()
+    assert not left_behind(process.pid)
