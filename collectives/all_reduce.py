@@ -20,8 +20,10 @@ from onebit.collectives.averaging import average_slices
 from onebit.collectives.chunking import choose_chunks, shards_of
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Chunk, Exchange, facts
+from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.collectives.topology import Topology
+from onebit.collectives.undo import Undo
 from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
@@ -89,6 +91,7 @@ class CompressedAllReduce:
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hyper = hyper_table([Hyper()], self.device)
         self._pointers: Pointers | None = None
+        self._undo: Undo | None = None
         self._exchange = None if chunks == "auto" else self._build(int(chunks))
 
     def prepare(self) -> Exchange:
@@ -144,9 +147,13 @@ class CompressedAllReduce:
         self._flags.zero_()
         for chunk in exchange.chunks:
             backend.scan(chunk.slice, x, self._hyper, self._flags)
-        self.topology.everyone.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
+        undo = self._undo_of(exchange) if travel_in_messages([exchange]) else None
+        if undo is None:
+            self.topology.everyone.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
 
         def compress(chunk: Chunk) -> None:
+            if undo is not None:
+                undo.save(chunk)
             backend.compress(
                 chunk.slice,
                 x,
@@ -157,7 +164,14 @@ class CompressedAllReduce:
                 out=chunk.sent,
             )
 
-        exchange.run(compress, lambda chunk: backend.decode(chunk.span, chunk.replies, x))
+        def decode(chunk: Chunk) -> None:
+            if undo is not None:
+                read_flags([exchange], self._flags)
+            backend.decode(chunk.span, chunk.replies, x)
+
+        exchange.run(compress, decode)
+        if undo is not None:
+            undo.restore(self._flags)
         x.release()
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,6 +260,11 @@ class CompressedAllReduce:
         shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
         return self._way.of(self.topology, layout, self.device, self._scale, self._norm)
+
+    def _undo_of(self, exchange: Exchange) -> Undo:
+        if self._undo is None or self._undo.exchange is not exchange:
+            self._undo = Undo(exchange)
+        return self._undo
 
     def _bind(self, tensors: list[Tensor]) -> Pointers:
         if tensors and tensors[0].device != self.device:

@@ -1,8 +1,8 @@
-"""Restoring an exchange, where gradients are found not to be finite only after the first messages have left.
+"""Restoring an exchange, where values are found not to be finite only after the first messages have left.
 
 An exchange leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
-first are sent before the last gradients are there to be checked. So what an exchange changes is copied first, and
-restored where a step is skipped.
+first are sent before the last gradients are there to be checked; and small ones leave before anyone has asked the
+other ranks. So what an exchange changes is copied first, and restored where a step is skipped.
 
 A second residual buffer: 4 + 4/N + 1/8 B an element, with direct replies 4 + N/8 + 1/8. Bytes moved an element: reads
 4, writes 4; on a GPU the device decides whether to restore, which reads 8 and writes 4 more.
@@ -20,6 +20,7 @@ class Undo:
     """Room for what a step changes in an exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
         self._pairs = [[(t, torch.empty_like(t)) for t in _changed(chunk)] for chunk in exchange.chunks]
 
     def save(self, chunk: Chunk) -> None:

@@ -32,6 +32,7 @@ class Gradients:
     def reset(self) -> None:
         self.averaged_in_backward = False  # over all ranks that hold the same parameters
         self.node_mean: bool | None = None  # whether DDP's hook has averaged all of them over the node, if it was there
+        self.ranks_agreed = False  # whether `flags` are those of all ranks
         self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
         self._averaged: list[Version] | None = None
@@ -88,10 +89,12 @@ class Gradients:
         found_inf: Tensor | int | None,
         squares: Tensor | None = None,
         by_slices: bool = False,
+        agree: bool = True,
     ) -> None:
         """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked.
 
-        by_slices: this rank looks at its slices alone, and others of its node at theirs.
+        by_slices: this rank looks at its slices alone, and others of its node at theirs. agree: `flags` become those of
+        all ranks; without, of this one alone.
         """
         if not unchanged(self._checked, states, in_place=False):
             self._clip = None  # it was made for others
@@ -107,7 +110,9 @@ class Gradients:
                 state.backend.scan(span, state.gradients, hyper, self.flags, by_block)
                 if squares is not None and by_block is not None:
                     squares += by_block.sum(dtype=torch.float64)
-        everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
+        if agree:
+            everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
+        self.ranks_agreed = agree
         self._checked = versions_of(states)
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:

@@ -189,6 +189,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         flags, kind = self._averaged_and_checked(), self.kind
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
         algorithm, step = self.setup.algorithm, self.current.stages.steps + 1
+        if in_messages := not self.gradients.ranks_agreed:
+            self.current.exchange_flags(hyper, flags)
         for part in self.current.parts:
             if part.reducer is None:
                 algorithm.full_step(part.state, hyper, flags)
@@ -203,6 +205,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     part.local.synchronize(hyper)
         if kind == "1 bit":
             self.overlap.restore(flags)
+        if in_messages:
+            self.current.restore(flags)
         self._count(flags, kind)
         self.watch.check(self.setup, self.current)
 
@@ -461,18 +465,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{what} within at_last_sync(): there the model is not this rank's. Leave the block first")
 
     def _averaged_and_checked(self) -> Tensor:
-        """Average gradients where that is due. int32 [1]: not 0 where one of them is not finite on any rank."""
+        """Average gradients where that is due. int32 [1]: not 0 where one of them is not finite on any rank, or on
+        this one, as long as `gradients.ranks_agreed` is False."""
         self.overlap.disable_if_gradients_changed()
         states = self.current.states
         if self.overlap.on and self.kind == "1 bit":
             self.overlap.wait_for_replies(self.gradients.flags)
+            self.gradients.ranks_agreed = True
             for state in states:
                 state.bind_tensors()
         elif not self.gradients.were_checked(states):  # else clip_grad_norm_ was here
-            self._average_and_check_gradients()
+            self._average_and_check_gradients(agree=self.kind != "1 bit" or not self.current.flags_travel)
         return self.gradients.flags
 
-    def _average_and_check_gradients(self, squares: Tensor | None = None) -> None:
+    def _average_and_check_gradients(self, squares: Tensor | None = None, agree: bool = True) -> None:
         """Average them, where nobody else does, and find out if all are finite. A full-precision step: over all ranks;
         a compressed one: over those of a node, of which each then has the mean of its slice, and what is finite over
         all; a local one: both over the ranks that move alike."""
@@ -488,9 +494,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             elif not self.gradients.node_mean:
                 self.gradients.average(states, topology.node, unscale, wire)
         alike = topology.everyone if kind in ("full", "1 bit") else topology.sender
-        self.gradients.check_finite(
-            states, alike, self.write_hyper(unscale), found_inf, squares, by_slices=kind == "1 bit"
-        )
+        hyper = self.write_hyper(unscale)
+        self.gradients.check_finite(states, alike, hyper, found_inf, squares, by_slices=kind == "1 bit", agree=agree)
 
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be. What backward has averaged over ranks whose

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from onebit.collectives.exchange import Chunk
+from onebit.collectives.flags import read_flags, travel_in_messages
+from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
 from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
@@ -64,6 +67,7 @@ class Snapshot:
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
     ranks_agree: bool = field(default=False)  # whether all ranks were found to have the same model and options
+    _undo: list[Undo] = field(default_factory=list)  # of each reducer, once messages of this process had flags
 
     @property
     def states(self) -> list[FlatState]:
@@ -87,6 +91,32 @@ class Snapshot:
     def reads_steps(self) -> bool:
         """Whether the host has to know of every step: in stage 1, and until the first compressed step was taken."""
         return not self.stages.compressing or any(FIRST_MOMENTUM.name in state for state in self.states)
+
+    @property
+    def flags_travel(self) -> bool:
+        """Whether messages are so small that they leave before anyone has asked for the other ranks' flags."""
+        return travel_in_messages([reducer.exchange for reducer in self.reducers])
+
+    def exchange_flags(self, hyper: Tensor, flags: Tensor) -> None:
+        """All messages of a compressed step, with this rank's flags, which become those of all ranks."""
+        reducers = self.reducers
+        self._undo = self._undo or [Undo(reducer.exchange) for reducer in reducers]
+        for reducer, undo in zip(reducers, self._undo, strict=True):
+
+            def compress(chunk: Chunk, reducer: MomentumReducer = reducer, undo: Undo = undo) -> None:
+                undo.save(chunk)
+                reducer.compress(chunk, hyper, flags)
+
+            reducer.keep_previous_momentum()
+            reducer.exchange.run(compress)
+        read_flags([reducer.exchange for reducer in reducers], flags)
+        for reducer in reducers:
+            reducer.mark_arrived()
+
+    def restore(self, flags: Tensor) -> None:
+        """After `exchange_flags` and the updates: where the step was not taken, all is as before."""
+        for undo in self._undo:
+            undo.restore(flags)
 
     def freeze(self, setup: Setup) -> ZeroCounts:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""

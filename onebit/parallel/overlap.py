@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from onebit.collectives.flags import read_flags
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
 from onebit.optim.algorithm import Kind
@@ -127,11 +128,8 @@ class Overlap:
         """Every reply is there, and `flags` and all of them say whether the step must not be taken."""
         self._finish(self._flight or self._start())
         assert self._snapshot is not None
-        reducers = self._snapshot.reducers
-        replies = [reducer.replies.flags for reducer in reducers]
-        flags.copy_(torch.stack([marked.max() for marked in replies]).max())
-        for reducer, marked in zip(reducers, replies, strict=True):
-            marked.copy_(flags.expand_as(marked))
+        read_flags([reducer.exchange for reducer in self._snapshot.reducers], flags)
+        for reducer in self._snapshot.reducers:
             reducer.mark_arrived()
 
     def restore(self, flags: Tensor | None = None) -> None:

@@ -170,8 +170,10 @@ def test_it_telescopes(drawn):
         Case((300, 63), chunks=2, steps=4, scale="tensor", reply=2),
         Case((100,), steps=4, dtype="float16"),
         Case((100, 7), steps=4, dtype="bfloat16", scale="tensor"),
+        Case((300, 63), steps=4, reply="direct"),
+        Case((300, 63), steps=4, scale="tensor", reply=2),
     ],
-    ids=["block", "tensor", "direct", "direct-tensor", "two-bits", "fp16", "bf16-tensor"],
+    ids=["block", "tensor", "direct", "direct-tensor", "two-bits", "fp16", "bf16-tensor", "direct-one", "two-bits-one"],
 )
 def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(case, value):
     """The steps around the bad one are those of a run that never met it."""

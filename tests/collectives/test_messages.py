@@ -49,6 +49,13 @@ def test_the_pipeline_in_one_order_on_all_ranks(size):
     ]  # fmt: skip
 
 
+def test_one_small_message_carries_its_flag():
+    """No round is spent on asking."""
+    for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):
+        assert [event for event in events if event.startswith("all_max")] == []
+        assert len(events) == 4  # two collectives, started and waited for
+
+
 GATHER_SCATTER = ("gather phase (all-to-all", "scatter phase (all-gather")
 
 

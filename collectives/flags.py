@@ -1,0 +1,32 @@
+"""Whether a value on any rank is not finite: asked before the exchange, or read from its messages.
+
+To ask takes a round of its own. Where everything is one small message a rank, each carries its rank's flag instead:
+every rank finds it in the replies, and what the exchange changed is restored (`onebit.collectives.undo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.exchange import Exchange
+
+MOST_ELEMENTS = 2**20  # up to which copying what an exchange changes takes less than a round
+
+
+def travel_in_messages(exchanges: Sequence[Exchange]) -> bool:
+    """Whether no round is spent on flags. The same on all ranks."""
+    elements = sum(exchange.layout.elements for exchange in exchanges)
+    several = any(exchange.everyone.size > 1 for exchange in exchanges)
+    return several and elements <= MOST_ELEMENTS and all(len(exchange.chunks) == 1 for exchange in exchanges)
+
+
+def read_flags(exchanges: Sequence[Exchange], flags: Tensor) -> None:
+    """After exchanges whose messages had flags of their own: `flags`, int32 [1], is set where any was, and all replies
+    are marked alike."""
+    replies = [exchange.replies.flags for exchange in exchanges]
+    flags.copy_(torch.stack([marked.max() for marked in replies]).max())
+    for marked in replies:
+        marked.copy_(flags.expand_as(marked))
