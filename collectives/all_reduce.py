@@ -169,7 +169,7 @@ class CompressedAllReduce:
                 read_flags([exchange], self._flags)
             backend.decode(chunk.span, chunk.replies, x)
 
-        exchange.run(compress, decode)
+        exchange.run(compress, decode, chunks=None if undo is None else undo.chunks)
         if undo is not None:
             undo.restore(self._flags)
         x.release()

@@ -206,13 +206,17 @@ class Exchange(ABC):
         backwards: bool = False,
         over: Transport | None = None,
         node: Transport | None = None,
+        chunks: Sequence[Chunk] | None = None,
     ) -> Messages:
         """Exchange every chunk: `compress` writes a chunk's messages, `use` reads its replies.
 
-        backwards: the last chunk first. over, node: other transports of the same ranks.
+        backwards: the last chunk first. over, node: other transports of the same ranks. chunks: `Undo.chunks`, where
+        the step may have to be undone.
         """
         self.agree()
-        chunks = self.chunks[::-1] if backwards else self.chunks
+        chunks = list(chunks or self.chunks)
+        if backwards:
+            chunks.reverse()
         spread = Spread(node or self.node, use)
         self._pipeline(chunks, over or self.transport, compress, spread.start)
         spread.finish()

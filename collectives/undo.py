@@ -4,43 +4,60 @@ An exchange leaves state as it was when every message of a step has the flag. Wh
 first are sent before the last gradients are there to be checked; and small ones leave before anyone has asked the
 other ranks. So what an exchange changes is copied first, and restored where a step is skipped.
 
-A second residual buffer: 4 + 4/N + 1/8 B an element, with direct replies 4 + N/8 + 1/8. Bytes moved an element: reads
-4, writes 4; on a GPU the device decides whether to restore, which reads 8 and writes 4 more.
+compress and average keep residuals as they read them: 4 + 4/N B an element of memory, written once, and with direct
+replies 4. The last replies are copied: 1/8 B an element is read and written, with direct ones N/8. On a GPU the device
+decides whether to restore, by a flag that it reads.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
+from onebit.kernels.data.residual import Residual
 
 
 class Undo:
-    """Room for what a step changes in an exchange."""
+    """Room for what a step changes in an exchange. Such a step runs with these `chunks`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self._pairs = [[(t, torch.empty_like(t)) for t in _changed(chunk)] for chunk in exchange.chunks]
+        self.chunks = [_keeping(chunk) for chunk in exchange.chunks]
+        self._copied = [[(t, torch.empty_like(t)) for t in _copied(chunk)] for chunk in self.chunks]
 
     def save(self, chunk: Chunk) -> None:
         """Before this chunk is compressed."""
-        for now, kept in self._pairs[chunk.index]:
+        for now, kept in self._copied[chunk.index]:
             kept.copy_(now)
 
     def restore(self, flags: Tensor | None = None) -> None:
         """Every chunk as it was kept: where `flags`, int32 [1], is set, or always. On a GPU the host does not wait."""
-        if flags is not None and flags.device.type == "cpu" and not int(flags):
-            return
-        for now, kept in (pair for pairs in self._pairs for pair in pairs):
-            if flags is None or flags.device.type == "cpu":
-                now.copy_(kept)
-            else:
-                torch.where(flags != 0, kept, now, out=now)
+        for chunk, copied in zip(self.chunks, self._copied, strict=True):
+            for now, kept in [*_kept(chunk), *copied]:
+                if flags is None:
+                    now.copy_(kept)
+                else:
+                    self.exchange.backend.restore(now, kept, flags)
 
 
-def _changed(chunk: Chunk) -> list[Tensor]:
+def _keeping(chunk: Chunk) -> Chunk:
+    def of(residual: Residual) -> Residual:
+        return replace(residual, before=torch.empty_like(residual.value))
+
+    server = chunk.server and replace(chunk.server, residual=of(chunk.server.residual))
+    return replace(chunk, residual=of(chunk.residual), server=server)
+
+
+def _kept(chunk: Chunk) -> list[tuple[Tensor, Tensor]]:
+    """By compress and average."""
+    return [(each.value, each.before) for each in chunk.residuals if each.before is not None]
+
+
+def _copied(chunk: Chunk) -> list[Tensor]:
     """Its own reply too: a flagged message leaves in it what the last step had."""
-    states = [t for residual in chunk.residuals for t in (residual.value, residual.scale) if t is not None]
+    scales = [residual.scale for residual in chunk.residuals if residual.scale is not None]
     replies = {each.buffer.data_ptr(): each.buffer for each in (chunk.arriving, chunk.replies)}  # one with one level
-    return [*states, chunk.own_reply.buffer, *replies.values()]
+    return [*scales, chunk.own_reply.buffer, *replies.values()]

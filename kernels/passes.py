@@ -86,9 +86,10 @@ class Backend(Protocol):
         1-bit Adam (Tang et al. 2021), Algorithm 1, lines 6 and 7; 1-bit LAMB (Li et al. 2021), Algorithm 1, lines 6
         and 7. gamma_p = 1 without `gamma`. Blocks [k S, (k + 1) S) of the span go into message k of `out`, S being
         the format's shard_blocks. Where `live` has no bit, c, e and the bit are 0, and no scale sums or counts it.
-        With `flags` set only the headers are written.
+        With `flags` set only the headers are written. Where the residual has `before`, the old e goes there, flag or
+        not.
 
-        Bytes: reads g 4, e 4, m 1/8; writes e 4, bits 1/8. 12.25, and 1/8 more with `live`.
+        Bytes: reads g 4, e 4, m 1/8; writes e 4, bits 1/8. 12.25, and 1/8 more with `live`, 4 with `before`.
         """
 
     def average(
@@ -101,10 +102,16 @@ class Backend(Protocol):
 
         1-bit Adam (Tang et al. 2021), Algorithm 1, line 10; 1-bit LAMB (Li et al. 2021), Algorithm 1, line 10.
         `span` is this rank's shard, and `live` that shard's mask. If any message received carries a flag, so does
-        `out`, and only its header is written.
+        `out`, and only its header is written. `before` of the residual is as in compress.
 
         Bytes an element of the shard, with N ranks: reads bits N/8, E 4; writes E 4, bits 1/8. 8.125 + N/8, and 1/8
-        more with `live` and with 2 bits.
+        more with `live` and with 2 bits, 4 with `before`.
+        """
+
+    def restore(self, now: Tensor, kept: Tensor, flags: Tensor) -> None:
+        """now = kept, bit for bit, where flags[0] is not 0. Any two contiguous tensors of the same whole 4 bytes.
+
+        Bytes: none; where the flag is set all of `kept` is read, and `now` written.
         """
 
     def decode(self, span: Span, messages: Messages, out: Pointers) -> None:
@@ -330,21 +337,22 @@ def bytes_per_element(
     masked: bool = False,
     copies: int = 1,
     reply_bits: int = 1,
+    kept: bool = False,
 ) -> float:
     """Bytes that the pass `name` of PASSES moves for one element; scales (1/64 bit with blocks of 2048) are left out.
 
     `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
     passes that take one get a live mask. `copies`: the messages of a block that momentum and replies have;
-    `reply_bits`: the bits of an element in each.
+    `reply_bits`: the bits of an element in each. `kept`: residuals are written as they were, too.
     """
-    replies = copies * reply_bits * BIT
+    replies, before = copies * reply_bits * BIT, 4 if kept else 0
     momentum, live = replies if packed else 4, BIT if masked else 0
     parameter = 4 + 4 + itemsize if master else 2 * itemsize
     match name:
         case "compress":
-            return itemsize + 4 + momentum + 4 + BIT + live
+            return itemsize + 4 + momentum + 4 + BIT + live + before
         case "average":
-            return ranks * BIT + 4 + 4 + reply_bits * BIT + live
+            return ranks * BIT + 4 + 4 + reply_bits * BIT + live + before
         case "decode":
             return replies + itemsize
         case "scan":

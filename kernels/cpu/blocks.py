@@ -188,6 +188,13 @@ def clear(start, stop):
 
 
 @tile
+def copy_block(target, source, block, size):
+    """A block of flat state, where `target` is one."""
+    if target != 0:
+        copy(target + 4 * block * size, source + 4 * block * size, 4 * size)
+
+
+@tile
 def of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes):
     """Where the scales and the bits of a block lie, in the first of the messages it is in, `row_bytes` apart. An
     element has as many bits as there are planes."""

@@ -26,6 +26,7 @@ from onebit.kernels.cpu.blocks import (
     any_flag,
     at,
     clear,
+    copy_block,
     count_of,
     flag_of,
     hyper_of,
@@ -124,13 +125,14 @@ def _compress(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
     gammas: int, m_flat: int, m_scales: int, m_bits: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
-    live: int, value: int, residual_scale: int, partial: int, counted: int, header: int, scales: int, bits: int,
-    tensor: int, l2: int,
+    live: int, value: int, before: int, residual_scale: int, partial: int, counted: int, header: int, scales: int,
+    bits: int, tensor: int, l2: int,
 ) -> None:  # fmt: skip
     flag, packed = int_at(flags), m_bits != 0 and m_copies == 1 and m_planes == 1
     unpacked = m_bits != 0 and not packed
     for block in range(first, stop):
         row = block // shard_blocks
+        copy_block(before, value, block, size)
         if block % shard_blocks == 0:
             write_header(header + row * row_bytes, flag, fingerprint, shard_blocks, 1)
         if flag == 0:
@@ -198,17 +200,20 @@ def _finish_two_bits(summed, kept, valid, size, value, bits, scale):
 def _average(
     first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
     row_bytes: int, in_tensor: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
-    in_header: int, in_scales: int, in_bits: int, live: int, value: int, residual_scale: int,
+    in_header: int, in_scales: int, in_bits: int, live: int, value: int, before: int, residual_scale: int,
     partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int, planes: int,
 ) -> None:  # fmt: skip
     flag = any_flag(in_header, ranks, row_bytes)
     if first == 0:
         write_header(header, flag, fingerprint, shard_blocks, planes)
     if flag != 0:
+        for block in range(first, stop):
+            copy_block(before, value, block, size)
         return
     last = ZERO if tensor == 0 else float_at(residual_scale)
     for block in range(first, stop):
         _, _, _, valid = locate(first_block + block, owner, rows, size)
+        copy_block(before, value, block, size)
         kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch)
         scale, its_bits = of_message(scales, bits, block, shard_blocks, 0, size, tensor, 1, planes)
         in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, in_tensor, 1, 1)
@@ -284,8 +289,8 @@ def compress(
     form = out.format
     arguments = (
         *over(span), *table(grads), at(hyper), at(flags), form.shard_blocks, form.nbytes, form.fingerprint,
-        at(gamma), *momentum_at(momentum), at(live), at(residual.value), at(residual.scale), at(residual.partial),
-        at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+        at(gamma), *momentum_at(momentum), at(live), at(residual.value), at(residual.before), at(residual.scale),
+        at(residual.partial), at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
     )  # fmt: skip
     over_blocks(_compress, span.count, form.block_size, arguments, scratch_blocks=2)
     _finish_scales(residual, out)
@@ -296,9 +301,9 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     form = out.format
     arguments = (
         *over(span), received.format.nbytes, int(received.format.scale == "tensor"), form.fingerprint, received.rows,
-        1 / received.rows, form.shard_blocks, *parts(received), at(live), at(residual.value), at(residual.scale),
-        at(residual.partial), at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
-        form.bits,
+        1 / received.rows, form.shard_blocks, *parts(received), at(live), at(residual.value), at(residual.before),
+        at(residual.scale), at(residual.partial), at(residual.counted), *parts(out), int(form.scale == "tensor"),
+        int(form.norm == "l2"), form.bits,
     )  # fmt: skip
     over_blocks(_average, span.count, form.block_size, arguments)
     _finish_scales(residual, out)

@@ -24,6 +24,7 @@ class Residual:
     partial: Tensor | None  # fp32 [blocks]: scratch for the sum over a message
     counted: Tensor | None  # int32 [blocks]: scratch for the count over a message
     counter: Tensor | None  # int32 [messages]: scratch, 0 between launches
+    before: Tensor | None = None  # fp32 [elements]: where compress and average write what `value` was, if wanted
 
     @classmethod
     def zeros(

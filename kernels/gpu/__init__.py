@@ -4,6 +4,7 @@ from onebit.kernels.gpu.adam import adam_update, adam_warmup
 from onebit.kernels.gpu.codec import average, compress, decode
 from onebit.kernels.gpu.lamb import lamb_statistics, lamb_warmup
 from onebit.kernels.gpu.local_steps import zero_one_local, zero_one_sync
+from onebit.kernels.gpu.restore import restore
 from onebit.kernels.gpu.scan import scan
 from onebit.kernels.gpu.zero_one import zero_one_full, zero_one_update
 
@@ -15,6 +16,7 @@ __all__ = [
     "decode",
     "lamb_statistics",
     "lamb_warmup",
+    "restore",
     "scan",
     "zero_one_full",
     "zero_one_local",

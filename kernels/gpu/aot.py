@@ -136,6 +136,7 @@ def variants() -> dict[str, Workload]:
         "fp32, tensor scale, masked, scaled": Workload(sizes, scale="tensor", masked=True, scaled=True),
         "fp32, messages of 2 ranks": Workload(sizes, ranks=1, copies=2),
         "fp32, replies of 2 bits": Workload(sizes, reply_bits=2),
+        "fp32, residuals kept": Workload(sizes, kept=True),
         "bf16": Workload(sizes, dtype=torch.bfloat16),
         "fp16, no master copy": Workload(sizes, dtype=torch.float16, master=False),
     }
@@ -148,6 +149,7 @@ def report(targets: Sequence[str] = tuple(TARGETS)) -> list[dict[str, Any]]:
         with recorded() as launches:
             for each in workload.passes(gpu).values():
                 each.run()
+            gpu.restore(workload.exp_avg(), workload.exp_avg_sq(), workload.flags())
         for launch in launches:
             for target in targets:
                 compiled = compile_launch(launch, target)

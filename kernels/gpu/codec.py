@@ -35,7 +35,7 @@ from onebit.kernels.gpu.launch import (
 @tiles.entry
 def compress_kernel(
     owner, parameter_table, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
-    gamma, m_flat, m_scales, m_bits, m_row_bytes, live, value, residual_scale, partial, counted, counter,
+    gamma, m_flat, m_scales, m_bits, m_row_bytes, live, value, before, residual_scale, partial, counted, counter,
     header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr, L2: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
@@ -49,6 +49,8 @@ def compress_kernel(
             j = block % shard_blocks
             block_value = value + block.to(tl.int64) * BLOCK
             kept = tiles.load_flat(block_value, BLOCK, TILE)
+            if before is not None:
+                tiles.store_flat(before + block.to(tl.int64) * BLOCK, kept, BLOCK, TILE)
             p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             g_base, g_valid, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
             h = tiles.group_row(hyper, group)
@@ -88,7 +90,7 @@ def compress_kernel(
 @tiles.entry
 def average_kernel(
     owner, parameter_table, first_block, blocks, row_bytes, fingerprint, ranks, inverse_ranks,
-    in_header, in_scales, in_bits, live, value, residual_scale, partial, counted, counter, header, scales, bits,
+    in_header, in_scales, in_bits, live, value, before, residual_scale, partial, counted, counter, header, scales, bits,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
     IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -98,6 +100,8 @@ def average_kernel(
         if block < blocks:
             block_value = value + block.to(tl.int64) * BLOCK
             kept = tiles.load_flat(block_value, BLOCK, TILE)
+            if before is not None:
+                tiles.store_flat(before + block.to(tl.int64) * BLOCK, kept, BLOCK, TILE)
             _, _, _, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
             if block == 0:
                 tiles.write_header(header, flag, fingerprint, blocks, BITS)

@@ -94,6 +94,7 @@ def momentum_format_arguments(momentum: Tensor | Messages | None) -> dict[str, A
 def residual_arguments(residual: Residual) -> dict[str, Any]:
     return {
         "value": residual.value,
+        "before": residual.before,
         "residual_scale": residual.scale,
         "partial": residual.partial,
         "counted": residual.counted,

@@ -1,4 +1,4 @@
-"""compress, average and decode in plain PyTorch.
+"""compress, average, restore and decode in plain PyTorch.
 
 Elementwise steps are in the order and rounding of the fused kernels, so that signs agree to the last bit.
 """
@@ -39,6 +39,7 @@ def compress(
 
     With `gamma`: c = beta1 m + gamma_p ((1 - beta1) g') + e.
     """
+    _keep(residual)
     out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
     out.flags.copy_(flags.expand(out.rows))
     if bool(flags.any()):
@@ -54,6 +55,7 @@ def compress(
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
     """C = mean_i decode(received_i) + E;  out = compress(C), in 1 bit or 2;  E = C - decode(out)."""
+    _keep(residual)
     out.header.copy_(torch.tensor(out.format.header, dtype=torch.int32))
     out.flags.copy_((received.flags != 0).any().expand(out.rows))
     if bool(out.flags.any()):
@@ -65,9 +67,20 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     encode(span, total * (1 / received.rows), residual, out, live)
 
 
+def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
+    """now = kept where flags is set."""
+    if int(flags):
+        now.copy_(kept)
+
+
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """x = scale sigma; NaN where the message is flagged, which is what an uncompressed mean would give."""
     scatter(span, out, lambda _: torch.where(unflagged_blocks(messages), message_values(messages), torch.nan))
+
+
+def _keep(residual: Residual) -> None:
+    if residual.before is not None:
+        residual.before.copy_(residual.value)
 
 
 def message_values(messages: Messages) -> Tensor:

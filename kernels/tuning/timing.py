@@ -5,18 +5,32 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 _FLUSH_BYTES = 2**28  # more than any GPU's cache holds
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
-    """Median time of `run`, after `warmup` runs that are not timed."""
+@dataclass(frozen=True)
+class Timing:
+    """The median of many runs, and half the distance between their quartiles."""
+
+    seconds: float
+    spread: float = 0.0
+
+
+def timing(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> Timing:
+    """Of `run`, after `warmup` runs that are not timed."""
     for _ in range(warmup):
         run()
     times = _device_seconds(run, device, repeats) if device.type == "cuda" else _host_seconds(run, repeats)
-    return statistics.median(times)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return Timing(median, (high - low) / 2)
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
+    return timing(run, device, repeats, warmup).seconds
 
 
 def _host_seconds(run: Callable[[], object], repeats: int) -> list[float]:

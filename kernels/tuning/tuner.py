@@ -24,7 +24,7 @@ import torch
 from onebit.kernels.passes import load
 from onebit.kernels.tuning import cache
 from onebit.kernels.tuning.machine import device_name, versions
-from onebit.kernels.tuning.timing import median_seconds
+from onebit.kernels.tuning.timing import Timing, timing
 from onebit.kernels.tuning.workload import Pass, Workload
 
 logger = logging.getLogger("onebit")
@@ -48,7 +48,8 @@ class Choice:
 
 
 DEFAULT = Config(blocks_per_program=1, warps=8)
-ELEMENTS = 2**24
+ELEMENTS = 2**26  # on an H100 the shortest pass then takes some 80 us, well above what times differ by
+FEWER = 2**24  # where there is no room for so many
 # Which pass runs a kernel. LAMB's warmup launches two.
 PASS_OF = {
     "compress_kernel": "compress",
@@ -70,8 +71,9 @@ SUMMING_KERNELS = {
     "compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel",
     "zero_one_full_kernel",
 }  # fmt: skip
-_EQUAL = 1.01  # times this close are the same: the earlier candidate wins
+_EQUAL = 0.01  # of the fastest time: what is as close, or within the spread of either, is as fast
 
+_NEVER = Timing(math.inf)
 _known: dict[tuple[str, torch.device, torch.dtype], Config] = {}
 _lock = threading.RLock()
 _suspended = 0
@@ -95,23 +97,30 @@ def lookup(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
 
 
 def choose(
-    options: Sequence[Config], measure: Callable[[Config], float], trying: Callable[[Config], None] | None = None
+    options: Sequence[Config], measure: Callable[[Config], Timing], trying: Callable[[Config], None] | None = None
 ) -> Choice:
     """The fastest of `options`; of equally fast ones the earliest. One that cannot run is skipped. `trying` is called
     with each option before it is measured.
     """
-    seconds = {}
+    times = {}
     for option in options:
         if trying is not None:
             trying(option)
         try:
-            time = measure(option)
+            found = measure(option)
         except Exception as error:  # out of shared memory, a compiler's limit: each version raises its own
             logger.debug("%s does not run here: %s", option, error)
-            time = math.inf
-        seconds[option] = time if math.isfinite(time) and time > 0 else math.inf
-    fastest = min(seconds.values())
-    return Choice(next(o for o in options if seconds[o] <= fastest * _EQUAL), seconds)
+            found = _NEVER
+        times[option] = found if math.isfinite(found.seconds) and found.seconds > 0 else _NEVER
+    fastest = min(times.values(), key=lambda time: time.seconds)
+    chosen = next(option for option in options if _as_fast(times[option], fastest))
+    return Choice(chosen, {option: time.seconds for option, time in times.items()})
+
+
+def _as_fast(time: Timing, fastest: Timing) -> bool:
+    if fastest is _NEVER:
+        return True
+    return time.seconds <= fastest.seconds + max(_EQUAL * fastest.seconds, time.spread, fastest.spread)
 
 
 def tune(
@@ -119,7 +128,7 @@ def tune(
     device: torch.device,
     dtype: torch.dtype,
     elements: int = ELEMENTS,
-    measure: Callable[[Config], float] | None = None,
+    measure: Callable[[Config], Timing] | None = None,
     trying: Callable[[Config], None] | None = None,
 ) -> Choice:
     """Measure a kernel's candidates on a GPU, use the best from now on, and write it to the cache."""
@@ -182,22 +191,25 @@ def _first_use(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
         "Choosing how to run %s (%s) on %s: a few seconds, once. `onebit tune` does it ahead of time.",
         kernel, dtype, device_name(device),
     )  # fmt: skip
-    try:
-        choice = tune(kernel, device, dtype)
-    except RuntimeError as error:  # no memory left beside the model
-        logger.info("Running %s with defaults: measuring was not possible (%s)", kernel, error)
-        return DEFAULT
-    logger.info("Running %s with %s from now on", kernel, choice.config)
-    return choice.config
+    for elements in (ELEMENTS, FEWER):
+        try:
+            choice = tune(kernel, device, dtype, elements)
+        except RuntimeError as error:  # no memory left beside the model
+            why = error
+        else:
+            logger.info("Running %s with %s from now on", kernel, choice.config)
+            return choice.config
+    logger.info("Running %s with defaults: measuring was not possible (%s)", kernel, why)
+    return DEFAULT
 
 
-def gpu_measure(kernel: str, device: torch.device, dtype: torch.dtype, elements: int) -> Callable[[Config], float]:
+def gpu_measure(kernel: str, device: torch.device, dtype: torch.dtype, elements: int) -> Callable[[Config], Timing]:
     work = kernel_pass(kernel, device, dtype, elements)
 
-    def measure(config: Config) -> float:
+    def measure(config: Config) -> Timing:
         _known[kernel, device, dtype] = config
         with _synchronising():
-            return median_seconds(work.run, device)
+            return timing(work.run, device)
 
     with _synchronising():
         work.run()  # makes the buffers: where memory is short, nothing is measured

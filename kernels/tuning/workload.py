@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,8 +58,8 @@ class Workload:
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
     some coordinates out. `copies`: the messages that momentum and replies have of each block; `reply_bits`: the bits an
-    element has in them. `scaled`: messages hold each parameter's momentum times a gamma of its own. Each buffer is a
-    method, and is made when it is first called.
+    element has in them. `scaled`: messages hold each parameter's momentum times a gamma of its own. `kept`: residuals
+    are also written as they were. Each buffer is a method, and is made when it is first called.
     """
 
     def __init__(
@@ -77,11 +77,12 @@ class Workload:
         master: bool | None = None,
         masked: bool = False,
         scaled: bool = False,
+        kept: bool = False,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         sizes = [numels] if isinstance(numels, int) else list(numels)
         self.device, self.dtype, self.packed = torch.device(device), dtype, packed
-        self.masked, self.scaled, self.copies = masked, scaled, copies
+        self.masked, self.scaled, self.copies, self.kept = masked, scaled, copies, kept
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format.of(self.layout, scale, norm)
@@ -178,6 +179,7 @@ class Workload:
             copies=self.copies,
             reply_bits=self.reply_format.bits,
             masked=self.masked,
+            kept=self.kept,
         )
         span = self.shard if name == "average" else self.span
         return round(each * int(span.counts().sum()))
@@ -348,7 +350,7 @@ class Workload:
         residual.value.copy_(self._flat(name, span).mul_(0.1))
         if residual.scale is not None:
             residual.scale.fill_(0.1)
-        return residual
+        return replace(residual, before=torch.full_like(residual.value, float("nan"))) if self.kept else residual
 
     def _messages(self, name: str, span: Span, form: Format, copies: int = 1) -> Messages:
         """One message a rank, as `span` (the whole layout, or the shard that all of them are for) is cut."""

@@ -108,7 +108,7 @@ class Snapshot:
                 reducer.compress(chunk, hyper, flags)
 
             reducer.keep_previous_momentum()
-            reducer.exchange.run(compress)
+            reducer.exchange.run(compress, chunks=undo.chunks)
         read_flags([reducer.exchange for reducer in reducers], flags)
         for reducer in reducers:
             reducer.mark_arrived()

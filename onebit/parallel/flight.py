@@ -103,7 +103,8 @@ class Flight:
                 self._begun.wait()
                 for s in reversed(range(len(self._reducers))):
                     compress = partial(self._compress, s)
-                    self._exchanges[s].run(compress, backwards=True, over=self._replicas, node=self._node)
+                    undo, over, node = self._undo[s], self._replicas, self._node
+                    self._exchanges[s].run(compress, backwards=True, over=over, node=node, chunks=undo.chunks)
         except BaseException as error:
             self._error = error
 

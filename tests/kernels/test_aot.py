@@ -27,6 +27,7 @@ KERNELS = {
     "zero_one_update_kernel",
     "zero_one_local_kernel",
     "zero_one_sync_kernel",
+    "restore_kernel",
 }
 # fp32 streams of an all-fp32 model with packed momentum that are read and written in wide accesses.
 STREAMS = {
@@ -43,6 +44,7 @@ STREAMS = {
     "zero_one_update_kernel": (["v", "x"], ["x"]),
     "zero_one_local_kernel": (["g", "v", "m", "x", "e"], ["m", "x", "e"]),
     "zero_one_sync_kernel": (["v", "anchor"], ["x", "anchor", "m"]),
+    "restore_kernel": ([], []),  # rarely does anything
 }
 
 pytestmark = pytest.mark.timeout(600)

@@ -144,7 +144,7 @@ def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str]) -> list[Any]:
         cuda.log.append("run")
         compress(chunk)
 
-    undo = SimpleNamespace(save=lambda chunk: cuda.log.append("compress"))
+    undo = SimpleNamespace(chunks=[chunk], save=lambda chunk: cuda.log.append("compress"))
     reducer = SimpleNamespace(
         state=state, exchange=SimpleNamespace(chunks=[chunk], run=run), compress=lambda *arguments: None
     )
