@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Ranks, Transport, Work
+from onebit.collectives.transport.protocol import Averager, Ranks, Transport, Work
 from onebit.kernels.data.layout import Span
 
 BUCKET_BYTES = 25 * 2**20
@@ -46,10 +46,9 @@ def average_(
         return
     under_way: list[_Sent] = []
     for bucket in _buckets(tensors, bucket_bytes):
-        flat = _packed(bucket, factor).mul_(1 / transport.size)
-        if (wire := narrower(bucket[0].dtype, wire_dtype)) != bucket[0].dtype:
-            flat = flat.to(wire)
-        under_way.append(_Sent(transport.all_sum(flat, "averaging gradients (all-reduce)"), flat, bucket))
+        wire = narrower(own := bucket[0].dtype, wire_dtype)
+        flat, work = _start_mean(_packed(bucket, factor), transport, None if wire == own else wire)
+        under_way.append(_Sent(work, flat, bucket))
         if len(under_way) == _UNDER_WAY:
             _finish(under_way.pop(0), factor)
     for sent in under_way:
@@ -132,10 +131,23 @@ def _packed(bucket: list[Tensor], factor: Tensor | None) -> Tensor:
     return flat if factor is None else flat.float().mul_(factor)
 
 
+def _start_mean(flat: Tensor, transport: Ranks, wire: torch.dtype | None) -> tuple[Tensor, Work]:
+    """What travels, and becomes the mean. Ranks divide it beforehand, unless the collective does."""
+    phase = "averaging gradients (all-reduce)"
+    if isinstance(transport, Averager) and wire is None and flat.dtype == torch.float32:
+        work = transport.all_mean(flat, phase)
+        if work is not None:
+            return flat, work
+    flat.mul_(1 / transport.size)
+    if wire is not None:
+        flat = flat.to(wire)
+    return flat, transport.all_sum(flat, phase)
+
+
 def _finish(sent: _Sent, factor: Tensor | None) -> None:
     sent.work.wait()
     if len(sent.bucket) == 1 and sent.flat.data_ptr() == sent.bucket[0].data_ptr():
         return
     flat = sent.flat if factor is None else sent.flat.float().div_(factor)
-    for tensor, part in zip(sent.bucket, flat.split([t.numel() for t in sent.bucket]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    parts = flat.split([t.numel() for t in sent.bucket])
+    torch._foreach_copy_(sent.bucket, [part.view(t.shape) for t, part in zip(sent.bucket, parts, strict=True)])

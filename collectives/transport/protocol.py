@@ -77,6 +77,15 @@ class EarlyReceiver(Protocol):
         ...
 
 
+@runtime_checkable
+class Averager(Protocol):
+    """A transport that may have a collective for means."""
+
+    def all_mean(self, values: Tensor, phase: str) -> Work | None:
+        """values, fp32, = the elementwise mean over ranks, the same bit for bit on each. None: it has none for them."""
+        ...
+
+
 class Done:
     """Work that is over."""
 

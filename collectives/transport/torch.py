@@ -81,6 +81,13 @@ class TorchTransport:
             work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, source=host, landing=host.view(-1), out=values)
 
+    def all_mean(self, values: Tensor, phase: str) -> Work | None:
+        if self._backend(values) != "nccl":
+            return None
+        with collective_errors(phase, self.name):
+            work = dist.all_reduce(values, dist.ReduceOp.AVG, group=self.group, async_op=True)
+        return TorchWork(work, phase, self.name, source=values, landing=values.view(-1), out=values)
+
     def duplicate(self) -> Transport:
         if self.group is dist.group.WORLD:
             return TorchTransport(dist.new_group(timeout=self._timeout, backend=self._kind))

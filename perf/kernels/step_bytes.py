@@ -17,7 +17,7 @@ from onebit.kernels.passes import bytes_per_element
 
 ADAMW = 7 * 4  # g, m, v, x read; m, v, x written
 BUCKETS = 4 * 4  # every gradient read and written twice
-PACKED = 6 * 4  # averaged without DDP: put together, divided, and put back
+PACKED = 4 * 4  # averaged without DDP, over NCCL, which divides: put together and put back
 
 
 def passes(ranks: int, direct: bool = False) -> dict[str, float]:
@@ -33,10 +33,10 @@ def passes(ranks: int, direct: bool = False) -> dict[str, float]:
 
 
 def undo(ranks: int, direct: bool = False) -> float:
-    """With overlap on a GPU: residuals and replies are read and written to be kept, and the device decides whether to
-    put them back, for which both are read and one is written."""
-    server, replies = (0.0, ranks / 8) if direct else (4 / ranks, 1 / 8)
-    return 5 * (4 + server + replies)
+    """With overlap: compress and average write residuals as they were, and replies are copied. Nothing is read again
+    unless the step is skipped."""
+    server, own, replies = (0.0, 1 / 8, ranks / 8) if direct else (4 / ranks, 1 / 8 / ranks, 1 / 8)
+    return 4 + server + 2 * (own + replies)
 
 
 def rows(ranks: int, direct: bool = False) -> list[tuple[str, float]]:

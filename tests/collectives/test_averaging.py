@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives.agreement import agree_on_values, checksums
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.transport.protocol import Done, LocalTransport
+from onebit.collectives.transport.torch import TorchTransport
 from tests.ranks import group, run_ranks
 
 SHAPES = ((3, 5), (400,), (), (0,), (17, 2), (1,))
@@ -48,6 +50,52 @@ def averaged(
 def test_the_mean_over_ranks(size: int, dtype: str, bucket_bytes: int) -> None:
     found = run_ranks(size, averaged, dtype, bucket_bytes, None)
     check(found, size, dtype)
+
+
+class Dividing(LocalTransport):
+    """Two ranks with equal values, and a collective for means."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, Tensor]] = []
+
+    def all_mean(self, values: Tensor, phase: str) -> Done:
+        self.given.append(("mean", values.clone()))
+        return Done()
+
+    def all_sum(self, values: Tensor, phase: str) -> Done:
+        self.given.append(("sum", values.clone()))
+        values.mul_(2)
+        return Done()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "called"), [("float32", None, "mean"), ("float32", "bfloat16", "sum"), ("bfloat16", None, "sum")]
+)
+def test_what_a_collective_divides_is_not_divided_before(dtype: str, wire: str | None, called: str) -> None:
+    """Only fp32: a 1 / ranks of 16 bits is not exact, and sums of halves could leave their range."""
+    transport, given = Dividing(), tensors(0, dtype)
+    before = [t.clone() for t in given]
+    average_(given, transport, bucket_bytes=100, wire_dtype=wire and getattr(torch, wire))
+    assert {kind for kind, _ in transport.given} == {called}
+    if wire is None:
+        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    sent = torch.cat([t.float() for _, t in transport.given])
+    whole = torch.cat([t.reshape(-1) for t in before]).to(transport.given[0][1].dtype).float()
+    assert torch.equal(sent, whole if called == "mean" else whole / 2)
+
+
+def test_nccl_has_a_collective_for_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda values, op, group, async_op: asked.append(op) or Done())
+    transport = TorchTransport.__new__(TorchTransport)
+    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "nccl"
+    transport.backends = {"cpu": "nccl"}
+    work = transport.all_mean(torch.ones(3), "test")
+    assert work is not None and asked == [dist.ReduceOp.AVG]
+    transport.backends = {"cpu": "gloo"}
+    assert transport.all_mean(torch.ones(3), "test") is None and len(asked) == 1
 
 
 def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:

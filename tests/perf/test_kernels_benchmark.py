@@ -195,7 +195,8 @@ def test_the_bytes_of_a_step_are_those_of_its_passes_and_what_lies_between():
     rows = dict(step_bytes.rows(8))
     plain = 4 + 12.25 + 12.125 + (8 + 8 / 8 + 1 / 8) / 8
     assert rows["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(plain)
-    assert rows["1-bit Adam, stage 2, `overlap=True`"] - plain == pytest.approx(5 * (4 + 4 / 8 + 1 / 8))
+    assert rows["1-bit Adam, stage 2, `overlap=True`"] - plain == pytest.approx(4 + 4 / 8 + 2 * (1 / 64 + 1 / 8))
+    assert rows["1-bit Adam, stage 1, without DDP"] == 4 + 28 + 16
     assert rows["1-bit Adam, stage 1, under DDP"] == 4 + 28 + 16
     direct = dict(step_bytes.rows(2, direct=True))
     assert direct["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(4 + 8 + 4 + 1 / 8 + 2 / 8 + 12 + 2 / 8)
