@@ -3,7 +3,8 @@
 #     check      the kernels' tests on the device, in parallel; compute-sanitizer on odd sizes, where it is installed
 #     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works
 #     ranks      2 and 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
-#     step       a training step of two ranks over NCCL on loopback: right, but no figure for a network
+#     step       a training step of two ranks over NCCL: on links of 1 and 10 Gbit/s, where root, ip and tc are there; else
+#                on loopback, which tells if it is right, and is no figure for a network
 #     profile    one device's step beside AdamW(fused): time, memory at each stage, traces
 #     summary    what was reached of what was to be reached
 #
@@ -82,11 +83,17 @@ ranks() {
 step() {
     local backend=nccl size=(--width 1024 --layers 8 --repeats 10)
     [ "$rehearse" ] && backend=gloo size=(--width 32 --layers 1 --batch 1 --repeats 1)
+    local variants=fp32,bf16,powersgd-1,adam-1,adam-2,adam-2-overlap,lamb-2,zero-one rates=1gbit,10gbit
+    [ "$rehearse" ] && variants=fp32,adam-2-overlap,zero-one rates=1gbit
+    if command -v tc >/dev/null && ip netns add onebit-probe 2>/dev/null; then
+        ip netns del onebit-probe
+        run step-lab "$python" -m perf.train_step --lab --hosts 2 --rates "$rates" --share 0 --device "$device" \
+            --out "$out" "${size[@]}" --variants "$variants" --name lab
+    fi
     # several ranks on one GPU: see tests/collectives/test_gpu.py
     NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo run step "$python" -m torch.distributed.run --standalone \
         --nproc-per-node 2 --no-python bash -c 'NCCL_HOSTID=r$RANK exec "$@"' rank "$python" -m perf.train_step \
-        --device "$device" --backend "$backend" --out "$out" "${size[@]}" \
-        --variants fp32,bf16,powersgd-1,adam-1,adam-2,adam-2-overlap,lamb-2,zero-one
+        --device "$device" --backend "$backend" --out "$out" "${size[@]}" --variants "$variants" --name loopback
 }
 profile() {
     local size=()

@@ -183,12 +183,15 @@ class NetworkLab:
     ) -> tuple[list[str], dict[str, str]]:
         port = str(29500 + self._runs % 1000)
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+        interface |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+        host = rank if launcher == "torchrun" else rank // self.each
+        interface["NCCL_HOSTID"] = f"{self.bridge}-{host}"  # else NCCL refuses two ranks on one GPU
         common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **interface}
         if launcher == "torchrun":
             agent = f"-m torch.distributed.run --nnodes={self.hosts} --node-rank={rank} --nproc-per-node={self.each}"
             rendezvous = f"--master-addr={self.address(0)} --master-port={port} --local-addr={self.address(rank)}"
             return [sys.executable, *agent.split(), *rendezvous.split(), *argv], {**common, **env}
-        host, local = divmod(rank, self.each)
+        local = rank % self.each
         own = {"RANK": rank, "WORLD_SIZE": self.hosts * self.each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.each}
         own |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": self.hosts}  # hosts of a lab have one name and one boot id
         master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}

@@ -122,7 +122,7 @@ def _on_lab(
             record.add(found[-1])
 
     options = [f"--{name}={getattr(arguments, name)}" for name in PASSED_ON]
-    argv = [*WORKER, "--worker", "--device=cpu", *options, *what, *clock_option(rate)]
+    argv = [*WORKER, "--worker", f"--device={arguments.device}", *options, *what, *clock_option(rate)]
     run_workers(lab, argv, f"{lab.hosts} hosts, {rate}", arguments.timeout, progress, on_result)
     return found
 
@@ -195,11 +195,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "rtt", "share"), in_group=("device", "backend"))
+        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "rtt", "share"), in_group=("backend",))
     if arguments.rtt and arguments.share:
         parser.error("--share: links that it chooses have no round trip; leave out --rtt")
     set_defaults(arguments, {"share": 0.0} if arguments.rtt else {})
-    set_defaults(arguments, {"device": "auto", **{name: STANDARD[name] for name in ("hosts", "rates", "share")}})
+    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
+    set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
     join_links(parser, arguments)
     arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
     return arguments
@@ -223,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--freeze", type=number, help="last uncompressed step (default: a quarter of --steps)")
     parser.add_argument("--seeds", type=number, default=1, help="training runs of each variant (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="of training (default: %(default)s)")
-    parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")
+    parser.add_argument(
+        "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; --lab: cpu)"
+    )
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds for one network of the lab")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")

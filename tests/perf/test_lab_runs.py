@@ -65,7 +65,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.full((1_000_000,), float(rank))
 dist.all_reduce(total)
-print(rank, total[0].item(), os.environ["OMP_NUM_THREADS"], flush=True)
+print(rank, total[0].item(), os.environ["OMP_NUM_THREADS"], os.environ["NCCL_HOSTID"], flush=True)
 dist.barrier()
 if rank == 2:
     raise ValueError("no such gradient")
@@ -76,7 +76,7 @@ time.sleep(300)
     with pytest.raises(RankFailed, match=r"(?s)rank 2 failed.*no such gradient"):
         lab.run(script(body), timeout=90, on_line=lambda rank, line: lines[rank].append(line))
     for rank in range(3):
-        assert f"{rank} 3.0 1" in lines[rank]
+        assert f"{rank} 3.0 1 {lab.bridge}-{rank}" in lines[rank]
     for after, first in zip(lab.bytes_sent(), before, strict=True):
         assert 4e6 * 2 * 2 / 3 < after - first < 4e6 * 2 * 2 / 3 * 1.1
     assert not pids_on(lab.namespaces)  # torchrun's workers have sessions of their own
