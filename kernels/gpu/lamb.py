@@ -126,7 +126,7 @@ def _squared_gradient(
     BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs."""
-    if (prev_bits is not None) and COPIES == 1 and BITS == 1:
+    if (prev_bits is not None) and (COPIES == 1 and BITS == 1):
         scales, bits = tiles.find_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS)
         prev_scales, prev_bits = tiles.find_block(
             prev_scales, prev_bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS
