@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 import onebit
+from onebit.integrations.transformers import OneBitTrainer
 
 
 class Lines(Dataset):
@@ -24,16 +25,6 @@ class Lines(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         words = torch.randint(1, 12, (24,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": words, "labels": int((words == 1).sum() > (words == 2).sum())}
-
-
-class Attach(TrainerCallback):
-    """The Trainer wraps the model in DistributedDataParallel as training begins, so that is when to attach."""
-
-    def __init__(self, trainer: Trainer, optimizer: onebit.OneBitAdam) -> None:
-        self.trainer, self.optimizer = trainer, optimizer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        onebit.attach(self.trainer.model_wrapped, self.optimizer)
 
 
 def main(steps: int = 200, warmup: int = 60) -> None:
@@ -48,9 +39,8 @@ def main(steps: int = 200, warmup: int = 60) -> None:
             folder, max_steps=steps, per_device_train_batch_size=32, logging_steps=50, save_steps=100, report_to=[],
             use_cpu=not torch.cuda.is_available(), disable_tqdm=True, ddp_find_unused_parameters=False,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=Lines(), optimizers=(optimizer, schedule))
-        trainer.add_callback(Attach(trainer, optimizer))
-        trainer.train()
+        trainer = OneBitTrainer(model, arguments, train_dataset=Lines(), optimizers=(optimizer, schedule))
+        trainer.train()  # resume_from_checkpoint=True goes on from the last of its checkpoints, bit for bit
 
     if trainer.is_world_process_zero():
         loss = next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)

@@ -158,6 +158,21 @@ def test_import_leaves_checkpoints_for_later():
     assert result.stdout.split() == ["True", "save", "load", "False"]
 
 
+def test_import_leaves_other_peoples_loops_alone():
+    """Neither onebit nor any module of it, but the one for it, imports the package of somebody's training loop."""
+    others = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
+    code = (
+        "import sys, onebit, onebit.integrations, onebit.integrations.whole_state\n"
+        f"print(*{others!r} & {{name.split('.')[0] for name in sys.modules}})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == ""
+    for path in sorted((ROOT / "onebit").rglob("*.py")):
+        found = {name.split(".")[0] for name in imports(path.read_text(encoding="utf-8"))} & others
+        assert found <= ({path.stem} if path.parent.name == "integrations" else set()), path
+
+
 def test_two_optimizers_share_one_mechanism():
     """adam.py and lamb.py have no run of six lines in common: what both need is in one place."""
     adam, lamb = (

@@ -1,0 +1,8 @@
+"""Other people's training loops: an optimizer is attached in them, and their checkpoints hold every rank's state.
+
+    onebit.integrations.transformers    OneBitTrainer     HuggingFace's Trainer
+    onebit.integrations.lightning       OneBitCallback    Lightning's Trainer
+    onebit.integrations.accelerate      attach            a loop with an Accelerator
+
+Each imports its own package, and nothing imports these.
+"""

@@ -1,0 +1,76 @@
+"""HuggingFace's Trainer: `OneBitTrainer` in the place of `Trainer`.
+
+The Trainer tells a callback neither the model that it has wrapped nor the folder that it resumes from, so that this is
+a subclass. It is one to mix in as well: `class MyTrainer(OneBitTrainer, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, unwrapped
+
+logger = logging.getLogger("onebit")
+
+
+class OneBitTrainer(Trainer):
+    """A Trainer whose optimizer is one of onebit, given as ever: `optimizers=(optimizer, schedule)`, or
+    `optimizer_cls_and_kwargs=(onebit.OneBitAdam, {...})`.
+
+    It attaches the optimizer as training begins. Each of its checkpoints holds the state of every rank, in the folder
+    `onebit`, and `resume_from_checkpoint` goes on bit for bit. Rank 0 logs `optimizer.report()` at the end.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._whole_state: WholeState | None = None
+        super().__init__(*args, **kwargs)
+        self.add_callback(_AttachAndReport(self))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._state_of_all().save(Path(output_dir) / FOLDER)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = self._state_of_all()
+        state.expect(Path(checkpoint) / FOLDER)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            state.cancel()
+
+    def _state_of_all(self) -> WholeState:
+        """Of the optimizer and model that there are now: model_init, for one, makes new ones."""
+        optimizer, state = unwrapped(self.optimizer), self._whole_state
+        if state is None or state.optimizer is not optimizer:
+            state = self._whole_state = WholeState(self.model, optimizer)
+        return state
+
+
+for _name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
+    if not hasattr(Trainer, _name):
+        raise ImportError(
+            f"this version of transformers has no Trainer.{_name}, where OneBitTrainer saves or loads the residuals of "
+            f"all ranks. Install transformers 5, or write a loop of your own with onebit.save and onebit.load"
+        )
+
+
+class _AttachAndReport(TrainerCallback):
+    def __init__(self, trainer: OneBitTrainer) -> None:
+        self._trainer = trainer
+        self._attached: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = self._trainer.model_wrapped, unwrapped(self._trainer.optimizer)
+        if [id(each) for each in self._attached] != [id(model), id(optimizer)]:  # train may be called again
+            attach_if_distributed(model, optimizer)
+            self._attached = [model, optimizer]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            logger.info("%s", unwrapped(self._trainer.optimizer).report())

@@ -1,0 +1,77 @@
+"""The state of all ranks, beside what a training loop saves of one of them.
+
+Such loops write `optimizer.state_dict()` of rank 0 and load it on every rank: in stage 2 the residuals of the others
+are lost. So `onebit.save` writes all of them into a folder of the loop's checkpoint, and when the loop loads what it
+has written itself, that folder is loaded in its place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onebit.checkpoint.files import MANIFEST
+from onebit.checkpoint.ranks import CheckpointRanks
+from onebit.checkpoint.save_load import load, save
+from onebit.optim.optimizer import OneBitOptimizer
+from onebit.parallel.attach import attach
+
+FOLDER = "onebit"
+"""What it is called in a checkpoint."""
+
+
+class WholeState:
+    """Of one optimizer and its model."""
+
+    def __init__(self, model: nn.Module, optimizer: OneBitOptimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._next: Path | None = None
+        optimizer.register_load_state_dict_pre_hook(self._in_its_place)
+
+    def save(self, folder: Path) -> None:
+        """A collective call."""
+        save(folder, self.model, self.optimizer)
+
+    def expect(self, folder: Path) -> None:
+        """Whatever the optimizer is to load next, it loads what is in `folder` instead: a collective call.
+
+        Where nothing is there, it loads what it is given: then residuals start from zero, with a warning.
+        """
+        self.optimizer.find_ranks()
+        ranks = CheckpointRanks(self.optimizer.setup.topology.everyone, self.optimizer.setup.device)
+        self._next = folder if any(ranks.all_gather((folder / MANIFEST).is_file())) else None
+
+    def cancel(self) -> None:
+        """What is loaded next is loaded as it is."""
+        self._next = None
+
+    def _in_its_place(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Called by the optimizer with what it is to load; returns what it loads instead, if anything."""
+        folder, self._next = self._next, None  # `load` comes here too
+        if folder is None:
+            return None
+        load(folder, self.model, self.optimizer)
+        return self.optimizer.state_dict()
+
+
+def unwrapped(optimizer: Any) -> OneBitOptimizer:
+    """The optimizer in what Accelerate makes of it."""
+    inner = optimizer
+    while not isinstance(inner, OneBitOptimizer):
+        if (within := getattr(inner, "optimizer", None)) is None:
+            raise TypeError(
+                f"this needs an optimizer of onebit, such as OneBitAdam, not a {type(inner).__name__}: build one with "
+                f"the model's parameters, and hand it over"
+            )
+        inner = within
+    return inner
+
+
+def attach_if_distributed(model: nn.Module, optimizer: OneBitOptimizer) -> None:
+    """One process alone has nothing to attach."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        attach(model, optimizer)

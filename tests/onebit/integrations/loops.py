@@ -1,0 +1,86 @@
+"""What tests of training loops share: a tiny model, its data, and ranks as torchrun starts them.
+
+steps 1 .. 4      stage 1
+steps 5 .. 10     stage 2; a checkpoint after step 6, the interruption after step 7
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import onebit
+
+FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
+BATCH = 4
+
+
+class Interrupted(Exception):
+    """What ends a run."""
+
+
+class Tiny(nn.Module):
+    """Its output is its loss, as the Trainer of HuggingFace wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 17))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - y).square().mean()}
+
+
+class Waves(Dataset):  # type: ignore[type-arg]
+    """Enough for all steps of two ranks, in one epoch."""
+
+    def __len__(self) -> int:
+        return 2 * BATCH * (LAST + 2)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": torch.sin(x.sum()).expand(17)}
+
+
+def batch_of(step: int, rank: int) -> dict[str, Tensor]:
+    """What a rank of two takes in a step; they count from 0."""
+    data = Waves()
+    first = (2 * step + rank) * BATCH
+    batch = [data[i] for i in range(first, first + BATCH)]
+    return {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
+
+
+def optimizer_of(model: nn.Module, kind: str = "OneBitAdam") -> Any:
+    return getattr(onebit, kind)(model.parameters(), lr=1e-2, freeze_step=FREEZE, block_size=64, chunks=1, reply=1)
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skips where one is missing, without importing them here."""
+    missing = [package for package in packages if find_spec(package) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: pip install 'onebit[integrations]'")
+
+
+def logged() -> list[str]:
+    """What onebit will log in this process."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onebit").addHandler(handler)
+    logging.getLogger("onebit").setLevel(logging.INFO)
+    return said
+
+
+def as_under_torchrun(rank: int, size: int) -> None:
+    """The environment that loops look at. For ranks that end afterwards."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+        "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip

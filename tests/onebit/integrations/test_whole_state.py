@@ -1,0 +1,118 @@
+"""What is loaded in the place of one rank's state."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onebit.integrations.whole_state import WholeState, unwrapped
+from tests.checkpoints import Run
+from tests.onebit.runs import Case, same, snapshot
+from tests.ranks import group, run_ranks
+
+CASE = Case(options={"freeze_step": 3})
+
+
+def whole(run: Run) -> WholeState:
+    return WholeState(run.model, run.optimizer)
+
+
+def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
+    case = CASE.but(options={"freeze_step": freeze_step})
+    run = Run(case, 6, rank, group())
+    whole(run).save(folder / "onebit")
+    at_6 = run.all()
+    of_rank_0 = run.optimizer.state_dict()
+    for of_parameter in of_rank_0["state"].values():
+        for name in [name for name in of_parameter if name.endswith(f"residual_of_rank_{rank}") and rank > 0]:
+            del of_parameter[name]  # what this rank finds in a file that rank 0 alone has written
+    run.on(7, 8)
+    at_8 = run.all()
+
+    again = Run(case, 2, rank, group())
+    state = whole(again)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.expect(folder / "onebit")
+        again.optimizer.load_state_dict(of_rank_0)
+    assert same(again.all()[1], at_6[1]) and again.all()[0] == at_6[0]
+    again.on(7, 8)
+    assert same(again.all()[1], at_8[1]) and again.all()[0] == at_8[0]
+
+    later = snapshot(run.optimizer.state_dict())
+    again.optimizer.load_state_dict(run.optimizer.state_dict())  # once: this is loaded as it is
+    assert same(snapshot(again.optimizer.state_dict()), later)
+    state.expect(folder / "onebit")
+    state.cancel()
+    again.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert same(snapshot(again.optimizer.state_dict()), later)
+
+
+@pytest.mark.parametrize("freeze_step", [50, 3])
+def test_the_next_state_is_that_of_the_folder_and_no_other(freeze_step: int, tmp_path: Path) -> None:
+    run_ranks(2, loaded_once, tmp_path, freeze_step)
+
+
+def saved(rank: int, size: int, folder: Path) -> None:
+    whole(Run(CASE, 6, rank, group())).save(folder / "onebit")
+
+
+def on_others(rank: int, size: int, folder: Path) -> None:
+    run, direct = Run(CASE, 2, rank, group()), Run(CASE, 2, rank, group())
+    direct.load(folder / "onebit")
+    state = whole(run)
+    state.expect(folder / "onebit")
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert same(run.all()[1], direct.all()[1]) and run.all()[0] == direct.all()[0]
+    run.on(7, 8)
+    direct.on(7, 8)
+    assert same(run.all()[1], direct.all()[1])
+
+
+def test_another_number_of_ranks_has_the_mean_of_the_residuals(tmp_path: Path) -> None:
+    run_ranks(2, saved, tmp_path)
+    run_ranks(3, on_others, tmp_path)
+
+
+def nothing_there(rank: int, size: int, folder: Path) -> None:
+    run = Run(CASE, 6, rank, group())
+    state = whole(run)
+    state.expect(folder / "onebit")
+    own = run.optimizer.state_dict()
+    run.on(7, 8)
+    run.optimizer.load_state_dict(own)
+    assert same(snapshot(run.optimizer.state_dict()), snapshot(own))
+
+
+def test_without_the_folder_it_is_what_is_given(tmp_path: Path) -> None:
+    run_ranks(2, nothing_there, tmp_path)
+
+
+def seen_by_one(rank: int, size: int, folder: Path) -> None:
+    run = Run(CASE, 6, rank, group())
+    state = whole(run)
+    state.save(folder / "0" / "onebit")
+    before = run.all()
+    state.expect(folder / str(rank) / "onebit")
+    with pytest.raises(ValueError, match=r"rank.* 1 of 2"):
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert same(run.all()[1], before[1])
+
+
+def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(2, seen_by_one, tmp_path)
+
+
+def test_what_others_wrap() -> None:
+    optimizer: Any = CASE.build(CASE.parameters())
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    assert unwrapped(optimizer) is optimizer and unwrapped(wrapped) is optimizer
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match=r"needs an optimizer of onebit.* not a AdamW"):
+        unwrapped(SimpleNamespace(optimizer=other))
