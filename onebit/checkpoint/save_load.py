@@ -90,13 +90,7 @@ def load(
     optimizer.find_ranks()
     ranks, inner = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), _inner(model)
     here = inner.state_dict()
-    manifest = ranks.on_all(lambda: files.Manifest(Path(folder)))
-    seen = ranks.all_gather(manifest.checksum)
-    ranks.on_all(lambda: _agree_on_folder(Path(folder), seen))
-    ranks.on_all(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
-    ranks.on_all(lambda: manifest.check_files(ranks.rank, ranks.size))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    source = ranks.on_all(lambda: _Source(manifest, ranks, params))
+    source = _checked(Path(folder), here, optimizer, ranks)
     loaded = _optimizer_state(source, optimizer)
     state = {"model": {name: _room_like(value) for name, value in here.items()}}
     source.fill(state)
@@ -108,6 +102,25 @@ def load(
     install()
     ranks.on_all(lambda: restore(asked, found))
     return found
+
+
+def optimizer_state(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> dict[str, Any]:
+    """What `save` wrote of the optimizer, checked as `load` does, as this rank's `load_state_dict` takes it: a
+    collective call."""
+    optimizer.find_ranks()
+    ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
+    return _optimizer_state(_checked(Path(folder), _inner(model).state_dict(), optimizer, ranks), optimizer)
+
+
+def _checked(folder: Path, here: Mapping[str, Any], optimizer: OneBitOptimizer, ranks: CheckpointRanks) -> _Source:
+    """A checkpoint that is whole, the same for all ranks, and of this model, whose state is `here`."""
+    manifest = ranks.on_all(lambda: files.Manifest(folder))
+    seen = ranks.all_gather(manifest.checksum)
+    ranks.on_all(lambda: _agree_on_folder(folder, seen))
+    ranks.on_all(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
+    ranks.on_all(lambda: manifest.check_files(ranks.rank, ranks.size))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return ranks.on_all(lambda: _Source(manifest, ranks, params))
 
 
 def _extra(source: _Source) -> dict[str, Any]:

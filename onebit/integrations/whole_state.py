@@ -2,7 +2,7 @@
 
 Such loops write `optimizer.state_dict()` of rank 0 and load it on every rank: in stage 2 the residuals of the others
 are lost. So `onebit.save` writes all of them into a folder of the loop's checkpoint, and when the loop loads what it
-has written itself, that folder is loaded in its place.
+has written itself, the optimizer's part of that folder is loaded in its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from onebit.checkpoint.files import MANIFEST
 from onebit.checkpoint.ranks import CheckpointRanks
-from onebit.checkpoint.save_load import load, save
+from onebit.checkpoint.save_load import optimizer_state, save
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.parallel.attach import attach
 
@@ -51,11 +51,8 @@ class WholeState:
 
     def _in_its_place(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Called by the optimizer with what it is to load; returns what it loads instead, if anything."""
-        folder, self._next = self._next, None  # `load` comes here too
-        if folder is None:
-            return None
-        load(folder, self.model, self.optimizer)
-        return self.optimizer.state_dict()
+        folder, self._next = self._next, None
+        return None if folder is None else optimizer_state(folder, self.model, self.optimizer)
 
 
 def unwrapped(optimizer: Any) -> OneBitOptimizer:
