@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import onebit
+from tests.ranks import run_ranks_once
 
 FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
 BATCH = 4
@@ -57,8 +59,8 @@ def batch_of(step: int, rank: int) -> dict[str, Tensor]:
     return {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
 
 
-def optimizer_of(model: nn.Module, kind: str = "OneBitAdam") -> Any:
-    return getattr(onebit, kind)(model.parameters(), lr=1e-2, freeze_step=FREEZE, block_size=64, chunks=1, reply=1)
+def optimizer_of(model: nn.Module) -> onebit.OneBitAdam:
+    return onebit.OneBitAdam(model.parameters(), lr=1e-2, freeze_step=FREEZE, block_size=64, chunks=1, reply=1)
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -75,6 +77,11 @@ def logged() -> list[str]:
     logging.getLogger("onebit").addHandler(handler)
     logging.getLogger("onebit").setLevel(logging.INFO)
     return said
+
+
+def in_two_processes(work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work` returns in each. Packages take long to import, on a busy machine one rank far longer than another."""
+    return run_ranks_once(2, work, args, timeout=240, group_timeout=120)
 
 
 def as_under_torchrun(rank: int, size: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +17,17 @@ from tests.onebit.integrations.loops import (
     Tiny,
     as_under_torchrun,
     batch_of,
+    in_two_processes,
     needs,
     optimizer_of,
 )
 from tests.onebit.runs import bits
-from tests.ranks import run_ranks_once
 
 
 class Loop:
     """A run by hand, as Accelerate's users write it."""
 
-    def __init__(self, rank: int, kind: str) -> None:
+    def __init__(self, rank: int) -> None:
         from accelerate import Accelerator
 
         from onebit.integrations.accelerate import attach
@@ -36,7 +35,7 @@ class Loop:
         self.attach = attach
         self.rank, self.accelerator, self.steps = rank, Accelerator(cpu=True), 0
         model = Tiny()
-        optimizer = optimizer_of(model, kind)
+        optimizer = optimizer_of(model)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=2 * LAST)
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
         attach(self.accelerator, self.model, self.optimizer)
@@ -59,9 +58,9 @@ class Loop:
         return bits(self.model.parameters())
 
 
-def first(rank: int, size: int, folder: str, kind: str) -> bytes:
+def first(rank: int, size: int, folder: str) -> bytes:
     as_under_torchrun(rank, size)
-    undisturbed = Loop(rank, kind)
+    undisturbed = Loop(rank)
     undisturbed.on(SAVED)
     assert undisturbed.optimizer.optimizer.compressing
     undisturbed.accelerator.save_state(folder)
@@ -69,15 +68,15 @@ def first(rank: int, size: int, folder: str, kind: str) -> bytes:
     return undisturbed.bits
 
 
-def second(rank: int, size: int, folder: str, kind: str) -> tuple[bytes, bytes, bytes, list[str]]:
+def second(rank: int, size: int, folder: str) -> tuple[bytes, bytes, bytes, list[str]]:
     """New processes go on; go back to the checkpoint from where they are; and go on from what Accelerate alone would
     have written."""
     as_under_torchrun(rank, size)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the state does not hold the residuals")
-        resumed = Loop(rank, kind).load(folder)
+        resumed = Loop(rank).load(folder)
         resumed.on(LAST)
-        again = Loop(rank, kind)
+        again = Loop(rank)
         again.on(INTERRUPTED)
         again.load(folder).on(LAST)
     dist.barrier()
@@ -86,7 +85,7 @@ def second(rank: int, size: int, folder: str, kind: str) -> tuple[bytes, bytes, 
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        without = Loop(rank, kind).load(folder)
+        without = Loop(rank).load(folder)
     without.on(LAST)
     with pytest.raises(TypeError, match="prepare both first"):
         again.attach(again.accelerator, again.model, again.optimizer.optimizer)
@@ -95,10 +94,10 @@ def second(rank: int, size: int, folder: str, kind: str) -> tuple[bytes, bytes, 
 
 @needs("accelerate")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["OneBitAdam"])
-def test_a_run_goes_on_bit_for_bit_from_a_saved_state(kind: str, tmp_path: Path) -> None:
-    undisturbed: list[Any] = run_ranks_once(2, first, (str(tmp_path), kind), timeout=120)
-    resumed, again, without, warned = zip(*run_ranks_once(2, second, (str(tmp_path), kind), timeout=120), strict=True)
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_bit_for_bit_from_a_saved_state(tmp_path: Path) -> None:
+    undisturbed = in_two_processes(first, str(tmp_path))
+    resumed, again, without, warned = zip(*in_two_processes(second, str(tmp_path)), strict=True)
     assert len({*undisturbed, *resumed, *again}) == 1
     assert undisturbed[0] not in without
     assert any("residuals" in text for text in warned[1])

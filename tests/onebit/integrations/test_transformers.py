@@ -19,12 +19,12 @@ from tests.onebit.integrations.loops import (
     Tiny,
     Waves,
     as_under_torchrun,
+    in_two_processes,
     logged,
     needs,
     optimizer_of,
 )
 from tests.onebit.runs import bits
-from tests.ranks import run_ranks_once
 
 
 def trainer_of(folder: str) -> Any:
@@ -87,10 +87,11 @@ def second(rank: int, size: int, folder: str) -> tuple[bytes, bytes, list[str]]:
 
 @needs("transformers", "accelerate")
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_bit_for_bit_from_the_trainers_checkpoint(tmp_path: Path) -> None:
-    undisturbed, said = zip(*run_ranks_once(2, first, (str(tmp_path),), timeout=120), strict=True)
+    undisturbed, said = zip(*in_two_processes(first, str(tmp_path)), strict=True)
     assert [any("1 bit  " in text for text in of_rank) for of_rank in said] == [True, False]  # the report
-    resumed, without, warned = zip(*run_ranks_once(2, second, (str(tmp_path),), timeout=120), strict=True)
+    resumed, without, warned = zip(*in_two_processes(second, str(tmp_path)), strict=True)
     assert len({*undisturbed, *resumed}) == 1
     assert undisturbed[0] not in without
     assert any("residuals" in text for text in warned[1])
