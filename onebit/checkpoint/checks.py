@@ -144,7 +144,8 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
     value = own[what]
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} of parameter {name} is a {type(value).__name__}, not a tensor: {_DAMAGED}")
-    if shape is not None and tuple(value.shape) != shape:
+    vector = shape == () and tuple(value.shape) == (1,)  # as earlier versions saved a scalar's
+    if shape is not None and tuple(value.shape) != shape and not vector:
         raise ValueError(
             f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
             f"state is another model's, or damaged"

@@ -27,6 +27,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.options import check_group, is_known_key
+from onebit.optim.param_groups import betas_of
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import local
@@ -235,7 +236,7 @@ class _Restoration:
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
         state, way = part.state, self._way
-        beta1s = [self._setup.groups[group]["betas"][0] for group in state.groups]
+        beta1s = [betas_of(self._setup.groups[group])[0] for group in state.groups]
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)

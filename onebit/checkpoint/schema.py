@@ -72,8 +72,9 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
                 if shards:  # all parts have the same names, also those of which this rank averages nothing
                     saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
                 saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, shards)
+        numbers = {field.name for field in state.fields.values() if field.per == "parameter"}
         for p in state.params:
-            saved[p] = {name: v if name == "step" or v.ndim else v.view(1) for name, v in saved[p].items()}
+            saved[p] = {name: v.view(1) if name in numbers else v for name, v in saved[p].items()}
     return saved
 
 

@@ -20,6 +20,7 @@ from onebit.checkpoint.elements import decoded
 from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
 from onebit.collectives.reply import WAYS
+from onebit.optim.param_groups import betas_of
 from onebit.optim.schedule import VarianceSchedule
 
 
@@ -49,7 +50,7 @@ def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping
         )
     if not numbers.get("compressing"):
         return {name: own[name] for name in names}
-    root, (beta1, beta2) = _root(key, own, numbers, group), group["betas"]
+    root, (beta1, beta2) = _root(key, own, numbers, group), betas_of(group)
     m = _momentum(own, numbers, beta1, root)
     m = m.masked_fill(root == 0, 0)
     v = root.square() * (1 - beta2 ** int(numbers["steps"]))
@@ -59,7 +60,7 @@ def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping
 def _root(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """fp64, sqrt(vhat) as stage 2 has it; 0 where a coordinate does not move."""
     if "denominator" in own:
-        d = own["denominator"].double() * own.get("gamma", 1.0)
+        d = own["denominator"].double() * _number(own, "gamma")
         return (1 / d - group["eps"]).clamp(min=0).masked_fill(d == 0, 0)
     settings = numbers.get("settings", {})
     if "exp_avg_sq" not in own or "var_update_scaler" not in settings:
@@ -70,9 +71,9 @@ def _root(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[st
     last = settings.get("var_freeze_step", "none")
     schedule = VarianceSchedule(int(settings["var_update_scaler"]), None if last == "none" else int(last))
     v = own["exp_avg_sq"].double()
-    root = (v / schedule.weight(int(numbers["steps"]), group["betas"][1])).sqrt()
-    root = torch.maximum(root, own["least_root"].double().expand_as(root))
-    return torch.where(v == 0, own["root_at_zero"].double().expand_as(root), root)
+    root = (v / schedule.weight(int(numbers["steps"]), betas_of(group)[1])).sqrt()
+    root = torch.maximum(root, _number(own, "least_root"))
+    return torch.where(v == 0, _number(own, "root_at_zero"), root)
 
 
 def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor) -> Tensor:
@@ -88,4 +89,9 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     residuals = [value.double() for name, value in own.items() if rank_of(name) is not None]
     if residuals and not bool(m.any()) and all(e.shape == m.shape for e in residuals):
         m = sum(residuals[1:], residuals[0]) / (len(residuals) * max(beta1, torch.finfo(torch.float32).tiny))
-    return m * own.get("momentum_factor", 1.0) / own.get("gamma", 1.0)
+    return m * _number(own, "momentum_factor") / _number(own, "gamma")
+
+
+def _number(own: Saved, name: str) -> Tensor:
+    """fp64, without a dimension: what there is one of for a parameter, or 1."""
+    return torch.as_tensor(own.get(name, 1.0)).double().view(())

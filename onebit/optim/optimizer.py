@@ -538,7 +538,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _read_last_step(self) -> None:
         stages = self.current.stages
         corrected = self.setup.options.bias_correction
-        beta2s = [group["betas"][1] if corrected else 0.0 for group in self.param_groups]
+        beta2s = [param_groups.betas_of(group)[1] if corrected else 0.0 for group in self.param_groups]
         if stages.read_last_step(beta2s):
             if self.compressing:
                 if self.current.drop_first_momentum():

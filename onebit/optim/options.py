@@ -16,6 +16,7 @@ from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Format, Norm, Scale
+from onebit.optim.param_groups import beta_of
 from onebit.warning import warn
 
 ZeroVariance = Literal["floor", "hold"]
@@ -26,8 +27,13 @@ _MOST_STEPS = 2**31
 
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 _KEYS_OF_OTHERS = {"params", "param_names", "name", "lr_scale", PROGRESS} | _OF_SCHEDULERS
-_CHANGES_THE_UPDATE = {"amsgrad", "maximize", "differentiable"}
-_OF_ADAMW = {"foreach", "capturable", "fused", "decoupled_weight_decay"} | _CHANGES_THE_UPDATE
+_HOW_ADAMW_RUNS = {"foreach", "capturable", "fused"}  # and not what it computes
+_CHANGES_THE_UPDATE = {
+    "amsgrad": "a compressed step has no new variance to take the maximum of. Leave it out",
+    "maximize": "steps go down. Negate the loss instead",
+    "differentiable": "a step writes to each parameter by its address, which autograd does not see. Leave it out",
+}
+_OF_ADAMW = {"decoupled_weight_decay"} | _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.keys()
 
 
 class OptionArguments(TypedDict, total=False):
@@ -50,6 +56,12 @@ class OptionArguments(TypedDict, total=False):
     on_divergence: OnDivergence
     gradient_dtype: torch.dtype | None
     dead: Literal["floor", "freeze"]
+    foreach: bool | None
+    capturable: bool | None
+    fused: bool | None
+    amsgrad: bool | None
+    maximize: bool | None
+    differentiable: bool | None
 
 
 def _option(default: Any, description: str) -> Any:
@@ -100,8 +112,9 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], without: Collection[str] = ()) -> Options:
-        """From the keyword arguments of an optimizer, old names included. without: those that it does not take."""
-        arguments = dict(arguments)
+        """From the keyword arguments of an optimizer, old names and AdamW's included. without: those that it does not
+        take."""
+        arguments = _without_those_of_adamw(arguments)
         if "dead" in arguments:
             if "zero_variance" in arguments:
                 raise TypeError(
@@ -193,12 +206,25 @@ def check_group(group: Mapping[str, Any]) -> None:
         lr = float(lr)
     if not is_finite(lr, LARGEST_FLOAT) or lr < 0:
         raise ValueError(f"lr={lr!r}: a learning rate is a finite number, 0 or more")
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_finite(b) and 0 <= b < 1 for b in betas):
+    if isinstance(betas, (tuple, list)):
+        betas = tuple(map(beta_of, betas))
+    if not isinstance(betas, tuple) or len(betas) != 2 or not all(is_finite(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
     if not is_finite(eps, LARGEST_FLOAT) or eps < 0:
         raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
     if not is_finite(decay, LARGEST_FLOAT) or decay < 0:
         raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
+
+
+def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Scripts pass them on: what changes nothing here is taken, and not kept."""
+    theirs = _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.keys()
+    for name in sorted(arguments.keys() & theirs):
+        if arguments[name] is not None and not isinstance(arguments[name], bool):
+            raise ValueError(f"{name}={arguments[name]!r}: as in torch.optim.AdamW it must be True, False or None")
+        if arguments[name] and name in _CHANGES_THE_UPDATE:
+            raise ValueError(f"{name}=True: {_CHANGES_THE_UPDATE[name]}")
+    return {name: value for name, value in arguments.items() if name not in theirs}
 
 
 def is_known_key(name: str) -> bool:
@@ -215,7 +241,7 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
                 f"{', '.join(sorted(options))}. Take it out of the group; a label of your own goes under 'name'"
             )
         if group[name] and name in _CHANGES_THE_UPDATE:
-            raise ValueError(f"a param group has {name}={group[name]!r}, which onebit does not know: take it out")
+            raise ValueError(f"a param group has {name}={group[name]!r}: {_CHANGES_THE_UPDATE[name]}")
 
 
 @cache

@@ -16,7 +16,14 @@ Groups = Sequence[Group]
 
 
 def check_parameters(params: Sequence[Tensor]) -> None:
+    seen: set[Tensor] = set()
     for i, p in enumerate(params):
+        if p in seen:
+            raise ValueError(
+                f"parameter {i} (shape {tuple(p.shape)}) is given twice: a step would update it twice, with a state "
+                f"for each. Give every parameter once"
+            )
+        seen.add(p)
         if not p.requires_grad:
             continue
         if p.dtype not in DTYPES:
@@ -88,12 +95,33 @@ def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
     return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 
+def beta_of(beta: Any) -> Any:
+    """What a tensor on the host holds; anything else as it is."""
+    if not isinstance(beta, Tensor):
+        return beta
+    if beta.device.type != "cpu":
+        raise ValueError(
+            f"betas has a tensor on {beta.device}: every step needs its value on the host, and would wait for the "
+            f"device. Give a number, or a tensor on the CPU"
+        )
+    if beta.numel() != 1 or not beta.is_floating_point():
+        raise ValueError(
+            f"betas has a tensor of {beta.numel()} elements of {beta.dtype}: two are needed, each of one number"
+        )
+    return float(beta)
+
+
+def betas_of(group: Group) -> tuple[float, float]:
+    beta1, beta2 = map(beta_of, group["betas"])
+    return beta1, beta2
+
+
 def hyper_of(group: Group, step: int, bias_correction: bool) -> Hyper:
     """A group's numbers at a step; a learning rate that is on the device is 0 here."""
     return Hyper.at_step(
         step,
         lr=0.0 if on_device(group["lr"]) else float(group["lr"]),
-        betas=group["betas"],
+        betas=betas_of(group),
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         bias_correction=bias_correction,

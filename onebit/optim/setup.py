@@ -57,7 +57,7 @@ class Setup:
 
     @property
     def beta2(self) -> float:
-        return max(group["betas"][1] for group in self.groups)
+        return max(param_groups.betas_of(group)[1] for group in self.groups)
 
     def freeze_rule(self, states: Sequence[FlatState]) -> FreezeRule:
         return self.algorithm.freeze_rule(self.options, self.window, states)

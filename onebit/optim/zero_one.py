@@ -34,7 +34,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, FreezeRule
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
-from onebit.optim.param_groups import Group
+from onebit.optim.param_groups import Group, betas_of
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 
@@ -119,7 +119,7 @@ class ZeroOne(Adam):
         return FixedStep(self.schedule.dense_start, window)
 
     def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:
-        h, beta2 = super().hyper(group, step, bias_correction), group["betas"][1]
+        h, beta2 = super().hyper(group, step, bias_correction), betas_of(group)[1]
         b, weight = self.schedule.decay(step, beta2), self.schedule.weight(step, beta2)
         return h._replace(beta2=b, one_minus_beta2=1 - b, bias2=weight**-0.5 if bias_correction else 1.0)
 

@@ -30,6 +30,7 @@ from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
 from onebit.optim.algorithm import Kind
 from onebit.optim.gradients import unchanged, versions_of
+from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.parallel.buckets import within_no_sync
@@ -172,7 +173,7 @@ class Overlap:
 
     @property
     def _betas(self) -> list[tuple[float, float]]:
-        return [tuple(group["betas"]) for group in self._host.param_groups]
+        return [betas_of(group) for group in self._host.param_groups]
 
     def _start(self) -> Flight:
         assert self._over is not None and self._snapshot is not None

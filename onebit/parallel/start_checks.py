@@ -88,6 +88,9 @@ def _warn_of_ddp() -> None:
 
 
 def _number(value: Any) -> Any:
+    """Also of each of two betas."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_number, value))
     return float(value) if isinstance(value, Tensor) else value
 
 
