@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from onebit.checkpoint.names import ORDER
 from onebit.checkpoint.schema import VERSION, Saved
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
@@ -107,6 +108,8 @@ def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name:
     """What is there of a parameter's state, as far as fields say it; messages depend on the layout as well."""
     if "step" in own:
         steps_of(own)
+    if ORDER in own:
+        _check_order(own[ORDER], len(shape), name)
     shapes = {"element": shape, "bit": (-(-math.prod(shape) // 8),), "parameter": None}
     for field in fields:
         if field.saved and field.same_on_all_ranks and field.name in own:
@@ -116,6 +119,17 @@ def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name:
             shaped(own, field.name, shapes[field.per], name, kind)
             if kind == "whole":
                 whole_number(value.item(), field.name, 0, _MOST)
+
+
+def _check_order(value: object, dimensions: int, name: str) -> None:
+    readable = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not isinstance(value, Tensor) or not readable or value.dtype != torch.int64:
+        raise TypeError(f"{ORDER} of parameter {name} is {_shown(value)}, not whole numbers: {_DAMAGED}")
+    if value.ndim != 1 or sorted(value.tolist()) != list(range(dimensions)):
+        raise ValueError(
+            f"{ORDER} of parameter {name} is not its {dimensions} dimensions in some order: the state is another "
+            f"model's, or damaged"
+        )
 
 
 def steps_of(own: Saved) -> int:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from onebit.checkpoint.names import ORDER
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Span
+from onebit.optim.memory_order import Order
+
+
+def saved_order(own: Mapping[str, Any]) -> Order:
+    """In which one parameter's bits and pieces were saved."""
+    return tuple(own[ORDER].tolist()) if ORDER in own else None
 
 
 def decoded(bits: Tensor, scales: Tensor, per_element: int) -> Tensor:

@@ -6,6 +6,7 @@ import re
 
 PROGRESS = "onebit"
 BITS, SCALES = "momentum_bits", "momentum_scales"
+ORDER = "memory_order"
 DENSE = "momentum"  # of a state that was made for other shards, once it is loaded: the mean of its messages
 _MESSAGE = "momentum_of_message_"
 

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.elements import decoded, scattered
-from onebit.checkpoint.names import BITS, DENSE, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
+from onebit.checkpoint.elements import decoded, saved_order, scattered
+from onebit.checkpoint.names import BITS, DENSE, ORDER, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
 from onebit.checkpoint.schema import Saved, progress, progress_of
 from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import WAYS
+from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
+from onebit.optim.memory_order import flattened, reordered
 from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import betas_of
 from onebit.optim.reducer import MomentumReducer
@@ -160,7 +162,7 @@ class _Restoration:
         optimizer has beside them."""
         if not isinstance(names := self._numbers.get("fields"), str):  # which earlier versions did not write
             return own
-        others = {field.name for field in self._fields} - set(names.split())
+        others = {ORDER, *(field.name for field in self._fields)} - set(names.split())
         return {name: value for name, value in own.items() if name not in others}
 
     def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
@@ -175,8 +177,12 @@ class _Restoration:
             if not field.saved or not field.same_on_all_ranks:
                 continue
             if field.name in own:
-                value = state.view(field.name, index)
-                value.copy_(own[field.name].view(value.shape))
+                value, saved = state.view(field.name, index), own[field.name]
+                there, here = saved_order(own), state.orders[index]
+                if field.per == "bit" and there != here:
+                    flags = unpacked(saved)[: state.numels[index]]
+                    saved = packed(reordered(flags, state.shapes[index], there, here))
+                value.copy_(saved.view(value.shape))
             elif field.required:
                 raise ValueError(
                     f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
@@ -207,7 +213,10 @@ class _Restoration:
                  for p in cut.places]  # fmt: skip
         same_slices = cut.slices == 1 or (there.blocks, there.chunks) == (state.layout.blocks, state.layout.chunks)
         same_shards = same_cut or (Direct in (way, setup.way) and same_slices)
-        if same_ranks and same_shards and holds[topology.place]:  # what it has left out itself is all that a rank needs
+        same_order = [saved_order(own) for own in saved] == state.orders
+        in_shapes = cut.slices == 1 and way is setup.way is Direct  # what was left out is in the parameters' shapes
+        own_will_do = same_ranks and same_shards and (same_order or in_shapes)
+        if own_will_do and holds[topology.place]:  # what it has left out itself is all that a rank needs
             _put_residuals(reducer, saved, cut, [topology.place])
         elif all(holds):
             _put_residuals(reducer, saved, cut, cut.places)
@@ -215,7 +224,7 @@ class _Restoration:
             self._warn_of_missing(len(cut.places))
         same_blocks = there.block_size == state.layout.block_size and (same_cut or n["scale"] == "block")
         same_messages = (way, n["scale"]) == (setup.way, setup.options.scale) and (same_ranks or way is not Direct)
-        if same_messages and same_blocks:
+        if same_messages and same_blocks and same_order:
             _put_momentum(reducer, saved)
         else:
             self._fold_momentum(part, saved)
@@ -226,9 +235,9 @@ class _Restoration:
         for i, own in enumerate(saved):
             shaped(own, DENSE, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
             if name in own:
-                value = shaped(own, name, state.shapes[i], self._setup.name_of(state.params[i]), "finite").view(-1)
+                value = shaped(own, name, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
                 for part_of, e in state.parts_of(RESIDUAL.name, i):
-                    e.copy_(value[part_of])
+                    e.copy_(flattened(value, state.orders[i])[part_of])
         if not all(name in own for own in saved):
             self._warn_of_missing(int(self._numbers["ranks"]))
         self._fold_momentum(part, saved)
@@ -332,7 +341,11 @@ def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], cut: _Saved
     slices = {residual_name(p): cut.slice_spans(p) for p in places}
     shards = {server_residual_name(p): cut.shard_spans(p) for p in places}
     for i, own in enumerate(saved):
-        e, from_servers = (_whole(own, spans, i, state.numels[i], 1 / n) for spans, n in ((slices, nodes), (shards, 1)))
+        there, here, shape = saved_order(own), state.orders[i], state.shapes[i]
+        e, from_servers = (
+            reordered(_whole(own, spans, i, state.numels[i], 1 / n), shape, there, here)
+            for spans, n in ((slices, nodes), (shards, 1))
+        )
         if not servers:  # nobody else sends what servers have left out, and messages are averaged
             e.add_(from_servers, alpha=cut.nodes / nodes)
         for part, own_e in state.parts_of(RESIDUAL.name, i):
@@ -348,7 +361,8 @@ def _whole(own: Saved, spans: Mapping[str, Sequence[Span]], index: int, numel: i
     whole = torch.zeros(numel, dtype=torch.float32, device="cpu")
     for name, of_name in spans.items():
         if name in own:
-            whole.add_(scattered(own[name].cpu().view(-1), of_name, index, numel), alpha=alpha)
+            values = flattened(own[name].cpu(), saved_order(own))
+            whole.add_(scattered(values, of_name, index, numel), alpha=alpha)
     return whole
 
 
@@ -388,9 +402,10 @@ def _decode_momentum(
     """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given."""
     for i, own in enumerate(saved):
         if DENSE in own:
-            m = own[DENSE].to(state.device).view(-1)
+            m = flattened(own[DENSE].to(state.device), state.orders[i])
         else:
             m = decoded(own[BITS].to(state.device), own[SCALES].to(state.device), way.reply_bits).mean(0)
+            m = reordered(m[: state.numels[i]], state.shapes[i], saved_order(own), state.orders[i])
         for part, kept in state.parts_of(name, i):
             kept.add_(m[part], alpha=1.0 if factors is None else factors[i])
 

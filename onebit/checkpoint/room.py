@@ -24,10 +24,11 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onebit.checkpoint.checks import check_numbers
-from onebit.checkpoint.names import PROGRESS, rank_of, server_rank_of
+from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, server_rank_of
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.save_load import quiet
 from onebit.checkpoint.schema import progress_of
+from onebit.optim.memory_order import order_of
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import as_whole, is_sharded, local
 
@@ -53,7 +54,9 @@ def make_room(source: Any, model: nn.Module, optimizer: OneBitOptimizer) -> None
     saved = _of_state(source) if isinstance(source, Mapping) else _of_checkpoint(source)
     names = _names_of_parameters(model, optimizer)
     numbers = _numbers(saved, names)
-    own_alone = same_cut(optimizer.setup, progress_of([{PROGRESS: numbers}])) if numbers["compressing"] else True
+    own_alone = not numbers["compressing"] or (
+        same_cut(optimizer.setup, progress_of([{PROGRESS: numbers}])) and _same_parameters_permuted(saved, names)
+    )
     state: dict[Tensor, dict[str, Tensor]] = {}
     for key, (size, dtype) in saved.tensors.items():
         p, name = _parameter_of(key, names)
@@ -123,6 +126,12 @@ def _parameter_of(key: str, names: Mapping[str, Tensor]) -> tuple[Tensor | None,
         if found in names:
             return names[found], name
     return None, name
+
+
+def _same_parameters_permuted(saved: _Saved, names: Mapping[str, Tensor]) -> bool:
+    """Whether those that are permuted in memory are those that were."""
+    there = {p for p, name in (_parameter_of(key, names) for key in saved.tensors) if name == ORDER}
+    return there == {p for p in names.values() if p.requires_grad and order_of(local(p)) is not None}
 
 
 def _ends_after(word: str, key: str) -> Iterator[str]:

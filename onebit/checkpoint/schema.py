@@ -18,6 +18,8 @@
                                                          one element after the other, and rank 3 is the place
                                                          node * ranks a node + slice
         master                                           the fp32 copy of a 16-bit parameter
+        memory_order                                     stage 2, where the parameter is permuted in memory: int64, its
+                                                         dimensions by stride. Messages and what has no shape are in it
     param_groups[0]["onebit"]                            numbers: how far the run has come
 
 Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.sharded`).
@@ -38,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_name, residual_name, server_residual_name
+from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
 from onebit.checkpoint.sharded import by_element
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
@@ -63,8 +65,8 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
             saved[p] = {"step": step.clone(), **_shared(state, i)}
         if part.reducer is not None:
             messages = _save_messages(part.reducer, setup.topology.place)
-            for p, own in zip(state.params, messages, strict=True):
-                saved[p] |= own
+            for i, (p, own) in enumerate(zip(state.params, messages, strict=True)):
+                saved[p] |= own | _order(state, i)
         if setup.topology.shard is not None:
             shards = [] if part.reducer is None else served_spans(part.reducer.exchange)
             served = server_residual_name(setup.topology.place)
@@ -90,6 +92,7 @@ def live(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Tensor]]:
             shown[p] = {"step": step, **views, **_shared(part.state, i)}
             if part.reducer is not None:
                 shown[p] |= {name: step.new_empty(0) for name in _names_of_messages(setup, part.reducer, i)}
+                shown[p] |= _order(part.state, i)
                 if residual is not None:
                     shown[p][residual_name(setup.topology.place)] = residual
     return shown
@@ -99,6 +102,11 @@ def _shared(state: FlatState, index: int) -> dict[str, Tensor]:
     """What is saved of a parameter that all ranks have the same."""
     fields = [field for field in state.fields.values() if field.saved and field.same_on_all_ranks]
     return {field.name: state.view(field.name, index) for field in fields}
+
+
+def _order(state: FlatState, index: int) -> dict[str, Tensor]:
+    order = state.orders[index]
+    return {} if order is None else {ORDER: torch.tensor(order, dtype=torch.int64, device="cpu")}
 
 
 def _names_of_messages(setup: Setup, reducer: MomentumReducer, index: int) -> list[str]:
@@ -137,9 +145,15 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "reply": setup.way.way,
         "wire_bytes": current.wire_bytes,
         "settings": dict(setup.algorithm.settings()),
-        "fields": " ".join(sorted({name for state in current.states for name in _shared(state, 0)})),
+        "fields": " ".join(sorted(_names_of_fields(current))),
         "trace": json.dumps(stages.rule.state()),  # one value: dcp.load fills no lists of other lengths
     }
+
+
+def _names_of_fields(current: Snapshot) -> set[str]:
+    states = current.states
+    permuted = any(order is not None for state in states for order in state.orders)
+    return {name for state in states for name in _shared(state, 0)} | ({ORDER} if permuted else set())
 
 
 def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

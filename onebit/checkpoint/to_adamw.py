@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_structure
-from onebit.checkpoint.elements import decoded
+from onebit.checkpoint.elements import decoded, saved_order
 from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
 from onebit.collectives.reply import WAYS
+from onebit.optim.memory_order import in_shape
 from onebit.optim.param_groups import betas_of
 from onebit.optim.schedule import VarianceSchedule
 
@@ -82,7 +83,7 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
         return own["first_momentum"].double()
     if BITS in own:
         messages = decoded(own[BITS], own[SCALES], WAYS[numbers.get("reply", 1)].reply_bits).double()
-        m = messages.mean(0)[: like.numel()].view(like.shape)
+        m = in_shape(messages.mean(0)[: like.numel()], like.shape, saved_order(own))
     else:
         parts = [value.double() for name, value in own.items() if message_of(name) is not None]
         m = sum(parts[1:], parts[0]) / len(parts)

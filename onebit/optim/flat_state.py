@@ -1,6 +1,6 @@
 """The parameters of one dtype and the tensors of an algorithm's fields for them, in flat buffers.
 
-    field per "element"      fp32 [elements]        a parameter's part starts on a block boundary
+    field per "element"      fp32 [elements]        a parameter's part starts on a block boundary, and lies as it does
     field per "slice"        fp32 [elements / slices]   of every chunk this rank's slice, one after the other
     field per "bit"          uint8 [elements / 8]   as numpy.packbits(..., bitorder="little")
     field per "parameter"    fp32 [parameters]
@@ -22,6 +22,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import backend
 from onebit.optim.fields import MASTER, Field
+from onebit.optim.memory_order import as_stored, in_shape, order_of
 from onebit.optim.sharding import is_sharded, local
 
 
@@ -57,6 +58,8 @@ class FlatState:
         self.backend = backend(self.device)
         self._sharded = any(map(is_sharded, self.params))
         self.shapes = [tuple(local(p).shape) for p in self.params]
+        self.orders = [order_of(local(p)) for p in self.params]
+        self._permuted = any(order is not None for order in self.orders)
         self.numels = [local(p).numel() for p in self.params]
         self.whole_numels = [p.numel() for p in self.params]
         self.parts = parts
@@ -135,8 +138,12 @@ class FlatState:
 
     def cut(self, flat: Tensor, index: int) -> Tensor:
         """One parameter's part of a flat tensor with one number an element, in the parameter's shape."""
+        return in_shape(self.elements_of(flat, index), self.shapes[index], self.orders[index])
+
+    def elements_of(self, flat: Tensor, index: int) -> Tensor:
+        """The same, one element after the other as they lie in memory."""
         start = int(self.layout.first[index]) * self.block_size
-        return flat[start : start + self.numels[index]].view(self.shapes[index])
+        return flat[start : start + self.numels[index]]
 
     def views(self, index: int) -> dict[str, Tensor]:
         """What is kept for one parameter and has its shape."""
@@ -144,10 +151,10 @@ class FlatState:
         return {name: self.view(name, index) for name, field in self.fields.items() if field.per in whole}
 
     def parts_of(self, name: str, index: int) -> list[tuple[slice, Tensor]]:
-        """Which elements of a parameter a field has on this rank, and their part of it."""
+        """Which elements of a parameter, as they lie in memory, a field has on this rank, and their part of it."""
         if self.fields[name].per == "slice":
             return self.pieces(self[name], index)
-        return [(slice(0, self.numels[index]), self.view(name, index).view(-1))]
+        return [(slice(0, self.numels[index]), self.elements_of(self[name], index))]
 
     def pieces(self, flat: Tensor, index: int) -> list[tuple[slice, Tensor]]:
         """Which elements of a parameter are in this rank's slice, and their part of a flat tensor of the slice."""
@@ -181,6 +188,11 @@ class FlatState:
 
     def copy_parameter_from(self, index: int, other: FlatState, index_there: int) -> None:
         """Go on with a parameter's fields from another flat state of the same stage."""
+        if self.shapes[index] != other.shapes[index_there]:
+            raise ValueError(
+                f"a parameter had shape {other.shapes[index_there]} and has {self.shapes[index]} now: its state is of "
+                f"no use. Build a new optimizer after changing the shape of a parameter"
+            )
         for name in self.fields:
             if name in other:
                 self.view(name, index).copy_(other.view(name, index_there))
@@ -197,6 +209,23 @@ class FlatState:
         grads = [p.grad for p in self.params]
         return [None if g is None else local(g) for g in grads] if self._sharded else grads
 
+    def stored(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Of one tensor a parameter: views that are contiguous where a tensor lies as its parameter does."""
+        if not self._permuted:
+            return tensors
+        return [None if t is None else as_stored(t, order) for t, order in zip(tensors, self.orders, strict=True)]
+
+    def lay_out_gradients(self) -> list[Tensor]:
+        """Each one as it lies. Zeros where there is none; one that lies otherwise than its parameter becomes a copy."""
+        grads = []
+        for i, grad in enumerate(self.fill_missing_gradients()):
+            own = as_stored(grad, self.orders[i])
+            if not own.is_contiguous():
+                own = own.contiguous()
+                self.params[i].grad = in_shape(own.view(-1), self.shapes[i], self.orders[i])
+            grads.append(own)
+        return grads
+
     def fill_missing_gradients(self) -> list[Tensor]:
         """Zeros where there is none: on other ranks it may be there."""
         for p in self.params:
@@ -211,8 +240,8 @@ class FlatState:
             for i, (p, version) in enumerate(zip(values, self._parameter_versions, strict=False)):
                 if p._version != version:
                     self.view(MASTER.name, i).copy_(p.detach())
-        self.parameters.bind_tensors(values)
-        self.gradients.bind_tensors(self.gradients_now())
+        self.parameters.bind_tensors(self.stored(values))
+        self.gradients.bind_tensors(self.stored(self.gradients_now()))
 
     def release_gradients(self) -> None:
         """Keep no gradient alive until the next step."""

@@ -53,7 +53,8 @@ class Gradients:
         if copies.size == 1 or unchanged(self._averaged, states):
             return
         for state in states:
-            average_(state.fill_missing_gradients(), copies, unscale, wire_dtype=wire_dtype)
+            grads = [g for g in state.stored(state.fill_missing_gradients()) if g is not None]
+            average_(grads, copies, unscale, wire_dtype=wire_dtype)
         self._averaged = versions_of(states)
 
     def average_slices(
@@ -69,9 +70,7 @@ class Gradients:
                 "clip_grad_norm_"
             )
         for state in states:
-            grads = [grad.contiguous() for grad in state.fill_missing_gradients()]
-            for p, grad in zip(state.params, grads, strict=True):
-                p.grad = grad
+            grads = state.lay_out_gradients()
             for chunk in range(state.layout.chunks):
                 slices = state.layout.slices(chunk, node.size)
                 average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)

@@ -117,11 +117,12 @@ class ZeroOneLocalSteps:
         """m, as the last exchange has it."""
         state, layout = self.state, self.state.layout
         received = torch.zeros(layout.elements, dtype=torch.float32, device=state.device)
-        parts = [state.cut(received, i) for i in range(len(state.params))]
+        parts = [state.elements_of(received, i) for i in range(len(state.params))]
         state.backend.decode(layout.all(), self.exchange.replies, Pointers.to(layout, parts))
         received.masked_fill_(~live, 0)
         for i, part in enumerate(parts):
-            state.view(OWN_MOMENTUM.name, i).add_(part * state[FACTOR.name][i])  # to what a load may have put there
+            own = state.elements_of(state[OWN_MOMENTUM.name], i)
+            own.add_(part * state[FACTOR.name][i])  # to what a load may have put there
 
     def _set_reference(self, w: Tensor) -> None:
         """W"""

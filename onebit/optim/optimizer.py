@@ -592,9 +592,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._check_sharding()
         if self.compressing:
             raise ValueError(
-                "the parameters changed after the freeze (one was added or removed, or its requires_grad was "
-                "switched): stage 2 has no variance for others. Put them back, or build a new optimizer"
+                "the parameters changed after the freeze (one was added or removed, or its requires_grad or its memory "
+                "format was switched): stage 2 has no variance for others, and messages are in the order of the "
+                "memory. Put them back, or build a new optimizer"
             )
+        for group in self.param_groups:
+            param_groups.check_parameters(group["params"])
         self._build()
 
     def _check_sharding(self) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import DTYPES
+from onebit.optim.memory_order import Order, is_dense, order_of
+from onebit.optim.sharding import is_sharded
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
@@ -31,10 +33,11 @@ def check_parameters(params: Sequence[Tensor]) -> None:
                 f"parameter {i} (shape {tuple(p.shape)}) has dtype {p.dtype}: onebit optimizes float32, bfloat16 and "
                 f"float16. Cast the model, for example with .float()"
             )
-        if not p.is_contiguous():
+        if not (p.is_contiguous() if is_sharded(p) else is_dense(p)):
             raise ValueError(
-                f"parameter {i} (shape {tuple(p.shape)}, strides {p.stride()}) is not contiguous: kernels update it "
-                f"where it lies. Make it so with p.data = p.data.contiguous()"
+                f"parameter {i} (shape {tuple(p.shape)}, strides {p.stride()}) is not dense: kernels update it where "
+                f"it lies, and its elements do not lie side by side. Give it memory of its own with "
+                f"p.data = p.data.contiguous()"
             )
 
 
@@ -85,9 +88,12 @@ def by_dtype(groups: Groups) -> list[tuple[list[Tensor], list[int]]]:
     return [found[dtype] for dtype in sorted(found, key=str)]
 
 
-def identities(groups: Groups) -> list[list[tuple[int, bool]]]:
-    """Equal for equal sets of parameters that train."""
-    return [[(id(p), p.requires_grad) for p in group["params"]] for group in groups]
+def identities(groups: Groups) -> list[list[tuple[int, bool, Order]]]:
+    """Equal for equal sets of parameters that train and lie in the same order."""
+    return [
+        [(id(p), p.requires_grad, order_of(p) if p.requires_grad else None) for p in group["params"]]
+        for group in groups
+    ]
 
 
 def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:

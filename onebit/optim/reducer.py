@@ -75,9 +75,9 @@ class MomentumReducer:
         """m of the last step, decoded: fp32, a tensor a parameter. NaN where the step was not taken."""
         state = self.state
         flat = torch.zeros(state.layout.elements, dtype=torch.float32, device=state.device)
-        parts = [state.cut(flat, i) for i in range(len(state.params))]
+        parts = [state.elements_of(flat, i) for i in range(len(state.params))]
         state.backend.decode(state.layout.all(), self.replies, Pointers.to(state.layout, parts))
-        return parts
+        return [state.cut(flat, i) for i in range(len(state.params))]
 
     def compress(self, chunk: Chunk, hyper: Tensor, flags: Tensor) -> None:
         """One chunk's messages of b1 m + (1-b1) g."""

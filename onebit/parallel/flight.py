@@ -113,13 +113,13 @@ class Flight:
         self._undo[s].save(chunk)
         state, flags = self.states[s], self._flags[s][chunk.index : chunk.index + 1]
         members = self._members[s][chunk.index]
-        grads = [g if i in members else None for i, g in enumerate(self._grads[s])]
+        grads = state.stored([g if i in members else None for i, g in enumerate(self._grads[s])])
         means = self._means[s]
         if means is not None and self._node is not None:
             whole = [None if g is None else g.contiguous() for g in grads]
             slices = state.layout.slices(chunk.index, self._node.size)
             average_slices(slices, whole, means.views, self._node, wire_dtype=self._wire_dtype)
-            grads = list(means.views)
+            grads = means.views
         state.gradients.bind_tensors(grads)
         state.backend.scan(chunk.slice, state.gradients, self._hyper, flags)
         self._reducers[s].compress(chunk, self._hyper, flags)
@@ -130,7 +130,7 @@ class NodeMeans:
 
     def __init__(self, state: FlatState) -> None:
         flat = torch.zeros(state.layout.elements, dtype=state.dtype, device=state.device)
-        self.views = [state.cut(flat, i) for i in range(len(state.params))]
+        self.views = [state.elements_of(flat, i) for i in range(len(state.params))]
 
 
 class _Signal:

@@ -44,6 +44,8 @@ def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: boo
 
 def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
     numels = [n for state in current.states for n in state.numels]
+    orders = [(p, order) for state in current.states for p, order in zip(state.params, state.orders, strict=True)]
+    permuted = [f"parameter {setup.name_of(p)} {order}" for p, order in orders if order is not None]
     o, groups = setup.options, setup.groups
     names = (
         "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "master_weights",
@@ -56,6 +58,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         **setup.algorithm.settings(),
         "optimizer": setup.name,
         "gradient_dtype": str(o.gradient_dtype),
+        "memory order": _short([", ".join(permuted) or "contiguous"]),
         "dtypes": " ".join(str(state.dtype) for state in current.states),
         "freeze_window": current.stages.rule.window,
         "steps": current.stages.steps,

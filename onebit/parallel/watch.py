@@ -75,12 +75,13 @@ class Watch:
 def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tensor]]:
     """All that is equal on every rank, by name: each parameter and its state, then what parameters have in common."""
     for state in current.states:
-        for i, p in enumerate(state.values_now()):
+        for i, p in enumerate(state.stored(state.values_now())):
             name = setup.name_of(state.params[i])
+            assert p is not None
             yield f"parameter {name}", p.detach()
             for field in state.fields.values():
                 if field.per == "element" and field.same_on_all_ranks:
-                    yield f"{field.name} of parameter {name}", state.view(field.name, i)
+                    yield f"{field.name} of parameter {name}", state.elements_of(state[field.name], i)
     for part in current.parts:
         yield from ((f"{k} of all {part.state.dtype} parameters", v) for k, v in part.shared_tensors())
     yield _COUNT, current.stages.counts

@@ -118,13 +118,6 @@ def test_float64_parameters_are_refused(kind):
 
 
 @kinds
-def test_a_parameter_that_is_not_contiguous_is_refused(kind):
-    with pytest.raises(ValueError) as caught:
-        build(kind, [*parameters((4,)), nn.Parameter(torch.zeros(3, 2).t())])
-    assert_message(caught, "parameter 1 (shape (2, 3), strides (1, 2))", "not contiguous", "contiguous()")
-
-
-@kinds
 def test_parameters_on_several_devices_are_refused(kind):
     with pytest.raises(ValueError) as caught:
         build(kind, [*parameters((4,)), nn.Parameter(torch.zeros(3, device="meta"))])
