@@ -31,7 +31,7 @@ def check_parameters(params: Sequence[Tensor]) -> None:
         if p.dtype not in DTYPES:
             raise TypeError(
                 f"parameter {i} (shape {tuple(p.shape)}) has dtype {p.dtype}: onebit optimizes float32, bfloat16 and "
-                f"float16. Cast the model, for example with .float()"
+                f"float16, with a state and messages in float32. Cast the model, for example with .float()"
             )
         if not (p.is_contiguous() if is_sharded(p) else is_dense(p)):
             raise ValueError(

@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
@@ -448,3 +454,54 @@ def test_an_order_that_cannot_be_is_refused(order: Any, error: type[Exception]) 
     with pytest.raises(error, match="memory_order of parameter 0"):
         optimizer.load_state_dict(state)
     assert same(snapshot(optimizer.state_dict()), kept)
+
+
+TOOLS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True},
+}
+
+
+def carried(rank: int, size: int, kind: str, was: bool, name: str, folder: str) -> None:
+    """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools and without them."""
+
+    def trained(channels_last: bool, steps: int) -> tuple[nn.Module, Any]:
+        net = conv_net(channels_last)
+        optimizer = build(kind, net.parameters(), lr=3e-3, freeze_step=2, reply="direct", process_group=group())
+        for step in range(steps):
+            go(net, optimizer, step, channels_last)
+        return net, optimizer
+
+    def go(net: nn.Module, optimizer: Any, step: int, channels_last: bool) -> None:
+        optimizer.zero_grad()
+        conv_loss(net, rank, step, channels_last).backward()
+        optimizer.step()
+
+    options = StateDictOptions(**TOOLS.get(name, {}))
+    net, optimizer = trained(was, 5)
+    (one, by_tool), (other, by_hand) = trained(not was, 4), trained(not was, 4)
+    for each in (one, other):
+        each.load_state_dict(net.state_dict())
+    by_hand.load_state_dict(snapshot(optimizer.state_dict()))
+    if name == "dcp":
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder, process_group=group())
+        onebit.make_room(folder, one, by_tool)
+        state = {"optimizer": by_tool.state_dict()}
+        dcp.load(state, checkpoint_id=folder, process_group=group())
+        by_tool.load_state_dict(state["optimizer"])
+    else:
+        saved = snapshot(get_optimizer_state_dict(net, optimizer, options=options))
+        if name == "flattened":
+            onebit.make_room(saved, one, by_tool)
+        set_optimizer_state_dict(one, by_tool, saved, options=options)
+    assert same(snapshot(by_tool.state_dict()), snapshot(by_hand.state_dict()))
+    go(one, by_tool, 5, not was)
+    go(other, by_hand, 5, not was)
+    assert bits(one.parameters()) == bits(other.parameters())
+
+
+@pytest.mark.parametrize("was", [False, True], ids=["from contiguous", "from channels_last"])
+@pytest.mark.parametrize("name", [*TOOLS, "dcp"])
+def test_torchs_tools_carry_a_state_to_another_memory_format(was: bool, name: str, tmp_path: Path) -> None:
+    run_ranks(2, carried, "OneBitLamb", was, name, str(tmp_path / "saved"))
