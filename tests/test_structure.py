@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"onebit": "onebit", "kernels": "onebit.kernels", "collectives": "onebit.collectives", "perf": "perf"}
 INTERNALS = ROOT / "tests" / "internals.py"  # the one place where tests reach into classes
 # Underscored names that are no class's of ours: NamedTuple's methods, and what torch and numba have no other name for.
-OF_OTHERS = {"_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce"}
+OF_OTHERS = {
+    "_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce", "_per_optimizer_states",
+}  # fmt: skip
 
 
 def module_name(path: Path) -> str:

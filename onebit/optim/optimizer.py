@@ -35,6 +35,7 @@ from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm, Kind
 from onebit.optim.eager import eager
 from onebit.optim.freeze import report_freeze
+from onebit.optim.grad_scaler import report_to_scaler
 from onebit.optim.gradients import Gradients, HyperTable, reciprocal
 from onebit.optim.live_state import LiveState
 from onebit.optim.options import (
@@ -207,6 +208,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.overlap.restore(flags)
         if in_messages:
             self.current.restore(flags)
+        if hasattr(self, "found_inf"):
+            report_to_scaler(self, flags)
         self._count(flags, kind)
         self.watch.check(self.setup, self.current)
 
@@ -499,7 +502,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be. What backward has averaged over ranks whose
-        scales have parted, after an overflow on some in a compressed step, is divided by the mean of them on all."""
+        scales differ, which `report_to_scaler` can't help with every scaler, is divided by the mean of them on all."""
         scale, copies = getattr(self, "grad_scale", None), self.setup.topology.copies
         if scale is not None and self.gradients.averaged_in_backward and self.compressing and self.averages_gradients:
             scale = scale.detach().to(self.setup.device, torch.float64).view(1) / copies.size

@@ -406,6 +406,28 @@ def test_scaled_gradients() -> None:
     assert [one[0][1] for one in found] == [1, 0] and found[0][0][0] == found[1][0][0]
 
 
+def with_a_scaler(rank: int, size: int, case: Case) -> tuple[list[float], bytes]:
+    """An infinite number in a local step of rank 0."""
+    params = case.parameters()
+    optimizer, scaler = case.build(params, group()), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.zeros(()))
+    scales = []
+    for step in range(1, 17):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = None if g is None else g * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, bits(params)
+
+
+def test_the_scale_of_a_rank_that_left_a_local_step_out() -> None:
+    """No other rank has left it out, nor has its scaler."""
+    one, other = run_ranks(2, with_a_scaler, CASE.but(missing=(), bad=((14, 0, math.inf),)))
+    assert one[0] == [2.0**10] * 13 + [2.0**9] * 3 and other[0] == [2.0**10] * 16
+    assert one[1] == other[1]
+
+
 def with_fsdp(rank: int, size: int) -> tuple[list[torch.Tensor], bool]:
     mesh = fsdp.mesh_of(2, 2)
     options = {**OPTIONS, "freeze_step": None, "reply": "direct"}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport
-from tests.onebit.runs import Case, arrays, bits, build, kinds, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, adam_first, arrays, bits, build, kinds, parameters, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks
 
 STAGES = pytest.mark.parametrize("freeze_step", [50, 3], ids=["stage 1", "stage 2"])
@@ -120,8 +120,33 @@ def test_grad_scaler_with_an_inf_on_one_rank(kind: str, freeze_step: int, unscal
         assert one["kept"]
         assert one["skipped"] == 1
         assert one["params"] == one["plain"] == found[0]["params"]
-    assert found[1]["scales"][5] == found[1]["scales"][4] / 2  # the rank that met inf backs off
+    assert found[0]["scales"] == found[1]["scales"]
+    assert found[0]["scales"][5] == found[0]["scales"][4] / 2  # all back off where one has met inf
     assert found[0]["scales"][3] == 2.0**11  # and all grow
+
+
+def scaled_without_gradients(rank: int, size: int, kind: str, infinite: bool) -> list[float]:
+    """Rank 0 has none at all in a step."""
+    params = parameters((3, 2), (5,))
+    optimizer = build(kind, params, freeze_step=2, process_group=group())
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3), []
+    scaler.scale(torch.zeros(()))
+    for step in range(1, 8):
+        for p in params:
+            p.grad = None if (step, rank) == (5, 0) else torch.full_like(p, scaler.get_scale() * (rank + step))
+        if infinite and (step, rank) == (5, 1):
+            params[0].grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@adam_first
+@pytest.mark.parametrize("infinite", [False, True])
+def test_grad_scaler_on_a_rank_without_gradients(kind: str, infinite: bool) -> None:
+    one, other = run_ranks(2, scaled_without_gradients, kind, infinite)
+    assert one == other and one[4:] == ([2.0**10] * 3 if infinite else [2.0**11, 2.0**12, 2.0**12])
 
 
 class Net(nn.Module):

@@ -327,8 +327,8 @@ def scaled(rank: int, size: int, case: Case) -> list[Any]:
     return ends
 
 
-def parted(rank: int, size: int) -> tuple[list[bytes], list[float]]:
-    """With DDP: rank 1 overflows in a compressed step, and scales by half from there on."""
+def with_a_scaler(rank: int, size: int, apart: bool) -> tuple[list[bytes], list[float]]:
+    """With DDP: rank 1 overflows in a compressed step. Apart: it then has a scale of its own."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
     ddp = DistributedDataParallel(net, process_group=group())
@@ -342,17 +342,20 @@ def parted(rank: int, size: int) -> tuple[list[bytes], list[float]]:
         if (step, rank) == (4, 1):
             net[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
         scaler.step(optimizer)
-        scaler.update()
+        scaler.update(2.0**8 if apart and (step, rank) == (4, 1) else None)
         ends.append(bits(net.parameters()))
         scales.append(scaler.get_scale())
     return ends, scales
 
 
-def test_scales_that_part_with_ddp() -> None:
-    """Full steps divide what DDP has averaged by the same number on all ranks."""
-    one, other = run_ranks(2, parted)
-    assert one[0] == other[0]
-    assert (one[1][-1], other[1][-1]) == (2.0**10, 2.0**9) and len(set(one[0])) == 8
+@pytest.mark.parametrize("apart", [False, True])
+def test_scales_with_ddp(apart: bool) -> None:
+    """An overflow on one rank halves the scales of all. Where a user sets others, full steps divide what DDP has
+    averaged by the same number on all ranks."""
+    one, other = run_ranks(2, with_a_scaler, apart)
+    assert one[0] == other[0] and len(set(one[0])) == 8
+    assert one[1] == [2.0**10] * 3 + [2.0**9] * 6
+    assert other[1] == [2.0**10] * 3 + [2.0**8 if apart else 2.0**9] * 6
 
 
 def test_scaled_gradients() -> None:
