@@ -119,10 +119,23 @@ def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> No
         )
     names = _same_parameters(model.module, inner, "DDP")
     model.register_comm_hook(_Attached(inner, model.process_group), _hook)
+    model.register_forward_pre_hook(_refuse_join)
     inner.averaged_in_backward = True
     inner.leave_out_buckets = bypass(model)
     inner.overlap.set_model(model)
     inner.setup.names.update(names)
+
+
+def _refuse_join(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Before the first collective in DDP's `join`, on every rank that has a batch."""
+    config = model._join_config if isinstance(model, DistributedDataParallel) else None
+    if config is not None and config.enable and not config.throw_on_early_termination:
+        raise ValueError(
+            "the model is within join(), where a rank that has run out of batches repeats DDP's collectives for the "
+            "others: those of the optimizer it does not repeat, and they would wait for ever. Give all ranks equally "
+            "many batches (drop_last=True, DistributedSampler), or take join(throw_on_early_termination=True), which "
+            "ends the loop on all ranks when the first runs out"
+        )
 
 
 logger = logging.getLogger("onebit")
