@@ -15,7 +15,7 @@ INTERNALS = ROOT / "tests" / "internals.py"  # the one place where tests reach i
 # Underscored names that are no class's of ours: NamedTuple's methods, and what torch and numba have no other name for.
 OF_OTHERS = {
     "_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce", "_per_optimizer_states",
-    "_join_config",
+    "_join_config", "_comm_hooks", "_ddp",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from onebit.checkpoint.schema import progress_of
 from onebit.optim.memory_order import order_of
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import as_whole, is_sharded, local
+from onebit.parallel.unwrap import layers_of, own_optimizer
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
 
@@ -44,12 +45,13 @@ class _Saved:
     read: Callable[[Iterable[str]], Mapping[str, Any]]  # values that are no tensors
 
 
-def make_room(source: Any, model: nn.Module, optimizer: OneBitOptimizer) -> None:
+def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Before torch's own tools load a state into `optimizer`: give it the names and sizes of what was saved.
 
     source: the folder or StorageReader that `dcp.load` is to read, or a state from `get_optimizer_state_dict`. Call it
     on every rank, on the model that the state is of, then load as ever.
     """
+    optimizer = own_optimizer(optimizer, "make_room")
     optimizer.find_ranks()
     saved = _of_state(source) if isinstance(source, Mapping) else _of_checkpoint(source)
     names = _names_of_parameters(model, optimizer)
@@ -104,19 +106,11 @@ def _names_of_parameters(model: nn.Module, optimizer: OneBitOptimizer) -> dict[s
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = {str(i): p for i, p in enumerate(params)}
     known = set(params)
-    for each in _unwrapped(model):
+    for each in layers_of(model):
         for name, p in each.named_parameters(remove_duplicate=False):
             if p in known:
                 names[_WRAPPERS.sub("", name).lstrip(".")] = p
     return names
-
-
-def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, and what DDP or torch.compile have in them."""
-    yield model
-    for name in ("module", "_orig_mod"):
-        if isinstance(inner := getattr(model, name, None), nn.Module):
-            yield from _unwrapped(inner)
 
 
 def _parameter_of(key: str, names: Mapping[str, Tensor]) -> tuple[Tensor | None, str]:

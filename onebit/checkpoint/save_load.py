@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.nn.parallel import DistributedDataParallel
 
 from onebit.checkpoint import files
 from onebit.checkpoint.checks import check_numbers
@@ -41,6 +40,7 @@ from onebit.checkpoint.schema import progress_of
 from onebit.kernels.data.checks import is_whole
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import as_whole, is_sharded, local
+from onebit.parallel.unwrap import own_module, own_optimizer
 
 _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
 
@@ -48,7 +48,7 @@ _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
 def save(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: OneBitOptimizer,
+    optimizer: torch.optim.Optimizer,
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
@@ -58,8 +58,9 @@ def save(
     plain data (an epoch, random states). Each rank's own is kept. A checkpoint that is in `folder` already stays until
     this one is whole, then goes. What the ranks can't write is an OSError on all of them.
     """
+    inner, optimizer = own_module(model, "save"), own_optimizer(optimizer, "save")
     ranks, folder = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), Path(folder)
-    state = {"model": _inner(model).state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
     state = ranks.on_all(lambda: _plain(state))
     if own := ranks.on_all(lambda: packed({} if extra is None else extra)):
@@ -77,7 +78,7 @@ def save(
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: OneBitOptimizer,
+    optimizer: torch.optim.Optimizer,
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -87,8 +88,9 @@ def load(
     for bit; another number with the mean of the residuals. A checkpoint that is damaged, another program's or another
     model's is a ValueError or TypeError on every rank and changes nothing.
     """
+    inner, optimizer = own_module(model, "load"), own_optimizer(optimizer, "load")
     optimizer.find_ranks()
-    ranks, inner = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), _inner(model)
+    ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
     here = inner.state_dict()
     source = _checked(Path(folder), here, optimizer, ranks)
     loaded = _optimizer_state(source, optimizer)
@@ -194,10 +196,6 @@ def _nested(flat: Mapping[KeyPath, Any]) -> dict[str, Any]:
 
 def _key(step: str | int) -> str | int:
     return int(step) if isinstance(step, str) and re.fullmatch(r"[0-9]{1,9}", step) else step
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 class _Source:

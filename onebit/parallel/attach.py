@@ -1,27 +1,22 @@
-"""DDP hands gradient communication to the optimizer: averaged in stage 1, left local, or to a node, in stage 2."""
+"""DDP or FSDP hand gradient communication to the optimizer: averaged in stage 1, local, or a node's, in stage 2."""
+
+from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit.collectives.averaging import average_, narrower
+from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import is_sharded
-from onebit.parallel.buckets import bypass
-from onebit.parallel.ddp_hook import local
+from onebit.parallel.attached import Attached, hook_of_ddp
+from onebit.parallel.unwrap import ddp_of, own_optimizer
+
+logger = logging.getLogger("onebit")
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -29,14 +24,16 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     Stage 1 averages gradients as DDP does without it, in `gradient_dtype` where that is given; in stage 2 they stay
     local, or are averaged over the ranks of a node alone, and the optimizer averages momentum.
+
+    A model in DDP takes several optimizers, a call each. What none of them has DDP averages in every step.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps
-    if not isinstance(inner, OneBitOptimizer):
-        raise TypeError(f"attach needs an optimizer of onebit, such as OneBitAdam; this is a {type(inner).__name__}")
+    inner = own_optimizer(optimizer, "attach")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach needs a model, a torch.nn.Module; this is a {type(model).__name__}")
     if any(is_sharded(p) for p in model.parameters()):
         _attach_to_fsdp(model, inner)
-    elif isinstance(model, DistributedDataParallel):
-        _attach_to_ddp(model, inner)
+    elif (found := ddp_of(model)) is not None:
+        _attach_to_ddp(*found, inner)
     else:
         raise TypeError(
             f"attach needs a model wrapped in DistributedDataParallel, or by fully_shard, this is a "
@@ -89,11 +86,12 @@ def _idle(reduced: Tensor) -> None:
 
 
 def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> dict[Tensor, str]:
-    """The model's parameters that train, and their names: the optimizer has these and no others, or a ValueError."""
+    """The model's parameters that train, and their names: the optimizer has these and no others, or a ValueError. What
+    it lacks of a model in DDP averages."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     known = {p for group in inner.param_groups for p in group["params"]}
     lacking = [name for p, name in names.items() if p not in known]
-    if lacking:
+    if lacking and wrapper != "DDP":
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         raise ValueError(
             f"the optimizer does not hold {lacking[0]!r}{more} of the model: in stage 2 nobody would average these "
@@ -109,21 +107,43 @@ def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> 
     return names
 
 
-def _attach_to_ddp(model: DistributedDataParallel, inner: OneBitOptimizer) -> None:
+def _attach_to_ddp(ddp: DistributedDataParallel, module: nn.Module, inner: OneBitOptimizer) -> None:
     inner.find_ranks()
-    theirs, ours = transport_for(model.process_group), inner.setup.topology.everyone
+    theirs, ours = transport_for(ddp.process_group), inner.setup.topology.everyone
     if (theirs.rank, theirs.size) != (ours.rank, ours.size):
         raise ValueError(
             f"the model's process group has {theirs.size} ranks (this is rank {theirs.rank}), the optimizer's "
             f"{ours.size} (rank {ours.rank}): pass process_group= to the optimizer, the same as to DDP"
         )
-    names = _same_parameters(model.module, inner, "DDP")
-    model.register_comm_hook(_Attached(inner, model.process_group), _hook)
-    model.register_forward_pre_hook(_refuse_join)
+    names = _same_parameters(module, inner, "DDP")
+    attached = next((state for _, state in ddp._comm_hooks if isinstance(state, Attached)), None)
+    if attached is None:
+        attached = _register(ddp)
+    attached.add(inner, ddp, names)
     inner.averaged_in_backward = True
-    inner.leave_out_buckets = bypass(model)
-    inner.overlap.set_model(model)
+    inner.overlap.set_model(ddp)
     inner.setup.names.update(names)
+
+
+def _register(ddp: DistributedDataParallel) -> Attached:
+    """The hook, of which a model has one."""
+    attached = Attached(ddp)
+    before = list(ddp._comm_hooks)
+    try:
+        ddp.register_comm_hook(attached, hook_of_ddp)
+    except RuntimeError as refused:
+        ddp._comm_hooks[:] = before
+        if ddp.mixed_precision is not None:
+            why = "its mixed_precision has one. Leave it out, and take torch.autocast, or gradient_dtype"
+        else:
+            others = ", ".join(getattr(hook, "__name__", repr(hook)) for hook, _ in before) or "a built-in one"
+            why = f"register_comm_hook was called with another one ({others}). Leave that call out"
+        raise ValueError(
+            f"the model has a communication hook already, which says how its gradients are averaged, and DDP takes one "
+            f"alone: {why}, and wrap the model anew"
+        ) from refused
+    ddp.register_forward_pre_hook(_refuse_join)
+    return attached
 
 
 def _refuse_join(model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -136,33 +156,3 @@ def _refuse_join(model: nn.Module, inputs: tuple[Any, ...]) -> None:
             "many batches (drop_last=True, DistributedSampler), or take join(throw_on_early_termination=True), which "
             "ends the loop on all ranks when the first runs out"
         )
-
-
-logger = logging.getLogger("onebit")
-_NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
-
-
-@dataclass(frozen=True)
-class _Attached:
-    """What DDP hands to the hook."""
-
-    optimizer: OneBitOptimizer
-    process_group: dist.ProcessGroup
-
-
-def _hook(state: _Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls for each bucket of gradients. The first one of a backward pass begins the step."""
-    with torch.no_grad():
-        state.optimizer.begin_step()
-    group: Any = state.process_group
-    if not state.optimizer.averages_gradients:
-        node = state.optimizer.setup.topology.node
-        if not isinstance(node, TorchTransport) or not state.optimizer.claim_node_mean():
-            return local(bucket)
-        group = node.group
-    else:
-        state.optimizer.gradients.averaged_in_backward = True
-    own = bucket.buffer().dtype
-    wire = narrower(own, state.optimizer.setup.options.gradient_dtype if group.size() > 1 else None)
-    average = allreduce_hook if wire == own else _NARROW[wire]
-    return average(group, bucket)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.agreement import agree
@@ -28,6 +27,7 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
 from onebit.kernels.data.wire import Norm
+from onebit.parallel.unwrap import own_module
 
 Names = tuple[str, ...]
 
@@ -65,7 +65,7 @@ class OneBitState:
         """Belong to this model: needed once after unpickling, when parameters are other objects."""
         self.process_group, self.node_group = process_group or self.process_group, node_group or self.node_group
         self._topology = None
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = own_module(model, "OneBitState")
         self._names: dict[Tensor, str] = {p: name for name, p in inner.named_parameters()}
 
     @property

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 
-from onebit.optim.optimizer import OneBitOptimizer
+import torch
+
+from onebit.parallel.unwrap import own_optimizer
 
 TITLES = {
     "coefficient": "scaling coefficients",
@@ -29,7 +31,8 @@ class History:
         self.records: list[dict[str, dict[str, float]]] = []
         self._frozen: int | None = None
 
-    def record(self, optimizer: OneBitOptimizer) -> None:
+    def record(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer = own_optimizer(optimizer, "record")
         self.steps.append(optimizer.steps)
         self.records.append(optimizer.diagnostics())
         if optimizer.compressing and self._frozen is None:

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
@@ -23,8 +24,16 @@ def attach_error(rank, size, kind, case):
         target, optimizer = model, build(kind, params, process_group=group())
     elif case == "no onebit":
         optimizer = torch.optim.AdamW(params)
-    elif case == "a parameter lacks":
-        optimizer = build(kind, params[:2], process_group=group())
+    elif case == "no model":
+        target, optimizer = params, build(kind, params, process_group=group())
+    elif case == "a parameter of another model":
+        optimizer = build(kind, [*params, nn.Parameter(torch.ones(2))], process_group=group())
+    elif case == "another hook":
+        ddp.register_comm_hook(None, allreduce_hook)
+        optimizer = build(kind, params, process_group=group())
+    elif case == "another optimizer of the same parameters":
+        optimizer = build(kind, params, process_group=group())
+        onebit.attach(ddp, build(kind, params[2:], process_group=group()))
     elif case == "another group":
         optimizer = build(
             kind, params, process_group=torch.distributed.new_group([rank], use_local_synchronization=True)
@@ -42,9 +51,12 @@ def attach_error(rank, size, kind, case):
 ATTACH = {
     "no DDP": ("TypeError", ["DistributedDataParallel", "Sequential", "averages gradients itself"]),
     "no onebit": ("TypeError", ["an optimizer of onebit", "AdamW"]),
-    "a parameter lacks": ("ValueError", ["'1.weight'", "1 more", "all parameters", "requires_grad=False"]),
+    "no model": ("TypeError", ["needs a model", "list"]),
+    "a parameter of another model": ("ValueError", ["does not hold parameter 4 of group 0", "one of their own"]),
+    "another hook": ("ValueError", ["hook already", "allreduce_hook", "Leave that call out"]),
+    "another optimizer of the same parameters": ("ValueError", ["'1.weight'", "one optimizer"]),
     "another group": ("ValueError", ["2 ranks", "process_group="]),
-    "twice": ("RuntimeError", ["register_comm_hook"]),  # DDP says so itself
+    "twice": ("ValueError", ["twice", "once is enough"]),
 }
 
 

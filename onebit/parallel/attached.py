@@ -1,0 +1,150 @@
+"""DDP's hook for its optimizers: gradients are averaged in stage 1, left local, or to a node, in stage 2.
+
+A bucket may have gradients of several optimizers, whose steps are of other kinds, and such that no optimizer of onebit
+has: those DDP averages in every step, as without us.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from onebit.collectives.averaging import narrower
+from onebit.collectives.transport.torch import TorchTransport
+from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.snapshot import Snapshot
+from onebit.parallel.buckets import bypass
+from onebit.parallel.ddp_hook import local
+
+_NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
+
+
+class _Way(NamedTuple):
+    """How gradients are averaged: over which ranks, and what travels."""
+
+    group: dist.ProcessGroup
+    wire: torch.dtype
+
+
+class Attached:
+    """What DDP hands to the hook: the optimizers, and whose parameters are whose. A copied or saved model has none of
+    it, and averages as DDP does."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.group: dist.ProcessGroup = model.process_group
+        self.optimizers: list[OneBitOptimizer] = []
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._owners: dict[Tensor, OneBitOptimizer] = {}
+        self._made_of: list[weakref.ref[Snapshot]] = []
+        self._needless: dict[OneBitOptimizer, bool] = {}  # whose coming step has no use for buckets
+        self._leave_out: Callable[[bool], None] | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def add(self, optimizer: OneBitOptimizer, model: DistributedDataParallel, names: Mapping[Tensor, str]) -> None:
+        """names: of the model's parameters."""
+        if optimizer in self.optimizers:
+            raise ValueError("attach was called twice with this model and this optimizer: once is enough")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p in self.owners:
+                    raise ValueError(
+                        f"an optimizer that was attached before holds {names[p]!r} too: both would average and move "
+                        f"it. Give every parameter to one optimizer"
+                    )
+        self._leave_out = self._leave_out or bypass(model)
+        self.optimizers.append(optimizer)
+        optimizer.leave_out_buckets = partial(_leave_out, weakref.ref(self), weakref.ref(optimizer))
+        self.leave_out(optimizer, False)
+
+    @property
+    def owners(self) -> Mapping[Tensor, OneBitOptimizer]:
+        """Of every parameter the optimizer that has it, as they are now."""
+        now = [optimizer.current for optimizer in self.optimizers]
+        if [id(each) for each in now] != [id(made()) for made in self._made_of]:
+            of = ((own, state) for own in self.optimizers for state in own.current.states)
+            self._owners = {p: own for own, state in of for p in state.params}
+            self._made_of = [weakref.ref(each) for each in now]
+        return self._owners
+
+    def leave_out(self, optimizer: OneBitOptimizer, buckets: bool) -> None:
+        """Whether the coming backward pass is without buckets: where no optimizer needs them, nor DDP itself."""
+        self._needless[optimizer] = buckets
+        if self._leave_out is not None:
+            everyone = all(self._needless.get(each, False) for each in self.optimizers)
+            self._leave_out(everyone and all(p in self.owners for p in self._parameters))
+
+
+def _leave_out(attached: weakref.ref[Attached], optimizer: weakref.ref[OneBitOptimizer], buckets: bool) -> None:
+    """What an optimizer calls: it keeps no model and no other optimizer alive."""
+    state, own = attached(), optimizer()
+    if state is not None and own is not None:
+        state.leave_out(own, buckets)
+
+
+def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP calls for each bucket of gradients. The first one of a backward pass begins the step."""
+    with torch.no_grad():
+        for optimizer in state.optimizers:
+            optimizer.begin_step()
+    own = bucket.buffer().dtype
+    owners = [state.owners.get(p) for p in bucket.parameters()]
+    ways = {owner: _way(state, owner, own) for owner in dict.fromkeys(owners)}
+    if len(set(ways.values())) == 1:
+        way = ways[owners[0]]
+        if way is None:
+            return local(bucket)
+        return (allreduce_hook if way.wire == own else _NARROW[way.wire])(way.group, bucket)
+    parts: dict[_Way | None, list[Tensor]] = {}
+    for owner, grad in zip(owners, bucket.gradients(), strict=True):
+        parts.setdefault(ways[owner], []).append(grad)
+    return _average_parts({way: grads for way, grads in parts.items() if way is not None}, bucket)
+
+
+def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _Way | None:
+    """Of an optimizer's gradients; None: they stay as they are. Those of nobody are averaged as DDP does."""
+    group: Any = state.group
+    if owner is None:
+        return _Way(group, own)
+    if not owner.averages_gradients:
+        node = owner.setup.topology.node
+        if not isinstance(node, TorchTransport) or not owner.claim_node_mean():
+            return None
+        group = node.group
+    else:
+        owner.gradients.averaged_in_backward = True
+    return _Way(group, narrower(own, owner.setup.options.gradient_dtype if group.size() > 1 else None))
+
+
+@torch.no_grad()
+def _average_parts(parts: Mapping[_Way, list[Tensor]], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Of a bucket with gradients of several kinds: each in messages of its own, all but the last waited for here."""
+    futures = []
+    for (group, wire), grads in parts.items():
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(wire).div_(group.size())
+        sent = dist.all_reduce(flat, group=group, async_op=True)
+        assert sent is not None
+        futures.append(sent.get_future().then(partial(_put_back, grads, bucket.buffer())))
+    for future in futures[:-1]:
+        future.wait()
+    return futures[-1]
+
+
+@torch.no_grad()
+def _put_back(grads: Sequence[Tensor], buffer: Tensor, done: torch.futures.Future[Any]) -> Tensor:
+    means = done.value()[0].split([grad.numel() for grad in grads])
+    for grad, mean in zip(grads, means, strict=True):
+        grad.copy_(mean.view_as(grad))
+    return buffer
