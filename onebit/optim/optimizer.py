@@ -187,6 +187,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         param_groups.check_gradients(self.param_groups, self.setup.names)
         self.begin_step()
+        if not self.current.parts:
+            return  # no parameter trains
         flags, kind = self._averaged_and_checked(), self.kind
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
         algorithm, step = self.setup.algorithm, self.current.stages.steps + 1
@@ -263,6 +265,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._rebuild_if_changed()
         if not self.current.ranks_agree:
             self._start()
+        if not self.current.parts:
+            return
         if self._reads_steps:
             self._read_last_step()
         if self.current.stages.freeze_is_due:

@@ -31,7 +31,8 @@ def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: boo
         agree(transport, setup.device, _facts(setup, current))
         params = [p for state in current.states for p in state.params]
         values = [p for state in current.states for p in state.values_now()]
-        agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
+        if params:
+            agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
     except ValueError as error:
         failed = error
     others = "the replicas of another part of the parameters do not agree: their error says in what"

@@ -4,7 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.runs import Case, arrays, assert_message, bits, build, kinds, parameters, run, same, snapshot, take
+from tests.onebit.runs import (
+    Case,
+    adam_first,
+    arrays,
+    assert_message,
+    bits,
+    build,
+    kinds,
+    parameters,
+    run,
+    same,
+    snapshot,
+    take,
+)
 from tests.ranks import group, run_ranks
 
 
@@ -213,3 +226,40 @@ def test_sparse_gradients_are_refused(kind, size, frozen):
     for text in found:
         assert "sparse" in text
         assert "sparse=False" in text
+
+
+def frozen_groups(rank, size, kind):
+    """The first group frozen, and all of them until the third step; then one rank alone has nothing that trains."""
+    first, params = parameters((3, 2), (5,)), parameters((4, 3), (7,))
+    for p in first:
+        p.requires_grad_(False)
+    part = build(kind, [{"params": first}, {"params": params}], freeze_step=2, process_group=group())
+    alone = build(kind, (twins := parameters((4, 3), (7,))), freeze_step=2, process_group=group())
+    late = [p.requires_grad_(False) for p in parameters((4, 3), (7,))]
+    whole = build(kind, late, freeze_step=2, process_group=group())
+    for _ in range(2):
+        assert float(whole.clip_grad_norm_(1.0)) == 0
+        whole.step()
+        whole.zero_grad()
+    nothing = bits(late) == bits(twins) and whole.steps == 0
+    whole.load_state_dict(whole.state_dict())
+    for p in late:
+        p.requires_grad_(True)
+    for step in range(5):
+        for p, q, r in zip(params, twins, late, strict=True):
+            source = torch.Generator().manual_seed(10 * step + rank)
+            p.grad = torch.randn(p.shape, generator=source)
+            q.grad, r.grad = p.grad.clone(), p.grad.clone()
+        for optimizer in (part, alone, whole):
+            optimizer.step()
+    part.load_state_dict(part.state_dict())
+    differ = build(kind, [p.requires_grad_(rank == 0) for p in parameters((3, 2))], process_group=group())
+    with pytest.raises(ValueError, match="the ranks do not agree"):
+        differ.step()
+    return nothing, bits(params) == bits(twins) == bits(late), part.compressing and whole.compressing
+
+
+@adam_first
+def test_groups_that_are_frozen(kind):
+    """Where nothing trains a step does nothing, as torch's optimizers; and it is no other run when the rest does."""
+    assert run_ranks(2, frozen_groups, kind) == [(True, True, True)] * 2
