@@ -134,13 +134,13 @@ def _register(ddp: DistributedDataParallel) -> Attached:
     except RuntimeError as refused:
         ddp._comm_hooks[:] = before
         if ddp.mixed_precision is not None:
-            why = "its mixed_precision has one. Leave it out, and take torch.autocast, or gradient_dtype"
+            why = "mixed_precision has one. Wrap the model anew without it; take torch.autocast, or gradient_dtype"
         else:
             others = ", ".join(getattr(hook, "__name__", repr(hook)) for hook, _ in before) or "a built-in one"
-            why = f"register_comm_hook was called with another one ({others}). Leave that call out"
+            why = f"register_comm_hook was called with another one ({others}). Wrap the model anew without that call"
         raise ValueError(
             f"the model has a communication hook already, which says how its gradients are averaged, and DDP takes one "
-            f"alone: {why}, and wrap the model anew"
+            f"alone: {why}"
         ) from refused
     ddp.register_forward_pre_hook(_refuse_join)
     return attached

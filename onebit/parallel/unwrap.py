@@ -9,6 +9,7 @@ Accelerate         optimizer            of its optimizers; its models are DDP
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,12 +42,11 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 def ddp_of(model: nn.Module) -> tuple[DistributedDataParallel, nn.Module] | None:
     """The DDP that averages a model's gradients, and the module that it is of."""
-    from torch.distributed._composable.replicate import replicate  # which takes long to import
-
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")  # where someone has imported it
     for layer in layers_of(model):
         if isinstance(layer, DistributedDataParallel):
             return layer, own_module(layer, "DDP")
-        state: Any = replicate.state(layer)
+        state = None if composable is None else composable.replicate.state(layer)
         if state is not None:
             if not state.has_initialized:  # which the first forward pass would do
                 state.lazy_init()

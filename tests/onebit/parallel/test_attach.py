@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import onebit
 from tests.onebit.runs import build, kinds, parameters
@@ -31,6 +32,11 @@ def attach_error(rank, size, kind, case):
     elif case == "another hook":
         ddp.register_comm_hook(None, allreduce_hook)
         optimizer = build(kind, params, process_group=group())
+    elif case == "mixed precision":
+        ddp = DistributedDataParallel(
+            model, process_group=group(), mixed_precision=_MixedPrecision(param_dtype=torch.float16)
+        )
+        target, optimizer = ddp, build(kind, params, process_group=group())
     elif case == "another optimizer of the same parameters":
         optimizer = build(kind, params, process_group=group())
         onebit.attach(ddp, build(kind, params[2:], process_group=group()))
@@ -53,7 +59,8 @@ ATTACH = {
     "no onebit": ("TypeError", ["an optimizer of onebit", "AdamW"]),
     "no model": ("TypeError", ["needs a model", "list"]),
     "a parameter of another model": ("ValueError", ["does not hold parameter 4 of group 0", "one of their own"]),
-    "another hook": ("ValueError", ["hook already", "allreduce_hook", "Leave that call out"]),
+    "another hook": ("ValueError", ["hook already", "allreduce_hook", "without that call"]),
+    "mixed precision": ("ValueError", ["hook already", "mixed_precision", "torch.autocast"]),
     "another optimizer of the same parameters": ("ValueError", ["'1.weight'", "one optimizer"]),
     "another group": ("ValueError", ["2 ranks", "process_group="]),
     "twice": ("ValueError", ["twice", "once is enough"]),
