@@ -348,7 +348,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             check_keys(self.param_groups[-1], self.defaults.keys())
             check_group(self.param_groups[-1])
             param_groups.check_parameters(self.param_groups[-1]["params"])
-            param_groups.device_of(self.param_groups)
+            if any(group["params"] for group in self.param_groups):
+                param_groups.device_of(self.param_groups)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

@@ -54,7 +54,9 @@ def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
 def device_of(groups: Groups) -> torch.device:
     """The one device that all parameters that train are on; where none does, that of any."""
     params = [p for group in groups for p in group["params"]]
-    devices = {p.device for p in params if p.requires_grad} or {p.device for p in params[:1]} or {torch.device("cpu")}
+    devices = {p.device for p in params if p.requires_grad} or {p.device for p in params[:1]}
+    if not devices:
+        raise ValueError("no param group has a parameter: there is nothing to optimize, and no device to be on")
     if len(devices) > 1:
         raise ValueError(
             f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): one optimizer works on "
