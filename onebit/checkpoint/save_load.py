@@ -111,7 +111,7 @@ def optimizer_state(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     collective call."""
     optimizer.find_ranks()
     ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
-    return _optimizer_state(_checked(Path(folder), _inner(model).state_dict(), optimizer, ranks), optimizer)
+    return _optimizer_state(_checked(Path(folder), own_module(model, "load").state_dict(), optimizer, ranks), optimizer)
 
 
 def _checked(folder: Path, here: Mapping[str, Any], optimizer: OneBitOptimizer, ranks: CheckpointRanks) -> _Source:

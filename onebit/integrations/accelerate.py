@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, unwrapped
+from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed
+from onebit.parallel.unwrap import own_optimizer
 
 
 def attach(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -24,7 +25,7 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Op
             f"attach needs the optimizer that accelerator.prepare(model, optimizer) returns, this is a "
             f"{type(optimizer).__name__}: prepare both first, then attach what comes back"
         )
-    inner = unwrapped(optimizer)
+    inner = own_optimizer(optimizer, "attach")
     attach_if_distributed(model, inner)
     whole = WholeState(accelerator.unwrap_model(model, keep_torch_compile=False), inner)
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, unwrapped
+from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed
+from onebit.optim.optimizer import OneBitOptimizer
+from onebit.parallel.unwrap import own_optimizer
 
 logger = logging.getLogger("onebit")
 
@@ -46,7 +48,7 @@ class OneBitTrainer(Trainer):
 
     def _state_of_all(self) -> WholeState:
         """Of the optimizer and model that there are now: model_init, for one, makes new ones."""
-        optimizer, state = unwrapped(self.optimizer), self._whole_state
+        optimizer, state = own_optimizer(self.optimizer, "OneBitTrainer"), self._whole_state
         if state is None or state.optimizer is not optimizer:
             state = self._whole_state = WholeState(self.model, optimizer)
         return state
@@ -65,12 +67,16 @@ class _AttachAndReport(TrainerCallback):
         self._trainer = trainer
         self._attached: list[Any] = []
 
+    @property
+    def _own_optimizer(self) -> OneBitOptimizer:
+        return own_optimizer(self._trainer.optimizer, "OneBitTrainer")
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, optimizer = self._trainer.model_wrapped, unwrapped(self._trainer.optimizer)
+        model, optimizer = self._trainer.model_wrapped, self._own_optimizer
         if [id(each) for each in self._attached] != [id(model), id(optimizer)]:  # train may be called again
             attach_if_distributed(model, optimizer)
             self._attached = [model, optimizer]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            logger.info("%s", unwrapped(self._trainer.optimizer).report())
+            logger.info("%s", self._own_optimizer.report())

@@ -55,19 +55,6 @@ class WholeState:
         return None if folder is None else optimizer_state(folder, self.model, self.optimizer)
 
 
-def unwrapped(optimizer: Any) -> OneBitOptimizer:
-    """The optimizer in what Accelerate makes of it."""
-    inner = optimizer
-    while not isinstance(inner, OneBitOptimizer):
-        if (within := getattr(inner, "optimizer", None)) is None:
-            raise TypeError(
-                f"this needs an optimizer of onebit, such as OneBitAdam, not a {type(inner).__name__}: build one with "
-                f"the model's parameters, and hand it over"
-            )
-        inner = within
-    return inner
-
-
 def attach_if_distributed(model: nn.Module, optimizer: OneBitOptimizer) -> None:
     """One process alone has nothing to attach."""
     if dist.is_initialized() and dist.get_world_size() > 1:

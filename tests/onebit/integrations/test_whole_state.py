@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from onebit.integrations.whole_state import WholeState, unwrapped
+from onebit.integrations.whole_state import WholeState
 from tests.checkpoints import Run
 from tests.onebit.runs import Case, same, snapshot
 from tests.ranks import group, run_ranks
@@ -116,12 +114,3 @@ def seen_by_one(rank: int, size: int, folder: Path) -> None:
 
 def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
     run_ranks(2, seen_by_one, tmp_path)
-
-
-def test_what_others_wrap() -> None:
-    optimizer: Any = CASE.build(CASE.parameters())
-    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
-    assert unwrapped(optimizer) is optimizer and unwrapped(wrapped) is optimizer
-    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    with pytest.raises(TypeError, match=r"needs an optimizer of onebit.* not a AdamW"):
-        unwrapped(SimpleNamespace(optimizer=other))
