@@ -157,6 +157,7 @@ def _compress(
                 summed, kept, valid, size, its_value, its_bits, scale,
                 0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
             )  # fmt: skip
+    streamed()
 
 
 @tile
@@ -209,6 +210,7 @@ def _average(
     if flag != 0:
         for block in range(first, stop):
             copy_block(before, value, block, size)
+        streamed()
         return
     last = ZERO if tensor == 0 else float_at(residual_scale)
     for block in range(first, stop):
@@ -229,6 +231,7 @@ def _average(
                 summed, kept, valid, size, its_value, its_bits, scale,
                 0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
             )  # fmt: skip
+    streamed()
 
 
 @Loop
