@@ -25,6 +25,8 @@ def timing(run: Callable[[], object], device: torch.device, repeats: int = 20, w
     for _ in range(warmup):
         run()
     times = _device_seconds(run, device, repeats) if device.type == "cuda" else _host_seconds(run, repeats)
+    if repeats == 1:
+        return Timing(times[0])
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
     return Timing(median, (high - low) / 2)
 

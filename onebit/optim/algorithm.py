@@ -64,6 +64,9 @@ class Algorithm(ABC):
     uses_step_number: ClassVar[bool] = False
     """Whether a step of stage 2 depends on how many were taken before."""
 
+    exchange_comes_first: ClassVar[bool] = True
+    """Whether the reducer's messages may be exchanged before compressed_step, which then finds the replies there."""
+
     @abstractmethod
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         """Stage 1. Where flags, int32 [1], is not 0 nothing may change."""

@@ -483,7 +483,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             for state in states:
                 state.bind_tensors()
         elif not self.gradients.were_checked(states):  # else clip_grad_norm_ was here
-            self._average_and_check_gradients(agree=self.kind != "1 bit" or not self.current.flags_travel)
+            self._average_and_check_gradients(agree=self.kind != "1 bit" or not self.current.flags_travel(self.setup))
         return self.gradients.flags
 
     def _average_and_check_gradients(self, squares: Tensor | None = None, agree: bool = True) -> None:

@@ -92,10 +92,11 @@ class Snapshot:
         """Whether the host has to know of every step: in stage 1, and until the first compressed step was taken."""
         return not self.stages.compressing or any(FIRST_MOMENTUM.name in state for state in self.states)
 
-    @property
-    def flags_travel(self) -> bool:
-        """Whether messages are so small that they leave before anyone has asked for the other ranks' flags."""
-        return travel_in_messages([reducer.exchange for reducer in self.reducers])
+    def flags_travel(self, setup: Setup) -> bool:
+        """Whether messages are so small that they leave before anyone has asked for the other ranks' flags. Ranks with
+        other parts of sharded parameters have to be asked: no message of this rank reaches them."""
+        reducers = self.reducers if setup.algorithm.exchange_comes_first and setup.topology.shard is None else []
+        return travel_in_messages([reducer.exchange for reducer in reducers])
 
     def exchange_flags(self, hyper: Tensor, flags: Tensor) -> None:
         """All messages of a compressed step, with this rank's flags, which become those of all ranks."""

@@ -40,6 +40,8 @@ class LambBasic1Bit(OneBitLamb):
 class UncompressedAdam(Adam):
     """m = b1 m + (1-b1) mean g;  x = x - lr (m d + wd x), all of it in 32 bits. The field "residual" holds b1 m."""
 
+    exchange_comes_first = False  # there is none
+
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         if int(flags):
             return

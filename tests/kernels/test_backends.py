@@ -11,6 +11,7 @@ from tests.kernels.cases import ON_BACKENDS, backend
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "kernels").rglob("*.py"))
+METHODS = [*(name for name in PASSES if name != "lamb_update"), "restore"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -20,7 +21,7 @@ def test_no_function_imports(path):
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("function", [name for name in PASSES if name != "lamb_update"])
+@pytest.mark.parametrize("function", METHODS)
 def test_every_backend_has_every_pass_with_its_signature(name, function):
     declared = inspect.signature(getattr(Backend, function))
     parameters = list(declared.parameters.values())[1:]  # without self
@@ -28,6 +29,5 @@ def test_every_backend_has_every_pass_with_its_signature(name, function):
 
 
 def test_the_passes_are_the_methods_of_the_protocol():
-    assert {name for name in vars(Backend) if inspect.isfunction(getattr(Backend, name)) and name[0] != "_"} == {
-        name for name in PASSES if name != "lamb_update"
-    }
+    found = {name for name in vars(Backend) if inspect.isfunction(getattr(Backend, name)) and name[0] != "_"}
+    assert found == set(METHODS)

@@ -265,7 +265,7 @@ def loads_without_weights_only(call: ast.Call) -> bool:
 
 
 def test_every_load_of_the_repository_says_weights_only() -> None:
-    """But for the one above that shows what it is good for. No code but tests imports pickle, and the cache of machine
+    """But for the one above that shows what it is good for, and one of a whole model that a test has saved. No code but tests imports pickle, and the cache of machine
     code: who can write there can write what runs in any case, so only a folder of the user's own is read."""
     unsafe = []
     for layer in ("onebit", "kernels", "collectives", "perf", "examples", "tests"):
@@ -274,7 +274,7 @@ def test_every_load_of_the_repository_says_weights_only() -> None:
             unsafe += [path.name for call in calls(source) if loads_without_weights_only(call)]
             if layer != "tests" and path != ROOT / "kernels/cpu/compile.py":
                 assert not {"import pickle", "from pickle"} & {line[:13].strip() for line in source.splitlines()}, path
-    assert unsafe == [Path(__file__).name]
+    assert sorted(unsafe) == sorted([Path(__file__).name, "test_wrappers.py"])
     assert loads_without_weights_only(calls("torch.load(x)")[0])
 
 
