@@ -265,8 +265,9 @@ def loads_without_weights_only(call: ast.Call) -> bool:
 
 
 def test_every_load_of_the_repository_says_weights_only() -> None:
-    """But for the one above that shows what it is good for, and one of a whole model that a test has saved. No code but tests imports pickle, and the cache of machine
-    code: who can write there can write what runs in any case, so only a folder of the user's own is read."""
+    """But for the one above that shows what it is good for, and one of a whole model that a test has saved. No code
+    but tests imports pickle, and the cache of machine code: who can write there can write what runs in any case, so
+    only a folder of the user's own is read."""
     unsafe = []
     for layer in ("onebit", "kernels", "collectives", "perf", "examples", "tests"):
         for path in (ROOT / layer).rglob("*.py"):
