@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from onebit.collectives.exchange import Exchange
+from onebit.collectives.flags import MOST_ELEMENTS
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import Ranks
 from onebit.collectives.two_phases import TwoPhases
@@ -38,6 +39,13 @@ def shards_of(topology: Topology, way: type[Exchange]) -> int:
     return topology.slices * way.shards(topology.replicas.size)
 
 
+def candidates_on(topology: Topology, numel: int, block_size: int, way: type[Exchange]) -> list[int]:
+    """Those of a group of ranks: one chunk where its message, being the only one and small, carries the flags."""
+    if topology.shard is None and numel <= MOST_ELEMENTS:
+        return [1]
+    return candidates(numel, shards_of(topology, way), block_size)
+
+
 def choose_chunks(
     topology: Topology,
     numel: int,
@@ -48,7 +56,7 @@ def choose_chunks(
     way: type[Exchange] = TwoPhases,
 ) -> int:
     """The number of chunks for a model of `numel` elements: a collective call."""
-    everyone, options = topology.copies, candidates(numel, shards_of(topology, way), block_size)
+    everyone, options = topology.copies, candidates_on(topology, numel, block_size, way)
     if everyone.size == 1 or len(options) == 1:
         return 1
     cached = 0

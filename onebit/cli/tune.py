@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
-from onebit.collectives.chunking import candidates, measure_chunks, save_chunks, shards_of
+from onebit.collectives.chunking import candidates_on, measure_chunks, save_chunks
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -98,7 +98,7 @@ def _tune_chunks(
     """How many chunks suit the network between the ranks."""
     topology, dtype, elements = Topology.of(), DTYPES[arguments.dtype], arguments.elements
     everyone, way = topology.everyone, way_for("auto", topology.replicas.size)
-    options = candidates(elements, shards_of(topology, way), BLOCK_SIZE)
+    options = candidates_on(topology, elements, BLOCK_SIZE, way)
     write(f"Chunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
 
     def show(chunks: int) -> None:

@@ -126,6 +126,12 @@ def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, num
     assert choice == work_chunks.Choice(1, 0, COMPARED)
 
 
+@pytest.mark.parametrize("small, chunks, measured", [(12_288, 1, 0), (12_287, BEST, 1)])
+def test_a_model_whose_message_carries_its_flags_has_one_chunk(folders, small, chunks, measured):
+    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS, False, small))
+    assert (choice.chunks, choice.measured) == (chunks, measured)
+
+
 def test_a_real_measurement_and_a_run_with_what_it_chose(folders):
     answers = run_ranks(SIZE, work_chunks.really_measured, CASE, folders[0])
     options, seen, _ = answers[0]

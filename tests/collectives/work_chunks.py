@@ -77,12 +77,28 @@ def measuring(seconds: list[float]) -> Iterator[list[list[int]]]:
         chunking.measure_chunks = real
 
 
+@contextmanager
+def small_models_up_to(elements: int) -> Iterator[None]:
+    """Models of so many elements take one chunk, for their flags."""
+    before, chunking.MOST_ELEMENTS = chunking.MOST_ELEMENTS, elements
+    try:
+        yield
+    finally:
+        chunking.MOST_ELEMENTS = before
+
+
 def choices(
-    rank: int, size: int, cases: list[Case], folders: list[str], seconds: list[list[float]], fresh: bool = False
+    rank: int,
+    size: int,
+    cases: list[Case],
+    folders: list[str],
+    seconds: list[list[float]],
+    fresh: bool = False,
+    small: int = 0,
 ) -> list[Choice]:
     """Choose for one case after the other; `fresh`: as processes of their own."""
     made = []
-    with cache_folder(folders[rank]), measuring(seconds[rank]) as measured:
+    with cache_folder(folders[rank]), measuring(seconds[rank]) as measured, small_models_up_to(small):
         for case in cases:
             transport = Watched(transport_for(group()))
             all_reduce = case.all_reduce(transport)
@@ -110,7 +126,7 @@ def really_measured(
 ) -> tuple[list[int], list[tuple[int, float]], Recorded]:
     """Nothing replaced: what `onebit tune` shows, then a run that chooses by itself."""
     seen: list[tuple[int, float]] = []
-    with cache_folder(folder):
+    with cache_folder(folder), small_models_up_to(0):
         topology, numel = Topology.of(group()), sum(case.numels)
         options = chunking.candidates(numel, size, case.block_size)
         seconds = chunking.measure_chunks(

@@ -143,7 +143,7 @@ def test_the_installed_command():
 
 def tune_under_torchrun(folder, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**18", *arguments]
+    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21", *arguments]
     environment = {**os.environ, "ONEBIT_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -156,10 +156,10 @@ def test_under_torchrun_tune_measures_the_chunks(tmp_path):
     text = tune_under_torchrun(tmp_path)
     choices = json.loads((tmp_path / "kernels.json").read_text())["choices"]
     rows = re.findall(r"chunks (\d+) +([\d.]+) ms( +<- chosen)?", text)
-    assert [int(row[0]) for row in rows] == candidates(2**18, 1, BLOCK_SIZE)
+    assert [int(row[0]) for row in rows] == candidates(2**21, 1, BLOCK_SIZE)
     (best,) = (row for row in rows if row[2])
     assert float(best[1]) == min(float(time) for _, time, _ in rows)
-    assert choices == {"gloo, 2 ranks, cpu, 2^19 elements, reply direct, chunks": {"chunks": int(best[0])}}
+    assert choices == {"gloo, 2 ranks, cpu, 2^22 elements, reply direct, chunks": {"chunks": int(best[0])}}
     assert text.count("nothing to choose") == 1  # one rank of the machine says so
     assert f"Written to {tmp_path / 'kernels.json'}" in text
 
