@@ -52,7 +52,7 @@ def pids_on(names: list[str]) -> list[int]:
     return [int(pid) for pid in " ".join(out).split()]
 
 
-def until(condition: Callable[[], object], seconds: float = 10) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -46,12 +46,10 @@ def test_unchecked_survivors_go_on(lab: NetworkLab, script: Callable[[str], list
 @pytest.mark.netlab
 def test_a_hanging_rank_is_ended_and_named(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    with pytest.raises(TimeoutError, match=r"(?s)did not end in 1 s.*rank 2 was still running.*ready") as caught:
-        lab.run(
-            script("if rank == 2:\n    " + (stubborn + SLEEP).replace("\n", "\n    ")),
-            timeout=1,
-            launcher="env",
-        )
+    run = lab.start(script("if rank == 2:\n    " + (stubborn + SLEEP).replace("\n", "\n    ")), launcher="env")
+    until(lambda: run.ranks[2].lines and all(rank.process.poll() is not None for rank in run.ranks[:2]))
+    with pytest.raises(TimeoutError, match=r"(?s)did not end in 0\.2 s.*rank 2 was still running.*ready") as caught:
+        run.wait(timeout=0.2)
     assert "rank 0" not in str(caught.value)
     assert not pids_on(lab.namespaces)
 
