@@ -11,7 +11,8 @@ Parameters and gradients are not copied: passes reach them through a table of ad
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import backend
 from onebit.optim.fields import MASTER, Field
-from onebit.optim.memory_order import as_stored, in_shape, order_of
+from onebit.optim.memory_order import as_stored, flattened, in_shape, order_of
 from onebit.optim.sharding import is_sharded, local
 
 
@@ -49,10 +50,12 @@ class FlatState:
         chunk_counts: Iterable[int] = (1,),
         master_weights: bool = True,
         parts: Parts | None = None,
+        held: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
         slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
-        room for. parts: what to ask where other ranks hold parts of these parameters."""
+        room for. parts: what to ask where other ranks hold parts of these parameters. held: of parameters with a mask,
+        in the shape of this rank's part, which coordinates never move."""
         self.params, self.groups = list(params), list(groups)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.backend = backend(self.device)
@@ -63,6 +66,7 @@ class FlatState:
         self.numels = [local(p).numel() for p in self.params]
         self.whole_numels = [p.numel() for p in self.params]
         self.parts = parts
+        self.held = [(held or {}).get(p) for p in self.params]
         self.block_size, self.ranks = block_size, ranks
         self.slices, self.slice_index = slices, slice_index
         self._room = max(self._cut(chunks).elements for chunks in chunk_counts)
@@ -76,6 +80,22 @@ class FlatState:
         self.master_is_current = False  # whether the master copy, and not the parameters, says where a run has come to
         if master_weights and self.dtype != torch.float32:
             self.add(MASTER)
+
+    @cached_property
+    def held_indices(self) -> dict[int, Tensor]:
+        """int64, of the elements that never move, as they lie; by the place of a parameter with such."""
+        masks = {i: held for i, held in enumerate(self.held) if held is not None}
+        return {i: flattened(held, self.orders[i]).nonzero().view(-1) for i, held in masks.items()}
+
+    @property
+    def free(self) -> Tensor | None:
+        """bool [elements], where a coordinate may move; None where all may."""
+        if not self.held_indices:
+            return None
+        found = torch.ones(self.layout.elements, dtype=torch.bool, device=self.device)
+        for i, indices in self.held_indices.items():
+            self.elements_of(found, i).index_fill_(0, indices, False)
+        return found
 
     def set_chunks(self, chunks: int) -> None:
         """Cut the flat space for a pipeline of `chunks`. Parameters stay where they lie in it; padding changes."""

@@ -160,22 +160,23 @@ def _whole(add_parts: AddParts, *values: Tensor) -> list[float]:
     return add_parts(torch.stack([value.double() for value in values])).tolist()
 
 
-def variance_to_denominator_(v: Tensor, h: Hyper, zero_variance: ZeroVariance, add_parts: AddParts) -> int:
+def variance_to_denominator_(
+    v: Tensor, h: Hyper, zero_variance: ZeroVariance, add_parts: AddParts, held: Tensor | None = None
+) -> int:
     """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many coordinates had no variance.
 
     Those get the value of the mean of the others ("floor"), or 0, with which they never move ("hold"). They are held
-    too where a parameter has no other coordinate to take a mean of.
+    too where a parameter has no other coordinate to take a mean of. What is `held` gets 0 in any case, and is not
+    counted.
     """
     zero = v == 0
-    size = torch.tensor(v.numel(), device=v.device)
-    count, numel, total = _whole(add_parts, zero.sum(), size, v.sum(dtype=torch.float64))
+    without = zero if held is None else zero & ~held
+    count, others, total = _whole(add_parts, without.sum(), (~zero).sum(), v.sum(dtype=torch.float64))
     substitute = 0.0
-    if zero_variance == "floor" and 0 < count < numel:
-        mean = total / (numel - count)
-        substitute = 1 / (mean**0.5 * h.bias2 + h.eps)
+    if zero_variance == "floor" and count and others:
+        substitute = 1 / ((total / others) ** 0.5 * h.bias2 + h.eps)
     v.sqrt_().mul_(h.bias2).add_(h.eps).reciprocal_()
-    if count:
-        v.masked_fill_(zero, substitute)
+    v.masked_fill_(zero, 0).masked_fill_(without, substitute)
     return int(count)
 
 

@@ -137,12 +137,12 @@ class Lamb(Algorithm):
             raise_to_floor_(v.mul_(h.bias2**2), options.variance_floor, state.add_parts)
             state.cut(counted, i).copy_(v != 0)
             without[i] = variance_to_denominator_(
-                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts
+                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts, state.held[i]
             )
             if gamma is not None:
                 d.div_(gamma[i])
                 state.view("exp_avg", i).mul_(gamma[i])
-        if any(without.values()):
+        if any(without.values()) or state.held_indices:
             state.add(COUNTED).copy_(packed(counted))
         state["coefficient_average"].copy_(_debiased(state, self.coeff_beta))
         state.add(RATIO)

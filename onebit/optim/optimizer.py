@@ -31,7 +31,7 @@ from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.waits import counted
-from onebit.optim import param_groups
+from onebit.optim import held, param_groups
 from onebit.optim.algorithm import Algorithm, Kind
 from onebit.optim.eager import eager
 from onebit.optim.freeze import report_freeze
@@ -39,6 +39,7 @@ from onebit.optim.grad_scaler import report_to_scaler
 from onebit.optim.gradients import Gradients, HyperTable, reciprocal
 from onebit.optim.live_state import LiveState
 from onebit.optim.options import (
+    MASK,
     OptionArguments,
     Options,
     check_group,
@@ -90,6 +91,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         chosen = Options.of(options, self.without_options)
         self._built, self._at_last_sync = False, False
         self._room: tuple[dict[Tensor, dict[str, Tensor]], dict[str, Any]] | None = None
+        self._held: dict[Tensor, Tensor] = {}
         super().__init__(params, dict(defaults))
         device = param_groups.device_of(self.param_groups)
         automatic = isinstance(node_group, str) and node_group == "auto"
@@ -107,7 +109,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 "process_group is a Topology of sharded parameters, and these are whole, or the other way round: make "
                 "one Topology for each kind (Topology.of, Topology.of_shards), or give the group itself"
             )
-        self.setup = Setup(type(self).__name__, algorithm, chosen, topology, device, self.param_groups)
+        name = type(self).__name__
+        self.setup = Setup(name, algorithm, chosen, topology, device, self.param_groups, held=self._held)
         warn_if_early(chosen, self.setup.beta2)
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
@@ -192,6 +195,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         flags, kind = self._averaged_and_checked(), self.kind
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
         algorithm, step = self.setup.algorithm, self.current.stages.steps + 1
+        before = held.values(self.current.states)
         if in_messages := not self.gradients.ranks_agreed:
             self.current.exchange_flags(hyper, flags)
         for part in self.current.parts:
@@ -210,6 +214,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.overlap.restore(flags)
         if in_messages:
             self.current.restore(flags)
+        held.put_back(self.current.states, before)
         if hasattr(self, "found_inf"):
             report_to_scaler(self, flags)
         self._count(flags, kind)
@@ -221,7 +226,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """After local steps, all ranks have the same parameters at once, and not only when the schedule says so: at the
         end of a run, or to save it. A collective call; nothing happens where they have."""
         self._check_own_parameters("synchronize")
-        bound = self.gradients.were_checked(self.current.states)
+        bound, before = self.gradients.were_checked(self.current.states), held.values(self.current.states)
         for part in self.current.parts if not self.synchronized else ():
             if not bound:
                 part.state.bind_tensors()
@@ -229,6 +234,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             part.local.synchronize(self.write_hyper(None))
             if not bound:
                 part.state.release_gradients()
+        held.put_back(self.current.states, before)
 
     @contextmanager
     def at_last_sync(self) -> Iterator[None]:
@@ -342,6 +348,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._read_last_step()
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError('add_param_group takes a dict with its parameters under "params"')
+        mask = param_group.get(MASK)
+        if MASK in param_group:  # it stays out of the group, which is saved
+            param_group = {name: value for name, value in param_group.items() if name != MASK}
         super().add_param_group(param_group)
         try:
             self._check_sharding()
@@ -350,6 +359,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             param_groups.check_parameters(self.param_groups[-1]["params"])
             if any(group["params"] for group in self.param_groups):
                 param_groups.device_of(self.param_groups)
+            if mask is not None:
+                self._held |= held.held_by(self.param_groups[-1], mask)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -491,6 +502,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         a compressed one: over those of a node, of which each then has the mean of its slice, and what is finite over
         all; a local one: both over the ranks that move alike."""
         setup, states, kind = self.setup, self.current.states, self.kind
+        held.clear_gradients(states)
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
         wire, topology = setup.options.gradient_dtype, setup.topology
         if kind == "full":

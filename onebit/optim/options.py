@@ -25,6 +25,7 @@ OnDivergence = Literal["raise", "broadcast"]
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
 _MOST_STEPS = 2**31
 
+MASK = "mask"  # of a param group: see onebit.optim.held
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 _KEYS_OF_OTHERS = {"params", "param_names", "name", "lr_scale", PROGRESS} | _OF_SCHEDULERS
 _HOW_ADAMW_RUNS = {"foreach", "capturable", "fused"}  # and not what it computes
@@ -234,6 +235,11 @@ def is_known_key(name: str) -> bool:
 
 def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
     """That no key of a param group is passed over in silence."""
+    if MASK in group:
+        raise ValueError(
+            f"a param group has {MASK!r}, which was put there later, and nothing would be done with it. Give it with "
+            f"its parameters when the optimizer is built, or to add_param_group"
+        )
     for name in group.keys() - options - _KEYS_OF_OTHERS:
         if name not in _OF_ADAMW:
             raise ValueError(

@@ -32,6 +32,7 @@ class Setup:
     device: torch.device
     groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
+    held: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: coordinates that never move
 
     @property
     def way(self) -> type[Exchange]:
@@ -77,6 +78,7 @@ class Setup:
                 chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
                 master_weights=self.options.master_weights,
                 parts=None if self.topology.shard is None else self.topology,
+                held=self.held,
             )
             state.copy_parameters_to_master()
             found.append(state)

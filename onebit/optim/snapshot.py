@@ -16,6 +16,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
+from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
@@ -128,6 +129,7 @@ class Snapshot:
         for part in self.parts:
             state = part.state
             state.set_chunks(setup.choose_chunks(state))
+            held.clear_moments(state)
             without = algorithm.on_freeze(state, rows, setup.options)
             zeros += [(setup.name_of(state.params[i]), n, state.whole_numels[i]) for i, n in without.items() if n]
             if algorithm.needs_previous_momentum:

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.collectives.exchange import Chunk
+from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
 from onebit.optim import local_steps
@@ -125,8 +126,8 @@ class ZeroOne(Adam):
 
     def live(self, state: FlatState) -> Tensor:
         """A coordinate that could not move takes no part."""
-        live = (state[VARIANCE.name] != 0).view(state.layout.blocks, -1)
-        return (live | _is_floored(state)).view(-1)
+        live = (state[VARIANCE.name] != 0).view(state.layout.blocks, -1) | _is_floored(state)
+        return live.view(-1) if state.free is None else live.view(-1) & state.free
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         groups = torch.tensor(state.groups, dtype=torch.int64, device=state.device)
@@ -189,6 +190,8 @@ def _is_floored(state: FlatState) -> Tensor:
 
 def _mark_floored(state: FlatState, live: Tensor) -> None:
     live.view(state.layout.blocks, -1).masked_fill_(_is_floored(state), 255)
+    if state.free is not None:
+        live.bitwise_and_(packed(state.free))
 
 
 @shows_options

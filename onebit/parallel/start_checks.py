@@ -12,6 +12,7 @@ from torch import Tensor
 from onebit.checkpoint.restore import clear_residuals
 from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
 from onebit.collectives.exchange import facts
+from onebit.optim import held
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
@@ -21,7 +22,7 @@ def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: boo
     """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
     transport = setup.topology.copies
     if setup.topology.shard is not None:  # whose ranks have parts of other sizes
-        sizes = ("elements", "checksum of sizes")
+        sizes = ("elements", "checksum of sizes", "masks")
         common = {name: value for name, value in _facts(setup, current).items() if name not in sizes}
         agree(setup.topology.everyone, setup.device, common)
     if setup.topology.everyone.size == 1:
@@ -59,6 +60,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         **setup.algorithm.settings(),
         "optimizer": setup.name,
         "gradient_dtype": str(o.gradient_dtype),
+        "masks": held.checksum(current.states),
         "memory order": _short([", ".join(permuted) or "contiguous"]),
         "dtypes": " ".join(str(state.dtype) for state in current.states),
         "freeze_window": current.stages.rule.window,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
@@ -148,6 +149,35 @@ def test_uneven_parts_clipping_and_a_bad_gradient() -> None:
     assert all(one == found[0] for one in found)
     assert found[0][1]
     assert len(found[0][2]) == 7
+
+
+def masked(rank: int, size: int) -> tuple[bytes, bool, str]:
+    """Some rows of the first weight are held, in both parts."""
+    mesh = mesh_of(2, 2)
+    net = sharded(model(8), mesh)
+    weight, mask = net[0].weight, torch.ones(8, 16, dtype=torch.bool)  # type: ignore[index]
+    mask[1::3] = False
+    first = weight.full_tensor()[~mask].clone()
+    others = [p for p in net.parameters() if p is not weight]
+    options = {"process_group": mesh.get_group("replicate"), "freeze_step": 3, "weight_decay": 0.1}
+    try:
+        build("OneBitAdam", [{"params": [weight], "mask": mask}], **options)
+        error = ""
+    except ValueError as found:
+        error = str(found)
+    of_parts = distribute_tensor(mask, weight.device_mesh, weight.placements)
+    optimizer = build("OneBitAdam", [{"params": [weight], "mask": of_parts}, {"params": others}], **options)
+    onebit.attach(net, optimizer)
+    trained(rank, net, optimizer, 7, lambda: None)
+    return bits(whole(net)), bits([weight.full_tensor()[~mask]]) == bits([first]), error
+
+
+@pytest.mark.slow
+def test_a_mask_of_a_sharded_parameter() -> None:
+    found = run_ranks_once(4, masked)
+    assert all(one == found[0] for one in found)
+    assert found[0][1]
+    assert "must be sharded as it is" in found[0][2]
 
 
 def refused(rank: int, size: int, case: str) -> str:

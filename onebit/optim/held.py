@@ -1,0 +1,102 @@
+"""Coordinates that never move, such as rows of an embedding that nobody uses: a param group's mask.
+
+    {"params": [embedding.weight], "mask": mask}        bool, of the parameter's shape: False is held
+
+A held coordinate's gradient counts as 0, in norms too, and weight decay leaves it alone. In stage 2 it has no
+denominator and no part in a message's scale.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.optim.fields import MASTER, MOMENTUM, VARIANCE
+from onebit.optim.flat_state import FlatState
+from onebit.optim.memory_order import as_stored
+from onebit.optim.sharding import is_sharded, local
+
+
+def held_by(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
+    """Of a group's parameters with a mask: bool, in the shape of this rank's part, True where it is held.
+
+    mask: one for a group of one parameter, or a sequence with one, or None, for each.
+    """
+    params = group["params"]
+    masks = [mask] if isinstance(mask, Tensor) else mask
+    if not isinstance(masks, (list, tuple)) or len(masks) != len(params):
+        given = f"{len(masks)} masks" if isinstance(masks, (list, tuple)) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"mask is {given} for {len(params)} parameter{'s' * (len(params) != 1)}: give a list with a tensor of bool "
+            f"for each, None for those that move as a whole, or a tensor in a group of one parameter"
+        )
+    found = {}
+    for i, (p, own) in enumerate(zip(params, masks, strict=True)):
+        if own is None:
+            continue
+        if not isinstance(own, Tensor) or own.dtype != torch.bool or own.shape != p.shape:
+            what = f"{own.dtype} of shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+            raise ValueError(
+                f"the mask of parameter {i} is {what}: it must be a tensor of torch.bool in the parameter's shape "
+                f"{tuple(p.shape)}, False where a coordinate never moves"
+            )
+        if is_sharded(p) != is_sharded(own) or (is_sharded(p) and own.placements != p.placements):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"parameter {i} is sharded: its mask must be sharded as it is, by torch.distributed.tensor's "
+                f"distribute_tensor(mask, p.device_mesh, p.placements)"
+                if is_sharded(p)
+                else f"the mask of parameter {i} is a DTensor and the parameter is none: give mask.full_tensor()"
+            )
+        held = ~local(own).to(p.device)
+        if bool(held.any()):
+            found[p] = held
+    return found
+
+
+def clear_moments(state: FlatState) -> None:
+    """What a loaded state may have there."""
+    for name in (MOMENTUM.name, VARIANCE.name):
+        for i, held in enumerate(state.held):
+            if held is not None and name in state:
+                state.view(name, i).masked_fill_(held, 0)
+
+
+def clear_gradients(states: Iterable[FlatState]) -> None:
+    for state in states:
+        for held, grad in zip(state.held, state.gradients_now(), strict=True):
+            if held is not None and grad is not None:
+                grad.masked_fill_(held, 0)
+
+
+def values(states: Iterable[FlatState]) -> list[Tensor]:
+    """What is held, before an update."""
+    return [x[indices] for _, _, x, indices in _each(states)]
+
+
+def put_back(states: Iterable[FlatState], before: Sequence[Tensor]) -> None:
+    for (state, i, x, indices), kept in zip(_each(states), before, strict=True):
+        x.index_copy_(0, indices, kept)
+        if MASTER.name in state:
+            state.elements_of(state[MASTER.name], i).index_copy_(0, indices, kept.float())
+
+
+def checksum(states: Iterable[FlatState]) -> str:
+    """For ranks to compare: of what is held, and in which parameters."""
+    found = [
+        (i, zlib.crc32(held.cpu().numpy().tobytes()))
+        for i, held in enumerate(held for state in states for held in state.held)
+        if held is not None
+    ]
+    return f"{len(found)} (checksum {zlib.crc32(str(found).encode())})" if found else "none"
+
+
+def _each(states: Iterable[FlatState]) -> Iterator[tuple[FlatState, int, Tensor, Tensor]]:
+    """State, place, elements as they lie, and which of them are held, of each parameter with a mask."""
+    for state in states:
+        for i, indices in state.held_indices.items():
+            p = state.params[i].data  # it is no change by the user
+            yield state, i, as_stored(local(p), state.orders[i]).view(-1), indices
