@@ -12,7 +12,7 @@ import pytest
 from onebit.cli.plan.model import Cluster, compressed_all_reduce
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
 from perf.all_reduce.measure import ONE_BIT, TWO_LEVELS, Row
-from perf.cluster import comparison, nodes, papers
+from perf.cluster import comparison, delays, nodes, papers
 from perf.cluster.papers import ADAM_TABLE, BAND, LAMB_TABLE, LARGE_ERROR, PROFILES, Compared, median_error
 from perf.cluster.plots import plot_lab, plot_papers
 from perf.cluster.report import conclusion, page
@@ -174,7 +174,9 @@ def test_the_page_is_up_to_date():
     """docs/cluster_model.md is what the command writes from the model, the tables and the records as they are."""
     where, out = ROOT / comparison.PAGE, ROOT / RESULTS
     labs = comparison.lab_records(out)
-    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out), "run python -m perf.cluster"
+    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out, delays.compared(out)), (
+        "run python -m perf.cluster"
+    )
 
 
 def test_the_page_begins_with_what_the_comparisons_come_to():
@@ -227,3 +229,30 @@ def test_a_small_lab(lab_available, tmp_path):
     for kind, size in (("fp32", 4), ("fp16", 2)):
         assert len(calls[kind]) == 2 and rows[kind].measured == 1e3 * min(calls[kind])
         assert rows[kind].predicted == pytest.approx(1e3 * cluster.all_reduce(2**20 * size))
+
+
+def test_links_with_a_delay_are_predicted():
+    """The committed records: 50 ms, and the same transport without a delay."""
+    links = delays.compared(ROOT / RESULTS)
+    far = {row.what: row for row in links[delays.WITH]}
+    assert {what.partition(":")[0] for what in far} == {ONE_BIT, "fp32", "fp16"} and len(far) == 6
+    assert all("+50ms, " in what and "4 hosts" in what for what in far)
+    assert median_error(links[delays.WITH]) <= 0.05 and all(abs(row.error) <= 0.15 for row in far.values())
+    assert len(links[delays.WITHOUT]) >= 27 and not any("ms, " in row.what for row in links[delays.WITHOUT])
+    assert median_error(links[delays.WITHOUT]) <= BAND["lab"]
+
+
+def test_errors_with_a_delay_are_printed(tmp_path, capsys):
+    record, lab = lab_record(), tmp_path / delays.LAB
+    lab.write_text(json.dumps(record))
+    far = [{**row, "rate": "1gbit+10ms"} for row in record["rows"]]
+    (tmp_path / delays.ALL_REDUCES.replace("*", "far")).write_text(json.dumps({**record, "rows": far}))
+    arguments = [f"--out={tmp_path}", f"--page={tmp_path / 'page.md'}"]
+    assert comparison.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("all-reduces with a delay: median error ")]
+    assert line.endswith("to reach 20 %: missed")  # 10 ms that these rows do not have
+    assert comparison.main([*arguments, "--check"]) == 1
+    assert "## Links with a delay" in (tmp_path / "page.md").read_text()
+    lab.unlink()
+    assert delays.compared(tmp_path) == {}
