@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from onebit.cli.plan.scale import ROUND_TRIPS as SCALE_ROUND_TRIPS
 from onebit.cli.plan.scale import sizes
 from onebit.collectives.two_phases import TwoPhases
 
+ROOT = Path(__file__).resolve().parents[3]
 PRESETS = ["plan", "--model=bert-large", "--cluster=ethernet-v100", "--gpus=16", "--gpus-per-node=1", "--steps=1000"]
 BERT = Model(340_000_000, 2, 0.036, 0.061, overlap="none", steps=1000)
 CLUSTER = Cluster(gpus=16, gpus_per_node=1, network=1e9)
@@ -166,3 +169,27 @@ def test_the_command_prints_the_sizes(capsys):
     (row,) = [line for line in text.splitlines() if line.startswith("4,096 ")][1:]
     assert float(row.split()[2]) == pytest.approx(size["one_bit"][0], rel=0.01)
     assert "scale" not in json_of(capsys)
+
+
+def printed_blocks(page):
+    """Of a page: each command with --scale, and the lines that it is said to print."""
+    for part in page.split("    onebit plan ")[1:]:
+        command, _, rest = part.partition("\n\nprints, beneath the plan:\n\n")
+        lines = itertools.takewhile(lambda line: line.startswith("    ") or not line, rest.splitlines())
+        yield command.split(), [line[4:] for line in lines]
+
+
+def test_the_page_on_scale_has_what_the_commands_print(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    blocks = list(printed_blocks((ROOT / "docs/scale.md").read_text(encoding="utf-8")))
+    assert len(blocks) == 2
+    for arguments, lines in blocks:
+        assert cli.main(["plan", *arguments]) == 0
+        assert capsys.readouterr().out.rstrip().endswith("\n".join(lines).strip()) and len(lines) > 18
+
+
+def test_the_pictures_of_the_page_on_planning_are_there_and_small():
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    for name in ("plan_map-language-model.png", "plan_map-bert-large.png"):
+        assert page.count(name) == 2  # the command that writes it, and the picture
+        assert (ROOT / "perf/results" / name).stat().st_size < 200_000
