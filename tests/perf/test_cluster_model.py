@@ -91,7 +91,7 @@ def test_rows_of_one_cluster_count_once():
 def lab_record(slower=1.0):
     """Of two ranks that take just what the model says; the compressed ones `slower` times that."""
     rates = dict.fromkeys(comparison.PASSES, 4e9)
-    cluster = Cluster(gpus=2, gpus_per_node=1, network=0.956e9, latency=1e-4, rates=rates, cores=0.5)
+    cluster = Cluster(gpus=2, gpus_per_node=1, network=0.956e9, latency=1e-4, rates=rates, cores=0.5, transport="gloo")
     compressed = slower * compressed_all_reduce(2**23, cluster, chunks=2, reply=1)
     rows = [
         Row(2, "1gbit", 1024, "fp32", 3e-4, (3e-4, 2e-4)),
@@ -130,8 +130,9 @@ def nodes_record(slower=1.0):
     """Of 2 hosts of 4 ranks that take just what the model says; two levels `slower` times that."""
     rates, hop, intra = dict.fromkeys(comparison.PASSES, 4e9), 5e-5, 2e9
     cluster = Cluster(
-        gpus=8, gpus_per_node=4, network=0.956e8, latency=1e-4, intra=intra, intra_latency=hop, rates=rates, cores=0.25
-    )
+        gpus=8, gpus_per_node=4, network=0.956e8, latency=1e-4, intra=intra, intra_latency=hop, rates=rates, cores=0.25,
+        transport="gloo",
+    )  # fmt: skip
     took = {
         ONE_BIT: compressed_all_reduce(2**23, cluster, chunks=2, reply=1),
         TWO_LEVELS: slower * compressed_all_reduce(2**23, cluster, chunks=2, levels=2),
@@ -225,7 +226,7 @@ def test_a_small_lab(lab_available, tmp_path):
     rows = {row.what.partition(":")[0]: row for row in comparison.compare(record)}
     assert set(rows) == {ONE_BIT, "fp32", "fp16"}
     calls = {row["kind"]: row["calls"] for row in record["rows"] if row["elements"] == 2**20}
-    cluster = Cluster(gpus=2, gpus_per_node=1, network=PAYLOAD * 50e6, latency=record["latency_s"])
+    cluster = Cluster(gpus=2, gpus_per_node=1, network=PAYLOAD * 50e6, latency=record["latency_s"], transport="gloo")
     for kind, size in (("fp32", 4), ("fp16", 2)):
         assert len(calls[kind]) == 2 and rows[kind].measured == 1e3 * min(calls[kind])
         assert rows[kind].predicted == pytest.approx(1e3 * cluster.all_reduce(2**20 * size))

@@ -176,7 +176,7 @@ def printed_blocks(page):
     for part in page.split("    onebit plan ")[1:]:
         command, _, rest = part.partition("\n\nprints, beneath the plan:\n\n")
         lines = itertools.takewhile(lambda line: line.startswith("    ") or not line, rest.splitlines())
-        yield command.split(), [line[4:] for line in lines]
+        yield command.replace("\\\n", " ").split(), [line[4:] for line in lines]
 
 
 def test_the_page_on_scale_has_what_the_commands_print(capsys, monkeypatch):
