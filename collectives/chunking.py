@@ -34,16 +34,21 @@ def candidates(numel: int, ranks: int, block_size: int) -> list[int]:
     return [c for c in CANDIDATES if c == 1 or numel >= c * ranks * _BLOCKS_A_SHARD * block_size]
 
 
+def chunk_options(numel: int, ranks: int, block_size: int) -> list[int]:
+    """One chunk where its message, being the only one and small, carries the flags; else those worth measuring."""
+    return [1] if numel <= MOST_ELEMENTS else candidates(numel, ranks, block_size)
+
+
 def shards_of(topology: Topology, way: type[Exchange]) -> int:
     """Into how many a chunk is cut: with two levels, every slice of it as a chunk otherwise."""
     return topology.slices * way.shards(topology.replicas.size)
 
 
 def candidates_on(topology: Topology, numel: int, block_size: int, way: type[Exchange]) -> list[int]:
-    """Those of a group of ranks: one chunk where its message, being the only one and small, carries the flags."""
-    if topology.shard is None and numel <= MOST_ELEMENTS:
-        return [1]
-    return candidates(numel, shards_of(topology, way), block_size)
+    """Those of a group of ranks."""
+    if topology.shard is not None:
+        return candidates(numel, shards_of(topology, way), block_size)
+    return chunk_options(numel, shards_of(topology, way), block_size)
 
 
 def choose_chunks(

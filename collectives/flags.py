@@ -20,7 +20,12 @@ def travel_in_messages(exchanges: Sequence[Exchange]) -> bool:
     """Whether no round is spent on flags. The same on all ranks."""
     elements = sum(exchange.layout.elements for exchange in exchanges)
     several = any(exchange.everyone.size > 1 for exchange in exchanges)
-    return several and elements <= MOST_ELEMENTS and all(len(exchange.chunks) == 1 for exchange in exchanges)
+    return several and all(may_travel_in_messages(elements, len(exchange.chunks)) for exchange in exchanges)
+
+
+def may_travel_in_messages(elements: int, chunks: int) -> bool:
+    """Whether a model's message is the only one, and small."""
+    return elements <= MOST_ELEMENTS and chunks == 1
 
 
 def read_flags(exchanges: Sequence[Exchange], flags: Tensor) -> None:

@@ -4,6 +4,9 @@
     python -m perf.cluster --lab      also measures in the lab (root on Linux), 4 or 5 minutes, and keeps a record
     python -m perf.cluster --nodes    the same of hosts with several ranks: see perf.cluster.nodes
 
+The first of them compares the records of `python -m perf.all_reduce --rtt` too, of links with a delay, and of links
+without one that were measured with the same transport: see perf.cluster.delays.
+
 In the lab every rank is a host of its own. Nothing is fitted to the rows that are compared. The network's rate is that
 of the links times 0.956, the share of it that is payload (perf.lab.rates). The latency is that of all-reduces of 1024
 elements, the rates of the passes are those of one process alone, before and after the ranks run. A rank has the
@@ -29,7 +32,7 @@ from perf import plots
 from perf.all_reduce.benchmark import parse_arguments as all_reduce_arguments
 from perf.all_reduce.benchmark import run_lab
 from perf.all_reduce.measure import KINDS, ONE_BIT, Row
-from perf.cluster import nodes
+from perf.cluster import delays, nodes
 from perf.cluster.calibration import PASSES, SMALL, latency, pass_rates
 from perf.cluster.papers import BAND, Compared, all_reduces, by_kind, median_error, speed_ups
 from perf.cluster.plots import plot_lab, plot_papers
@@ -84,6 +87,7 @@ def compare(record: dict[str, Any]) -> list[Compared]:
             latency=record["latency_s"],
             rates=record["pass_bytes_per_s"][str(row.hosts)],
             cores=min(1.0, record["cpu_count"] / row.hosts),
+            transport="gloo",
         )
         if row.kind == ONE_BIT:
             seconds = compressed_all_reduce(row.elements, cluster, chunks=row.chunks, reply=1)
@@ -129,6 +133,7 @@ def report(arguments: argparse.Namespace) -> int:
     """The page, the plots, and a line for each comparison."""
     reduces, speeds = all_reduces(), speed_ups()
     labs = lab_records(arguments.out)
+    links = delays.compared(arguments.out)
     medians = {
         "the papers' all-reduces": (median_error(reduces), BAND["papers"]),
         "the papers' speed-ups": (median_error(speeds), BAND["papers"]),
@@ -137,9 +142,10 @@ def report(arguments: argparse.Namespace) -> int:
             for path, (_, rows) in labs.items()
             for kind, each in by_kind(rows).items()
         },
+        **{f"all-reduces {what}": (median_error(rows), BAND["lab"]) for what, rows in links.items()},
     }
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
-    arguments.page.write_text(page(reduces, speeds, labs, arguments.page, arguments.out), encoding="utf-8")
+    arguments.page.write_text(page(reduces, speeds, labs, arguments.page, arguments.out, links), encoding="utf-8")
     print(arguments.page)
     plots.draw_if_possible(lambda: _plots(arguments.out, reduces, speeds, labs))
     for what, (error, most) in medians.items():

@@ -94,6 +94,7 @@ def _cluster(row: Row, rows: Sequence[Row], of: dict[str, Any], cores: int) -> C
         intra_latency=hop,
         rates=of["pass_bytes_per_s"],
         cores=min(1.0, cores / (row.hosts * row.each)),
+        transport="gloo",
     )
 
 

@@ -98,7 +98,7 @@ _parser = functools.cache(cli.parser)  # most of a case's time
 
 
 def _main(words: list[str]) -> str:
-    """`onebit WORDS`: the plan without its plot, other commands that do nothing but check the device."""
+    """`onebit WORDS`: the plan without its pictures, other commands that do nothing but check the device."""
     started = []
 
     def run(arguments: argparse.Namespace) -> None:
@@ -106,7 +106,7 @@ def _main(words: list[str]) -> str:
         if arguments.command == "tune":
             pick_device(arguments.device)
         if arguments.command == "plan":
-            arguments.plot = None
+            arguments.plot = arguments.map = None
             plan.run(arguments)
 
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")

@@ -12,7 +12,7 @@ import pytest
 from onebit.cli.plan.model import Cluster, compressed_all_reduce
 from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
 from perf.all_reduce.measure import ONE_BIT, TWO_LEVELS, Row
-from perf.cluster import comparison, nodes, papers
+from perf.cluster import comparison, delays, nodes, papers
 from perf.cluster.papers import ADAM_TABLE, BAND, LAMB_TABLE, LARGE_ERROR, PROFILES, Compared, median_error
 from perf.cluster.plots import plot_lab, plot_papers
 from perf.cluster.report import conclusion, page
@@ -91,7 +91,7 @@ def test_rows_of_one_cluster_count_once():
 def lab_record(slower=1.0):
     """Of two ranks that take just what the model says; the compressed ones `slower` times that."""
     rates = dict.fromkeys(comparison.PASSES, 4e9)
-    cluster = Cluster(gpus=2, gpus_per_node=1, network=0.956e9, latency=1e-4, rates=rates, cores=0.5)
+    cluster = Cluster(gpus=2, gpus_per_node=1, network=0.956e9, latency=1e-4, rates=rates, cores=0.5, transport="gloo")
     compressed = slower * compressed_all_reduce(2**23, cluster, chunks=2, reply=1)
     rows = [
         Row(2, "1gbit", 1024, "fp32", 3e-4, (3e-4, 2e-4)),
@@ -130,8 +130,9 @@ def nodes_record(slower=1.0):
     """Of 2 hosts of 4 ranks that take just what the model says; two levels `slower` times that."""
     rates, hop, intra = dict.fromkeys(comparison.PASSES, 4e9), 5e-5, 2e9
     cluster = Cluster(
-        gpus=8, gpus_per_node=4, network=0.956e8, latency=1e-4, intra=intra, intra_latency=hop, rates=rates, cores=0.25
-    )
+        gpus=8, gpus_per_node=4, network=0.956e8, latency=1e-4, intra=intra, intra_latency=hop, rates=rates, cores=0.25,
+        transport="gloo",
+    )  # fmt: skip
     took = {
         ONE_BIT: compressed_all_reduce(2**23, cluster, chunks=2, reply=1),
         TWO_LEVELS: slower * compressed_all_reduce(2**23, cluster, chunks=2, levels=2),
@@ -174,7 +175,9 @@ def test_the_page_is_up_to_date():
     """docs/cluster_model.md is what the command writes from the model, the tables and the records as they are."""
     where, out = ROOT / comparison.PAGE, ROOT / RESULTS
     labs = comparison.lab_records(out)
-    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out), "run python -m perf.cluster"
+    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out, delays.compared(out)), (
+        "run python -m perf.cluster"
+    )
 
 
 def test_the_page_begins_with_what_the_comparisons_come_to():
@@ -223,7 +226,34 @@ def test_a_small_lab(lab_available, tmp_path):
     rows = {row.what.partition(":")[0]: row for row in comparison.compare(record)}
     assert set(rows) == {ONE_BIT, "fp32", "fp16"}
     calls = {row["kind"]: row["calls"] for row in record["rows"] if row["elements"] == 2**20}
-    cluster = Cluster(gpus=2, gpus_per_node=1, network=PAYLOAD * 50e6, latency=record["latency_s"])
+    cluster = Cluster(gpus=2, gpus_per_node=1, network=PAYLOAD * 50e6, latency=record["latency_s"], transport="gloo")
     for kind, size in (("fp32", 4), ("fp16", 2)):
         assert len(calls[kind]) == 2 and rows[kind].measured == 1e3 * min(calls[kind])
         assert rows[kind].predicted == pytest.approx(1e3 * cluster.all_reduce(2**20 * size))
+
+
+def test_links_with_a_delay_are_predicted():
+    """The committed records: 50 ms, and the same transport without a delay."""
+    links = delays.compared(ROOT / RESULTS)
+    far = {row.what: row for row in links[delays.WITH]}
+    assert {what.partition(":")[0] for what in far} == {ONE_BIT, "fp32", "fp16"} and len(far) == 6
+    assert all("+50ms, " in what and "4 hosts" in what for what in far)
+    assert median_error(links[delays.WITH]) <= 0.05 and all(abs(row.error) <= 0.15 for row in far.values())
+    assert len(links[delays.WITHOUT]) >= 27 and not any("ms, " in row.what for row in links[delays.WITHOUT])
+    assert median_error(links[delays.WITHOUT]) <= BAND["lab"]
+
+
+def test_errors_with_a_delay_are_printed(tmp_path, capsys):
+    record, lab = lab_record(), tmp_path / delays.LAB
+    lab.write_text(json.dumps(record))
+    far = [{**row, "rate": "1gbit+10ms"} for row in record["rows"]]
+    (tmp_path / delays.ALL_REDUCES.replace("*", "far")).write_text(json.dumps({**record, "rows": far}))
+    arguments = [f"--out={tmp_path}", f"--page={tmp_path / 'page.md'}"]
+    assert comparison.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("all-reduces with a delay: median error ")]
+    assert line.endswith("to reach 20 %: missed")  # 10 ms that these rows do not have
+    assert comparison.main([*arguments, "--check"]) == 1
+    assert "## Links with a delay" in (tmp_path / "page.md").read_text()
+    lab.unlink()
+    assert delays.compared(tmp_path) == {}

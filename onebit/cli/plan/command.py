@@ -5,6 +5,9 @@
 
 Every constant of the model (onebit.cli.plan.model) is an option. A preset or a JSON file (--constants) gives many at
 once, under the options' names and in their units. The command line goes before the file, the file before presets.
+
+    --map FILE    which method ends a run first, over network rates and round trips: a picture and a table
+    --scale       the same model on 8 to 4,096 ranks, in a rack and between sites
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from onebit.cli.plan.map import TABLE, Map, draw, table
 from onebit.cli.plan.model import Cluster, Model
 from onebit.cli.plan.options import CLUSTERS, ITEMSIZES, MODEL_OPTIONS, MODELS, OPTIONS, help_of
 from onebit.cli.plan.report import describe, plot, results
+from onebit.cli.plan.scale import scale_as_json, scale_table
 from onebit.report.plots import check_plot
 
 
@@ -36,21 +41,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=_argument(option.parse), metavar=name.upper(), help=help_of(name))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="step time and speed-up over GPUs and network rates")
+    parser.add_argument("--map", type=Path, metavar="FILE", help="what is first over network rates and round trips")
+    parser.add_argument("--scale", action="store_true", help="8 to 4,096 ranks, in a rack and between sites")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes, instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> None:
     model, cluster = planned(arguments)
-    if arguments.plot:
-        _check_plot(arguments.plot)
-    print(json.dumps(results(model, cluster), indent=1) if arguments.json else describe(model, cluster))
-    if arguments.plot:
+    pictures = {"--plot": (arguments.plot, plot), "--map": (arguments.map, draw)}
+    wanted = {option: (path, drawing) for option, (path, drawing) in pictures.items() if path}
+    for option, (path, _) in wanted.items():
+        _check_plot(path, option)
+    mapped = None
+    if arguments.map:
+        if cluster.nodes == 1:
+            raise PlanError(
+                "--map is of the network between nodes, and there is one node: give more --gpus, or fewer "
+                "--gpus-per-node"
+            )
+        mapped = Map.of(model, cluster, *TABLE)
+    if arguments.json:
+        found = results(model, cluster)
+        found |= {"map": mapped.as_json()} if mapped else {}
+        found |= {"scale": scale_as_json(model, cluster)} if arguments.scale else {}
+        print(json.dumps(found, indent=1))
+    else:
+        parts = [describe(model, cluster)]
+        parts += [table(mapped, model.steps)] if mapped else []
+        parts += [scale_table(model, cluster)] if arguments.scale else []
+        print("\n\n".join(parts))
+    for option, (path, drawing) in wanted.items():
         try:
-            plot(model, cluster, arguments.plot)
+            drawing(model, cluster, path)
         except OSError as error:
-            raise PlanError(f"the plot could not be written ({error}): choose another --plot") from error
-        if not arguments.json:
-            print(f"\nPlot: {arguments.plot}")
+            raise PlanError(f"the plot could not be written ({error}): choose another {option}") from error
+    if wanted and not arguments.json:
+        print()
+        for option, (path, _) in wanted.items():
+            print(f"{option[2:].title()}: {path}")
 
 
 def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
@@ -75,14 +103,14 @@ def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
         raise PlanError(str(error)) from error
 
 
-def _check_plot(out: Path) -> None:
+def _check_plot(out: Path, option: str) -> None:
     """Found out before the work."""
     try:
         drawable = check_plot(out)
     except ValueError as error:
-        raise PlanError(f"{error}; choose another --plot") from error
+        raise PlanError(f"{error}; choose another {option}") from error
     if not drawable:
-        raise PlanError("--plot needs matplotlib: pip install matplotlib")
+        raise PlanError(f"{option} needs matplotlib: pip install matplotlib")
 
 
 def _from_file(path: Path) -> dict[str, Any]:

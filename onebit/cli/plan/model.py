@@ -4,16 +4,22 @@ N GPUs on M nodes of G. A node's GPUs share its network, R bytes a second each w
 message takes a seconds between nodes, b within one. S are the bytes of all gradients, s those of one rank's messages, r
 those of all that comes back to it: s, 2 s with replies of 2 bits, N s with direct ones, which need no all-to-all.
 
-    all-reduce    2 (G-1)/G S/B + 2 (M-1)/M S/R         + 2 (G-1) b + 2 (M-1) a      uncompressed
+    all-reduce    2 (G-1)/G S/B + 2 (M-1)/M S/R         + 2 (G-1) b + 2 (M-1) a      uncompressed: rings
+                  2 (G-1)/G S/B + 2 S/R                 + 2 (G-1) b + 2 log2(M) a    or NCCL's trees, where faster
     all-to-all    max(G (N-G)/N s/R, (G-1)/N s/B)       + (N-G) a + (G-1) b          gather
     all-gather    (N-1)/N r / min(R, B)                 + (M-1) a + (N-M) b          scatter, or the direct exchange
-    agreement     2 ceil(log2 N) a                                                   one number, every step of ours
+    agreement     2 ceil(log2 N) a, over Gloo           (N-G) a + (G-1) b            one number, every step of ours
     a pass        elements x bytes an element / (memory bandwidth x efficiency)
 
+`latency`, a, is what a message takes that no other hides. A round trip between nodes, `rtt`, is waited for apart: how
+often, by collective and transport, stands in `onebit.cli.plan.delay`. Models of `MOST_ELEMENTS` or fewer take one chunk
+and no agreement: their one message has the flag.
+
 The uncompressed all-reduce gets the best there is: reduce-scatter within nodes, rings between them, all-gather within
-nodes, which sends the fewest bytes. Ours is as `onebit.collectives` does it. With one level every rank sends to every
-other, so that a node of G GPUs sends G times what one rank sends, and one message after the other. The all-gather is a
-ring over all ranks that enters each node once.
+nodes, which sends the fewest bytes; over NCCL trees between nodes, where they are faster. Ours is as
+`onebit.collectives` does it. With one level every rank sends to every other, so that a node of G GPUs sends G times
+what one rank sends, and one message after the other. The all-gather is a ring over all ranks that enters each node
+once.
 
 With two levels, where G > 1 and M > 1, a node is one rank to the network. A rank compresses its slice, 1/G of the mean
 over its node; the G slices travel side by side and share R. s and r are of all slices, r of direct replies is M s:
@@ -49,9 +55,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from onebit.collectives.chunking import candidates
+from onebit.cli.plan.delay import ROUND_TRIPS, Delay, Transport
+from onebit.collectives.chunking import chunk_options
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
+from onebit.collectives.flags import may_travel_in_messages
 from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -59,6 +67,7 @@ from onebit.kernels.data.wire import Format
 from onebit.kernels.passes import bytes_per_element
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
+BUCKETS_AT_ONCE = 2  # Gloo's threads: each all-reduces a bucket
 MOST_STEPS = 10**7  # of a run
 SLOWEST, FASTEST = 1e6, 1e13  # bit/s: the range of `pays_below`
 Overlap = Literal["none", "uncompressed", "both"]
@@ -83,15 +92,21 @@ class Cluster:
     efficiency: float = _constant(0.9, "assumed: the project's target, not yet measured on a GPU")  # of memory
     cores: float = _constant(1.0, "a GPU, or a CPU with a core a rank")  # that a rank has, less where ranks share them
     rates: Mapping[str, float] = field(default_factory=dict)  # B/s of passes that were measured
+    rtt: float = _constant(0.0, "none: as much of it as a rack has is in the latency")  # seconds
+    transport: Transport = field(default="nccl", metadata={"source": "what GPUs have"})
+    shared: bool | None = None  # whether ranks share hosts; None: as nodes have several
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name == "rates":
+            if each.name in ("rates", "transport", "shared"):
                 continue
-            least = "0 or more" if "latency" in each.name else "above 0"
-            if not is_finite(value) or value < 0 or (value == 0 and "latency" not in each.name):
+            zero = "latency" in each.name or each.name == "rtt"
+            least = "0 or more" if zero else "above 0"
+            if not is_finite(value) or value < 0 or (value == 0 and not zero):
                 raise ValueError(f"{each.name} is {value}: it is a finite number {least}")
+        if self.transport not in ROUND_TRIPS:
+            raise ValueError(f"transport is {self.transport!r}: it is one of {', '.join(ROUND_TRIPS)}")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
                 f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}: give a multiple of {self.gpus_per_node}, "
@@ -117,20 +132,31 @@ class Cluster:
         """Whether there are several nodes, of several GPUs each."""
         return self.nodes > 1 and self.on_node > 1
 
-    def all_reduce(self, size: float) -> float:
-        """Seconds for `size` bytes, uncompressed."""
-        g, m = self.on_node, self.nodes
+    @property
+    def delay(self) -> Delay:
+        """What the round trip adds."""
+        shared = self.on_node > 1 if self.shared is None else self.shared
+        return Delay(self.rtt, self.transport, gpus=self.gpus, nodes=self.nodes, shared=shared)
+
+    def all_reduce(self, size: float, at_once: int = 1) -> float:
+        """Seconds for `size` bytes, uncompressed, in so many parts `at_once`."""
+        g, m, delay = self.on_node, self.nodes, self.delay
         within = 2 * (g - 1) / g * size / self.intra + 2 * (g - 1) * self.intra_latency
-        return within + 2 * (m - 1) / m * size / self._rate + 2 * (m - 1) * self.latency
+        sent, hops = 2 * (m - 1) / m * size / self._rate, 2 * (m - 1)
+        if self.transport == "gloo":
+            return within + sent + hops * self.latency + delay.segments(size, sent, at_once)
+        ring = sent + hops * (self.latency + delay.message)
+        trees = 2 * size / self._rate + 2 * math.ceil(math.log2(m)) * (self.latency + delay.message)
+        return within + min(ring, trees) if m > 1 else within
 
     def all_to_all(self, size: float) -> float:
-        """Seconds where every rank has `size` bytes, 1/N of them for each."""
+        """Seconds that it keeps the network where every rank has `size` bytes, 1/N of them for each; delay apart."""
         n, g = self.gpus, self.on_node
         between, within = g * (n - g) / n * size / self._rate, (g - 1) / n * size / self.intra
         return max(between, within) + (n - g) * self.latency + (g - 1) * self.intra_latency
 
     def all_gather(self, size: float) -> float:
-        """Seconds until every rank has `size` bytes, 1/N of them from each."""
+        """Seconds that it keeps the network until every rank has `size` bytes, 1/N of them from each; delay apart."""
         n, m = self.gpus, self.nodes
         rate = self.intra if m == 1 else min(self.intra, self._rate)
         return (n - 1) / n * size / rate + (m - 1) * self.latency + (n - m) * self.intra_latency
@@ -138,7 +164,10 @@ class Cluster:
     def agreement(self) -> float:
         """Seconds in which all ranks agree on one number."""
         hop = self.latency if self.nodes > 1 else self.intra_latency
-        return 2 * math.ceil(math.log2(self.gpus)) * hop
+        n, g = self.gpus, self.on_node
+        if self.transport == "gloo" and n > 2:
+            return (n - g) * self.latency + (g - 1) * self.intra_latency + self.delay.agreement()
+        return 2 * math.ceil(math.log2(n)) * hop + self.delay.agreement()
 
     @property
     def _rate(self) -> float:
@@ -161,7 +190,7 @@ class Groups:
         if levels == 1 or not cluster.has_two_levels:
             return cls(cluster, replace(cluster, gpus=1))
         g = cluster.on_node
-        together = replace(cluster, gpus=cluster.nodes, gpus_per_node=1, intra=g * cluster.intra)
+        together = replace(cluster, gpus=cluster.nodes, gpus_per_node=1, intra=g * cluster.intra, shared=True)
         return cls(together, replace(cluster, gpus=g))
 
     @property
@@ -263,28 +292,60 @@ def exchange(
     mean: seconds for which the device waits before it compresses a chunk, for the chunk's mean over the node.
     """
     replicas, slices = groups.replicas, groups.slices
-    gathered, replied = (size / chunks for size in message_bytes(elements, replicas.gpus, chunks, way, slices))
+    gather, scatter, replied = _collectives(elements, groups, chunks, way)
     part = elements / chunks
     compress = pass_seconds("compress", part / slices, replicas, itemsize, way)
     used = pass_seconds(use, part, replicas, itemsize, way) if use else 0.0
     spread = groups.node.all_gather(replied) if slices > 1 else None
     if way is Direct:
-        total = sent_once(chunks, mean + compress, replicas.all_gather(replied), used, spread)
+        total = sent_once(chunks, mean + compress, scatter.network, used, spread, delay=scatter.delay)
         return total, chunks * (compress + used)
     average = pass_seconds("average", part / (slices * replicas.gpus), replicas, itemsize, way)
     total = pipelined(
         chunks,
         compress=mean + compress,
-        gather=replicas.all_to_all(gathered),
+        gather=gather.network,
         average=average,
-        scatter=replicas.all_gather(replied),
+        scatter=scatter.network,
         use=used,
         spread=spread,
+        gather_delay=gather.delay,
+        scatter_delay=scatter.delay,
     )
     return total, chunks * (compress + average + used)
 
 
-def sent_once(chunks: int, compress: float, exchange: float, use: float, spread: float | None = None) -> float:
+@dataclass(frozen=True)
+class Took:
+    """Seconds for which a collective keeps the network, and after which, besides, all has arrived."""
+
+    network: float
+    delay: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.network + self.delay
+
+    @classmethod
+    def by(cls, cluster: Cluster, network: float, delay: float) -> Took:
+        return cls(network, delay) if cluster.delay.lets_others_pass else cls(network + delay)
+
+
+def _collectives(elements: int, groups: Groups, chunks: int, way: type[Exchange]) -> tuple[Took, Took, float]:
+    """Of a chunk: to the servers (nothing where there are none), to all, and the bytes of all replies."""
+    replicas, slices = groups.replicas, groups.slices
+    gathered, replied = (size / chunks for size in message_bytes(elements, replicas.gpus, chunks, way, slices))
+    delay, row = replicas.delay, replied / slices / replicas.gpus
+    to_all = delay.all_gather(row, expected=way is not Direct)
+    scatter = Took.by(replicas, replicas.all_gather(replied), to_all)
+    if way is Direct:
+        return Took(0.0), scatter, replied
+    return Took.by(replicas, replicas.all_to_all(gathered), delay.all_to_all()), scatter, replied
+
+
+def sent_once(
+    chunks: int, compress: float, exchange: float, use: float, spread: float | None = None, delay: float = 0.0
+) -> float:
     """`Direct.run`: passes one after the other on the device, collectives one after the other on the network."""
     device = network = 0.0
     arrived = [0.0] * chunks
@@ -292,7 +353,8 @@ def sent_once(chunks: int, compress: float, exchange: float, use: float, spread:
     for j in range(chunks + 1):
         if j < chunks:
             device += compress
-            arrived[j] = network = max(network, device) + exchange
+            network = max(network, device) + exchange
+            arrived[j] = network + delay
         if j >= 1:
             device = replies.arrive(max(device, arrived[j - 1]))
     return replies.finish(device)
@@ -306,6 +368,8 @@ def pipelined(
     scatter: float,
     use: float,
     spread: float | None = None,
+    gather_delay: float = 0.0,
+    scatter_delay: float = 0.0,
 ) -> float:
     """`TwoPhases.run`: the same with two collectives, and an average between them."""
     device = network = 0.0
@@ -314,10 +378,12 @@ def pipelined(
     for j in range(chunks + 2):
         if j < chunks:
             device += compress
-            gathered[j] = network = max(network, device) + gather
+            network = max(network, device) + gather
+            gathered[j] = network + gather_delay
         if 1 <= j <= chunks:
             device = max(device, gathered[j - 1]) + average
-            scattered[j - 1] = network = max(network, device) + scatter
+            network = max(network, device) + scatter
+            scattered[j - 1] = network + scatter_delay
         if j >= 2:
             device = replies.arrive(max(device, scattered[j - 2]))
     return replies.finish(device)
@@ -359,19 +425,25 @@ def compressed_all_reduce(
     groups = Groups.of(cluster, levels)
     way = way_for(reply, groups.replicas.gpus)
     shards = groups.slices * way.shards(groups.replicas.gpus)
-    options = candidates(elements, shards, BLOCK_SIZE) if chunks is None else [chunks]
+    options = chunk_options(elements, shards, BLOCK_SIZE) if chunks is None else [chunks]
 
     def seconds(chunks: int) -> float:
         mean = groups.node.all_to_all(elements * itemsize / chunks) if groups.slices > 1 else 0.0
-        return exchange(elements, groups, itemsize, chunks=chunks, use="decode", way=way, mean=mean)[0]
+        sent = exchange(elements, groups, itemsize, chunks=chunks, use="decode", way=way, mean=mean)[0]
+        return sent + _agreement(elements, cluster, chunks)
 
-    scan = pass_seconds("scan", elements / groups.slices, cluster, itemsize) + cluster.agreement()
-    return scan + min(map(seconds, options))
+    return pass_seconds("scan", elements / groups.slices, cluster, itemsize) + min(map(seconds, options))
+
+
+def _agreement(elements: int, cluster: Cluster, chunks: int) -> float:
+    """Seconds of asking all ranks for their flags: none where messages carry them."""
+    return 0.0 if may_travel_in_messages(elements, chunks) else cluster.agreement()
 
 
 def uncompressed(model: Model, cluster: Cluster, itemsize: int | None = None) -> Step:
     """A step with gradients all-reduced in `itemsize` bytes, by default their own."""
-    time = cluster.all_reduce(model.elements * (model.itemsize if itemsize is None else itemsize))
+    size = model.elements * (model.itemsize if itemsize is None else itemsize)
+    time = cluster.all_reduce(size, at_once=min(BUCKETS_AT_ONCE, math.ceil(size / BUCKET)))
     name = "zero_one_full" if model.optimizer == "zero_one" else f"{model.optimizer}_warmup"
     update = pass_seconds(name, model.elements, cluster, model.itemsize)
     return _step(model, time, update, hides=model.overlap != "none")
@@ -389,22 +461,34 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     replicas, node = groups.replicas, groups.node
     way = way_for(model.reply, replicas.gpus)
     if chunks is None:
-        options = candidates(model.elements, groups.slices * way.shards(replicas.gpus), BLOCK_SIZE)
+        options = chunk_options(model.elements, groups.slices * way.shards(replicas.gpus), BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
     n, itemsize = model.elements, model.itemsize
     before, mean = _node_mean(model, node, chunks)
     if model.local is not None:
-        gathered, replied = (size / chunks for size in message_bytes(n, replicas.gpus, chunks, way, groups.slices))
-        between = (replicas.all_to_all(gathered) if gathered else 0.0) + replicas.all_gather(replied)
-        time, local = chunks * (mean + between + node.all_gather(replied)), 0.0
+        gather, scatter, replied = _collectives(n, groups, chunks, way)
+        time, local = chunks * (mean + gather.total + scatter.total + node.all_gather(replied)), 0.0
     else:
         use = {"adam": "adam_update", "zero_one": "zero_one_update"}.get(model.optimizer)
         total, passes = exchange(n, groups, itemsize, chunks=chunks, use=use, way=way, mean=mean)
         after = [] if use is not None else ["lamb_statistics", "lamb_update"]
         used = sum(pass_seconds(name, n, replicas, itemsize, way) for name in after)
         time, local = total - passes, _scan(model, cluster, groups.slices) + passes + used
-    step = _step(model, before + time, local, hides=model.overlap == "both", agreement=cluster.agreement())
+    agreement = _agreement(n, cluster, chunks)
+    step = _step(model, before + time, local, hides=model.overlap == "both", agreement=agreement)
     return replace(step, chunks=chunks)
+
+
+def rounds(model: Model, cluster: Cluster) -> float:
+    """Round trips between nodes that a step of stage 2 waits for, in one chunk."""
+
+    def seconds(rtt: float) -> float:
+        there = replace(cluster, rtt=rtt)
+        groups = Groups.of(there, model.levels)
+        gather, scatter, _ = _collectives(model.elements, groups, 1, way_for(model.reply, groups.replicas.gpus))
+        return gather.total + scatter.total + _agreement(model.elements, there, 1)
+
+    return round(seconds(1.0) - seconds(0.0), 3)
 
 
 def local_step(model: Model, cluster: Cluster) -> Step:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from onebit.cli.plan.delay import Transport
 from onebit.cli.plan.model import Cluster, Levels
 from onebit.collectives.reply import AskedReply
 
@@ -97,6 +98,8 @@ class Option:
 
     def show(self, value: Any) -> str:
         """A field's value as one would write it."""
+        if isinstance(value, str):
+            return value
         return f"{value / (self.scale or 1):.6g} {self.unit}".strip()
 
 
@@ -131,7 +134,9 @@ CLUSTER_OPTIONS = {
     "gpus": Option(count, "in all"),
     "gpus_per_node": Option(count, "that share a node's network (default: 8)"),
     "network": Option(rate, "what arrives of what a node sends, by iperf for one: 100gbit, 4.1gbit"),
-    "latency": Option(number, "of a message between nodes", "us", 1e-6),
+    "latency": Option(number, "of a message between nodes that no other message hides", "us", 1e-6),
+    "rtt": Option(number, "round trip between nodes, as ping tells it: messages wait for it side by side", "ms", 1e-3),
+    "transport": Option(one_of(*get_args(Transport)), "nccl or gloo: how often a step waits for the round trip"),
     "intra": Option(number, "sent by a GPU within its node", "GB/s", 1e9),
     "intra_latency": Option(number, "of a message within a node", "us", 1e-6),
     "memory": Option(number, "of a GPU's memory", "GB/s", 1e9),

@@ -9,6 +9,7 @@ with local steps          after a fifth of the run no more full-precision steps,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from onebit.cli.plan.model import (
     Cluster,
@@ -23,6 +24,7 @@ from onebit.cli.plan.model import (
 )
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 
+UNCOMPRESSED = {"fp32": 4, "fp16": 2}  # bytes of a gradient's element
 FREEZE, SCALER = 1 / 5, 1 / 15  # of the steps: var_freeze_step and local_step_scaler of a run with local ones
 
 
@@ -36,35 +38,43 @@ class Run:
     seconds: float
     sent: float
 
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks have the same parameters after every step."""
+        return not self.local
+
 
 def runs(model: Model, cluster: Cluster) -> dict[str, Run]:
     """By the optimizer, or the type of an uncompressed all-reduce."""
-    found = {name: _run(model, cluster, model.steps, 0, 0, itemsize) for name, itemsize in (("fp32", 4), ("fp16", 2))}
+    found = {name: _run(model, cluster, model.steps, 0, 0, itemsize) for name, itemsize in UNCOMPRESSED.items()}
     first = round(model.warmup * model.steps)
     found[f"1-bit {'Adam' if model.optimizer == 'adam' else 'LAMB'}"] = _run(
         model, cluster, first, model.steps - first, 0
     )
     if model.optimizer == "adam":
         zero_one = replace(model, optimizer="zero_one")
-        full = _full_steps(model, None)
+        full = _full_steps(model.steps, model.var_update_scaler, None)
         found["0/1 Adam"] = _run(zero_one, cluster, full, model.steps - full, 0)
         last = max(1, round(FREEZE * model.steps))
-        full, local = _full_steps(model, last), _local_steps(model, last)
+        full = _full_steps(model.steps, model.var_update_scaler, last)
+        local = _local_steps(model.steps, model.local_step_clipper, last)
         found["and local steps"] = _run(zero_one, cluster, full, model.steps - full - local, local)
     return found
 
 
-def _full_steps(model: Model, last: int | None) -> int:
-    schedule = VarianceSchedule(model.var_update_scaler, last)
+@cache
+def _full_steps(steps: int, var_update_scaler: int, last: int | None) -> int:
+    schedule = VarianceSchedule(var_update_scaler, last)
     step, count = 0, 0
-    while (found := schedule.next_full(step) if step else 1) is not None and found <= model.steps:
+    while (found := schedule.next_full(step) if step else 1) is not None and found <= steps:
         step, count = found, count + 1
     return count
 
 
-def _local_steps(model: Model, last: int) -> int:
-    syncs = SyncSchedule(last, max(1, round(SCALER * model.steps)), model.local_step_clipper)
-    return sum(syncs.is_alone(step) and not syncs.is_sync(step) for step in range(last + 1, model.steps + 1))
+@cache
+def _local_steps(steps: int, clipper: int, last: int) -> int:
+    syncs = SyncSchedule(last, max(1, round(SCALER * steps)), clipper)
+    return sum(syncs.is_alone(step) and not syncs.is_sync(step) for step in range(last + 1, steps + 1))
 
 
 def _run(model: Model, cluster: Cluster, full: int, compressed: int, local: int, itemsize: int | None = None) -> Run:

@@ -88,11 +88,13 @@ def test_the_all_reduce_takes_what_its_rings_take(gpus, per_node):
 
 
 def test_latencies_are_those_of_the_messages():
-    assert SLOW.all_reduce(0) == pytest.approx(2 * 3 * 1e-3 + 2 * 3 * 1e-4)
+    assert SLOW.all_reduce(0) == pytest.approx(2 * 2 * 1e-3 + 2 * 3 * 1e-4)  # trees
+    assert replace(SLOW, transport="gloo").all_reduce(0) == pytest.approx(2 * 3 * 1e-3 + 2 * 3 * 1e-4)  # a ring
     assert SLOW.all_to_all(0) == pytest.approx(12 * 1e-3 + 3 * 1e-4)
     assert SLOW.all_gather(0) == pytest.approx(3 * 1e-3 + 12 * 1e-4)
     assert SLOW.agreement() == pytest.approx(2 * 4 * 1e-3)
     assert replace(SLOW, gpus=4).agreement() == pytest.approx(2 * 2 * 1e-4)
+    assert replace(SLOW, transport="gloo").agreement() == pytest.approx(12 * 1e-3 + 3 * 1e-4)  # all to all
 
 
 class Clock:
@@ -309,7 +311,7 @@ def test_a_given_time_is_of_the_passes_of_two_levels_too(overlap):
 
 def test_a_chunk_of_two_levels_is_cut_into_slices_and_shards():
     """As many chunks are tried as `onebit.collectives.chunking.choose_chunks` measures."""
-    small = replace(NODES, elements=2 * 16 * 16 * BLOCK_SIZE)
+    small = replace(NODES, elements=3 * 16 * 16 * BLOCK_SIZE)
     slow = replace(SLOW, network=1e6, latency=0, intra=1e6, memory=1e6)  # more chunks would be faster
     most = max(candidates(small.elements, 16, BLOCK_SIZE))
     assert most == 2 == stage_2(small, slow).chunks < max(candidates(small.elements, 4, BLOCK_SIZE))

@@ -1,0 +1,195 @@
+"""`onebit plan --map` and `--scale`: what is first by the model, in the table, in JSON and in the picture."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onebit.cli import main as cli
+from onebit.cli.plan.map import RATES, ROUND_TRIPS, TABLE, WORTH, Map, Place, draw, first, middle, spaced
+from onebit.cli.plan.model import Cluster, Groups, Model, message_bytes, rounds, stage_2, state_bytes, uncompressed
+from onebit.cli.plan.runs import Run, runs
+from onebit.cli.plan.scale import ROUND_TRIPS as SCALE_ROUND_TRIPS
+from onebit.cli.plan.scale import sizes
+from onebit.collectives.two_phases import TwoPhases
+
+ROOT = Path(__file__).resolve().parents[3]
+PRESETS = ["plan", "--model=bert-large", "--cluster=ethernet-v100", "--gpus=16", "--gpus-per-node=1", "--steps=1000"]
+BERT = Model(340_000_000, 2, 0.036, 0.061, overlap="none", steps=1000)
+CLUSTER = Cluster(gpus=16, gpus_per_node=1, network=1e9)
+
+
+def run_of(seconds: float, local: int = 0) -> Run:
+    return Run(uncompressed=1, compressed=1, local=local, seconds=seconds, sent=0)
+
+
+@pytest.mark.parametrize(
+    "adam, zero_one, alone, in_step, local",
+    [
+        (10, 20, 5, Place("1-bit Adam", 10), Place("and local steps", 20)),
+        (20, 10, 50, Place("0/1 Adam", 10), Place("0/1 Adam", 10)),
+        (200, 125, 50, Place("fp16", 0.8), Place("and local steps", 2)),
+        (99, 300, 99, Place("fp16", 100 / 99), Place("fp16", 100 / 99)),  # too little to tell
+        (100 / WORTH, 300, 300, Place("1-bit Adam", WORTH), Place("1-bit Adam", WORTH)),
+    ],
+)
+def test_first_is_what_takes_the_least_time(adam, zero_one, alone, in_step, local):
+    found = {"fp32": run_of(150), "fp16": run_of(100), "1-bit Adam": run_of(adam), "0/1 Adam": run_of(zero_one)}
+    found["and local steps"] = run_of(alone, local=3)
+    for kind, place in (("in step", in_step), ("local steps", local)):
+        assert (first(found, kind).first, first(found, kind).factor) == (place.first, pytest.approx(place.factor))
+
+
+def test_the_map_is_what_runs_say_at_each_rate_and_round_trip():
+    found = Map.of(BERT, CLUSTER, [1e8, 1e11], [1e-3, 0.1])
+    for i, rtt in enumerate((1e-3, 0.1)):
+        for j, rate in enumerate((1e8, 1e11)):
+            there = runs(BERT, replace(CLUSTER, network=rate, rtt=rtt))
+            for kind in ("in step", "local steps"):
+                assert found.places[kind][i][j] == first(there, kind)
+    assert found.places["in step"][0][0].first == "0/1 Adam"
+    assert found.places["in step"][1][1].first == "fp16" and found.places["in step"][1][1].factor < 1
+    assert found.places["local steps"][0][0].first == "and local steps"
+
+
+def test_lamb_has_no_map_with_local_steps():
+    found = Map.of(replace(BERT, optimizer="lamb"), CLUSTER, [1e8], [1e-3])
+    assert list(found.places) == ["in step"] and found.places["in step"][0][0].first == "1-bit LAMB"
+
+
+def test_the_command_prints_and_draws_the_map(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "map.png"
+    assert cli.main([*PRESETS, f"--map={path}"]) == 0
+    text = capsys.readouterr().out
+    assert path.read_bytes().startswith(b"\x89PNG") and text.endswith(f"Map: {path}\n")
+    assert path.stat().st_size < 200_000
+    assert cli.main([*PRESETS, f"--map={path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["map"]
+    assert [found["rates_bit_per_s"], found["round_trips_s"]] == [list(each) for each in TABLE]
+    lines = text[text.index("first to end 1,000 steps") :].splitlines()
+    names = {"and local steps": "local steps"}
+    for start, kind in ((1, "in step"), (7, "local steps")):
+        assert "10 Mbit/s" in lines[start] and "100 Gbit/s" in lines[start]
+        for line, rtt, row in zip(lines[start + 1 :], found["round_trips_s"], found["places"][kind], strict=False):
+            cells = [f"{names.get(place['first'], place['first'])} {place['factor']:.2f}" for place in row]
+            assert " ".join(line.split()) == " ".join([f"{1e3 * rtt:g} ms", *cells])
+    assert "equal numbers of steps" in text and "is a bound" in " ".join(text.split())
+    assert "map" not in json_of(capsys)
+
+
+def json_of(capsys, *more):
+    assert cli.main([*PRESETS, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_picture_names_what_is_first(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.setattr("onebit.cli.plan.map.POINTS", (9, 8))
+    draw(BERT, replace(CLUSTER, rtt=0.01), tmp_path / "map.png")
+    panels = figures[0].axes[:4]
+    texts = [{text.get_text().replace("\n", " ") for text in axes.texts} for axes in panels]
+    assert texts[0] == {"0/1 Adam", "don't use this library: uncompressed is first"}
+    assert "0/1 Adam with local steps" in texts[2]
+    assert "ranks in step" in panels[0].get_title() and "with local steps" in panels[3].get_title()
+    assert "equal numbers of steps" in figures[0].get_supxlabel()
+    star = panels[0].lines[0]
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (1.0, 10.0)
+
+
+def test_names_stand_in_the_middle_of_their_region():
+    which = [[0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
+    assert middle(which, 1) == (1, 3) and which[middle(which, 0)[0]][middle(which, 0)[1]] == 0
+
+
+def test_points_are_equally_far_apart():
+    found = spaced(ROUND_TRIPS, 4)
+    assert found[0] == ROUND_TRIPS[0] and found[-1] == pytest.approx(ROUND_TRIPS[1])
+    assert found[1] / found[0] == pytest.approx(found[3] / found[2])
+    assert (min(TABLE[0]), max(TABLE[0])) == RATES and (min(TABLE[1]), max(TABLE[1])) == ROUND_TRIPS
+
+
+@pytest.mark.parametrize(
+    "more, part",
+    [
+        (["--map=map.xyz"], "cannot be a 'xyz' file: give it a name such as plot.png; choose another --map"),
+        (["--map=/nowhere/map.png"], "choose another --map"),
+        (["--map=map.png", "--gpus=1"], "there is one node: give more --gpus"),
+        (["--map=map.png", "--gpus=8", "--gpus-per-node=8"], "there is one node: give more --gpus"),
+        (["--rtt=5ms"], "'5ms' is not a number"),
+        (["--transport=mpi"], "'mpi' is none of nccl, gloo"),
+    ],
+)
+def test_a_map_that_cannot_be_made(more, part, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main([*PRESETS, *more])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and part in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_sizes_are_what_the_model_says():
+    found = sizes(replace(BERT, levels=2), CLUSTER)
+    assert [(each.ranks, each.node) for each in found] == [
+        *((n, 1) for n in (8, 64, 512, 4096)),
+        *((n, 8) for n in (64, 512, 4096)),
+    ]
+    for each in found:
+        there = replace(CLUSTER, gpus=each.ranks, gpus_per_node=each.node)
+        model = replace(BERT, levels=2)
+        n = Groups.of(there, 2).replicas.gpus
+        assert each.messages == 2 * (n - 1)
+        assert each.message == message_bytes(340_000_000, n, 1, TwoPhases, each.node)[0] / each.node / n
+        assert each.servers == min(n, int(340e6 / 8 / each.node / 2**16))
+        assert each.state == pytest.approx(340e6 * state_bytes(model, there))
+        assert each.direct == pytest.approx(340e6 * state_bytes(replace(model, reply="direct"), there))
+        assert each.round_trips == rounds(model, there)
+        for rtt, fp16, one_bit in zip(SCALE_ROUND_TRIPS, each.fp16, each.one_bit, strict=True):
+            far = replace(there, rtt=rtt)
+            assert (fp16, one_bit) == (uncompressed(model, far, 2).total, stage_2(model, far).total)
+    assert found[0].share > found[3].share > 0
+
+
+def test_the_command_prints_the_sizes(capsys):
+    assert cli.main([*PRESETS, "--scale"]) == 0
+    text = capsys.readouterr().out
+    found = json_of(capsys, "--scale")["scale"]
+    assert found["round_trips_s"] == list(SCALE_ROUND_TRIPS) and "Predicted, not measured." in text
+    (row,) = [line for line in text.splitlines() if line.startswith("4,096 ")][:1]
+    size = found["sizes"][3]
+    assert row.split()[1:3] == [f"{size['message'] / 1e3:,.1f}", "8,190"]
+    (row,) = [line for line in text.splitlines() if line.startswith("4,096 ")][1:]
+    assert float(row.split()[2]) == pytest.approx(size["one_bit"][0], rel=0.01)
+    assert "scale" not in json_of(capsys)
+
+
+def printed_blocks(page):
+    """Of a page: each command with --scale, and the lines that it is said to print."""
+    for part in page.split("    onebit plan ")[1:]:
+        command, _, rest = part.partition("\n\nprints, beneath the plan:\n\n")
+        lines = itertools.takewhile(lambda line: line.startswith("    ") or not line, rest.splitlines())
+        yield command.replace("\\\n", " ").split(), [line[4:] for line in lines]
+
+
+def test_the_page_on_scale_has_what_the_commands_print(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    blocks = list(printed_blocks((ROOT / "docs/scale.md").read_text(encoding="utf-8")))
+    assert len(blocks) == 2
+    for arguments, lines in blocks:
+        assert cli.main(["plan", *arguments]) == 0
+        assert capsys.readouterr().out.rstrip().endswith("\n".join(lines).strip()) and len(lines) > 18
+
+
+def test_the_pictures_of_the_page_on_planning_are_there_and_small():
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    for name in ("plan_map-language-model.png", "plan_map-bert-large.png"):
+        assert page.count(name) == 2  # the command that writes it, and the picture
+        assert (ROOT / "perf/results" / name).stat().st_size < 200_000
