@@ -142,7 +142,7 @@ class Lamb(Algorithm):
             if gamma is not None:
                 d.div_(gamma[i])
                 state.view("exp_avg", i).mul_(gamma[i])
-        if any(without.values()) or state.held_indices:
+        if any(without.values()):
             state.add(COUNTED).copy_(packed(counted))
         state["coefficient_average"].copy_(_debiased(state, self.coeff_beta))
         state.add(RATIO)

@@ -63,6 +63,8 @@ def beside_its_twin(rank: int, size: int, case: Case, options: dict[str, Any], t
             assert bits([p[~free]]) == bits([x[~free]]), "a held coordinate has moved"
             assert not twins_too or bits([p[free]]) == bits([q[free]]), f"step {step}: the others differ"
             assert bits([p[free]]) != bits([x[free]])
+            if "master" in masked.state[p]:
+                assert bits([masked.state[p]["master"][~free]]) == bits([x[~free].float()])
     assert masked.compressing
     return bits(params)
 
@@ -72,6 +74,12 @@ def beside_its_twin(rank: int, size: int, case: Case, options: dict[str, Any], t
 @pytest.mark.parametrize("options", [{}, {"zero_variance": "floor"}, {"scale": "tensor"}], ids=str)
 def test_what_is_held_never_moves_and_costs_the_others_nothing(kind: str, dtype: str, options: dict[str, Any]) -> None:
     beside_its_twin(0, 1, CASE.but(kind=kind, dtype=dtype), options, True)
+
+
+@pytest.mark.parametrize("zero_variance", ["hold", "floor"])
+def test_after_full_steps_between_compressed_ones(zero_variance: str) -> None:
+    options = {"freeze_step": None, "var_update_scaler": 2, "zero_variance": zero_variance}
+    beside_its_twin(0, 1, CASE.but(kind="ZeroOneAdam", steps=14), options, True)
 
 
 @kinds
