@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule
 from onebit.optim.options import Options
+
+logger = logging.getLogger("onebit")
+WORTH_A_WARNING = 2**16  # bytes of a message
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,19 @@ class Setup:
             found.append(state)
         return found
 
+    def warn_of_small_parameters(self, states: Sequence[FlatState]) -> None:
+        """With the first step: where a message of whole blocks has more bytes than the gradients have."""
+        numels = [n for state in states for n in state.numels]
+        sizes = [2**k for k in range(5, 12) if 2**k < self.options.block_size]
+        now, best = _sent(numels, self.options.block_size), min(sizes, key=lambda size: _sent(numels, size), default=0)
+        if best and now > max(4 * sum(numels), WORTH_A_WARNING, 2 * _sent(numels, best)):
+            logger.warning(
+                "%d parameters have %s elements in all: each is sent in whole blocks of %s, %s kB a message, where "
+                "fp32 gradients are %s kB. block_size=%d makes it %s kB",
+                len(numels), f"{sum(numels):,}", f"{self.options.block_size:,}", f"{now / 1e3:,.0f}",
+                f"{4 * sum(numels) / 1e3:,.0f}", best, f"{_sent(numels, best) / 1e3:,.0f}",
+            )  # fmt: skip
+
     def add_stage_1_fields(self, state: FlatState) -> None:
         for each in self.algorithm.stage_1:
             state.add(each)
@@ -112,3 +129,8 @@ class Setup:
         if self.options.chunks != "auto":
             return [self.options.chunks]
         return candidates(numel, self.shards, self.options.block_size)
+
+
+def _sent(numels: Sequence[int], block_size: int) -> int:
+    """Bytes of all blocks: bits and a scale each."""
+    return sum(-(-n // block_size) for n in numels) * (block_size // 8 + 4)
