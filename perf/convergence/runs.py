@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -36,7 +36,7 @@ def lr_at(run: Run, step: int) -> float:
 def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     """Outside DDP: each averages gradients itself as long as it does not compress."""
     params = list(model.parameters())
-    common: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY}
+    common: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": TASKS[run.task].betas}
     window = max(1, run.steps // 20) if run.freeze == "auto" else None
     staged = {**common, "freeze_step": run.freeze, "freeze_window": window, "chunks": 1}
     match run.variant:
@@ -107,19 +107,14 @@ def mean_over_ranks(values: list[float]) -> list[float]:
     return found.div_(dist.get_world_size()).tolist()
 
 
-@torch.no_grad()
 def validate(task: Task, model: nn.Module, valid: Items, rank: int, size: int) -> tuple[float, float]:
     """Loss and accuracy over all of `valid`; statistics of batch norms are the mean over ranks."""
     average_([b for b in model.buffers() if b.is_floating_point()], transport_for(None))
     model.eval()
-    loss = hits = 0.0
-    own = share(valid, rank, size)
-    for part in zip(*(x.split(64) for x in own), strict=True):
-        found = task.loss(model, part)
-        loss, hits = loss + float(found[0]) * len(part[0]), hits + float(found[1]) * len(part[0])
+    with torch.no_grad():
+        found = task.validate(model, share(valid, rank, size), mean_over_ranks)
     model.train()
-    loss, hits, n = mean_over_ranks([loss, hits, float(len(own[0]))])
-    return loss / n, hits / n
+    return found
 
 
 def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
@@ -127,18 +122,16 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
     task, rank, size = TASKS[run.task], dist.get_rank(), dist.get_world_size()
     torch.manual_seed(run.seed)
     model = task.model(prepared).train()
-    optimizer = build(run, model)
+    optimizers = [build(run, part) for part in task.parts(model)]
+    optimizer = optimizers[0]
     some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
     train_curve, valid_curve, ratio_curve = [], [], []
     start, since, counted = time.perf_counter(), [], Counter[str]()
     for step in range(1, run.steps + 1):
         items, generator = batch_of(prepared.train, run, step - 1)
-        loss, _ = task.loss(model, share(task.draw(items, generator), rank, size))
-        optimizer.zero_grad()
-        loss.backward()
-        for group in optimizer.param_groups:
+        for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = lr_at(run, step)
-        optimizer.step()
+        loss = task.step(model, optimizers, share(task.draw(items, generator), rank, size))
         counted[sends(optimizer)] += 1
         since.append(loss.item())
         if step % max(1, run.steps // RECORDS) == 0:
@@ -146,11 +139,14 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
             since = []
             show(*train_curve[-1])
         if step % max(1, run.steps // VALIDATIONS) == 0:
-            with at_a_sync(optimizer):
+            with ExitStack() as at_syncs:
+                for each in optimizers:
+                    at_syncs.enter_context(at_a_sync(each))
                 valid_curve.append((step, validate(task, model, some, rank, size)[0]))
             ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
-    if isinstance(optimizer, OneBitOptimizer):
-        optimizer.synchronize()
+    for each in optimizers:
+        if isinstance(each, OneBitOptimizer):
+            each.synchronize()
     final_loss, accuracy = validate(task, model, prepared.valid, rank, size)
     return {
         "data": prepared.about,
@@ -160,7 +156,7 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
         "valid": valid_curve,
         "ratio": ratio_curve,
         "seconds": time.perf_counter() - start,
-        **volume(run, model, optimizer, counted["uncompressed"]),
+        **volume(run, task.parts(model), optimizers, counted["uncompressed"]),
     }
 
 
@@ -174,14 +170,17 @@ def ratios(optimizer: OneBitLamb) -> list[float]:
     return found.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
 
 
-def volume(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, uncompressed: int) -> dict[str, Any]:
+def volume(
+    run: Run, parts: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], uncompressed: int
+) -> dict[str, Any]:
     """Elements, and those that blocks of their own make of them; bytes that a rank has sent compressed."""
-    numels = [p.numel() for p in model.parameters()]
-    sent = mean_over_ranks([float(getattr(optimizer, "wire_bytes", 0))])[0] if run.ranks > 1 else 0.0
+    numels = [p.numel() for part in parts for p in part.parameters()]
+    own = float(sum(getattr(optimizer, "wire_bytes", 0) for optimizer in optimizers))
+    sent = mean_over_ranks([own])[0] if run.ranks > 1 else 0.0
     return {
         "elements": sum(numels),
         "padded": sum(math.ceil(n / BLOCK_SIZE) * BLOCK_SIZE for n in numels),
         "uncompressed_steps": uncompressed,
         "compressed_bytes": sent,
-        "skipped_steps": int(getattr(optimizer, "skipped_steps", 0)),
+        "skipped_steps": int(sum(getattr(optimizer, "skipped_steps", 0) for optimizer in optimizers)),
     }

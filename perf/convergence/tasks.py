@@ -7,7 +7,7 @@ step's global batch is the same for every optimizer and for every number of rank
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from perf.convergence import data
 from perf.convergence.models import ResNet8, Transformer
@@ -46,6 +47,7 @@ class Task(ABC):
     accuracy: bool = False
     sweeps: tuple[str, ...] = ()
     families: tuple[str, ...] = ("adam", "lamb")
+    betas: tuple[float, float] = (0.9, 0.999)
 
     @abstractmethod
     def prepare(self, given: Path | None) -> Prepared: ...
@@ -56,6 +58,30 @@ class Task(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, items: Items) -> tuple[Tensor, Tensor]:
         """The mean loss, and the share that was right where the task has an accuracy."""
+
+    def parts(self, model: nn.Module) -> list[nn.Module]:
+        """What has an optimizer of its own."""
+        return [model]
+
+    def step(self, model: nn.Module, optimizers: Sequence[Optimizer], items: Items) -> Tensor:
+        """A training step on this rank's items; its loss."""
+        (optimizer,) = optimizers
+        loss, _ = self.loss(model, items)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def validate(
+        self, model: nn.Module, items: Items, mean: Callable[[list[float]], list[float]]
+    ) -> tuple[float, float]:
+        """Loss and accuracy of all ranks' items. `mean`: of numbers, over ranks."""
+        loss = hits = 0.0
+        for part in zip(*(x.split(64) for x in items), strict=True):
+            found = self.loss(model, part)
+            loss, hits = loss + float(found[0]) * len(part[0]), hits + float(found[1]) * len(part[0])
+        loss, hits, n = mean([loss, hits, float(len(items[0]))])
+        return loss / n, hits / n
 
     def draw(self, items: Items, generator: torch.Generator) -> Items:
         """What a training step makes of its items, at random."""
