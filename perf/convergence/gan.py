@@ -27,7 +27,7 @@ from perf.convergence.tasks import Items, Prepared, Task
 NOISE, CLASSES = 32, 10
 SAMPLES = 2048  # for a distance, over all ranks
 CLASSIFIER_STEPS = 400  # of 128 images
-_REAL = "features of real images"
+REAL = "features of real images"
 
 
 class Generator(nn.Sequential):
@@ -80,9 +80,9 @@ class Gan(nn.Module):
             if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
                 nn.init.normal_(module.weight, std=0.02)
         classifier = ResNet8().eval()
-        classifier.load_state_dict({k: v for k, v in prepared.weights.items() if k != _REAL})
+        classifier.load_state_dict({k: v for k, v in prepared.weights.items() if k != REAL})
         self.judge = [classifier]  # in a list: train() and buffers() pass it over
-        self.real = [prepared.weights[_REAL]]
+        self.real = [prepared.weights[REAL]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Samples(Task):
         parts = data.fashion(given)
         (x, y), (test_x, test_y) = ((torch.from_numpy(i.copy()), torch.from_numpy(c.copy())) for i, c in parts.values())
         classifier, right = _classifier(x, y, test_x, test_y)
-        weights = {**classifier.state_dict(), _REAL: torch.cat([features(classifier, pixels(part))
+        weights = {**classifier.state_dict(), REAL: torch.cat([features(classifier, pixels(part))
                                                                 for part in test_x.split(500)])}  # fmt: skip
         about = (
             f"Fashion-MNIST: {len(x):,} images for training; {SAMPLES:,} samples are held against the {len(test_x):,} "

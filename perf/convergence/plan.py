@@ -83,6 +83,11 @@ TASKS: dict[str, Task] = {
             steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2}, chosen=CHOSEN,
             sweeps=("reply", "freeze", "workers", "batch", "lr"),
         ),
+        LanguageModel(
+            "lm-long", "The same language model in 3,000 steps",
+            "runs of many steps, of which few are in full precision", "one seed; the rate is that of 600 steps",
+            steps=3000, batch=32, lr={"adam": 4e-3}, chosen="that of the task before", families=("adam",),
+        ),
         Images(
             "images", "ResNet-8 on Fashion-MNIST",
             "ResNet-18 on CIFAR-10 (1-bit Adam, section 7.2) and ResNet-50 on CIFAR-100 (1-bit LAMB, A.8)",
@@ -109,7 +114,7 @@ TASKS: dict[str, Task] = {
             "64, two thirds of an epoch; distances are those of a small classifier's features, of 2,048 samples, and "
             "can't be compared with others'",
             steps=600, batch=64, lr={"adam": 1e-3}, chosen="set before any run of this study, as were the measures",
-            accuracy=True, families=("adam",), betas=(0.5, 0.999),
+            accuracy=True, families=("adam",), betas=(0.5, 0.999), measure="distance of samples",
         ),
         Sentiment(
             "sentiment", "Fine-tuning a BERT on the sentiment of movie snippets",

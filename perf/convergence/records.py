@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from perf.convergence.plan import REPLIES, REPLY, SWEPT, TASKS, VARIANTS, Run, points, reply_variants
+from perf.convergence.plan import REPLIES, REPLY, SWEPT, TASKS, VARIANTS, Run, family_of, points, reply_variants
 from perf.records import read_record
 
 Record = Mapping[str, Any]
@@ -36,8 +36,13 @@ def found(out: Path, run: Run) -> Records:
 
 
 def main_runs(out: Path, task: str, ranks: int) -> dict[str, Records]:
-    runs = {variant: found(out, Run.standard(task, variant, 0, ranks)) for variant in VARIANTS}
+    runs = {variant: found(out, Run.standard(task, variant, 0, ranks)) for variant in _known(task, VARIANTS)}
     return {variant: records for variant, records in runs.items() if records}
+
+
+def _known(task: str, variants: Iterable[str]) -> list[str]:
+    """Those of the task's families."""
+    return [variant for variant in variants if family_of(variant) in TASKS[task].families]
 
 
 def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[str, Records]]:
@@ -45,7 +50,7 @@ def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[s
     table, beyond = {}, False
     for label, point in points(TASKS[task], sweep).items():
         runs = {}
-        for variant in SWEPT:
+        for variant in _known(task, SWEPT):
             standard = Run.standard(task, variant, 0, ranks)
             if records := found(out, standard.at(point)):
                 runs[variant] = records

@@ -21,6 +21,7 @@ from perf.convergence.records import (
     reply_runs,
     sweep_runs,
 )
+from perf.convergence.tasks import LOSS, Task
 from perf.records import read_record
 from perf.tables import markdown
 from perf.train_step import volume
@@ -76,7 +77,7 @@ def difference(records: Records, baseline: Records) -> str:
 
 
 def main_table(task: str, runs: Mapping[str, Records]) -> str:
-    head = ["optimizer", "stage 1 ends", "validation loss", "seeds", "difference", "within, or better"]
+    head = ["optimizer", "stage 1 ends", TASKS[task].measure, "seeds", "difference", "within, or better"]
     rows = []
     for variant, records in runs.items():
         baseline = runs.get(family_of(variant), {})
@@ -191,9 +192,11 @@ def hardware(records: Sequence[Record]) -> str:
 def settings(task: str, runs: Mapping[str, Records], ranks: int) -> str:
     of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
     rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
+    betas = f" Betas are {of.betas[0]:g} and {of.betas[1]:g}." if of.betas != Task.betas else ""
     return (
         f"Stands in for {of.papers}. What differs: {of.differs}.\n\nData: {record['data']}. {of.steps} steps of "
-        f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}). {record['elements']:,} parameters."
+        f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}).{betas} "
+        f"{record['elements']:,} parameters."
     )
 
 
@@ -216,6 +219,8 @@ def conclusion(out: Path, ranks: int) -> str:
     ours, naive = [], []
     for task, family, runs in comparisons(out, ranks):
         plain = runs[family]
+        if TASKS[task].measure != LOSS:
+            continue
         if pairs := differences(runs[f"onebit_{family}"], plain):
             close = within(runs[f"onebit_{family}"], plain) == "yes"
             ours.append((mean(pairs), close, f"{VARIANTS[family]}, {TASKS[task].title}"))

@@ -21,6 +21,7 @@ from perf.convergence import data
 from perf.convergence.models import ResNet8, Transformer
 
 Items = tuple[Tensor, ...]
+LOSS = "validation loss"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Task(ABC):
     sweeps: tuple[str, ...] = ()
     families: tuple[str, ...] = ("adam", "lamb")
     betas: tuple[float, float] = (0.9, 0.999)
+    measure: str = LOSS  # what is lower where a run is better
 
     @abstractmethod
     def prepare(self, given: Path | None) -> Prepared: ...

@@ -23,7 +23,7 @@ def prepared() -> Prepared:
     torch.manual_seed(0)
     images, labels = torch.randint(256, (40, 28, 28), dtype=torch.uint8), torch.arange(40) % 10
     classifier = ResNet8().eval()
-    weights = {**classifier.state_dict(), gan._REAL: gan.features(classifier, gan.pixels(images))}
+    weights = {**classifier.state_dict(), gan.REAL: gan.features(classifier, gan.pixels(images))}
     valid = torch.randn(48, gan.NOISE), torch.arange(48) // 4 % 10
     return Prepared((images, labels), valid, "noise", weights)
 
@@ -56,7 +56,7 @@ def test_samples_are_held_against_real_images() -> None:
         both = TASK.validate(model, share(given.valid, 0, 2), lambda _: np.mean(sums, 0).tolist())
         own = gan.features(model.judge[0], model.generator(*given.valid)).double()
     assert both == pytest.approx(whole, rel=1e-6)
-    real = given.weights[gan._REAL].double()
+    real = given.weights[gan.REAL].double()
     moments = [f(x) for x in (own, real) for f in (lambda x: x.mean(0), lambda x: torch.cov(x.T, correction=0))]
     assert whole[0] == pytest.approx(gan.distance(*moments), rel=1e-4)  # features are fp32
     right = (model.judge[0].head(own.float()).argmax(1) == given.valid[1]).double().mean()
