@@ -299,5 +299,5 @@ def test_nothing_stays_behind(delay_available: None, script: Callable[[str], lis
         process.communicate(timeout=30)
     until(lambda: not Path(f"/proc/{router}").exists())
     if number == signal.SIGKILL:
-        assert bridge in sweep_stale()
-    assert not left_behind(process.pid)
+        sweep_stale()
+    until(lambda: not left_behind(process.pid))  # a lab of another test that starts now sweeps, too

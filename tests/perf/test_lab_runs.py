@@ -135,8 +135,8 @@ def test_a_killed_lab_is_swept(lab: NetworkLab, script: Callable[[str], list[str
     process.kill()
     process.communicate(timeout=30)
     assert len(names) == 3 and len(ranks) == 2
-    assert set(names) <= set(sweep_stale())
-    assert not left_behind(process.pid)
+    sweep_stale()
+    until(lambda: not left_behind(process.pid))  # a lab of another test that starts now sweeps, too
     until(lambda: not [pid for pid in ranks if Path(f"/proc/{pid}").exists()])
     assert len(left_behind(os.getpid())) == 4  # ours lives on
 
