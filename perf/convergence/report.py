@@ -216,23 +216,20 @@ def comparisons(out: Path, ranks: int) -> Iterator[tuple[str, str, dict[str, Rec
 
 def conclusion(out: Path, ranks: int) -> str:
     """How 1-bit optimizers and naive compression compare with the baselines, in three lines."""
-    ours, naive = [], []
+    close, losses, naive = [], [], []
     for task, family, runs in comparisons(out, ranks):
-        plain = runs[family]
-        if TASKS[task].measure != LOSS:
-            continue
+        plain, is_loss = runs[family], TASKS[task].measure == LOSS
         if pairs := differences(runs[f"onebit_{family}"], plain):
-            close = within(runs[f"onebit_{family}"], plain) == "yes"
-            ours.append((mean(pairs), close, f"{VARIANTS[family]}, {TASKS[task].title}"))
-        if pairs := differences(runs.get("naive_adam_start", {}), plain):
+            close.append(within(runs[f"onebit_{family}"], plain) == "yes")
+            losses += [(mean(pairs), f"{VARIANTS[family]}, {TASKS[task].title}")] if is_loss else []
+        if is_loss and (pairs := differences(runs.get("naive_adam_start", {}), plain)):
             naive.append(mean(pairs))
-    if not ours:
+    if not losses:
         return "No 1-bit optimizer has been run on a seed of its baseline yet."
-    worst, _, where = max(ours)
+    worst, where = max(losses)
     text = (
         f"With 1 bit the validation loss is within one standard deviation of the uncompressed optimizer's, or better, "
-        f"in {sum(close for _, close, _ in ours)} of {len(ours)} comparisons; the largest mean difference is "
-        f"{worst:+.3f} ({where})."
+        f"in {sum(close)} of {len(close)} comparisons; the largest mean difference is {worst:+.3f} ({where})."
     )
     if naive:
         text += f" {VARIANTS['naive_adam_start']}: {min(naive):+.3f} to {max(naive):+.3f}."
