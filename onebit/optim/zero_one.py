@@ -127,7 +127,8 @@ class ZeroOne(Adam):
     def live(self, state: FlatState) -> Tensor:
         """A coordinate that could not move takes no part."""
         live = (state[VARIANCE.name] != 0).view(state.layout.blocks, -1) | _is_floored(state)
-        return live.view(-1) if state.free is None else live.view(-1) & state.free
+        free = state.free
+        return live.view(-1) if free is None else live.view(-1) & free
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         groups = torch.tensor(state.groups, dtype=torch.int64, device=state.device)
@@ -190,8 +191,9 @@ def _is_floored(state: FlatState) -> Tensor:
 
 def _mark_floored(state: FlatState, live: Tensor) -> None:
     live.view(state.layout.blocks, -1).masked_fill_(_is_floored(state), 255)
-    if state.free is not None:
-        live.bitwise_and_(packed(state.free))
+    free = state.free
+    if free is not None:
+        live.bitwise_and_(packed(free))
 
 
 @shows_options

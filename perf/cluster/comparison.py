@@ -24,21 +24,19 @@ from typing import Any
 
 from onebit.cli.arguments import whole_number
 from onebit.cli.plan import command as plan
-from onebit.cli.plan.model import Cluster, compressed_all_reduce
 from onebit.cli.plan.report import plot as plot_plan
 from onebit.cli.progress import Progress
 from onebit.kernels.tuning.machine import provenance
 from perf import plots
 from perf.all_reduce.benchmark import parse_arguments as all_reduce_arguments
 from perf.all_reduce.benchmark import run_lab
-from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from perf.all_reduce.measure import ONE_BIT, Row
 from perf.cluster import delays, nodes
 from perf.cluster.calibration import PASSES, SMALL, latency, pass_rates
 from perf.cluster.papers import BAND, Compared, all_reduces, by_kind, median_error, speed_ups
 from perf.cluster.plots import plot_lab, plot_papers
 from perf.cluster.report import PLANNED, Labs, page
 from perf.command import add_out, exit_status, host_count, make_folder, shaped_rate
-from perf.lab.rates import PAYLOAD, parse_rate
 from perf.records import cpu_name, load_average, machine, read_record, slug, write_record
 
 STANDARD = {"hosts": [2, 3, 4], "rates": ["100mbit", "300mbit", "1gbit"], "elements": 2**23, "repeats": 5}
@@ -76,26 +74,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]
 
 def compare(record: dict[str, Any]) -> list[Compared]:
     """Milliseconds of every row of a record but the small ones."""
-    found = []
-    for row in (Row.of(each) for each in record["rows"]):
-        if row.elements == SMALL or not row.calls:
-            continue
-        cluster = Cluster(
-            gpus=row.hosts,
-            gpus_per_node=1,
-            network=PAYLOAD * float(parse_rate(row.rate) or 0),
-            latency=record["latency_s"],
-            rates=record["pass_bytes_per_s"][str(row.hosts)],
-            cores=min(1.0, record["cpu_count"] / row.hosts),
-            transport="gloo",
-        )
-        if row.kind == ONE_BIT:
-            seconds = compressed_all_reduce(row.elements, cluster, chunks=row.chunks, reply=1)
-        else:
-            seconds = cluster.all_reduce(row.elements * KINDS[row.kind].itemsize)
-        what = f"{row.kind}: {row.hosts} hosts, {row.rate}, {row.elements:,} elements"
-        found.append(Compared(what, 1e3 * seconds, 1e3 * min(row.calls)))
-    return found
+    rows = [Row.of(each) for each in record["rows"]]
+    measured = [row for row in rows if row.elements != SMALL and row.calls]
+    return [delays.compared_row(row, record["cpu_count"], record) for row in measured]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

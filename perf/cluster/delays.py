@@ -38,23 +38,22 @@ def compared(out: Path) -> dict[str, list[Compared]]:
         record, lab = read_record(path), read_record(lab_of(out))
         for row in (Row.of(each) for each in record["rows"]):
             if row.calls and row.kind in (ONE_BIT, "fp32", "fp16"):
-                one = _compared(row, record, lab)
+                small = row.chunks in (None, 1) or row.elements > MOST_ELEMENTS
+                assert row.each == 1 and small, "measured with another transport"
+                one = compared_row(row, record["cpu_count"], lab)
                 found.setdefault(WITH if rtt_seconds(row.rate) else WITHOUT, []).append(one)
     return found
 
 
-def _compared(row: Row, record: dict[str, Any], lab: dict[str, Any]) -> Compared:
-    """Gloo, one rank a host."""
-    assert row.each == 1 and (row.chunks in (None, 1) or row.elements > MOST_ELEMENTS), (
-        "measured with another transport"
-    )
+def compared_row(row: Row, cpu_count: int, lab: dict[str, Any]) -> Compared:
+    """Gloo, one rank a host. lab: where passes and latency are from."""
     cluster = Cluster(
         gpus=row.hosts,
         gpus_per_node=1,
         network=PAYLOAD * float(rate_bits(row.rate) or 0),
         latency=lab["latency_s"],
         rates=lab["pass_bytes_per_s"][str(row.hosts)],
-        cores=min(1.0, record["cpu_count"] / row.hosts),
+        cores=min(1.0, cpu_count / row.hosts),
         rtt=rtt_seconds(row.rate) or 0.0,
         transport="gloo",
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onebit.cli import main as cli
-from onebit.cli.plan.map import RATES, ROUND_TRIPS, TABLE, WORTH, Map, Place, draw, first, middle, spaced
+from onebit.cli.plan.map import LOSS, RATES, ROUND_TRIPS, TABLE, WORTH, Map, Place, draw, first, middle, spaced
 from onebit.cli.plan.model import Cluster, Groups, Model, message_bytes, rounds, stage_2, state_bytes, uncompressed
 from onebit.cli.plan.runs import Run, runs
 from onebit.cli.plan.scale import ROUND_TRIPS as SCALE_ROUND_TRIPS
@@ -193,3 +194,10 @@ def test_the_pictures_of_the_page_on_planning_are_there_and_small():
     for name in ("plan_map-language-model.png", "plan_map-bert-large.png"):
         assert page.count(name) == 2  # the command that writes it, and the picture
         assert (ROOT / "perf/results" / name).stat().st_size < 200_000
+
+
+def test_what_is_said_of_losses_is_what_the_study_has():
+    """How many comparisons are within a deviation: a new task or run changes both."""
+    page = (Path(__file__).parents[3] / "docs/convergence.md").read_text(encoding="utf-8")
+    found = [re.search(r"in (\d+ of \d+) comparisons", " ".join(text.split())) for text in (page, LOSS)]
+    assert found[0] and found[1] and found[0][1] == found[1][1]
