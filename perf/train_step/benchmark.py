@@ -55,7 +55,7 @@ from perf.lab.workers import print_progress, print_result, run_worker, run_worke
 from perf.ranks import require_group
 from perf.records import load_average
 from perf.targets import check_status
-from perf.train_step.measure import Row, Run, run_rank
+from perf.train_step.measure import Publish, Row, Run, run_rank
 from perf.train_step.plots import draw
 from perf.train_step.report import STANDARD, Record, about, link_for, loss_table, missing, record_name, table
 from perf.train_step.variants import BASELINE, VARIANTS
@@ -83,7 +83,7 @@ def run_lab(arguments: argparse.Namespace, record: Record, progress: Progress) -
         if arguments.train:
             if arguments.runs:
                 runs = ",".join(f"{name}:{seed}" for name, seed in arguments.runs)
-                _on_lab(lab, UNSHAPED, ["--train", f"--runs={runs}"], arguments, progress, record)
+                on_lab(lab, UNSHAPED, ["--train", f"--runs={runs}"], arguments, progress, record.add)
             return
         rates = list(arguments.rates)
         if arguments.share:
@@ -91,7 +91,7 @@ def run_lab(arguments: argparse.Namespace, record: Record, progress: Progress) -
             record.about["share_rate"] = rates[0]
         for rate in rates:
             lab.set_link(rate)
-            _on_lab(lab, rate, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record)
+            on_lab(lab, rate, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record.add)
 
 
 def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) -> str:
@@ -99,27 +99,26 @@ def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) ->
     rate = UNSHAPED
     for _ in range(2):
         lab.set_link(rate)
-        row = _on_lab(lab, rate, [f"--variants={BASELINE}"], arguments, progress)[-1]
+        row = on_lab(lab, rate, [f"--variants={BASELINE}"], arguments, progress)[-1]
         rate = link_for(arguments.share, row)
     return rate
 
 
-def _on_lab(
+def on_lab(
     lab: NetworkLab,
     rate: str,
     what: Sequence[str],
     arguments: argparse.Namespace,
     progress: Progress,
-    record: Record | None = None,
+    publish: Publish = lambda found: None,
 ) -> list[Any]:
-    """What the ranks find at this rate; it is added to the record as it comes."""
+    """What the ranks find at this rate; `publish` gets it as it comes."""
     found: list[Any] = []
 
     def on_result(text: str) -> None:
         result = parse_result(text)
         found.append(replace(result, rate=rate) if isinstance(result, Row) else result)
-        if record is not None:
-            record.add(found[-1])
+        publish(found[-1])
 
     options = [f"--{name}={getattr(arguments, name)}" for name in PASSED_ON]
     argv = [*WORKER, "--worker", f"--device={arguments.device}", *options, *what, *clock_option(rate)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -173,19 +174,32 @@ def timed(group: Group, variant: str) -> bool:
     return all((row := group.get(name)) is not None and row.seconds for name in names)
 
 
+def steps_by_row(variant: str, freeze: int, step: int) -> Counter[str]:
+    """Of the first so many steps of a run: how many are timed as which variant."""
+    kinds, parts, first = VARIANTS[variant].kinds, VARIANTS[variant].parts, VARIANTS[variant].before
+    if kinds is not None:
+        return Counter(parts[kind] for kind in kinds(step, freeze))
+    if not VARIANTS[variant].compresses:
+        return Counter({variant: step})
+    return Counter({first: min(step, freeze)}) + Counter({variant: max(0, step - freeze)})
+
+
 def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
     """Of so many steps of training, by those measured of what it is before the freeze and of itself.
 
     Where stage 1 sends what fp32 sends and was measured as faster, that was chance.
     """
-    kinds, parts = VARIANTS[variant].kinds, VARIANTS[variant].parts
-    if kinds is not None:
-        return sum(group[parts[kind]].seconds or math.nan for kind in kinds(step, freeze))
+    seconds = {name: group[name].seconds or math.nan for name in steps_by_row(variant, freeze, step)}
     first = VARIANTS[variant].before
-    fp32, before, after = (group[name].seconds or math.nan for name in (UNCOMPRESSED, first, variant))
-    if VARIANTS[first].sends == VARIANTS[UNCOMPRESSED].sends:
-        before = max(before, fp32)
-    return min(step, freeze) * before + max(0, step - freeze) * after
+    if first in seconds and VARIANTS[first].sends == VARIANTS[UNCOMPRESSED].sends:
+        seconds[first] = max(seconds[first], group[UNCOMPRESSED].seconds or math.nan)
+    return sum(count * seconds[name] for name, count in steps_by_row(variant, freeze, step).items())
+
+
+def bytes_after(group: Group, variant: str, freeze: int, step: int) -> float | None:
+    """Sent by a rank; None where there was no counter."""
+    sent = [(count, group[name].bytes) for name, count in steps_by_row(variant, freeze, step).items()]
+    return None if any(each is None for _, each in sent) else sum(count * (each or 0.0) for count, each in sent)
 
 
 def mean_curves(runs: Sequence[Run]) -> Curves:

@@ -88,6 +88,7 @@ class Variant:
     hook: Callable[..., Any] | None = None  # of DDP
     sends: torch.dtype = torch.float32  # what its all-reduce has to add
     rank: int = 0  # of PowerSGD's matrices
+    sooner: int = 1  # PowerSGD begins so many times as soon as others freeze
     stage: int = 1
     before: str = "fp32"  # the variant that it is like until it compresses
     options: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer of onebit, or of DiLoCo
@@ -103,6 +104,10 @@ class Variant:
     def one_bucket(self) -> bool:
         """Whether all gradients must be in one."""
         return self.rank > 0 and dist.get_backend() == "gloo"
+
+    def last_full(self, freeze: int) -> int:
+        """The step before PowerSGD begins: its third at the earliest."""
+        return max(2, freeze // self.sooner)
 
     def build(self, model: Model, lr: float, freeze: int, transport: Transport) -> Trainee:
         """`freeze`: the last step in which gradients are averaged as they are."""
@@ -126,7 +131,7 @@ class Variant:
             )
         optimizer = self.optimizer(model.parameters(), **common, fused=True)  # type: ignore[call-arg]
         if self.rank:
-            state = PowerSGDState(None, self.rank, max(2, freeze))
+            state = PowerSGDState(None, self.rank, self.last_full(freeze))
             model.register_comm_hook(state, powerSGD_hook)
             return Trainee(model, optimizer, lambda: bool(state.error_dict))
         if self.hook:
@@ -139,6 +144,7 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
+SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of the steps that 1-bit Adam waits
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
 SOON = {**IN_BF16, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
@@ -163,12 +169,34 @@ def diloco_kinds(steps: int, freeze: int) -> list[str]:
     return ["local" if step % 16 else "sync" for step in range(1, steps + 1)]
 
 
+def powersgd_soon(rank: int) -> Variant:
+    """Its steps are timed as those of the variant that begins later."""
+
+    def kinds(steps: int, freeze: int) -> list[str]:
+        full = variant.last_full(freeze)
+        return ["full" if step <= full else "low rank" for step in range(1, steps + 1)]
+
+    variant = Variant(
+        f"PowerSGD, rank {rank}, soon",
+        ADAMW,
+        rank=rank,
+        sooner=SOONER,
+        parts={"full": "fp32", "low rank": f"powersgd-{rank}"},
+        kinds=kinds,
+    )
+    return variant
+
+
 VARIANTS: dict[str, Variant] = {
     "fp32": Variant("fp32", ADAMW),
     "fp16": Variant("fp16", ADAMW, default_hooks.fp16_compress_hook, HALF),
     "bf16": Variant("bf16", ADAMW, bf16_hook, BRAIN),
     "powersgd-1": Variant("PowerSGD, rank 1", ADAMW, rank=1),
     "powersgd-4": Variant("PowerSGD, rank 4", ADAMW, rank=4),
+    "powersgd-16": Variant("PowerSGD, rank 16", ADAMW, rank=16),
+    "powersgd-1-soon": powersgd_soon(1),
+    "powersgd-4-soon": powersgd_soon(4),
+    "powersgd-16-soon": powersgd_soon(16),
     "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam),
     "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1"),
     "adam-2-reply-1": Variant(
@@ -218,10 +246,17 @@ UNCOMPRESSED, BASELINE, OURS, SPACED = "fp32", "fp16", "adam-2", "zero-one"
 POWERSGD = ("powersgd-1", "powersgd-4")
 TRAINED = (
     UNCOMPRESSED,
+    BASELINE,
+    "bf16",
     *POWERSGD,
+    "powersgd-16",
+    "powersgd-1-soon",
+    "powersgd-4-soon",
+    "powersgd-16-soon",
     OURS,
     "adam-2-reply-1",
     "adam-2-bf16",
+    "lamb-2",
     SPACED,
     "zero-one-local",
     "diloco",

@@ -1,0 +1,116 @@
+"""Every method that people would use, on links between racks and sites: which has trained a model first?
+
+    python -m perf.methods [--models narrow,wide] [--hosts 2,4] [--links 55mbit,100mbit+50ms] [--seeds 3]
+    python -m perf.methods --only losses [--minutes 30]      or: --only times
+    python -m perf.methods --report                          tables and plots of what is there, nothing is run
+
+Needs root on Linux: networks are made on this machine (perf.lab). Steps are timed on each of the links, and models are
+trained on links without a limit, since links decide only how long a step takes: the time of a run is its steps of each
+kind times what they took. Each method has the best of three learning rates, by the first seed.
+
+All that was found is kept as it comes, and what is there is not measured again, so that a comparison that was
+interrupted goes on where it was. The report is written to docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from onebit.cli.arguments import whole_number
+from onebit.cli.progress import Progress
+from onebit.kernels.tuning.machine import provenance
+from perf.command import add_out, exit_status, host_count, list_of, make_folder, one_of
+from perf.lab.network import NetworkLab
+from perf.lab.rates import UNSHAPED
+from perf.methods.plan import FREEZE, HOSTS, LINKS, METHODS, MODELS, REPEATS, STEPS, TRAINED, rows_to_measure, to_train
+from perf.methods.record import Record, record_path
+from perf.methods.report import write_report
+from perf.records import RESULTS, load_average, machine
+from perf.train_step import benchmark
+
+LOSSES, TIMES = "losses", "times"
+AT_ONCE = 4  # runs of the same ranks: it takes seconds to start these
+OUT, PAGE = RESULTS / "methods", Path("docs/methods.md")
+
+
+class Comparison:
+    """One model on so many hosts."""
+
+    def __init__(self, arguments: argparse.Namespace, model: str, hosts: int, progress: Progress) -> None:
+        self.record = Record(record_path(arguments.out, model, hosts))
+        self.hosts, self._seeds, self._methods = hosts, arguments.seeds, arguments.methods
+        self._progress, self._ends = progress, time.monotonic() + 60 * (arguments.minutes or 1e6)
+        shape = MODELS[model]
+        options = {"width": shape.width, "layers": shape.layers, "batch": shape.batch, "repeats": REPEATS}
+        options |= {"steps": STEPS, "freeze": FREEZE}
+        self._options = [f"--{name}={value}" for name, value in options.items()]
+        self._about = {"lab": True, **machine(), **options, **provenance()}
+
+    def measure_times(self, links: Sequence[str]) -> None:
+        with NetworkLab(self.hosts) as lab:
+            for link in links:
+                left = rows_to_measure(self.record.rows, link)
+                if left and self._time_left:
+                    lab.set_link(link)
+                    self.record.add({**self._about, "load_before": load_average()})
+                    self._run(lab, link, [f"--variants={','.join(left)}"])
+
+    def train(self) -> None:
+        """As long as there is time: what runs when it is over ends."""
+        trained = [name for name in TRAINED if name in self._methods]
+        with NetworkLab(self.hosts) as lab:
+            while self._time_left and (left := next(to_train(self.record.runs, trained, self._seeds), None)):
+                self.record.add(self._about)
+                runs = ",".join(f"{name}:{seed}" for name, seed in left.runs[:AT_ONCE])
+                self._run(lab, UNSHAPED, ["--train", f"--runs={runs}", f"--lr={left.lr}"])
+
+    def _run(self, lab: NetworkLab, link: str, what: list[str]) -> None:
+        arguments = benchmark.parse_arguments(["--lab", f"--hosts={self.hosts}", *self._options, *what])
+        benchmark.on_lab(lab, link, what, arguments, self._progress, self.record.add)
+
+    @property
+    def _time_left(self) -> bool:
+        return time.monotonic() < self._ends
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1: a failure (what was found is kept). 2: impossible here."""
+    arguments = parse_arguments(argv)
+    return exit_status("perf.methods", lambda: run(arguments), lost="no more figures")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    make_folder(arguments.out)
+    if not arguments.report:
+        progress = Progress()
+        for model in arguments.models:
+            for hosts in arguments.hosts:
+                comparison = Comparison(arguments, model, hosts, progress)
+                if arguments.only != LOSSES:
+                    comparison.measure_times(arguments.links)
+                if arguments.only != TIMES:
+                    comparison.train()
+        progress.clear()
+    print(write_report(arguments.out, arguments.docs))
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m perf.methods", description="Which method has trained first?")
+    parser.add_argument("--models", type=list_of(one_of("model", list(MODELS))), default=list(MODELS))
+    parser.add_argument("--hosts", type=list_of(host_count), default=list(HOSTS), help="of the lab (default: 2,4)")
+    parser.add_argument("--links", type=list_of(one_of("link", LINKS)), default=list(LINKS), help=", ".join(LINKS))
+    parser.add_argument("--methods", type=list_of(one_of("method", METHODS)), default=list(METHODS), help="to train")
+    parser.add_argument("--seeds", type=whole_number, default=3, help="runs of each method (default: %(default)s)")
+    parser.add_argument("--only", choices=(LOSSES, TIMES), help="what is measured (default: both)")
+    parser.add_argument("--minutes", type=whole_number, help="of each model, after which no further run begins")
+    parser.add_argument("--report", action="store_true", help="only tables and plots of what is there")
+    add_out(parser, "records and plots", OUT)
+    parser.add_argument("--docs", type=Path, help=f"the page to write (default: {PAGE})")
+    arguments = parser.parse_args(argv)
+    if arguments.docs is None:
+        arguments.docs = PAGE if arguments.out == OUT else arguments.out / "methods.md"
+    return arguments

@@ -1,0 +1,260 @@
+"""The page of the comparison: tables of what is there, who is first, and a plot of each model and number of hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+
+from onebit.report.plots import available
+from perf import plots
+from perf.lab.rates import rate_and_rtt, rate_bits
+from perf.methods.plan import (
+    ADAM_LR,
+    FREEZE,
+    HOSTS,
+    LAMB_LR,
+    LINKS,
+    LOCAL,
+    METHODS,
+    MODELS,
+    OURS,
+    STEPS,
+    TRAINED,
+    chosen_runs,
+    mean_loss,
+    tried,
+)
+from perf.methods.record import Record, record_path
+from perf.tables import markdown
+from perf.train_step.measure import Run
+from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
+from perf.train_step.variants import SOONER, TRAIN_AS, UNCOMPRESSED, VARIANTS
+
+NEAR = 0.02  # above fp32's loss: what counts as having learned as much
+INTRODUCTION = f"""# Which method has trained first
+
+Written by `python -m perf.methods` from the records in `perf/results/methods`; with `--report` it only writes. Networks
+are made on one machine (`perf/lab`; root on Linux), a rank a host, over Gloo.
+
+A byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank, with the same start, data
+and one-cycle schedule for all methods. Each has its own learning rate, the best on the first seed of {ADAM_LR:g} (LAMB
+{LAMB_LR:g}), half and twice of it. What begins with uncompressed steps takes {FREEZE} of them, PowerSGD "soon"
+{FREEZE // SOONER}. A run's time on a link: its steps of each kind times what such a step took there. "The common loss"
+is the highest that a method ends with whose ranks stay in step: all of these reach it. "Near fp32": within {NEAR:g} of
+fp32's final loss. Times are to the first of 20 points of the mean curve over seeds that is as low.
+"""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Of a method on a link: seconds of a run, and until its mean curve is as low; None where it never is."""
+
+    run: float
+    common: float | None
+    near: float | None
+
+
+def write_report(out: Path, docs: Path) -> str:
+    """The page, which is written, and its plots."""
+    sections = []
+    for model in MODELS:
+        for hosts in HOSTS:
+            path = record_path(out, model, hosts)
+            if path.exists():
+                sections.append(section(Record(path), model, hosts, docs.parent))
+    text = "\n".join([INTRODUCTION, *sections])
+    docs.write_text(text, encoding="utf-8")
+    return text
+
+
+def section(record: Record, model: str, hosts: int, docs: Path) -> str:
+    """Of one record."""
+    about, title = record.about, f"{model.capitalize()} model, {hosts} hosts"
+    parts = [
+        f"## {title}\n",
+        f"{about['elements']:,} parameters; width {about['width']}, {about['layers']} layers. {about['cpu']}, "
+        f"{about['cpu_count']} cores, PyTorch {about['versions']['torch']}, {about['measured']}.\n",
+    ]
+    if record.runs:
+        parts += [losses_table(record), ""]
+    networks = groups(record)
+    if networks:
+        parts += [f"Milliseconds a step:\n\n{steps_table(networks)}", ""]
+    if networks and record.runs:
+        found = {link: finishes(group, record.runs) for link, group in networks.items()}
+        parts += [_common_text(record.runs), finish_table(found), "", *winners(found), ""]
+        if available():
+            path = draw(record.path.with_suffix(".png"), title, networks, record.runs)
+            shown = path if docs == path.parent else Path("..") / path
+            parts += [f"![seconds to the common loss, {title.lower()}]({shown})", ""]
+    return "\n".join(parts)
+
+
+def groups(record: Record) -> dict[str, Group]:
+    """Rows by link, then by variant."""
+    return {
+        link: {row.variant: row for row in record.rows if row.rate == link}
+        for link in LINKS
+        if any(row.rate == link for row in record.rows)
+    }
+
+
+def title_of(method: str) -> str:
+    return VARIANTS[method].title.replace(", stage 2", "")
+
+
+def losses_table(record: Record) -> str:
+    head = ["", "learning rate", "loss", "seeds", "MB a rank sends", "times fewer than fp32"]
+    sent = _bytes_of_runs(record)
+    lines = []
+    for method in METHODS:
+        own = chosen_runs(record.runs, method)
+        if own:
+            losses = [run.loss for run in own]
+            spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
+            of = f" (of {len(tried(record.runs, TRAIN_AS.get(method, method)))})"
+            nbytes, most = sent.get(method), sent.get(UNCOMPRESSED)
+            fewer = f"{most / nbytes:.1f}" if nbytes and most else ""
+            shown = f"{nbytes / 1e6:,.0f}" if nbytes else ""
+            loss = f"{mean_loss(record.runs, method):.3f}{spread}"
+            lines.append([title_of(method), f"{own[0].lr:g}{of}", loss, str(len(own)), shown, fewer])
+    return markdown(head, lines, numbers=(1, 2, 3, 4, 5))
+
+
+def _bytes_of_runs(record: Record) -> dict[str, float]:
+    """Of each method, by the counters on the first link on which all its steps were timed."""
+    found: dict[str, float] = {}
+    for group in groups(record).values():
+        for method in METHODS:
+            if method not in found and timed(group, method) and (sent := bytes_after(group, method, FREEZE, STEPS)):
+                found[method] = sent
+    return found
+
+
+def steps_table(networks: Mapping[str, Group]) -> str:
+    """Of each kind of step that a run has."""
+    lines = []
+    for method in METHODS:
+        names = list(steps_by_row(method, FREEZE, STEPS))
+        cells = [
+            " / ".join(f"{1e3 * (group[name].seconds or math.nan):,.0f}" for name in names)
+            if timed(group, method)
+            else ""
+            for group in networks.values()
+        ]
+        if any(cells):
+            lines.append([title_of(method), *cells])
+    notes = (
+        "Where a run has steps of several kinds they are in the order in which it first takes them: uncompressed and "
+        "compressed; for 0/1 Adam full, 1 bit, and with local steps those alone and at a sync; for the DiLoCo-like "
+        "method alone and outer."
+    )
+    return markdown(["", *map(link_title, networks)], lines, numbers=range(1, 9)[: len(networks)]) + f"\n\n{notes}"
+
+
+def link_title(link: str) -> str:
+    rate, rtt = rate_and_rtt(link)
+    bits = rate_bits(rate) or 0
+    return f"{bits / 1e9:g} Gbit/s" * (bits >= 1e9) + f"{bits / 1e6:g} Mbit/s" * (bits < 1e9) + f", {rtt}" * bool(rtt)
+
+
+def common_loss(runs: Sequence[Run]) -> float:
+    """The highest final one of the methods whose ranks stay in step, by their mean curves."""
+    return max(curve[-1][1] for method, curve in curves(runs).items() if method not in LOCAL)
+
+
+def curves(runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
+    """Mean curves of the methods, each at its learning rate."""
+    chosen = [run for method in TRAINED for run in chosen_runs(runs, method)]
+    found = mean_curves(chosen)
+    found |= {name: found[like] for name, like in TRAIN_AS.items() if like in found}
+    return {method: found[method] for method in METHODS if method in found}
+
+
+def finishes(group: Group, runs: Sequence[Run]) -> dict[str, Finish]:
+    """Of the methods that were timed on this link and trained."""
+    own, common = curves(runs), common_loss(runs)
+    near = own[UNCOMPRESSED][-1][1] + NEAR if UNCOMPRESSED in own else -math.inf
+    found = {}
+    for method, curve in own.items():
+        if timed(group, method):
+            steps = [next((step for step, loss in curve if loss <= goal), None) for goal in (common, near)]
+            times = [None if step is None else seconds_after(group, method, FREEZE, step) for step in steps]
+            found[method] = Finish(seconds_after(group, method, FREEZE, STEPS), *times)
+    return found
+
+
+def _common_text(runs: Sequence[Run]) -> str:
+    own = curves(runs)
+    highest = max((m for m in own if m not in LOCAL), key=lambda m: own[m][-1][1])
+    common = f"{common_loss(runs):.3f} ({title_of(highest)}'s)"
+    return f"Seconds to the common loss, {common}, then to one near fp32's, then of the whole run:\n"
+
+
+def finish_table(found: Mapping[str, Mapping[str, Finish]]) -> str:
+    def shown(seconds: float | None) -> str:
+        return "never" if seconds is None else f"{seconds:,.0f}"
+
+    lines = []
+    for method in METHODS:
+        own = [of.get(method) for of in found.values()]
+        if any(own):
+            cells = ["" if f is None else " / ".join(map(shown, (f.common, f.near, f.run))) for f in own]
+            lines.append([title_of(method), *cells])
+    return markdown(["", *map(link_title, found)], lines, numbers=range(1, 9)[: len(found)])
+
+
+def winners(found: Mapping[str, Mapping[str, Finish]]) -> list[str]:
+    """A line for each link: who is first, in step and of all, and how much sooner or later ours is."""
+    lines = []
+    for link, of in found.items():
+        said = []
+        for what, goal in (("the common loss", "common"), ("near fp32", "near")):
+            reached = {m: s for m, f in of.items() if (s := getattr(f, goal)) is not None}
+            in_step = {m: s for m, s in reached.items() if m not in LOCAL}
+            said += [f"{what}: {_first(in_step)}" + _besides(in_step, reached)] if in_step else []
+        lines.append(f"* **{link_title(link)}**, first to " + "; ".join(said) + ".")
+    return lines
+
+
+def _first(seconds: Mapping[str, float]) -> str:
+    """The first, and how many times as soon it is as the best of the other side: ours, or others'."""
+    winner = min(seconds, key=lambda m: seconds[m])
+    rivals = {m: s for m, s in seconds.items() if (m in OURS) != (winner in OURS)}
+    if not rivals:
+        return title_of(winner)
+    rival = min(rivals, key=lambda m: rivals[m])
+    return f"{title_of(winner)} ({rivals[rival] / seconds[winner]:.2f} times as soon as {title_of(rival)})"
+
+
+def _besides(in_step: Mapping[str, float], reached: Mapping[str, float]) -> str:
+    """The first of the methods with local steps, where it is sooner."""
+    best = min(reached, key=lambda m: reached[m])
+    return f", with local steps {title_of(best)} ({reached[best]:,.0f} s)" if best not in in_step else ""
+
+
+def draw(path: Path, title: str, networks: Mapping[str, Group], runs: Sequence[Run]) -> Path:
+    """A panel for each link: a run up to the common loss, by kinds of steps; what never reaches it is left out."""
+    panels = [_panel(link, group, runs) for link, group in networks.items() if finishes(group, runs)]
+    return plots.save(path, panels, f"{title}: seconds until the validation loss is {common_loss(runs):.3f}")
+
+
+def _panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:
+    own, parts, notes = curves(runs), {}, {}
+    found = finishes(group, runs)
+    for method, finish in sorted(found.items(), key=lambda item: item[1].common or math.inf):
+        if finish.common is not None:
+            step = next(step for step, loss in own[method] if loss <= common_loss(runs))
+            counts = steps_by_row(method, FREEZE, step)
+            full = sum(n * (group[name].seconds or 0.0) for name, n in counts.items() if _sends_all(group, name))
+            parts[title_of(method)] = {"uncompressed steps": full, "others": max(0.0, finish.common - full)}
+            notes[title_of(method)] = f"{finish.common:,.0f} s"
+    return plots.stacked(link_title(link), "seconds", parts, notes)
+
+
+def _sends_all(group: Group, name: str) -> bool:
+    """Every element, in fp32 or 16 bits."""
+    return (group[name].bytes or 0.0) > 0.4 * (group[UNCOMPRESSED].bytes or math.inf)

@@ -1,0 +1,130 @@
+"""The comparison of methods: what is left to run, learning rates, times to a loss, who is first, the page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from perf.methods import command, plan, report
+from perf.methods.plan import ADAM_LR, FREEZE, LAMB_LR, LINKS, METHODS, STEPS, TRAINED, all_timed
+from perf.methods.record import Record, record_path
+from perf.train_step.variants import TRAIN_AS, VARIANTS
+from tests.perf.train_step_rows import ABOUT, row, run
+
+FULL = {"fp32", "adam-1", "lamb-1", "diloco-sync"}
+HALF = {"fp16", "bf16", "adam-1-bf16", "zero-one-full"}
+SLOW, FAST = "55mbit", "1gbit"
+
+
+def rows(link, slow=8.0, fast=0.5):
+    """Every variant timed: those that send all, half of it, or little."""
+    seconds = {name: slow if name in FULL else slow / 2 if name in HALF else fast for name in all_timed()}
+    return [row(name, s, rate=link, nbytes=1e6 * s) for name, s in seconds.items()]
+
+
+def runs(losses, seeds=2, lr=ADAM_LR):
+    """Of methods whose losses fall from 4 to these."""
+    return [
+        replace(run(name, [4.0, (4.0 + loss) / 2, loss], seed=seed, steps=STEPS, freeze=FREEZE), lr=lr)
+        for name, loss in losses.items()
+        for seed in range(seeds)
+    ]
+
+
+def test_every_step_of_every_method_is_timed_once():
+    names = all_timed()
+    assert len(names) == len(set(names)) and set(names) > FULL | HALF
+    for method in METHODS:
+        assert set(report.steps_by_row(method, FREEZE, STEPS)) <= set(names), method
+    measured = [row(name, 1.0, rate=SLOW) for name in names[:3]]
+    failed = replace(row(names[3], 1.0, rate=SLOW), seconds=None)
+    assert plan.rows_to_measure([*measured, failed], SLOW) == names[3:]
+    assert plan.rows_to_measure(measured, FAST) == names
+
+
+def test_runs_begin_with_all_seeds_then_other_rates_then_all_seeds_of_the_best():
+    methods = ["fp32", "lamb-2"]
+    done = []
+
+    def left():
+        return {t.lr: t.runs for t in plan.to_train(done, methods, 2)}
+
+    assert left() == {ADAM_LR: [("fp32", 0), ("fp32", 1)], LAMB_LR: [("lamb-2", 0), ("lamb-2", 1)]}
+    done += runs({"fp32": 2.5}) + runs({"lamb-2": 2.5}, lr=LAMB_LR)
+    assert left() == {
+        ADAM_LR / 2: [("fp32", 0)],
+        LAMB_LR / 2: [("lamb-2", 0)],
+        ADAM_LR * 2: [("fp32", 0)],
+        LAMB_LR * 2: [("lamb-2", 0)],
+    }
+    done += runs({"fp32": 2.4}, 1, ADAM_LR / 2) + runs({"fp32": 2.6}, 1, ADAM_LR * 2)
+    done += runs({"lamb-2": 2.6}, 1, LAMB_LR / 2) + runs({"lamb-2": 2.7}, 1, LAMB_LR * 2)
+    assert left() == {ADAM_LR / 2: [("fp32", 1)]}
+    done += runs({"fp32": 2.45}, 2, ADAM_LR / 2)[1:]
+    assert left() == {}
+    assert [r.loss for r in plan.chosen_runs(done, "fp32")] == [2.4, 2.45]
+    assert plan.mean_loss(done, "fp32") == pytest.approx(2.425) and plan.mean_loss(done, "zero-one") is None
+
+
+def test_the_common_loss_is_what_every_method_in_step_reaches():
+    found = runs({"fp32": 2.20, "powersgd-1-soon": 2.40, "zero-one": 2.21, "adam-2": 2.30, "diloco": 2.6})
+    assert report.common_loss(found) == 2.40
+    group = {r.variant: r for r in rows(SLOW)}
+    finishes = report.finishes(group, found)
+    assert (
+        finishes["fp32"].common == STEPS * 8.0 and finishes["fp32"].near == STEPS * 8.0
+    )  # 3.1 after half of the steps
+    assert finishes["diloco"].common is None and finishes["adam-2"].near is None
+    full = report.steps_by_row("zero-one", FREEZE, STEPS)["zero-one-full"]
+    assert finishes["zero-one"].near == pytest.approx(full * 4.0 + (STEPS - full) * 0.5)
+    soon = FREEZE // 7
+    assert finishes["powersgd-1-soon"].run == pytest.approx(soon * 8.0 + (STEPS - soon) * 0.5)
+    assert finishes["adam-2-overlap"].common == finishes["adam-2"].common  # it trains as adam-2 does
+    assert report.finishes({}, found) == {}
+
+
+def test_winners_are_named_where_they_are_others_too():
+    found = runs({"fp32": 2.20, "powersgd-4-soon": 2.21, "zero-one": 2.21, "zero-one-local": 2.21})
+    slow = {r.variant: r for r in rows(SLOW)}
+    (line,) = report.winners({SLOW: report.finishes(slow, found)})
+    assert line.startswith("* **55 Mbit/s**, first to the common loss: PowerSGD, rank 4, soon (1.06 ")
+    assert "times as soon as 0/1 Adam, bf16)" in line
+    cheap = {**slow, "zero-one-full": row("zero-one-full", 0.5, rate=SLOW)}
+    (line,) = report.winners({SLOW: report.finishes(cheap, found)})
+    assert "first to the common loss: 0/1 Adam, bf16 (1.50 times as soon as PowerSGD, rank 4, soon)" in line
+    assert ", with local steps" not in line
+    alone = {**cheap, "zero-one-alone": row("zero-one-alone", 0.1, rate=SLOW)}
+    (line,) = report.winners({SLOW: report.finishes(alone, found)})
+    assert ", with local steps 0/1 Adam, bf16, local steps (" in line
+
+
+def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_path):
+    pytest.importorskip("matplotlib")
+    record = Record(record_path(tmp_path, "narrow", 2))
+    record.add({**ABOUT, "width": 256, "layers": 8, "cpu": "Some CPU", "versions": {"torch": "2"}, "measured": "today"})
+    for each in [*rows(SLOW), *rows(FAST, slow=0.7), *runs(dict.fromkeys(TRAINED, 2.2))]:
+        record.add(each)
+    status = command.main(["--report", f"--out={tmp_path}"])
+    text = (tmp_path / "methods.md").read_text()
+    assert status == 0 and "## Narrow model, 2 hosts" in text and "## Wide" not in text
+    for method in METHODS:
+        assert text.count(f"| {report.title_of(method)} |") == 3, method
+    assert "| 700 / 500 | 8,000 / 500 |" in text and "2.200 ± 0.000" in text
+    assert (tmp_path / "narrow-2-hosts.png").exists()
+    again = Record(record.path)
+    assert (again.rows, again.runs) == (record.rows, record.runs)
+    again.add(replace(again.rows[0], seconds=1.0))
+    assert len(again.rows) == len(record.rows) and json.loads(again.path.read_text())["rows"][-1]["seconds"] == 1.0
+
+
+def test_arguments_are_checked():
+    arguments = command.parse_arguments([])
+    assert (arguments.links, arguments.hosts, arguments.seeds) == (list(LINKS), [2, 4], 3)
+    for wrong in (["--models=huge"], ["--links=1mbit"], ["--methods=magic"], ["--hosts=1"], ["--only=plots"]):
+        with pytest.raises(SystemExit):
+            command.parse_arguments(wrong)
+
+
+def test_methods_are_known_and_those_that_train_alike_are_trained_once():
+    assert set(METHODS) <= set(VARIANTS) and set(plan.OURS) | set(plan.LOCAL) <= set(METHODS)
+    assert "adam-2-overlap" not in TRAINED and TRAIN_AS["adam-2-overlap"] in TRAINED
