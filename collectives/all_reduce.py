@@ -26,9 +26,9 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
-from onebit.kernels.data.layout import BLOCK_SIZE, Layout
+from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.wire import Format, Norm, Scale
+from onebit.kernels.data.wire import Format, Norm, Scale, fitting_block_size
 
 _OTHER_TENSORS = (
     "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
@@ -52,6 +52,7 @@ class CompressedAllReduce:
         slice to the ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group
         of any kind that process_group may be, or "auto" for the ranks of a host, where every host has equally many;
         None for one level. With two levels N is the number of nodes, and building it is a collective call.
+    block_size: elements of a scale; "auto": 2048, fewer where many tensors are much smaller.
     chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
 
     A tensor with inf, NaN or a value beyond 2^40 on any rank (with two levels: in any node's mean) gives NaN on every
@@ -66,7 +67,7 @@ class CompressedAllReduce:
         scale: Scale = "block",
         norm: Norm = "l1",
         reply: AskedReply = "auto",
-        block_size: int = BLOCK_SIZE,
+        block_size: int | Literal["auto"] = "auto",
         chunks: int | Literal["auto"] = "auto",
         process_group: Any = None,
         node_group: Any = None,
@@ -81,13 +82,14 @@ class CompressedAllReduce:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         kernels.backend(self.device)
-        self._tensors = Layout(self.numels, block_size=block_size)
+        self._block_size = fitting_block_size(self.numels) if block_size == "auto" else block_size
+        self._tensors = Layout(self.numels, block_size=self._block_size)
         Format.of(self._tensors, scale, norm)
         check_reply(reply)
         self.topology = Topology.of(process_group, node_group, self.device)
         self.transport = self.topology.replicas
         self._way = way_for(reply, self.transport.size)
-        self._scale, self._norm, self._block_size, self._chunks = scale, norm, block_size, chunks
+        self._scale, self._norm, self._chunks = scale, norm, chunks
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hyper = hyper_table([Hyper()], self.device)
         self._pointers: Pointers | None = None

@@ -201,5 +201,5 @@ def check_block_size(block_size: int) -> None:
     if not isinstance(block_size, int) or not 32 <= block_size <= MOST_BLOCK_SIZE or block_size % 32:
         raise ValueError(
             f"block_size must be a multiple of 32 (bits are packed in 32-bit words) and at most {MOST_BLOCK_SIZE} "
-            f"(a GPU keeps a block in registers); got {block_size!r}. The default is {BLOCK_SIZE}."
+            f"(a GPU keeps a block in registers); got {block_size!r}. {BLOCK_SIZE} is usual"
         )

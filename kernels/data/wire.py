@@ -25,6 +25,7 @@ checksums).
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.checks import is_one_of
-from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 
 Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2"]
@@ -47,12 +48,28 @@ _HEADER_WORDS = 4
 FLAGS_WORD = 1
 
 
+WORTH_SMALLER_BLOCKS = 2**16  # bytes
+
+
 class MessageError(RuntimeError):
     """The bytes received are not a message of this exchange."""
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def bytes_of_blocks(numels: Sequence[int], block_size: int) -> int:
+    """Bits and scales of all blocks of these parameters, one bit an element and a scale a block."""
+    return sum(-(-n // block_size) for n in numels) * (block_size // 8 + 4)
+
+
+def fitting_block_size(numels: Sequence[int]) -> int:
+    """BLOCK_SIZE, or where parameters are so small that their padding is worth it, what makes the fewest bytes."""
+    sizes = [size for k in range(5, 12) if (size := 2**k) <= BLOCK_SIZE]
+    best = min(reversed(sizes), key=lambda size: bytes_of_blocks(numels, size))
+    usual, least = bytes_of_blocks(numels, BLOCK_SIZE), bytes_of_blocks(numels, best)
+    return best if usual > least + max(WORTH_SMALLER_BLOCKS, least // 4) else BLOCK_SIZE
 
 
 @dataclass(frozen=True)

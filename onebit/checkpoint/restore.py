@@ -318,7 +318,7 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
         and numbers.get("slices", 1) == topology.slices
         and numbers.get("shards", 1) == topology.shards
         and (topology.slices == 1 or numbers.get("reply") == setup.way.way)  # which decides where slices begin
-        and numbers["block_size"] == options.block_size
+        and numbers["block_size"] == setup.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
     )
 

@@ -49,7 +49,7 @@ class OptionArguments(TypedDict, total=False):
     scale: Scale
     norm: Norm
     reply: AskedReply
-    block_size: int
+    block_size: int | Literal["auto"]
     chunks: int | Literal["auto"]
     master_weights: bool
     overlap: bool
@@ -93,7 +93,9 @@ class Options:
         "what comes back: the mean compressed once more, to 1 bit (1), as in the papers, or to 2 (2), or every rank's "
         'own message ("direct"): least is lost, N / 2 times as much is sent; "auto": direct with two ranks, else 1.',
     )
-    block_size: int = _option(BLOCK_SIZE, "elements of a block.")
+    block_size: int | Literal["auto"] = _option(
+        "auto", f'elements of a block; "auto": {BLOCK_SIZE}, fewer where many parameters are much smaller.'
+    )
     chunks: int | Literal["auto"] = _option(
         "auto", 'stages of the pipeline of packing and sending; "auto" measures a few, once.'
     )
@@ -172,8 +174,9 @@ class Options:
                 f"and must be torch.bfloat16, torch.float16, or None, which sends them as they are"
             )
         check_reply(self.reply)
-        check_block_size(self.block_size)
-        Format(self.block_size, 1, self.scale, self.norm)
+        if not is_one_of(self.block_size, ("auto",)):
+            check_block_size(self.block_size)  # type: ignore[arg-type]
+        Format(BLOCK_SIZE, 1, self.scale, self.norm)
 
 
 T = TypeVar("T", bound=type)

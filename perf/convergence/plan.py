@@ -20,6 +20,8 @@ VARIANTS = {  # by how they are called in tables
     "direct_adam": "1-bit Adam, direct replies",
     "zero_one_adam": "0/1 Adam",
     "direct_zero_one_adam": "0/1 Adam, direct replies",
+    "direct_zero_one_1_adam": "0/1 Adam, direct replies, kappa 1",
+    "direct_zero_one_2_adam": "0/1 Adam, direct replies, kappa 2",
     "zero_one_2_adam": "0/1 Adam, kappa 2",
     "zero_one_8_adam": "0/1 Adam, kappa 8",
     "zero_one_16_adam": "0/1 Adam, kappa 16",
@@ -38,6 +40,8 @@ VARIANTS = {  # by how they are called in tables
 ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "zero_one_adam": {"reply": 1},
     "direct_zero_one_adam": {"reply": "direct"},
+    "direct_zero_one_1_adam": {"reply": "direct", "var_update_scaler": 1},
+    "direct_zero_one_2_adam": {"reply": "direct", "var_update_scaler": 2},
     "zero_one_2_adam": {"reply": 1, "var_update_scaler": 2},
     "zero_one_8_adam": {"reply": 1, "var_update_scaler": 8},
     "zero_one_16_adam": {"reply": 1, "var_update_scaler": 16},
