@@ -34,7 +34,7 @@ class Ranks:
 
     def __init__(self, device: torch.device, show: Show, each: int = 1, one_clock: bool = False) -> None:
         self.device, self.each, self._show, self._shown = device, each, show, 0.0
-        self._one_clock = one_clock
+        self.one_clock = one_clock
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def progress(self, text: str) -> None:
@@ -47,7 +47,7 @@ class Ranks:
         began = time.perf_counter()
         self.maximum(torch.zeros(1))
         self.synchronize()
-        if self._one_clock:
+        if self.one_clock:
             took = time.perf_counter() - began
             end = self.maximum(torch.tensor([time.perf_counter() + 2 * took], dtype=torch.float64))
             time.sleep(max(0.0, float(end) - time.perf_counter()))

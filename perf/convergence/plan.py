@@ -36,6 +36,9 @@ VARIANTS = {  # by how they are called in tables
     "two_bit_lamb": "1-bit LAMB, replies of 2 bits",
     "direct_lamb": "1-bit LAMB, direct replies",
     "lamb_basic": "LAMB + basic 1-bit",
+    "spaced_4_lamb": "LAMB on 0/1 Adam's schedule, kappa 4",
+    "spaced_8_lamb": "LAMB on 0/1 Adam's schedule, kappa 8",
+    "spaced_16_lamb": "LAMB on 0/1 Adam's schedule, kappa 16",
 }
 ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "zero_one_adam": {"reply": 1},
@@ -49,6 +52,7 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "local_8_adam": {"local_step_clipper": 8},
     "local_16_adam": {"local_step_clipper": 16},
 }
+SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
 ONE_SEED = ("zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam")
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
@@ -174,7 +178,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE
+    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE | SPACED_LAMB
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:

@@ -17,8 +17,8 @@ from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE
-from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
-from perf.convergence.plan import LOCAL, REPLIES, TASKS, VARIANTS, ZERO_ONE, Run, family_of
+from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam, SpacedLamb
+from perf.convergence.plan import LOCAL, REPLIES, SPACED_LAMB, TASKS, VARIANTS, ZERO_ONE, Run, family_of
 from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
@@ -63,6 +63,8 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
         case "onebit_lamb" | "two_bit_lamb" | "direct_lamb":
             return OneBitLamb(params, **staged, reply=reply_of(run.variant))
+        case variant if variant in SPACED_LAMB:
+            return SpacedLamb(params, **common, chunks=1, reply="direct", var_update_scaler=SPACED_LAMB[variant])
         case "lamb_basic":
             return LambBasic1Bit(params, **staged, reply=1)
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")

@@ -43,6 +43,7 @@ class Row:
     all_reduce: float = 0.0
     step: float = 0.0
     bytes: float | None = None  # sent a step, by the rank that sends most
+    reported: float | None = None  # seconds of such a step by the optimizer's own report, on the first rank
     error: str | None = None
 
     @classmethod
@@ -186,7 +187,8 @@ class Bench:
         forward, step_alone = self.mean([parts for _, parts in timings]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
-        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent)
+        reported = None if self.ranks.one_clock else trainee.reported_seconds(variant.times)
+        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent, reported=reported)
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""

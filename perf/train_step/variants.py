@@ -69,6 +69,14 @@ class Trainee:
             return optimizer.schedule.kind if optimizer.compressing else "dense"
         return optimizer.kind if isinstance(optimizer, DiLoCo) else "dense"
 
+    def reported_seconds(self, kind: str | None) -> float | None:
+        """Of a step, by the optimizer's own report: of the compressed ones, if there are any, or of this kind."""
+        if not isinstance(self.optimizer, OneBitOptimizer) or kind == "sync":  # which counts as one of 1 bit
+            return None
+        report = self.optimizer.report()
+        kinds = {"full": report.uncompressed, "1 bit": report.compressed, "local": report.local}
+        return kinds[kind or ("1 bit" if self.compressing() else "full")].seconds
+
     def synchronize(self) -> None:
         """All ranks have the same parameters."""
         if isinstance(self.optimizer, (OneBitOptimizer, DiLoCo)):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onebit import OneBitAdam
 from onebit.collectives.transport.torch import PairsWork, TorchWork
 from onebit.parallel.ddp_hook import local
 from perf.command import WrongResult
@@ -18,7 +19,7 @@ from perf.train_step import benchmark, measure, variants
 from perf.train_step.diloco import DiLoCo
 from perf.train_step.measure import Bench, Clock
 from perf.train_step.report import link_for
-from perf.train_step.variants import OURS, TRAINED, VARIANTS, Shape, TimedTransport, Variant, timed_variants
+from perf.train_step.variants import OURS, TRAINED, VARIANTS, Shape, TimedTransport, Trainee, Variant, timed_variants
 from tests.perf.train_step_rows import ABOUT, ROWS, row
 from tests.ranks import run_ranks_once
 
@@ -90,6 +91,25 @@ def kinds_timed(rank, size, name):
 )  # fmt: skip
 def test_steps_of_one_kind_are_timed(name, kind):
     assert run_ranks_once(2, kinds_timed, (name,)) == [[kind] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [None, "full", "local", "sync"])
+def test_the_report_is_asked_for_steps_of_the_same_kind(kind):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([weight], freeze_step=5)
+    trainee = Trainee(None, optimizer, lambda: optimizer.compressing)
+    for _ in range(5):
+        weight.grad = torch.ones(4)
+        optimizer.step()
+    assert trainee.reported_seconds(None) == optimizer.report().uncompressed.seconds
+    for _ in range(5):
+        optimizer.step()
+    found = optimizer.report()
+    assert found.compressed.seconds != found.uncompressed.seconds
+    expected = {None: found.compressed, "full": found.uncompressed, "local": found.local}
+    assert trainee.reported_seconds(kind) == (None if kind == "sync" else expected[kind].seconds)
+    adamw = torch.optim.AdamW([weight])
+    assert Trainee(None, adamw, lambda: False).reported_seconds(kind) is None
 
 
 class Means:

@@ -72,6 +72,15 @@ def test_sooner_at_the_loss_that_powersgd_ends_with():
         assert report.loss_targets(rows, runs) == []
 
 
+def test_the_optimizers_own_report_is_held_against_the_benchmark():
+    near, far = row(OURS, 0.7, reported=0.72), row("adam-1", 9.0, reported=8.0)
+    (target,) = report.report_targets([*ROWS, near])
+    assert target.reached == pytest.approx(0.72 / 0.7) and target.met and "of 1:" in str(target)
+    (target,) = report.report_targets([near, far])
+    assert target.reached == pytest.approx(9 / 8) and not target.met and "1-bit Adam, stage 1, 25mbit" in str(target)
+    assert report.report_targets(ROWS) == []
+
+
 def test_a_run_of_spaced_steps_against_the_baselines():
     kinds = {"zero-one-full": 4.0, "zero-one-bit": 0.5, "zero-one-alone": 0.25, "zero-one-sync": 0.75}
     rows = [*ROWS, *(row(name, seconds, share=0.5) for name, seconds in kinds.items())]
