@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import ONE_SEED, REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.plan import REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
 from perf.convergence.records import Records, bits_sent, losses
 from perf.convergence.records import differences as differences_between
 
@@ -61,7 +61,7 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
 
     def panel(axes: Any) -> None:
         for variant, records in runs.items():
-            if variant in ONE_SEED:  # of one seed, in the table
+            if variant not in COLORS:  # of a sweep over one option: in the table
                 continue
             steps = [step for step, _ in next(iter(records.values()))["valid"]]
             columns = list(zip(*([loss for _, loss in r["valid"]] for r in records.values()), strict=True))

@@ -53,7 +53,7 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "local_16_adam": {"local_step_clipper": 16},
 }
 SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
-ONE_SEED = ("zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam")
+ONE_SEED = ("zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", *SPACED_LAMB)
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
 REPLY = "reply"
