@@ -116,12 +116,11 @@ class TorchTransport:
         return TorchTransport(dist.new_group(ranks, self._timeout, self._kind, use_local_synchronization=True))
 
     def _make_as_many_groups(self) -> None:
-        """Where only its members make a group, torch names it by how many groups a process has: the name on all ranks
-        has to be the same, so those that have fewer make some of themselves alone."""
-        groups = dist.distributed_c10d._world.pg_names
-        most = torch.tensor([len(groups)], dtype=torch.int64, device=self._device)
+        """Where only its members make a group, torch names it by how many groups a process has made: the name on all
+        ranks has to be the same, so those that have made fewer make some of themselves alone."""
+        most = torch.tensor([_groups_made()], dtype=torch.int64, device=self._device)
         self.all_max(most, "counting process groups (all-reduce of one number)")
-        while len(groups) < int(most):
+        while _groups_made() < int(most):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     @property
@@ -219,6 +218,13 @@ class PairsWork:
         with collective_errors(self._phase, self._name), waiting(torch.device("cpu")):
             for work in self._works:
                 work.wait()
+
+
+def _groups_made() -> int:
+    """What torch makes the names of groups of: those that this process is in; from 2.14 on, those that it was asked
+    to make."""
+    world = dist.distributed_c10d._world
+    return world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
 
 
 def _one_rank_a_host() -> bool:
