@@ -47,6 +47,10 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return plain
         case "onebit_adam" | "two_bit_adam" | "direct_adam":
             return OneBitAdam(params, **staged, reply=reply_of(run.variant))
+        case "l2_adam" | "direct_l2_adam":
+            return OneBitAdam(params, **staged, reply="direct" if "direct" in run.variant else 1, norm="l2")
+        case "direct_l2_lamb":
+            return OneBitLamb(params, **staged, reply="direct", norm="l2")
         case variant if variant in ZERO_ONE:
             options = dict(ZERO_ONE[variant])
             if "local_step_clipper" in options:
