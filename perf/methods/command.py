@@ -25,7 +25,19 @@ from onebit.kernels.tuning.machine import provenance
 from perf.command import add_out, exit_status, host_count, list_of, make_folder, one_of
 from perf.lab.network import NetworkLab
 from perf.lab.rates import UNSHAPED
-from perf.methods.plan import FREEZE, HOSTS, LINKS, METHODS, MODELS, REPEATS, STEPS, TRAINED, rows_to_measure, to_train
+from perf.methods.plan import (
+    CLIP,
+    FREEZE,
+    HOSTS,
+    LINKS,
+    METHODS,
+    MODELS,
+    REPEATS,
+    STEPS,
+    TRAINED,
+    rows_to_measure,
+    to_train,
+)
 from perf.methods.record import Record, record_path
 from perf.methods.report import write_report
 from perf.records import RESULTS, load_average, machine
@@ -45,7 +57,7 @@ class Comparison:
         self._progress, self._ends = progress, time.monotonic() + 60 * (arguments.minutes or 1e6)
         shape = MODELS[model]
         options = {"width": shape.width, "layers": shape.layers, "batch": shape.batch, "repeats": REPEATS}
-        options |= {"steps": STEPS, "freeze": FREEZE}
+        options |= {"steps": STEPS, "freeze": FREEZE, "clip": CLIP}
         self._options = [f"--{name}={value}" for name, value in options.items()]
         self._about = {"lab": True, **machine(), **options, **provenance()}
 

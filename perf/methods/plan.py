@@ -32,6 +32,7 @@ OURS = ("adam-2", "adam-2-overlap", "adam-2-bf16", "lamb-2", "zero-one", "zero-o
 LOCAL = ("zero-one-local", "diloco")  # methods whose ranks do not always have the same parameters
 TRAINED = tuple(name for name in METHODS if name not in TRAIN_AS)
 STEPS, FREEZE = 300, 75
+CLIP = 1.0  # the norm of gradients, as is usual for language models
 REPEATS = 5  # steps in a median
 ADAM_LR, LAMB_LR = 1e-3, 5e-3
 FACTORS = (1.0, 0.5, 2.0)  # of these rates: what every method chooses from

@@ -61,7 +61,17 @@ from perf.train_step.report import STANDARD, Record, about, link_for, loss_table
 from perf.train_step.variants import BASELINE, VARIANTS
 
 WORKER = ("-m", "perf.train_step")  # what a host of the lab runs
-PASSED_ON = ("width", "layers", "batch", "repeats", "steps", "freeze", "lr", "timeout")  # to the ranks of the lab
+PASSED_ON = (
+    "width",
+    "layers",
+    "batch",
+    "repeats",
+    "steps",
+    "freeze",
+    "lr",
+    "clip",
+    "timeout",
+)  # to the ranks of the lab
 
 
 def _publish(found: Row | Run | dict[str, Any]) -> None:
@@ -223,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--freeze", type=number, help="last uncompressed step (default: a quarter of --steps)")
     parser.add_argument("--seeds", type=number, default=1, help="training runs of each variant (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="of training (default: %(default)s)")
+    parser.add_argument("--clip", type=float, default=0.0, help="norm of gradients in training; 0: any (default)")
     parser.add_argument(
         "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; --lab: cpu)"
     )

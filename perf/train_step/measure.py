@@ -68,6 +68,7 @@ class Run:
     lr: float
     curve: tuple[tuple[int, float], ...]
     loss: float
+    clip: float = 0.0  # the norm that gradients are clipped to; 0 for none
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Run:
@@ -201,7 +202,7 @@ class Bench:
         if trainee.compressing() != variant.compresses:
             raise WrongResult(f"{variant.title} {'has not begun' if variant.compresses else 'began'} to compress")
 
-    def train(self, name: str, seed: int, steps: int, freeze: int, lr: float) -> Run:
+    def train(self, name: str, seed: int, steps: int, freeze: int, lr: float, clip: float = 0.0) -> Run:
         """The same model, batches and schedule for every variant of a seed. A collective call."""
         variant, ranks = VARIANTS[name], self.ranks
         self.source.manual_seed(1000 * seed + ranks.rank)
@@ -215,6 +216,8 @@ class Bench:
             ranks.progress(f"{variant.title}, seed {seed}: step {step} of {steps}, loss {curve[-1][1]:.3f}")
             trainee.optimizer.zero_grad()
             loss_of(model, self.windows()).backward()
+            if clip:
+                trainee.clip(clip)
             trainee.optimizer.step()
             schedule.step()
             if step == steps:
@@ -223,7 +226,7 @@ class Bench:
                 with trainee.at_last_sync():
                     curve.append((step, self.held_out_loss(model.module, FEW)))
         self.check(variant, trainee)
-        return Run(name, seed, steps, freeze, lr, tuple(curve), self.held_out_loss(model.module, HELD_OUT))
+        return Run(name, seed, steps, freeze, lr, tuple(curve), self.held_out_loss(model.module, HELD_OUT), clip)
 
     @torch.no_grad()
     def held_out_loss(self, model: torch.nn.Module, windows: int) -> float:
@@ -245,6 +248,6 @@ def _run(arguments: argparse.Namespace, ranks: Ranks, publish: Publish) -> None:
     bench = Bench(ranks, Shape(arguments.width, arguments.layers, arguments.batch))
     publish({**describe_group(ranks), "elements": bench.elements})
     for name, seed in arguments.runs:
-        publish(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr))
+        publish(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr, arguments.clip))
     for name in [] if arguments.train else timed_variants(arguments.variants):
         publish(bench.measure(name, arguments.repeats))

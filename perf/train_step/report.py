@@ -282,8 +282,8 @@ def record_name(arguments: argparse.Namespace) -> str:
 
 def missing(arguments: argparse.Namespace, record: Record) -> list[tuple[str, int]]:
     """Training runs that the record lacks; those of other settings leave it."""
-    settings = (arguments.steps, arguments.freeze, arguments.lr)
-    record.runs = [run for run in record.runs if (run.steps, run.freeze, run.lr) == settings]
+    settings = (arguments.steps, arguments.freeze, arguments.lr, arguments.clip)
+    record.runs = [run for run in record.runs if (run.steps, run.freeze, run.lr, run.clip) == settings]
     there = {(run.variant, run.seed) for run in record.runs}
     every = [(name, seed) for seed in range(arguments.seeds) for name in TRAINED if name in arguments.variants]
     return [run for run in every if run not in there]

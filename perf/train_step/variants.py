@@ -77,6 +77,13 @@ class Trainee:
         kinds = {"full": report.uncompressed, "1 bit": report.compressed, "local": report.local}
         return kinds[kind or ("1 bit" if self.compressing() else "full")].seconds
 
+    def clip(self, norm: float) -> None:
+        """The gradients of the coming step."""
+        if isinstance(self.optimizer, OneBitOptimizer):
+            self.optimizer.clip_grad_norm_(norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
     def synchronize(self) -> None:
         """All ranks have the same parameters."""
         if isinstance(self.optimizer, (OneBitOptimizer, DiLoCo)):

@@ -112,6 +112,16 @@ def test_the_report_is_asked_for_steps_of_the_same_kind(kind):
     assert Trainee(None, adamw, lambda: False).reported_seconds(kind) is None
 
 
+def test_gradients_are_clipped_as_each_optimizer_has_it():
+    for build in (OneBitAdam, torch.optim.AdamW):
+        weight = torch.nn.Parameter(torch.zeros(4))
+        weight.grad = torch.full((4,), 5.0)  # a norm of 10
+        optimizer = build([weight], lr=1.0, betas=(0.0, 0.0), eps=1.0)
+        Trainee(torch.nn.ParameterList([weight]), optimizer, lambda: False).clip(1.0)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.full((4,), -0.5 / 1.5))
+
+
 class Means:
     """Of two ranks, of which this is one: the other has not moved."""
 
