@@ -42,10 +42,11 @@ are made on one machine (`perf/lab`; root on Linux), a rank a host, over Gloo.
 
 A byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank, with the same start, data
 and one-cycle schedule for all methods, gradients clipped to a norm of {CLIP:g}. Each has its own learning rate, the
-best on the first seed of {ADAM_LR:g} (LAMB {LAMB_LR:g}), half and twice of it. What begins with uncompressed steps takes {FREEZE} of them, PowerSGD "soon"
-{FREEZE // SOONER}. A run's time on a link: its steps of each kind times what such a step took there. "The common loss"
-is the highest that a method ends with whose ranks stay in step: all of these reach it. "Near fp32": within {NEAR:g} of
-fp32's final loss. Times are to the first of 20 points of the mean curve over seeds that is as low.
+best on the first seed of {ADAM_LR:g} (LAMB {LAMB_LR:g}), half and twice of it. What begins with uncompressed steps
+takes {FREEZE} of them, PowerSGD "soon" {FREEZE // SOONER}. A run's time on a link: its steps of each kind times what
+such a step took there. "The common loss" is the highest that a method ends with whose ranks stay in step: all of these
+reach it. "Near fp32": within {NEAR:g} of fp32's final loss. Times are to the first of 20 points of the mean curve over
+seeds that is as low.
 """
 
 
