@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -103,3 +104,24 @@ def test_a_bad_gradient_skips_the_step_of_frozen_adam() -> None:
     take(case, 0, optimizer, params, 7)
     assert bits(params) == before and optimizer.skipped_steps == 1
     assert all(bool(torch.isfinite(p).all()) for p in params)
+
+
+def test_spaced_lamb_takes_the_coefficients_of_the_step_before() -> None:
+    """With equal gradients u is 1 everywhere: the norm of x over that of u is the mean square root of x."""
+    small, large, none = (torch.nn.Parameter(torch.full((16,), x)) for x in (0.1, 1.0, 0.0))
+    optimizer = ablations.SpacedLamb([small, large, none], lr=1e-3, var_update_scaler=1)
+    moves = []
+    for _ in range(6):
+        before = [p.detach().clone() for p in (small, large, none)]
+        for p in (small, large, none):
+            p.grad = torch.full_like(p, 2.0)
+        optimizer.step()
+        pairs = zip(before, (small, large, none), strict=True)
+        moves.append([(float(x.mean()), float((x - p.detach()).mean())) for x, p in pairs])
+        assert all(group["lr"] == 1e-3 for group in optimizer.param_groups)
+    for p, (x, moved) in enumerate(moves[0]):
+        assert moved == pytest.approx(1e-3 * 0.3, rel=1e-3), (p, x)
+    for earlier, later in itertools.pairwise(moves):
+        assert later[0][1] == pytest.approx(1e-3 * earlier[0][0], rel=1e-3)
+        assert later[1][1] == pytest.approx(1e-3 * 0.3, rel=1e-3)
+    assert optimizer.compressing
