@@ -112,10 +112,10 @@ class TorchTransport:
 
     def _new_group(self, ranks: list[int]) -> Transport:
         """Made by its members alone, who all are in this group."""
-        self.make_as_many_groups()
+        self._make_as_many_groups()
         return TorchTransport(dist.new_group(ranks, self._timeout, self._kind, use_local_synchronization=True))
 
-    def make_as_many_groups(self) -> None:
+    def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has made: the name on all
         ranks has to be the same, so those that have made fewer make some of themselves alone."""
         most = torch.tensor([_groups_made()], dtype=torch.int64, device=self._device)

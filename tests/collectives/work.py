@@ -44,7 +44,6 @@ def recorded_but(rank: int, size: int, case: Case, left_out: int) -> Recorded:
 def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> Recorded | None:
     """Several groups at once; their members need not be the first ranks."""
     mine = None
-    TorchTransport(group()).make_as_many_groups()  # other work may have left some ranks with fewer
     for members in groups:
         made = dist.new_group(members)
         mine = made if rank in members else mine
