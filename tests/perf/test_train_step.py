@@ -60,10 +60,13 @@ def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     assert trained["rows"] == record["rows"] and [r["variant"] for r in trained["runs"]] == list(TRAINED)
     for r in trained["runs"]:
         assert [step for step, _ in r["curve"]] == list(range(9))
-        assert r["curve"][-1][1] < r["curve"][0][1] - 0.1  # it learns
-    first = [r["curve"][4][1] for r in trained["runs"] if not VARIANTS[r["variant"]].parts]
+        least = 0.005 if r["variant"] == "lamb-2" else 0.1  # a tenth of Adam's steps, and less
+        assert r["curve"][-1][1] < r["curve"][0][1] - least  # it learns
+    adams = [r for r in trained["runs"] if r["variant"] != "lamb-2"]
+    first = [r["curve"][4][1] for r in adams if not VARIANTS[r["variant"]].parts]
     assert first == pytest.approx(first[:1] * len(first), rel=1e-3)  # one model, schedule and data up to the freeze
-    assert len({r["curve"][8][1] for r in trained["runs"]}) == len(TRAINED)  # and then each its own way
+    own = [r for r in trained["runs"] if VARIANTS[r["variant"]].rank < 16]  # which compresses nothing of this model
+    assert len({r["curve"][8][1] for r in own}) == len(own)  # and then each its own way
 
 
 def kinds_timed(rank, size, name):
