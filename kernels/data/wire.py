@@ -46,8 +46,6 @@ NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step'
 _ALIGN = 16
 _HEADER_WORDS = 4
 FLAGS_WORD = 1
-
-
 WORTH_SMALLER_BLOCKS = 2**16  # bytes
 
 
@@ -61,7 +59,8 @@ def _aligned(nbytes: int) -> int:
 
 def bytes_of_blocks(numels: Sequence[int], block_size: int) -> int:
     """Bits and scales of all blocks of these parameters, one bit an element and a scale a block."""
-    return sum(-(-n // block_size) for n in numels) * (block_size // 8 + 4)
+    one = Format(block_size, 1)
+    return sum(-(-n // block_size) for n in numels) * (one.block_bytes + 4 * one.scales)
 
 
 def fitting_block_size(numels: Sequence[int]) -> int:

@@ -55,6 +55,8 @@ class Comparison:
         self.record = Record(record_path(arguments.out, model, hosts))
         self.hosts, self._seeds, self._methods = hosts, arguments.seeds, arguments.methods
         self._progress, self._ends = progress, time.monotonic() + 60 * (arguments.minutes or 1e6)
+        mine = (STEPS, FREEZE, CLIP)  # runs of other settings leave the record
+        self.record.runs = [run for run in self.record.runs if (run.steps, run.freeze, run.clip) == mine]
         shape = MODELS[model]
         options = {"width": shape.width, "layers": shape.layers, "batch": shape.batch, "repeats": REPEATS}
         options |= {"steps": STEPS, "freeze": FREEZE, "clip": CLIP}

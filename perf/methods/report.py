@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 
+from onebit.cli.arguments import CommandError
 from onebit.report.plots import available
 from perf import plots
 from perf.lab.rates import rate_and_rtt, rate_bits
@@ -15,7 +16,6 @@ from perf.methods.plan import (
     ADAM_LR,
     CLIP,
     FREEZE,
-    HOSTS,
     LAMB_LR,
     LINKS,
     LOCAL,
@@ -32,8 +32,9 @@ from perf.methods.record import Record, record_path
 from perf.tables import markdown
 from perf.train_step.measure import Run
 from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
-from perf.train_step.variants import SOONER, TRAIN_AS, UNCOMPRESSED, VARIANTS
+from perf.train_step.variants import POWERSGD_SOONER, TRAIN_AS, UNCOMPRESSED, VARIANTS
 
+MOST_HOSTS = 64  # of a lab
 NEAR = 0.02  # above fp32's loss: what counts as having learned as much
 INTRODUCTION = f"""# Which method has trained first
 
@@ -43,10 +44,10 @@ are made on one machine (`perf/lab`; root on Linux), a rank a host, over Gloo.
 A byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank, with the same start, data
 and one-cycle schedule for all methods, gradients clipped to a norm of {CLIP:g}. Each has its own learning rate, the
 best on the first seed of {ADAM_LR:g} (LAMB {LAMB_LR:g}), half and twice of it. What begins with uncompressed steps
-takes {FREEZE} of them, PowerSGD "soon" {FREEZE // SOONER}. A run's time on a link: its steps of each kind times what
-such a step took there. "The common loss" is the highest that a method ends with whose ranks stay in step: all of these
-reach it. "Near fp32": within {NEAR:g} of fp32's final loss. Times are to the first of 20 points of the mean curve over
-seeds that is as low.
+takes {FREEZE} of them, PowerSGD "soon" {FREEZE // POWERSGD_SOONER}. A run's time on a link: its steps of each kind
+times what such a step took there. "The common loss" is the highest that a method ends with whose ranks stay in step:
+all of these reach it. "Near fp32": within {NEAR:g} of fp32's final loss. Times are to the first of 20 points of the
+mean curve over seeds that is as low.
 """
 
 
@@ -63,10 +64,12 @@ def write_report(out: Path, docs: Path) -> str:
     """The page, which is written, and its plots."""
     sections = []
     for model in MODELS:
-        for hosts in HOSTS:
+        for hosts in range(2, MOST_HOSTS + 1):
             path = record_path(out, model, hosts)
             if path.exists():
                 sections.append(section(Record(path), model, hosts, docs.parent))
+    if not sections:
+        raise CommandError(f"--out {str(out)!r} has no record of a comparison: measure first, without --report")
     text = "\n".join([INTRODUCTION, *sections])
     docs.write_text(text, encoding="utf-8")
     return text

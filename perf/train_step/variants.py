@@ -159,7 +159,7 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of the steps that 1-bit Adam waits
+POWERSGD_SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of the steps that 1-bit Adam waits
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
 SOON = {**IN_BF16, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
@@ -195,7 +195,7 @@ def powersgd_soon(rank: int) -> Variant:
         f"PowerSGD, rank {rank}, soon",
         ADAMW,
         rank=rank,
-        sooner=SOONER,
+        sooner=POWERSGD_SOONER,
         parts={"full": "fp32", "low rank": f"powersgd-{rank}"},
         kinds=kinds,
     )

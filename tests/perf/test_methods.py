@@ -117,6 +117,17 @@ def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_pa
     assert len(again.rows) == len(record.rows) and json.loads(again.path.read_text())["rows"][-1]["seconds"] == 1.0
 
 
+def test_runs_of_other_settings_leave_a_record_and_no_record_is_an_error(tmp_path, capsys):
+    arguments = command.parse_arguments([f"--out={tmp_path}"])
+    assert command.main(["--report", f"--out={tmp_path}"]) == 2
+    assert "measure first" in capsys.readouterr().err and not (tmp_path / "methods.md").exists()
+    (loose,) = runs({"fp32": 2.2}, seeds=1)
+    record = Record(record_path(tmp_path, "narrow", 2))
+    for each in (loose, replace(loose, clip=plan.CLIP), replace(loose, clip=plan.CLIP, steps=7)):
+        record.add(each)
+    assert command.Comparison(arguments, "narrow", 2, None).record.runs == [replace(loose, clip=plan.CLIP)]
+
+
 def test_arguments_are_checked():
     arguments = command.parse_arguments([])
     assert (arguments.links, arguments.hosts, arguments.seeds) == (list(LINKS), [2, 4], 3)
