@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -205,6 +206,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not arguments.worker:
         refuse_idle(parser, arguments, in_lab=("hosts", "rates", "rtt", "share"), in_group=("backend",))
+    if not 0 <= arguments.clip < math.inf:
+        parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
     if arguments.rtt and arguments.share:
         parser.error("--share: links that it chooses have no round trip; leave out --rtt")
     set_defaults(arguments, {"share": 0.0} if arguments.rtt else {})

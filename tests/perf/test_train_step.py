@@ -125,6 +125,13 @@ def test_gradients_are_clipped_as_each_optimizer_has_it():
         torch.testing.assert_close(weight.detach(), torch.full((4,), -0.5 / 1.5))
 
 
+@pytest.mark.parametrize("clip", ["-1", "nan", "inf", "much"])
+def test_a_norm_that_is_none_is_refused(clip, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["--lab", "--train", f"--clip={clip}"])
+    assert "--clip" in capsys.readouterr().err
+
+
 class Means:
     """Of two ranks, of which this is one: the other has not moved."""
 
