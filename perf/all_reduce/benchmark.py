@@ -8,12 +8,13 @@ The first needs root on Linux: it builds a network of hosts on this machine (per
 each. The second starts four ranks in each, and measures 1 bit with one level and with two, in which a host is one
 rank to the network. The third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs.
 
-A time is the slowest rank's, the median of several calls after one that does not count, a barrier before each. Bytes
-are those of all these calls by the interface's own counter: headers, acknowledgements and barriers are in it. They
-are read where each host of the lab, or elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME
+A time is the slowest rank's, the median of several calls after one that does not count, a barrier before each. Kinds
+take turns, so that what slows the machine for a while slows all of them. Bytes are those of all these calls by the
+interface's own counter: headers, acknowledgements and barriers are in it. They are read where each host of the lab, or elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME
 or NCCL_SOCKET_IFNAME; what the ranks of a host send each other does not pass the host's interface. Results are
 checked before the timed calls and after: a wrong one gets no figure. In the lab chunks="auto" measures every network
-anew; its links let 64 KiB through at once, which flatters messages that are not much larger, below 2**20 elements.
+anew; its links let 64 KiB through at once, which flatters messages that are not much larger, below 2**20 elements:
+with --in-a-row 50 a time is a fiftieth of that of fifty calls after one barrier, which do not fit into that.
 With --rtt links have a round trip as well, "100mbit+50ms" in tables and records, which the lab has checked.
 """
 
@@ -47,7 +48,7 @@ from perf.ranks import require_group
 from perf.records import load_average
 
 WORKER = ("-m", "perf.all_reduce")  # what a host of the lab runs
-PASSED_ON = ("each", "chunks", "repeats", "timeout")  # to the ranks of the lab
+PASSED_ON = ("each", "chunks", "repeats", "in_a_row", "timeout")  # to the ranks of the lab
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -77,7 +78,7 @@ def _on_lab(
 ) -> tuple[list[Row], dict[str, Any]]:
     options = {"elements": ",".join(map(str, arguments.elements))}
     options |= {name: getattr(arguments, name) for name in PASSED_ON}
-    argv = [*WORKER, "--worker", "--device=cpu", *(f"--{name}={value}" for name, value in options.items())]
+    argv = [*WORKER, "--worker", "--device=cpu", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
     argv += ["--phases"] * arguments.phases + ["--direct"] * arguments.direct
     argv += clock_option(rate)
     results: list[str] = []
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
     parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")
+    parser.add_argument("--in-a-row", type=whole_number, default=1, help="calls that are timed as one (default: 1)")
     parser.add_argument("--phases", action="store_true", help="also each phase of the compressed one alone")
     parser.add_argument("--direct", action="store_true", help='also with reply="direct", with one rank a host')
     parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,31 +92,53 @@ def check(ranks: Ranks, average: CompressedAllReduce, elements: int) -> None:
         )
 
 
-def measure(ranks: Ranks, elements: int, chunks: Any, repeats: int, phases: bool, direct: bool = False) -> list[Row]:
-    """The rows of one size; with several ranks a host also those of two levels. A collective call."""
-    replies: dict[str, AskedReply] = {ONE_BIT: 1, **({DIRECT: "direct"} if direct else {})}
+@dataclass(frozen=True)
+class _Kind:
+    """What is timed: `run` averages x, which is `source` before. finished: the row, from times and bytes."""
+
+    row: Row
+    source: Tensor
+    x: Tensor
+    run: Callable[[], object]
+    finished: Callable[[Row], Row] = lambda row: row
+
+
+def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
+    """The rows of one size; with several ranks a host also those of two levels. A collective call.
+
+    how: the command's chunks, repeats, in_a_row, phases and direct.
+    """
+    replies: dict[str, AskedReply] = {ONE_BIT: 1, **({DIRECT: "direct"} if how.direct else {})}
     replies |= {TWO_LEVELS: "auto"} if ranks.each > 1 else {}
-    rows = [_compressed(ranks, kind, reply, elements, chunks, repeats, phases) for kind, reply in replies.items()]
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     source = torch.randn(elements, generator=generator, device=ranks.device)
-    return [*rows, *(_uncompressed(ranks, kind, source, repeats, f"{elements:,} elements") for kind in KINDS)]
+    phase_repeats = how.repeats if how.phases else 0
+    found: list[_Kind | Row] = [
+        *(_compressed(ranks, kind, reply, source, how.chunks, phase_repeats) for kind, reply in replies.items()),
+        *(_uncompressed(ranks, kind, source) for kind in KINDS),
+    ]
+    kinds = [kind for kind in found if isinstance(kind, _Kind)]
+    rows = iter(_timed(ranks, kinds, how.repeats, how.in_a_row, f"{elements:,} elements"))
+    return [next(rows) if isinstance(kind, _Kind) else kind for kind in found]
 
 
 def _compressed(
-    ranks: Ranks, kind: str, reply: AskedReply, elements: int, chunks: Any, repeats: int, phases: bool
-) -> Row:
-    what = f"{elements:,} elements"
-    ranks.progress(f"{what}: checking results")
+    ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any, phase_repeats: int
+) -> _Kind:
+    elements = source.numel()
+    ranks.progress(f"{elements:,} elements: checking results")
     node_group = "auto" if kind == TWO_LEVELS else None
     average = CompressedAllReduce(elements, device=ranks.device, reply=reply, chunks=chunks, node_group=node_group)
     check_levels(ranks, average, kind)
     check(ranks, average, elements)
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    source = torch.randn(elements, generator=generator, device=ranks.device)
     x = torch.empty_like(source)
-    row = _timed(ranks, _row(ranks, elements, kind), source, x, lambda: average(x), repeats, what)
-    check_same(ranks, x, "after the timed calls")
-    return replace(row, chunks=average.chunks, phases=_phases(ranks, average, x, repeats) if phases else None)
+
+    def finished(row: Row) -> Row:
+        check_same(ranks, x, "after the timed calls")
+        phases = _phases(ranks, average, x, phase_repeats) if phase_repeats else None
+        return replace(row, chunks=average.chunks, phases=phases)
+
+    return _Kind(_row(ranks, elements, kind), source, x, lambda: average(x), finished)
 
 
 def check_levels(ranks: Ranks, average: CompressedAllReduce, kind: str) -> None:
@@ -132,30 +155,39 @@ def _row(ranks: Ranks, elements: int, kind: str) -> Row:
     return Row(ranks.size // ranks.each, None, elements, kind, each=ranks.each)
 
 
-def _uncompressed(ranks: Ranks, kind: str, source: Tensor, repeats: int, what: str) -> Row:
+def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> _Kind | Row:
     row, inputs = _row(ranks, source.numel(), kind), source.to(KINDS[kind])
     if error := unsupported(inputs):
         return replace(row, error=error)
     x = torch.empty_like(inputs)
-    return _timed(ranks, row, inputs, x, lambda: dist.all_reduce(x), repeats, what)
+    return _Kind(row, inputs, x, lambda: dist.all_reduce(x))
 
 
-def _timed(
-    ranks: Ranks, row: Row, source: Tensor, x: Tensor, run: Callable[[], object], repeats: int, what: str
-) -> Row:
-    seconds, before = [], None
-    for call in range(repeats + 1):
-        x.copy_(source)
-        ranks.progress(f"{what}: {row.kind}, call {call + 1} of {repeats + 1}")
-        if call == 1:
-            ranks.barrier()  # what the call before has sent, has left
+def _timed(ranks: Ranks, kinds: Sequence[_Kind], repeats: int, in_a_row: int, what: str) -> list[Row]:
+    """All kinds in turn, so that what slows the machine for a while slows all of them. The first turn does not count.
+
+    A time is that of a call, the mean of `in_a_row` calls after one barrier.
+    """
+    seconds: list[list[float]] = [[] for _ in kinds]
+    sent = [math.nan if ranks.bytes_sent() is None else 0.0 for _ in kinds]
+    for turn in range(repeats + 1):
+        for i, kind in enumerate(kinds):
+            ranks.progress(f"{what}: {kind.row.kind}, turn {turn + 1} of {repeats + 1}")
+            kind.x.copy_(kind.source)
+            ranks.barrier()  # what was sent before, has left
             before = ranks.bytes_sent()
-        seconds.append(ranks.seconds(run))
-    ranks.barrier()
-    after = ranks.bytes_sent()
-    calls = ranks.slowest(seconds)[1:]
-    sent = ranks.bytes_a_call(before, after, repeats)
-    return replace(row, seconds=statistics.median(calls), calls=calls, bytes=sent)
+            took = ranks.seconds(lambda run=kind.run: [run() for _ in range(in_a_row)])  # type: ignore[misc]
+            ranks.barrier()
+            if turn:
+                seconds[i].append(took / in_a_row)
+                sent[i] += (ranks.bytes_sent() or 0) - (before or 0)
+    rows = []
+    for kind, own, nbytes in zip(kinds, seconds, sent, strict=True):
+        calls = ranks.slowest(own)
+        (most,) = ranks.slowest([nbytes / (repeats * in_a_row)])
+        row = replace(kind.row, seconds=statistics.median(calls), calls=calls, bytes=None if math.isnan(most) else most)
+        rows.append(kind.finished(row))
+    return rows
 
 
 def _phases(ranks: Ranks, average: CompressedAllReduce, x: Tensor, repeats: int) -> dict[str, float]:
@@ -207,5 +239,5 @@ def run_rank(arguments: argparse.Namespace, show: Show) -> tuple[list[Row], dict
         group = describe_group(ranks)
         rows = []
         for elements in arguments.elements:
-            rows += measure(ranks, elements, arguments.chunks, arguments.repeats, arguments.phases, arguments.direct)
+            rows += measure(ranks, elements, arguments)
         return rows, group, ranks.rank

@@ -177,6 +177,7 @@ def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | N
         "load_before": load,
         "chunks": arguments.chunks,
         "repeats": arguments.repeats,
+        "in_a_row": arguments.in_a_row,
         **provenance(),
     }
 

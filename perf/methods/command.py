@@ -34,7 +34,6 @@ from perf.methods.plan import (
     MODELS,
     REPEATS,
     STEPS,
-    TRAINED,
     rows_to_measure,
     to_train,
 )
@@ -74,9 +73,8 @@ class Comparison:
 
     def train(self) -> None:
         """As long as there is time: what runs when it is over ends."""
-        trained = [name for name in TRAINED if name in self._methods]
         with NetworkLab(self.hosts) as lab:
-            while self._time_left and (left := next(to_train(self.record.runs, trained, self._seeds), None)):
+            while self._time_left and (left := next(to_train(self.record.runs, self._methods, self._seeds), None)):
                 self.record.add(self._about)
                 runs = ",".join(f"{name}:{seed}" for name, seed in left.runs[:AT_ONCE])
                 self._run(lab, UNSHAPED, ["--train", f"--runs={runs}", f"--lr={left.lr}"])

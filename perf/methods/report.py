@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 from onebit.cli.arguments import CommandError
 from onebit.report.plots import available
@@ -23,7 +24,6 @@ from perf.methods.plan import (
     MODELS,
     OURS,
     STEPS,
-    TRAINED,
     chosen_runs,
     mean_loss,
     tried,
@@ -32,7 +32,7 @@ from perf.methods.record import Record, record_path
 from perf.tables import markdown
 from perf.train_step.measure import Run
 from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
-from perf.train_step.variants import POWERSGD_SOONER, TRAIN_AS, UNCOMPRESSED, VARIANTS
+from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED, VARIANTS
 
 MOST_HOSTS = 64  # of a lab
 NEAR = 0.02  # above fp32's loss: what counts as having learned as much
@@ -44,8 +44,9 @@ are made on one machine (`perf/lab`; root on Linux), a rank a host, over Gloo.
 A byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank, with the same start, data
 and one-cycle schedule for all methods, gradients clipped to a norm of {CLIP:g}. Each has its own learning rate, the
 best on the first seed of {ADAM_LR:g} (LAMB {LAMB_LR:g}), half and twice of it. What begins with uncompressed steps
-takes {FREEZE} of them, PowerSGD "soon" {FREEZE // POWERSGD_SOONER}. A run's time on a link: its steps of each kind
-times what such a step took there. "The common loss" is the highest that a method ends with whose ranks stay in step:
+takes {FREEZE} of them, PowerSGD "soon" {FREEZE // POWERSGD_SOONER}. 1-bit Adam's overlap is not here: it ends where
+gradients are clipped. A run's time on a link: its steps of each kind
+times what such a step took there, clipping included. "The common loss" is the highest that a method ends with whose ranks stay in step:
 all of these reach it. "Near fp32": within {NEAR:g} of fp32's final loss. Times are to the first of 20 points of the
 mean curve over seeds that is as low.
 """
@@ -92,9 +93,9 @@ def section(record: Record, model: str, hosts: int, docs: Path) -> str:
         found = {link: finishes(group, record.runs) for link, group in networks.items()}
         parts += [_common_text(record.runs), finish_table(found), "", *winners(found), ""]
         if available():
-            path = draw(record.path.with_suffix(".png"), title, networks, record.runs)
-            shown = path if docs == path.parent else Path("..") / path
-            parts += [f"![seconds to the common loss, {title.lower()}]({shown})", ""]
+            for what, path in draw(record.path, title, networks, record.runs).items():
+                shown = path.name if docs == path.parent else Path("..") / path
+                parts += [f"![{what}, {title.lower()}]({shown})", ""]
     return "\n".join(parts)
 
 
@@ -120,7 +121,7 @@ def losses_table(record: Record) -> str:
         if own:
             losses = [run.loss for run in own]
             spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
-            of = f" (of {len(tried(record.runs, TRAIN_AS.get(method, method)))})"
+            of = f" (of {len(tried(record.runs, method))})"
             nbytes, most = sent.get(method), sent.get(UNCOMPRESSED)
             fewer = f"{most / nbytes:.1f}" if nbytes and most else ""
             shown = f"{nbytes / 1e6:,.0f}" if nbytes else ""
@@ -173,10 +174,7 @@ def common_loss(runs: Sequence[Run]) -> float:
 
 def curves(runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
     """Mean curves of the methods, each at its learning rate."""
-    chosen = [run for method in TRAINED for run in chosen_runs(runs, method)]
-    found = mean_curves(chosen)
-    found |= {name: found[like] for name, like in TRAIN_AS.items() if like in found}
-    return {method: found[method] for method in METHODS if method in found}
+    return mean_curves([run for method in METHODS for run in chosen_runs(runs, method)])
 
 
 def finishes(group: Group, runs: Sequence[Run]) -> dict[str, Finish]:
@@ -241,13 +239,37 @@ def _besides(in_step: Mapping[str, float], reached: Mapping[str, float]) -> str:
     return f", with local steps {title_of(best)} ({reached[best]:,.0f} s)" if best not in in_step else ""
 
 
-def draw(path: Path, title: str, networks: Mapping[str, Group], runs: Sequence[Run]) -> Path:
-    """A panel for each link: a run up to the common loss, by kinds of steps; what never reaches it is left out."""
-    panels = [_panel(link, group, runs) for link, group in networks.items() if finishes(group, runs)]
-    return plots.save(path, panels, f"{title}: seconds until the validation loss is {common_loss(runs):.3f}")
+def draw(path: Path, title: str, networks: Mapping[str, Group], runs: Sequence[Run]) -> dict[str, Path]:
+    """A panel for each link: losses over time, and a run up to the common loss; what never reaches it is left out."""
+    links = {link: group for link, group in networks.items() if finishes(group, runs)}
+    over_time, common = "validation loss over time", "seconds to the common loss"
+    losses = [_loss_panel(link, group, runs) for link, group in links.items()]
+    bars = [_bars_panel(link, group, runs) for link, group in links.items()]
+    ending = f"{title}: seconds until the validation loss is {common_loss(runs):.3f}"
+    return {
+        over_time: plots.save(path.with_name(f"{path.stem}-loss.png"), losses, f"{title}: {over_time}"),
+        common: plots.save(path.with_suffix(".png"), bars, ending),
+    }
 
 
-def _panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:
+def _loss_panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:
+    """Mean curves over seeds, without the first twentieth of the steps."""
+
+    def panel(axes: Any) -> None:
+        styles = plots.Styles()
+        for method, curve in curves(runs).items():
+            if timed(group, method):
+                points = [(seconds_after(group, method, FREEZE, step), loss) for step, loss in curve[1:]]
+                color, style = styles.of(title_of(method))
+                axes.plot(*zip(*points, strict=True), style, label=title_of(method), color=color)
+        axes.set(title=link_title(link), xlabel="seconds", ylabel="validation loss", xscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+
+    return panel
+
+
+def _bars_panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:
     own, parts, notes = curves(runs), {}, {}
     found = finishes(group, runs)
     for method, finish in sorted(found.items(), key=lambda item: item[1].common or math.inf):

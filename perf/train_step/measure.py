@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Row:
     step: float = 0.0
     bytes: float | None = None  # sent a step, by the rank that sends most
     reported: float | None = None  # seconds of such a step by the optimizer's own report, on the first rank
+    verdict: str | None = None  # of that report, where it compares
     error: str | None = None
 
     @classmethod
@@ -140,8 +141,9 @@ class Bench:
             seconds.append([self.clock.seconds(start, end)])
         return float(self.mean(seconds[1:]).median())
 
-    def parts(self, trainee: Trainee, transport: TimedTransport) -> tuple[float, list[float]]:
-        """One step: its seconds, and those of forward and of what the optimizer does without waiting for others."""
+    def parts(self, trainee: Trainee, transport: TimedTransport, clip: float = 0.0) -> tuple[float, list[float]]:
+        """One step: its seconds, and those of forward and of what the optimizer does, clipping included, without
+        waiting for others."""
         trainee.optimizer.zero_grad()
         windows, mark, clock = self.windows(), self.clock.mark, self.clock
         self.ranks.barrier()
@@ -151,6 +153,8 @@ class Bench:
         loss.backward()
         backward = mark()
         transport.waits.clear()
+        if clip:
+            trainee.clip(clip)
         trainee.optimizer.step()
         end = mark()
         self.ranks.synchronize()
@@ -159,7 +163,7 @@ class Bench:
         waited = sum(max(0.0, until) - max(0.0, since) for since, until in within)  # a thread's may begin in backward
         return seconds, [clock.seconds(start, forward), clock.seconds(backward, end) - waited]
 
-    def measure(self, name: str, repeats: int) -> Row:
+    def measure(self, name: str, repeats: int, clip: float = 0.0) -> Row:
         """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
         variant, rate = VARIANTS[name], None
         if error := unsupported(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
@@ -175,7 +179,7 @@ class Bench:
             counts = step >= first and variant.times in (None, trainee.kind)
             self.ranks.barrier()
             before = self.ranks.bytes_sent()
-            found = self.parts(trainee, transport)
+            found = self.parts(trainee, transport, clip)
             self.ranks.barrier()
             if counts:
                 timings.append(found)
@@ -188,8 +192,10 @@ class Bench:
         forward, step_alone = self.mean([parts for _, parts in timings]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
-        reported = None if self.ranks.one_clock else trainee.reported_seconds(variant.times)
-        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent, reported=reported)
+        row = Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent)
+        if self.ranks.one_clock:  # barriers take round trips, which the report counts
+            return row
+        return replace(row, reported=trainee.reported_seconds(variant.times), verdict=trainee.verdict())
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""
@@ -250,4 +256,4 @@ def _run(arguments: argparse.Namespace, ranks: Ranks, publish: Publish) -> None:
     for name, seed in arguments.runs:
         publish(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr, arguments.clip))
     for name in [] if arguments.train else timed_variants(arguments.variants):
-        publish(bench.measure(name, arguments.repeats))
+        publish(bench.measure(name, arguments.repeats, arguments.clip))

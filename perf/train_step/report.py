@@ -114,6 +114,8 @@ def table(rows: Sequence[Row]) -> str:
             ratio = faster(row, baseline) if baseline else None
             sent = cell(row.bytes, "12.3f", 1e-6)
             lines.append(f"{where} | {times} | {row.share:10.1%} | {sent} | {cell(ratio, '8.2f')}")
+    said = [f"{VARIANTS[row.variant].title}, {row.rate or '-'}: {row.verdict}" for row in rows if row.verdict]
+    lines += ["", "What the optimizer's own report says of steps like these:", *said] if said else []
     return "\n".join(lines)
 
 

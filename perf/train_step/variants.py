@@ -77,6 +77,11 @@ class Trainee:
         kinds = {"full": report.uncompressed, "1 bit": report.compressed, "local": report.local}
         return kinds[kind or ("1 bit" if self.compressing() else "full")].seconds
 
+    def verdict(self) -> str | None:
+        """Of the optimizer's own report, where steps of both kinds were timed."""
+        report = self.optimizer.report() if isinstance(self.optimizer, OneBitOptimizer) else None
+        return None if report is None or report.speed_up is None else report.verdict
+
     def clip(self, norm: float) -> None:
         """The gradients of the coming step."""
         if isinstance(self.optimizer, OneBitOptimizer):

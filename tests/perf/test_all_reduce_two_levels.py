@@ -292,8 +292,16 @@ def test_too_many_ranks_a_host_are_refused(tmp_path, capsys):
 
 
 def test_direct_replies_stand_beside_both(monkeypatch):
-    monkeypatch.setattr(measure, "_compressed", lambda ranks, kind, reply, *_: (kind, reply))
-    monkeypatch.setattr(measure, "_uncompressed", lambda ranks, kind, *_: kind)
+    none = torch.zeros(0)
+    made = measure._Kind
+
+    def compressed(ranks, kind, reply, *_):
+        return made(kind, none, none, reply)
+
+    monkeypatch.setattr(measure, "_compressed", compressed)
+    monkeypatch.setattr(measure, "_uncompressed", lambda ranks, kind, *_: made(kind, none, none, None))
+    monkeypatch.setattr(measure, "_timed", lambda ranks, kinds, *_: [(kind.row, kind.run) for kind in kinds])
+    how = benchmark.parse_arguments(["--lab", "--elements=8"])
 
     class OfHosts:
         rank, device = 0, CPU
@@ -304,5 +312,39 @@ def test_direct_replies_stand_beside_both(monkeypatch):
         (1, True, [(ONE_BIT, 1), (DIRECT, "direct")]),
         (4, False, [(ONE_BIT, 1), (TWO_LEVELS, "auto")]),
     ):
-        ranks.each = each
-        assert measure.measure(ranks, 8, 1, 1, False, direct) == [*first, *KINDS]
+        ranks.each, how.direct = each, direct
+        assert measure.measure(ranks, 8, how) == [*first, *((kind, None) for kind in KINDS)]
+
+
+def test_kinds_take_turns_and_a_time_is_of_calls_in_a_row():
+    """The first turn does not count, and a kind that the backend can't add stands where it was, with its error."""
+    log = []
+
+    class OfHosts:
+        rank, each, device = 0, 1, CPU
+
+        def progress(self, text):
+            pass
+
+        def barrier(self):
+            log.append("barrier")
+
+        def bytes_sent(self):
+            return 1000 * sum(name in ("a", "b") for name in log)
+
+        def seconds(self, run):
+            run()
+            return 6.0
+
+        def slowest(self, values):
+            return tuple(values)
+
+    def kind(name):
+        return measure._Kind(Row(2, None, 8, name), torch.ones(8), torch.zeros(8), lambda: log.append(name))
+
+    rows = measure._timed(OfHosts(), [kind("a"), kind("b")], repeats=2, in_a_row=3, what="")
+    assert [name for name in log if name != "barrier"] == 3 * (["a"] * 3 + ["b"] * 3)
+    assert [(row.kind, row.seconds, row.calls, row.bytes) for row in rows] == [
+        ("a", 2.0, (2.0, 2.0), 1000.0),
+        ("b", 2.0, (2.0, 2.0), 1000.0),
+    ]

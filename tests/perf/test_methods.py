@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from perf.methods import command, plan, report
-from perf.methods.plan import ADAM_LR, FREEZE, LAMB_LR, LINKS, METHODS, STEPS, TRAINED, all_timed
+from perf.methods.plan import ADAM_LR, FREEZE, LAMB_LR, LINKS, METHODS, STEPS, all_timed
 from perf.methods.record import Record, record_path
-from perf.train_step.variants import TRAIN_AS, VARIANTS
+from perf.train_step.variants import VARIANTS
 from tests.perf.train_step_rows import ABOUT, row, run
 
 FULL = {"fp32", "adam-1", "lamb-1", "diloco-sync"}
@@ -79,7 +79,6 @@ def test_the_common_loss_is_what_every_method_in_step_reaches():
     assert finishes["zero-one"].near == pytest.approx(full * 4.0 + (STEPS - full) * 0.5)
     soon = FREEZE // 7
     assert finishes["powersgd-1-soon"].run == pytest.approx(soon * 8.0 + (STEPS - soon) * 0.5)
-    assert finishes["adam-2-overlap"].common == finishes["adam-2"].common  # it trains as adam-2 does
     assert report.finishes({}, found) == {}
 
 
@@ -102,7 +101,7 @@ def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_pa
     pytest.importorskip("matplotlib")
     record = Record(record_path(tmp_path, "narrow", 2))
     record.add({**ABOUT, "width": 256, "layers": 8, "cpu": "Some CPU", "versions": {"torch": "2"}, "measured": "today"})
-    for each in [*rows(SLOW), *rows(FAST, slow=0.7), *runs(dict.fromkeys(TRAINED, 2.2))]:
+    for each in [*rows(SLOW), *rows(FAST, slow=0.7), *runs(dict.fromkeys(METHODS, 2.2))]:
         record.add(each)
     status = command.main(["--report", f"--out={tmp_path}"])
     text = (tmp_path / "methods.md").read_text()
@@ -110,7 +109,8 @@ def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_pa
     for method in METHODS:
         assert text.count(f"| {report.title_of(method)} |") == 3, method
     assert "| 700 / 500 | 8,000 / 500 |" in text and "2.200 ± 0.000" in text
-    assert (tmp_path / "narrow-2-hosts.png").exists()
+    for name in ("narrow-2-hosts.png", "narrow-2-hosts-loss.png"):
+        assert (tmp_path / name).exists() and f"({name})" in text
     again = Record(record.path)
     assert (again.rows, again.runs) == (record.rows, record.runs)
     again.add(replace(again.rows[0], seconds=1.0))
@@ -136,6 +136,6 @@ def test_arguments_are_checked():
             command.parse_arguments(wrong)
 
 
-def test_methods_are_known_and_those_that_train_alike_are_trained_once():
+def test_methods_are_known_and_overlap_which_clipping_ends_is_none_of_them():
     assert set(METHODS) <= set(VARIANTS) and set(plan.OURS) | set(plan.LOCAL) <= set(METHODS)
-    assert "adam-2-overlap" not in TRAINED and TRAIN_AS["adam-2-overlap"] in TRAINED
+    assert plan.CLIP and not any("overlap" in VARIANTS[name].options for name in METHODS)

@@ -73,9 +73,9 @@ def kinds_timed(rank, size, name):
     """The kinds of the steps that are timed, and whether ranks are in step afterwards."""
     seen, bench, parts = [], Bench(Ranks(CPU, silent), Shape(32, 1, 1)), Bench.parts
 
-    def watched(self, trainee, transport):
+    def watched(self, trainee, transport, clip):
         kind = trainee.kind
-        found = parts(self, trainee, transport)
+        found = parts(self, trainee, transport, clip)
         seen.append((kind, found[0]))
         return found
 
@@ -111,8 +111,12 @@ def test_the_report_is_asked_for_steps_of_the_same_kind(kind):
     assert found.compressed.seconds != found.uncompressed.seconds
     expected = {None: found.compressed, "full": found.uncompressed, "local": found.local}
     assert trainee.reported_seconds(kind) == (None if kind == "sync" else expected[kind].seconds)
+    assert trainee.verdict() == found.verdict
     adamw = torch.optim.AdamW([weight])
     assert Trainee(None, adamw, lambda: False).reported_seconds(kind) is None
+    assert Trainee(None, adamw, lambda: False).verdict() is None
+    young = OneBitAdam([torch.nn.Parameter(torch.ones(4))], freeze_step=5)
+    assert Trainee(None, young, lambda: young.compressing).verdict() is None
 
 
 def test_gradients_are_clipped_as_each_optimizer_has_it():

@@ -81,6 +81,13 @@ def test_the_optimizers_own_report_is_held_against_the_benchmark():
     assert report.report_targets(ROWS) == []
 
 
+def test_the_reports_verdict_stands_below_the_table():
+    said = "no gain; 1-bit steps take 1.10 times as long as uncompressed ones"
+    text = report.table([*ROWS, row("zero-one-bit", 0.6, verdict=said)])
+    assert text.splitlines()[-1] == f"0/1 Adam, bf16, 1 bit, 25mbit: {said}"
+    assert "report" not in report.table(ROWS)
+
+
 def test_a_run_of_spaced_steps_against_the_baselines():
     kinds = {"zero-one-full": 4.0, "zero-one-bit": 0.5, "zero-one-alone": 0.25, "zero-one-sync": 0.75}
     rows = [*ROWS, *(row(name, seconds, share=0.5) for name, seconds in kinds.items())]
