@@ -10,11 +10,12 @@ rank to the network. The third measures on the group that it is started in: Gloo
 
 A time is the slowest rank's, the median of several calls after one that does not count, a barrier before each. Kinds
 take turns, so that what slows the machine for a while slows all of them. Bytes are those of all these calls by the
-interface's own counter: headers, acknowledgements and barriers are in it. They are read where each host of the lab, or elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME
-or NCCL_SOCKET_IFNAME; what the ranks of a host send each other does not pass the host's interface. Results are
-checked before the timed calls and after: a wrong one gets no figure. In the lab chunks="auto" measures every network
-anew; its links let 64 KiB through at once, which flatters messages that are not much larger, below 2**20 elements:
-with --in-a-row 50 a time is a fiftieth of that of fifty calls after one barrier, which do not fit into that.
+interface's own counter: headers, acknowledgements and barriers are in it. They are read where each host of the lab, or
+elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; what the ranks of a
+host send each other does not pass the host's interface. Results are checked before the timed calls and after: a wrong
+one gets no figure. In the lab chunks="auto" measures every network anew; its links let 64 KiB through at once, which
+flatters messages that are not much larger, below 2**20 elements: with --in-a-row 50 a time is a fiftieth of that of
+fifty calls after one barrier, which do not fit into that.
 With --rtt links have a round trip as well, "100mbit+50ms" in tables and records, which the lab has checked.
 """
 
@@ -78,7 +79,8 @@ def _on_lab(
 ) -> tuple[list[Row], dict[str, Any]]:
     options = {"elements": ",".join(map(str, arguments.elements))}
     options |= {name: getattr(arguments, name) for name in PASSED_ON}
-    argv = [*WORKER, "--worker", "--device=cpu", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+    argv = [*WORKER, "--worker", "--device=cpu"]
+    argv += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     argv += ["--phases"] * arguments.phases + ["--direct"] * arguments.direct
     argv += clock_option(rate)
     results: list[str] = []

@@ -122,9 +122,7 @@ def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
     return [next(rows) if isinstance(kind, _Kind) else kind for kind in found]
 
 
-def _compressed(
-    ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any, phase_repeats: int
-) -> _Kind:
+def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any, phase_repeats: int) -> _Kind:
     elements = source.numel()
     ranks.progress(f"{elements:,} elements: checking results")
     node_group = "auto" if kind == TWO_LEVELS else None
