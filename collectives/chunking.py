@@ -13,7 +13,7 @@ import torch
 
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.flags import MOST_ELEMENTS
-from onebit.collectives.topology import Topology
+from onebit.collectives.topology import Topology, on_one_host
 from onebit.collectives.transport.protocol import Ranks
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.hyper import Hyper, hyper_table
@@ -64,9 +64,8 @@ def choose_chunks(
     everyone, options = topology.copies, candidates_on(topology, numel, block_size, way)
     if everyone.size == 1 or len(options) == 1:
         return 1
-    cached = 0
-    if everyone.rank == 0:
-        cached = cache.shared().get(_key(topology, numel, device, way)).get("chunks", 0)
+    key = _key(topology, numel, device, way)
+    cached = cache.shared().get(key).get("chunks", 0) if everyone.rank == 0 else 0
     chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=device)
     everyone.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
     if int(chunks) > 0:
@@ -84,14 +83,17 @@ def choose_chunks(
 def save_chunks(
     topology: Topology, numel: int, device: torch.device, seconds: dict[int, float], way: type[Exchange] = TwoPhases
 ) -> tuple[int, bool]:
-    """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could."""
+    """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could. A
+    collective call."""
     best = min(seconds, key=lambda c: (seconds[c], c))
     key = _key(topology, numel, device, way)
     return best, topology.copies.rank > 0 or cache.shared().put(key, {"chunks": best})
 
 
 def _key(topology: Topology, numel: int, device: torch.device, way: type[Exchange]) -> str:
+    """What is measured on one host, where messages pass no network, is kept apart. A collective call."""
     ranks = f"{topology.copies.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
+    ranks += ", one host" if on_one_host(topology.copies, device) else ""
     kind = "" if way is TwoPhases else f", reply {way.way}"
     return f"{topology.copies.name}, {ranks}, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
 

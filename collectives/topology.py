@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -217,3 +218,11 @@ def this_host() -> str:
         return f"node {node}"
     boot = _BOOT.read_text() if _BOOT.exists() else ""
     return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()
+
+
+def on_one_host(ranks: Ranks, device: torch.device) -> bool:
+    """Whether all of them are on the same host. A collective call."""
+    name = zlib.crc32(this_host().encode()) & 0x7FFFFFFF
+    least_and_most = torch.tensor([-name, name], dtype=torch.int32, device=device)
+    ranks.all_max(least_and_most, "finding out whether all ranks are on one host (all-reduce of two numbers)")
+    return bool(least_and_most[0] == -least_and_most[1])

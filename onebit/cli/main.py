@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "demo",
             help="train a small language model with 1 bit and without, on ranks of this machine: a minute or two",
-            description="Trains a small language model on Python's own documentation, with Adam (or LAMB) and with its "
-            "1-bit twin: losses, bytes sent, a plot. Nothing is downloaded.",
+            description="Trains a small language model on Python's own documentation, with Adam, 1-bit Adam and 0/1 "
+            "Adam (or LAMB and 1-bit LAMB): losses, bytes sent, a plot. Nothing is downloaded.",
         )
     )
     tune.add_arguments(

@@ -29,6 +29,7 @@ from onebit.kernels.tuning.tuner import Choice, Config
 
 WHAT = ("all", "kernels", "chunks")
 MARK = "   <- chosen"
+_ON_A_GROUP = "on each host with torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +52,12 @@ def run(arguments: argparse.Namespace, progress: Progress) -> None:
     if dist.is_torchelastic_launched():
         return _run_group(arguments, progress)
     if arguments.only == "chunks":
-        raise CommandError(
-            "chunks are measured on a group of ranks: start it on each machine with "
-            "torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
-        )
+        raise CommandError(f"chunks are measured on a group of ranks: start it {_ON_A_GROUP}")
     device = pick_device(arguments.device)
     saved = _tune_device(arguments, device, progress, _write)
     if device.type != "cpu":
         _write(f"\n{_where(saved)}")
-    _write("Chunks are measured on a group of ranks: torchrun --nproc-per-node=<ranks> -m onebit tune")
+    _write(f"Chunks are measured on a group of ranks: {_ON_A_GROUP}")
 
 
 def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:

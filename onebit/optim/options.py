@@ -130,8 +130,9 @@ class Options:
         names = [each.name for each in fields(cls) if each.name not in without]
         unknown = sorted(arguments.keys() - set(names))
         if unknown:
-            known = ", ".join(names)
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}: the options are {known}")
+            known = f"beside an optimizer's own arguments the options are {', '.join(names)}"
+            other = ", which is of other optimizers" if unknown[0] in without else ""
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}{other}: {known}")
         return cls(**arguments)
 
     def __post_init__(self) -> None:

@@ -91,8 +91,8 @@ class Report:
         if self.skipped is not None:
             lines.append(f"{'skipped':13} {self.skipped:>7} of these")
         if self.sent:
-            fewer = f"{self.sent_by_fp32 / self.sent:.1f} and {self.sent_by_fp16 / self.sent:.1f} times fewer"
-            lines.append(f"{'sent':13} {_size(self.sent):>7}, {fewer} than fp32 and fp16 all-reduces")
+            others = f"{self.sent_by_fp32 / self.sent:.1f} and {self.sent_by_fp16 / self.sent:.1f} times as much"
+            lines.append(f"{'sent':13} {_size(self.sent):>7}; fp32 and fp16 all-reduces send {others}")
         return "\n".join(lines)
 
 

@@ -93,7 +93,7 @@ def check(ranks: Ranks, average: CompressedAllReduce, elements: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class TimedKind:
     """What is timed: `run` averages x, which is `source` before. finished: the row, from times and bytes."""
 
     row: Row
@@ -113,16 +113,18 @@ def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     source = torch.randn(elements, generator=generator, device=ranks.device)
     phase_repeats = how.repeats if how.phases else 0
-    found: list[_Kind | Row] = [
+    found: list[TimedKind | Row] = [
         *(_compressed(ranks, kind, reply, source, how.chunks, phase_repeats) for kind, reply in replies.items()),
         *(_uncompressed(ranks, kind, source) for kind in KINDS),
     ]
-    kinds = [kind for kind in found if isinstance(kind, _Kind)]
-    rows = iter(_timed(ranks, kinds, how.repeats, how.in_a_row, f"{elements:,} elements"))
-    return [next(rows) if isinstance(kind, _Kind) else kind for kind in found]
+    kinds = [kind for kind in found if isinstance(kind, TimedKind)]
+    rows = iter(time_in_turn(ranks, kinds, how.repeats, how.in_a_row, f"{elements:,} elements"))
+    return [next(rows) if isinstance(kind, TimedKind) else kind for kind in found]
 
 
-def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any, phase_repeats: int) -> _Kind:
+def _compressed(
+    ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any, phase_repeats: int
+) -> TimedKind:
     elements = source.numel()
     ranks.progress(f"{elements:,} elements: checking results")
     node_group = "auto" if kind == TWO_LEVELS else None
@@ -136,7 +138,7 @@ def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chun
         phases = _phases(ranks, average, x, phase_repeats) if phase_repeats else None
         return replace(row, chunks=average.chunks, phases=phases)
 
-    return _Kind(_row(ranks, elements, kind), source, x, lambda: average(x), finished)
+    return TimedKind(_row(ranks, elements, kind), source, x, lambda: average(x), finished)
 
 
 def check_levels(ranks: Ranks, average: CompressedAllReduce, kind: str) -> None:
@@ -153,15 +155,15 @@ def _row(ranks: Ranks, elements: int, kind: str) -> Row:
     return Row(ranks.size // ranks.each, None, elements, kind, each=ranks.each)
 
 
-def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> _Kind | Row:
+def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> TimedKind | Row:
     row, inputs = _row(ranks, source.numel(), kind), source.to(KINDS[kind])
     if error := unsupported(inputs):
         return replace(row, error=error)
     x = torch.empty_like(inputs)
-    return _Kind(row, inputs, x, lambda: dist.all_reduce(x))
+    return TimedKind(row, inputs, x, lambda: dist.all_reduce(x))
 
 
-def _timed(ranks: Ranks, kinds: Sequence[_Kind], repeats: int, in_a_row: int, what: str) -> list[Row]:
+def time_in_turn(ranks: Ranks, kinds: Sequence[TimedKind], repeats: int, in_a_row: int, what: str) -> list[Row]:
     """All kinds in turn, so that what slows the machine for a while slows all of them. The first turn does not count.
 
     A time is that of a call, the mean of `in_a_row` calls after one barrier.

@@ -16,6 +16,8 @@ CASE = Case((12_288,), 32, chunks="auto", steps=2)  # 8 chunks * 3 ranks * 16 bl
 ALL = [1, 2, 4, 8]
 SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
 COMPARED = 2 * [f"{event} comparing the ranks' layouts (all-gather)" for event in ("start", "wait")]  # lengths, text
+ASKING = "all_max finding out whether all ranks are on one host (all-reduce of two numbers)"
+AGREEING = "all_max agreeing on the number of chunks (all-reduce of one number)"
 BEST = 2  # of the slowest rank's seconds: 9, 5, 9, 9
 
 
@@ -37,7 +39,7 @@ def write(folder, key, choice):
         json.dump({"onebit": 1, "choices": {key: choice}}, file)
 
 
-KEY = f"gloo, {SIZE} ranks, cpu, 2^{(12_288).bit_length()} elements, chunks"
+KEY = f"gloo, {SIZE} ranks, one host, cpu, 2^{(12_288).bit_length()} elements, chunks"
 
 
 def agreed(answers):
@@ -75,7 +77,11 @@ def test_measured_once_and_cached(folders, fresh):
     assert (first.chunks, first.measured) == (BEST, 1)
     for choice in later:
         assert (choice.chunks, choice.measured) == (BEST, 0)
-        assert choice.phases == [*COMPARED, "all_max agreeing on the number of chunks (all-reduce of one number)"]
+        assert choice.phases == [
+            *COMPARED,
+            ASKING,
+            "all_max agreeing on the number of chunks (all-reduce of one number)",
+        ]
 
 
 def test_another_size_is_measured_anew(folders):
@@ -83,6 +89,16 @@ def test_another_size_is_measured_anew(folders):
     first, second = agreed(run_ranks(SIZE, work_chunks.choices, [CASE, larger], folders, SECONDS))
     assert (first.measured, second.measured) == (1, 1)
     assert len(entries(folders[0])) == 2
+
+
+def test_a_trial_on_one_host_says_nothing_of_several(folders):
+    """Where messages pass a network it is measured anew, and both are kept."""
+    first = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
+    again, later = (
+        agreed(run_ranks(SIZE, work_chunks.choices_on_hosts, [CASE], folders, SECONDS, [0, 0, 1])) for _ in range(2)
+    )
+    assert [[c.measured for c in found] for found in (first, again, later)] == [[1], [1], [0]]
+    assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
 
 
 def test_the_cache_of_rank_0_counts_for_all(folders):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -107,6 +108,14 @@ def choices(
             if fresh:
                 tuner.forget()
     return made
+
+
+def choices_on_hosts(
+    rank: int, size: int, cases: list[Case], folders: list[str], seconds: list[list[float]], hosts: list[int]
+) -> list[Choice]:
+    """The same on hosts with these numbers, a rank each, as torchrun gives them."""
+    with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}):
+        return choices(rank, size, cases, folders, seconds)
 
 
 def loaded_alone(rank: int, size: int, case: Case, who: int) -> tuple[int, int, bool] | None:

@@ -293,14 +293,14 @@ def test_too_many_ranks_a_host_are_refused(tmp_path, capsys):
 
 def test_direct_replies_stand_beside_both(monkeypatch):
     none = torch.zeros(0)
-    made = measure._Kind
+    made = measure.TimedKind
 
     def compressed(ranks, kind, reply, *_):
         return made(kind, none, none, reply)
 
     monkeypatch.setattr(measure, "_compressed", compressed)
     monkeypatch.setattr(measure, "_uncompressed", lambda ranks, kind, *_: made(kind, none, none, None))
-    monkeypatch.setattr(measure, "_timed", lambda ranks, kinds, *_: [(kind.row, kind.run) for kind in kinds])
+    monkeypatch.setattr(measure, "time_in_turn", lambda ranks, kinds, *_: [(kind.row, kind.run) for kind in kinds])
     how = benchmark.parse_arguments(["--lab", "--elements=8"])
 
     class OfHosts:
@@ -340,9 +340,9 @@ def test_kinds_take_turns_and_a_time_is_of_calls_in_a_row():
             return tuple(values)
 
     def kind(name):
-        return measure._Kind(Row(2, None, 8, name), torch.ones(8), torch.zeros(8), lambda: log.append(name))
+        return measure.TimedKind(Row(2, None, 8, name), torch.ones(8), torch.zeros(8), lambda: log.append(name))
 
-    rows = measure._timed(OfHosts(), [kind("a"), kind("b")], repeats=2, in_a_row=3, what="")
+    rows = measure.time_in_turn(OfHosts(), [kind("a"), kind("b")], repeats=2, in_a_row=3, what="")
     assert [name for name in log if name != "barrier"] == 3 * (["a"] * 3 + ["b"] * 3)
     assert [(row.kind, row.seconds, row.calls, row.bytes) for row in rows] == [
         ("a", 2.0, (2.0, 2.0), 1000.0),

@@ -1,1 +1,1 @@
-"""`onebit demo`: an optimizer and its 1-bit twin, side by side on ranks of this machine."""
+"""`onebit demo`: an optimizer and its 1-bit forms, side by side on ranks of this machine."""

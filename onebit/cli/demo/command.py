@@ -1,4 +1,4 @@
-"""`onebit demo`: an optimizer and its 1-bit twin train the same model on ranks of this machine; or the codec alone."""
+"""`onebit demo`: an optimizer and its 1-bit forms train the same model on ranks of this machine; or the codec alone."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def _speed_ups(model: Model, found: dict[str, dict[str, float]]) -> str:
 
 def _pays(below: float | None, cluster: Cluster) -> str:
     if cluster.nodes == 1:
-        return "On one node no network is used: compression is for more nodes"
+        gpus = f"{cluster.gpus} of at most {cluster.gpus_per_node} GPUs"
+        return f"On one node ({gpus}) no network is used: compression is for more nodes"
     if below is None:
         return "Stage 2 is faster at any network rate"
     if below == 0:

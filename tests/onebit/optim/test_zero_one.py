@@ -213,7 +213,7 @@ def test_overlap_changes_no_bit(each: int) -> None:
 
 @pytest.mark.parametrize("name", ["freeze_step", "freeze_threshold", "freeze_window"])
 def test_there_is_no_freeze(name: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}', which is of other"):
         onebit.ZeroOneAdam([torch.nn.Parameter(torch.ones(2))], **{name: 4})
 
 

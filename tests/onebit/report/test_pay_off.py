@@ -152,7 +152,7 @@ def test_the_text() -> None:
         "uncompressed      100 steps, 640.0 ms each, 50% of it waiting for messages",
         "1 bit             300 steps, 100.0 ms each, 25% of it waiting for messages",
         "skipped             2 of these",
-        "sent             2 MB, 20.0 and 10.0 times fewer than fp32 and fp16 all-reduces",
+        "sent             2 MB; fp32 and fp16 all-reduces send 20.0 and 10.0 times as much",
     ]
     assert str(report(0.64, 0.1, alone=0.064)).splitlines()[3] == (
         "local           10000 steps, 64.0 ms each, 0% of it waiting for messages"
