@@ -27,6 +27,7 @@ from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
+from onebit.optim.held import clear_fields
 from onebit.optim.memory_order import flattened, reordered
 from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import betas_of
@@ -51,7 +52,8 @@ def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> 
     saved = {p: _present(state_dict["state"].get(key, {})) for key, p in zip(keys, params, strict=True)}
     merged = merged_options(setup, groups)
     numbers = _numbers(setup, progress_of(groups), saved)
-    return merged, _Restoration(setup, numbers, saved).snapshot(len(current.parts))
+    betas = [betas_of(group) for group in merged]
+    return merged, _Restoration(setup, numbers, saved, betas).snapshot(len(current.parts))
 
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
@@ -72,8 +74,15 @@ def _present(own: Saved) -> Saved:
 class _Restoration:
     """New parts, filled from what was saved."""
 
-    def __init__(self, setup: Setup, numbers: Mapping[str, Any], saved: Mapping[Tensor, Saved]) -> None:
-        self._setup, self._numbers, self._saved = setup, numbers, saved
+    def __init__(
+        self,
+        setup: Setup,
+        numbers: Mapping[str, Any],
+        saved: Mapping[Tensor, Saved],
+        betas: Sequence[tuple[float, float]],
+    ) -> None:
+        """betas: of each param group that was saved."""
+        self._setup, self._numbers, self._saved, self._betas = setup, numbers, saved, betas
         self._compressing = bool(numbers["compressing"])
         self._residuals_missing = False
 
@@ -112,7 +121,10 @@ class _Restoration:
                 self._load_fields(state, i, own)
         state.master_is_current = all(MASTER.name in own for own in saved)
         state.scratch = self._setup.algorithm.scratch(state)
+        if "optimizer" not in self._numbers and (steps := int(self._numbers["steps"])):
+            self._setup.algorithm.adopt_variance(state, steps, [self._betas[group][1] for group in state.groups])
         if self._compressing:
+            clear_fields(state)
             part.start_reducer(self._setup)
             if any(DENSE in own for own in saved):
                 self._load_folded(part, saved)
@@ -245,7 +257,7 @@ class _Restoration:
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
         state, way = part.state, self._way
-        beta1s = [betas_of(self._setup.groups[group])[0] for group in state.groups]
+        beta1s = [self._betas[group][0] for group in state.groups]
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
@@ -457,6 +469,7 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
         return numbers
     steps = _steps_of(saved)
     if numbers and numbers["steps"] == steps and numbers["optimizer"] == setup.name:
+        setup.algorithm.check_saved_settings(numbers.get("settings", {}), steps)
         return numbers
     return {
         "ranks": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [], "wire_bytes": 0,

@@ -33,11 +33,12 @@ from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
 from onebit.checkpoint.extra import EXTRA, check, packed, rank_to_read, restore, unpacked
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
-from onebit.checkpoint.names import PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
+from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.schema import progress_of
 from onebit.kernels.data.checks import is_whole
+from onebit.optim.memory_order import order_of
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import as_whole, is_sharded, local
 from onebit.parallel.unwrap import own_module, own_optimizer
@@ -138,8 +139,10 @@ def _extra(source: _Source) -> dict[str, Any]:
 def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What this rank needs of the optimizer's state."""
     paths, place = source.paths, optimizer.setup.topology.place
-    found = source.read(k for k, p in paths.items() if p[1] == "param_groups")
-    numbers = source.ranks.on_all(lambda: _numbers({paths[k]: v for k, v in found.items()}))
+    found = source.read(k for k, p in paths.items() if p[1] == "param_groups" or p[-1] == ORDER)
+    groups = {paths[k]: v for k, v in found.items() if paths[k][1] == "param_groups"}
+    orders = {str(paths[k][2]): v for k, v in found.items() if paths[k][-1] == ORDER and isinstance(v, Tensor)}
+    numbers = source.ranks.on_all(lambda: _numbers(groups))
     own_residual, own_server = residual_name(place), server_residual_name(place)
     servers = {k for k, p in paths.items() if server_rank_of(p[-1]) is not None}
     residuals: dict[int, list[str]] = {}
@@ -147,7 +150,7 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         if (rank := rank_of(path[-1])) is not None:
             residuals.setdefault(rank, []).append(key)
     others = {k for own in residuals.values() for k in own}
-    if source.ranks.on_all(lambda: same_cut(optimizer.setup, numbers)):
+    if source.ranks.on_all(lambda: same_cut(optimizer.setup, numbers) and _same_orders(optimizer, orders)):
         others = {k for k in others if paths[k][-1] != own_residual}
         others |= {k for k in servers if paths[k][-1] != own_server}
         found |= source.read(k for k in paths if k not in found and k not in others)
@@ -155,6 +158,13 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         found |= source.read(k for k in paths if k not in found and k not in others)
         found |= _mean_residuals(source, residuals, int(numbers["ranks"]), int(numbers.get("slices", 1)))
     return source.ranks.on_all(lambda: _nested({paths[k]: v for k, v in found.items()}))
+
+
+def _same_orders(optimizer: OneBitOptimizer, saved: Mapping[str, Tensor]) -> bool:
+    """Whether parameters lie in memory as they did: else blocks have other elements."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    here = {str(i): order for i, p in enumerate(params) if p.requires_grad and (order := order_of(local(p)))}
+    return here == {i: tuple(order.flatten().tolist()) for i, order in saved.items()}
 
 
 def _numbers(groups: Mapping[KeyPath, Any]) -> dict[str, Any]:

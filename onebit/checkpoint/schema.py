@@ -140,7 +140,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
         "chunks": [state.layout.chunks for state in current.states],
-        "block_size": setup.block_size,
+        "block_size": current.states[0].block_size if current.states else setup.block_size,
         "scale": setup.options.scale,
         "reply": setup.way.way,
         "wire_bytes": current.wire_bytes,

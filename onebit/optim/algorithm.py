@@ -112,6 +112,17 @@ class Algorithm(ABC):
         """
         return {}
 
+    def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
+        """At the freeze, before step number `step`: beta1 m, a parameter each, is what was left out."""
+        for i, beta1 in enumerate(beta1s):
+            state.view(MOMENTUM.name, i).mul_(beta1)
+        state.rename(MOMENTUM.name, RESIDUAL)
+
+    def adopt_variance(self, state: FlatState, steps: int, beta2s: Sequence[float]) -> None:
+        """Stage 1, loaded from another optimizer after so many steps, such as torch.optim.AdamW: the weights of all
+        gradients in v add up to 1 - beta2^steps, a parameter each."""
+        return None
+
     def live(self, state: FlatState) -> Tensor | None:
         """Stage 2: bool [elements], where coordinates take part; None where all do."""
         return None

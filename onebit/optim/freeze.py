@@ -79,6 +79,8 @@ class FreezeRule(ABC):
 
     def _keep(self, step: int, values: list[float]) -> None:
         if step % self._stride == 0:
+            if self._trace and len(self._trace[-1]) != len(values):  # parameters were added
+                self._trace.clear()
             self._trace.append(values)
             self._update_ratio()
 

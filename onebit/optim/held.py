@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.optim.fields import MASTER, MOMENTUM, VARIANCE
+from onebit.optim.fields import MASTER
 from onebit.optim.flat_state import FlatState
 from onebit.optim.memory_order import as_stored
 from onebit.optim.sharding import is_sharded, local
@@ -57,12 +57,12 @@ def held_by(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
     return found
 
 
-def clear_moments(state: FlatState) -> None:
-    """What a loaded state may have there."""
-    for name in (MOMENTUM.name, VARIANCE.name):
-        for i, held in enumerate(state.held):
-            if held is not None and name in state:
-                state.view(name, i).masked_fill_(held, 0)
+def clear_fields(state: FlatState) -> None:
+    """What a state may have there that was saved without this mask."""
+    names = [name for name, field in state.fields.items() if field.per == "element" and field is not MASTER]
+    for i, held in enumerate(state.held):
+        for name in names if held is not None else ():
+            state.view(name, i).masked_fill_(held, 0)
 
 
 def clear_gradients(states: Iterable[FlatState]) -> None:
@@ -70,6 +70,13 @@ def clear_gradients(states: Iterable[FlatState]) -> None:
         for held, grad in zip(state.held, state.gradients_now(), strict=True):
             if held is not None and grad is not None:
                 grad.masked_fill_(held, 0)
+
+
+def without(state: FlatState, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients, and copies of those of which something is held: others may still write to them."""
+    return [
+        g if g is None or held is None else g.masked_fill(held, 0) for g, held in zip(grads, state.held, strict=True)
+    ]
 
 
 def values(states: Iterable[FlatState]) -> list[Tensor]:

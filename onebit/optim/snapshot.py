@@ -18,7 +18,7 @@ from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
 from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
-from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
+from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -129,14 +129,12 @@ class Snapshot:
         for part in self.parts:
             state = part.state
             state.set_chunks(setup.choose_chunks(state))
-            held.clear_moments(state)
+            held.clear_fields(state)
             without = algorithm.on_freeze(state, rows, setup.options)
             zeros += [(setup.name_of(state.params[i]), n, state.whole_numels[i]) for i, n in without.items() if n]
             if algorithm.needs_previous_momentum:
                 state.add(FIRST_MOMENTUM).copy_(state[MOMENTUM.name])
-            for i, group in enumerate(state.groups):
-                state.view(MOMENTUM.name, i).mul_(rows[group].beta1)
-            state.rename(MOMENTUM.name, RESIDUAL)
+            algorithm.momentum_becomes_residual(state, steps + 1, [rows[group].beta1 for group in state.groups])
             state.scratch = algorithm.scratch(state)
             part.start_reducer(setup)
         self.stages.compressing = True

@@ -51,6 +51,18 @@ class Schedule(NamedTuple):
     next_sync: int | None  # with local steps: this one or the next after it with which ranks agree again
 
 
+class AfterDenseStart(FixedStep):
+    """With the first compressed step. Where a later state was loaded, full steps come before that which are taken as
+    those of the dense start: m is dense still."""
+
+    def __init__(self, schedule: VarianceSchedule, window: int) -> None:
+        super().__init__(schedule.dense_start, window)
+        self._schedule = schedule
+
+    def due(self, step: int) -> bool:
+        return super().due(step) and not self._schedule.is_full(step + 1)
+
+
 class ZeroOne(Adam):
     """The updates of 0/1 Adam; those of the dense start are Adam's."""
 
@@ -116,8 +128,21 @@ class ZeroOne(Adam):
             state[name].copy_(root)
         return {}
 
+    def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
+        """Where a state of another optimizer was loaded between two exchanges, every rank goes on with m itself, and
+        nothing was left out."""
+        if self.kind(step) in ("local", "sync"):
+            state[local_steps.OWN_MOMENTUM.name].copy_(state[MOMENTUM.name])
+            state[local_steps.FACTOR.name].zero_()  # there was no exchange
+            state[MOMENTUM.name].zero_()
+        super().momentum_becomes_residual(state, step, beta1s)
+
+    def adopt_variance(self, state: FlatState, steps: int, beta2s: Sequence[float]) -> None:
+        for i, beta2 in enumerate(beta2s):
+            state.view(VARIANCE.name, i).mul_(self.schedule.weight(steps, beta2) / (1 - beta2**steps))
+
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
-        return FixedStep(self.schedule.dense_start, window)
+        return AfterDenseStart(self.schedule, window)
 
     def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:
         h, beta2 = super().hyper(group, step, bias_correction), betas_of(group)[1]
@@ -155,7 +180,9 @@ class ZeroOne(Adam):
         here, last = self.settings(), self.schedule.last
         for name in _SETTINGS:
             was = saved.get(name, "none" if name.startswith("local") else here[name])
-            if name == "var_freeze_step":
+            if name == "var_update_scaler":
+                still_to_come = is_whole(was, least=1) and steps <= min(was, self.schedule.kappa) + 1
+            elif name == "var_freeze_step":
                 still_to_come = all(end == "none" or is_whole(end, least=steps) for end in (was, here[name]))
             else:
                 still_to_come = name.startswith("local") and (last is None or steps <= last)

@@ -15,6 +15,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
 from onebit.collectives.waits import waiting
+from onebit.optim import held
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Version
 from onebit.optim.reducer import MomentumReducer
@@ -113,7 +114,8 @@ class Flight:
         self._undo[s].save(chunk)
         state, flags = self.states[s], self._flags[s][chunk.index : chunk.index + 1]
         members = self._members[s][chunk.index]
-        grads = state.stored([g if i in members else None for i, g in enumerate(self._grads[s])])
+        found = [g if i in members else None for i, g in enumerate(self._grads[s])]
+        grads = state.stored(held.without(state, found))
         means = self._means[s]
         if means is not None and self._node is not None:
             whole = [None if g is None else g.contiguous() for g in grads]

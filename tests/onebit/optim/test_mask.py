@@ -242,6 +242,54 @@ def test_with_overlap_under_ddp(kind: str) -> None:
     assert found[0] == found[1] and found[0][1]
 
 
+def held_at_infinity(rank: int, size: int, kind: str, overlap: bool) -> tuple[int, bytes]:
+    """sqrt at a held 0, whose gradient is inf."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.rand(64, 64) + 1)
+    p.data[0, 0] = 0
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    mask[0, 0] = False
+    options = options_of(kind, {"freeze_step": 4}) | {"block_size": 64, "chunks": 2, "process_group": group()}
+    optimizer = getattr(onebit, kind)([{"params": [p], "mask": mask}], overlap=overlap, **options)
+    for _ in range(8):
+        optimizer.zero_grad()
+        (p.sqrt() * (1 + rank)).sum().backward()
+        optimizer.step()
+    return optimizer.skipped_steps, bits([p])
+
+
+@kinds
+def test_a_held_gradient_that_is_not_finite_skips_nothing_with_overlap_either(kind: str) -> None:
+    plain, overlapping = (run_ranks(2, held_at_infinity, kind, overlap) for overlap in (False, True))
+    assert plain == overlapping and [skipped for skipped, _ in plain] == [0, 0]
+
+
+@kinds
+def test_a_mask_that_comes_with_a_load_leaves_the_held_out_of_scales(kind: str) -> None:
+    """After a hundred steps under it scales are those of a run without what is held."""
+
+    def step(optimizer: Any, p: nn.Parameter, number: int) -> None:
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)) + 0.5
+        optimizer.step()
+
+    p = nn.Parameter(torch.zeros(64, 32))
+    options = options_of(kind, {"freeze_step": 4}) | {"lr": 1e-3, "block_size": 2048}
+    optimizer = getattr(onebit, kind)([p], **options)
+    for number in range(8):
+        step(optimizer, p, number)
+    mask = torch.zeros(64, 32, dtype=torch.bool)
+    mask[0] = True
+    q, first = nn.Parameter(p.detach().clone()), p.detach().clone()
+    masked = getattr(onebit, kind)([{"params": [q], "mask": mask}], **options)
+    masked.load_state_dict(optimizer.state_dict())
+    for number in range(8, 108):
+        step(optimizer, p, number)
+        step(masked, q, number)
+    (own,), (everything,) = masked.diagnostics().values(), optimizer.diagnostics().values()
+    assert own["momentum_scale"] == pytest.approx(everything["momentum_scale"], rel=0.3)
+    assert torch.equal(q[1:], first[1:]) and not torch.equal(q[0], first[0])
+
+
 def one_rank_masked(rank: int, size: int) -> str:
     params = parameters((4, 4), (3,))
     mask = torch.eye(4, dtype=torch.bool) if rank else ~torch.eye(4, dtype=torch.bool)

@@ -1,0 +1,200 @@
+"""States that were saved under other circumstances: by another optimizer later in a run, while parameters were frozen,
+or in another memory format."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onebit
+from onebit.optim.schedule import VarianceSchedule
+from tests.ranks import group, run_ranks
+
+SHAPE, LR, BETAS, EPS = (8, 16), 1e-2, (0.9, 0.99), 1e-8
+
+
+def gradient(step: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)) + 0.5
+
+
+def take(optimizer: torch.optim.Optimizer, p: nn.Parameter, step: int) -> Tensor:
+    """One step: how far it went."""
+    before = p.detach().clone()
+    p.grad = gradient(step)
+    optimizer.step()
+    return p.detach() - before
+
+
+def from_adamw(steps: int, **options: object) -> tuple[onebit.ZeroOneAdam, nn.Parameter, dict[str, Tensor]]:
+    """0/1 Adam with AdamW's state of so many steps, and that state."""
+    p = nn.Parameter(torch.zeros(SHAPE))
+    adamw = torch.optim.AdamW([p], lr=LR, betas=BETAS, weight_decay=0.0)
+    for step in range(1, steps + 1):
+        take(adamw, p, step)
+    optimizer = onebit.ZeroOneAdam([p], lr=LR, block_size=32, variance_floor=0.0, **options)  # type: ignore[arg-type]
+    optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    return optimizer, p, {name: value.clone().double() for name, value in adamw.state[p].items()}
+
+
+@pytest.mark.parametrize("last", [None, 3, 60])
+@pytest.mark.parametrize("steps", [3, 5, 60, 200])
+def test_adamws_variance_is_divided_by_its_own_weight(steps, last):
+    optimizer, p, theirs = from_adamw(steps, var_freeze_step=last)
+    wanted = theirs["exp_avg_sq"] / (1 - BETAS[1] ** steps)
+    mine = optimizer.state[p]["exp_avg_sq"].double() / VarianceSchedule(4, last).weight(steps, BETAS[1])
+    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("steps", [6, 8, 12, 16, 20])
+def test_a_full_step_right_after_adamws_state_has_its_momentum(steps):
+    """It is a dense one: m was never sent."""
+    optimizer, p, theirs = from_adamw(steps)
+    schedule = VarianceSchedule(4)
+    assert schedule.is_full(steps + 1)
+    moved = take(optimizer, p, steps + 1).double()
+    assert not optimizer.compressing
+    g, b, weight = gradient(steps + 1).double(), *(of(steps + 1, BETAS[1]) for of in (schedule.decay, schedule.weight))
+    m = BETAS[0] * theirs["exp_avg"] + (1 - BETAS[0]) * g
+    before = theirs["exp_avg_sq"] / (1 - BETAS[1] ** steps) * schedule.weight(steps, BETAS[1])
+    v = b * before + (1 - b) * g * g
+    wanted = -LR * m / (1 - BETAS[0] ** (steps + 1)) / ((v / weight).sqrt() + EPS)
+    torch.testing.assert_close(moved, wanted, rtol=1e-4, atol=1e-6)
+    take(optimizer, p, steps + 2)
+    assert optimizer.compressing
+
+
+@pytest.mark.parametrize("first_local", [21, 101])
+def test_local_steps_right_after_adamws_state_have_its_momentum(first_local):
+    """A rank moves as AdamW with that variance would. What it has to send is what it has moved by."""
+    options = {"var_freeze_step": 10, "local_step_scaler": first_local - 11, "local_step_clipper": 8}
+    optimizer, p, theirs = from_adamw(100, **options)
+    root = (theirs["exp_avg_sq"] / (1 - BETAS[1] ** 100)).sqrt()
+    m, way, start = theirs["exp_avg"], torch.zeros(SHAPE, dtype=torch.float64), p.detach().clone().double()
+    for step in range(101, 140):
+        kind = optimizer.schedule.kind
+        m = BETAS[0] * m + (1 - BETAS[0]) * gradient(step).double()
+        way -= LR * m / (1 - BETAS[0] ** step) / (root + EPS)
+        take(optimizer, p, step)
+        if kind == "sync":
+            break
+        assert kind == "local"
+        torch.testing.assert_close(p.detach().double() - start, way, rtol=1e-4, atol=1e-6)
+    else:
+        raise AssertionError("there was no sync")
+    sent, wanted = (p.detach().double() - start) * (root + EPS), way * (root + EPS)
+    scales = sent.view(-1, 32).abs().mean(1)
+    torch.testing.assert_close(scales, wanted.view(-1, 32).abs().mean(1), rtol=1e-3, atol=1e-6)
+
+
+def test_a_schedule_that_was_another_is_an_error_before_the_freeze_too():
+    def stage_1(steps: int) -> dict[str, object]:
+        p = nn.Parameter(torch.zeros(SHAPE))
+        optimizer = onebit.ZeroOneAdam([p], lr=LR, var_update_scaler=100)
+        for step in range(1, steps + 1):
+            take(optimizer, p, step)
+        assert not optimizer.compressing
+        return copy.deepcopy(optimizer.state_dict())
+
+    def load(state: dict[str, object], scaler: int) -> onebit.ZeroOneAdam:
+        optimizer = onebit.ZeroOneAdam([nn.Parameter(torch.zeros(SHAPE))], lr=LR, var_update_scaler=scaler)
+        optimizer.load_state_dict(state)
+        return optimizer
+
+    with pytest.raises(ValueError, match="var_update_scaler=100"):
+        load(stage_1(90), 4)
+    with pytest.raises(ValueError, match="var_update_scaler=100"):
+        load(stage_1(6), 4)
+    assert load(stage_1(5), 4).steps == 5  # of which both schedules have decided alike
+    assert load(stage_1(90), 100).steps == 90
+
+
+@pytest.mark.parametrize("frozen", [slice(None), slice(0, 500)], ids=["all", "the small ones"])
+def test_a_state_saved_while_parameters_are_frozen_says_its_own_blocks(frozen):
+    def build() -> tuple[list[nn.Parameter], onebit.OneBitAdam]:
+        params = [*(nn.Parameter(torch.ones(10)) for _ in range(500)), nn.Parameter(torch.ones(100, 100))]
+        return params, onebit.OneBitAdam(params, lr=1e-2, freeze_step=1)
+
+    def steps(params: list[nn.Parameter], optimizer: onebit.OneBitAdam, first: int) -> list[Tensor]:
+        for step in range(first, first + 2):
+            for p in params:
+                p.grad = torch.full_like(p, 0.1 * step)
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    params, optimizer = build()
+    steps(params, optimizer, 1)
+    for p in params[frozen]:
+        p.requires_grad_(False)
+    state, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    for p in params[frozen]:
+        p.requires_grad_(True)
+    assert state["param_groups"][0]["onebit"]["block_size"] == 32 == optimizer.setup.block_size
+    others, again = build()
+    for p, value in zip(others, values, strict=True):
+        p.data.copy_(value)
+    again.load_state_dict(state)
+    for a, b in zip(steps(params, optimizer, 3), steps(others, again, 3), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lambs_coefficients_of_before_a_group_was_added_are_not_saved():
+    def step(params: list[nn.Parameter], optimizer: onebit.OneBitLamb) -> None:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    params = [nn.Parameter(torch.ones(40)) for _ in range(3)]
+    optimizer = onebit.OneBitLamb(params[:2], lr=1e-3, freeze_window=32)
+    for _ in range(20):
+        step(params[:2], optimizer)
+    optimizer.add_param_group({"params": params[2:]})
+    for _ in range(5):
+        step(params, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    again = onebit.OneBitLamb([{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_window=32)
+    again.load_state_dict(state)
+    for _ in range(40):
+        step(params, optimizer)
+        step(params, again)
+    assert optimizer.freeze_ratio == again.freeze_ratio is not None
+
+
+def residuals_in_another_format(rank: int, size: int, folder: Path) -> tuple[list[list[float]], int]:
+    """Norms of what was left out: as it was, loaded as it was, loaded into channels_last; and how many warnings."""
+
+    def build(memory_format: torch.memory_format) -> tuple[nn.Module, onebit.OneBitAdam]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=memory_format)
+        return model, onebit.OneBitAdam(
+            model.parameters(), freeze_step=3, reply=1, block_size=64, process_group=group()
+        )
+
+    def left_out(optimizer: onebit.OneBitAdam) -> list[float]:
+        (own,) = optimizer.diagnostics().values()
+        return [own["residual_norm"], own["server_residual_norm"]]
+
+    model, optimizer = build(torch.contiguous_format)
+    for step in range(8):
+        model.weight.grad = torch.randn(16, 8, 3, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+        optimizer.step()
+    onebit.save(folder, model, optimizer)
+    found = [left_out(optimizer)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            model, other = build(memory_format)
+            onebit.load(folder, model, other)
+            found.append(left_out(other))
+    return found, sum("residual" in str(warning.message) for warning in caught)
+
+
+def test_residuals_come_along_into_another_memory_format(tmp_path):
+    for (before, same, other), warned in run_ranks(2, residuals_in_another_format, tmp_path):
+        assert before == same and warned == 0
+        assert min(before) > 0 and other[1] == pytest.approx(before[1], rel=1e-5)
+        assert other[0] > 0.5 * before[0]
