@@ -166,6 +166,8 @@ def record_name(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
             parts += [name, *map(str, value)]
     if arguments.chunks != STANDARD["chunks"]:
         parts += ["chunks", str(arguments.chunks)]
+    if arguments.in_a_row > 1:
+        parts += ["in a row", str(arguments.in_a_row)]
     return slug(*parts, *(["direct"] if arguments.direct else []))
 
 
