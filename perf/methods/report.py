@@ -31,10 +31,12 @@ from perf.methods.plan import (
 from perf.methods.record import Record, record_path
 from perf.tables import markdown
 from perf.train_step.measure import Run
+from perf.train_step.plots import SHOWN_FROM
 from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
 from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED, VARIANTS
 
 MOST_HOSTS = 64  # of a lab
+OVER_TIME, TO_COMMON_LOSS = "validation loss over time", "seconds to the common loss"  # what plots show
 NEAR = 0.02  # above fp32's loss: what counts as having learned as much
 INTRODUCTION = f"""# Which method has trained first
 
@@ -62,23 +64,35 @@ class Finish:
 
 
 def write_report(out: Path, docs: Path) -> str:
-    """The page, which is written, and its plots."""
-    sections = []
-    for model in MODELS:
-        for hosts in range(2, MOST_HOSTS + 1):
-            path = record_path(out, model, hosts)
-            if path.exists():
-                sections.append(section(Record(path), model, hosts, docs.parent))
-    if not sections:
-        raise CommandError(f"--out {str(out)!r} has no record of a comparison: measure first, without --report")
-    text = "\n".join([INTRODUCTION, *sections])
+    """The page, which is written, and its plots, where they can be drawn."""
+    text = page(out, docs)
     docs.write_text(text, encoding="utf-8")
+    for record, title in records(out) if available() else ():
+        if networks := finished(record):
+            draw(record.path, title, networks, record.runs)
     return text
 
 
-def section(record: Record, model: str, hosts: int, docs: Path) -> str:
+def page(out: Path, docs: Path) -> str:
+    sections = [section(record, title, docs.parent) for record, title in records(out)]
+    if not sections:
+        raise CommandError(f"--out {str(out)!r} has no record of a comparison: measure first, without --report")
+    return "\n".join([INTRODUCTION, *sections])
+
+
+def records(out: Path) -> list[tuple[Record, str]]:
+    """Those that are there, with their titles."""
+    paths = {
+        f"{model.capitalize()} model, {hosts} hosts": record_path(out, model, hosts)
+        for model in MODELS
+        for hosts in range(2, MOST_HOSTS + 1)
+    }
+    return [(Record(path), title) for title, path in paths.items() if path.exists()]
+
+
+def section(record: Record, title: str, docs: Path) -> str:
     """Of one record."""
-    about, title = record.about, f"{model.capitalize()} model, {hosts} hosts"
+    about = record.about
     parts = [
         f"## {title}\n",
         f"{about['elements']:,} parameters; width {about['width']}, {about['layers']} layers. {about['cpu']}, "
@@ -86,17 +100,25 @@ def section(record: Record, model: str, hosts: int, docs: Path) -> str:
     ]
     if record.runs:
         parts += [losses_table(record), ""]
-    networks = groups(record)
-    if networks:
+    if networks := groups(record):
         parts += [f"Milliseconds a step:\n\n{steps_table(networks)}", ""]
-    if networks and record.runs:
+    if networks := finished(record):
         found = {link: finishes(group, record.runs) for link, group in networks.items()}
         parts += [_common_text(record.runs), finish_table(found), "", *winners(found), ""]
-        if available():
-            for what, path in draw(record.path, title, networks, record.runs).items():
-                shown = path.name if docs == path.parent else Path("..") / path
-                parts += [f"![{what}, {title.lower()}]({shown})", ""]
+        for what, path in plot_paths(record.path).items():
+            shown = path.name if docs == path.parent else Path("..") / path
+            parts += [f"![{what}, {title.lower()}]({shown})", ""]
     return "\n".join(parts)
+
+
+def plot_paths(record: Path) -> dict[str, Path]:
+    """By what they show."""
+    return {OVER_TIME: record.with_name(f"{record.stem}-loss.png"), TO_COMMON_LOSS: record.with_suffix(".png")}
+
+
+def finished(record: Record) -> dict[str, Group]:
+    """The links on which a method was timed that was trained."""
+    return {link: group for link, group in groups(record).items() if finishes(group, record.runs)}
 
 
 def groups(record: Record) -> dict[str, Group]:
@@ -239,29 +261,27 @@ def _besides(in_step: Mapping[str, float], reached: Mapping[str, float]) -> str:
     return f", with local steps {title_of(best)} ({reached[best]:,.0f} s)" if best not in in_step else ""
 
 
-def draw(path: Path, title: str, networks: Mapping[str, Group], runs: Sequence[Run]) -> dict[str, Path]:
+def draw(record: Path, title: str, networks: Mapping[str, Group], runs: Sequence[Run]) -> None:
     """A panel for each link: losses over time, and a run up to the common loss; what never reaches it is left out."""
-    links = {link: group for link, group in networks.items() if finishes(group, runs)}
-    over_time, common = "validation loss over time", "seconds to the common loss"
-    losses = [_loss_panel(link, group, runs) for link, group in links.items()]
-    bars = [_bars_panel(link, group, runs) for link, group in links.items()]
-    ending = f"{title}: seconds until the validation loss is {common_loss(runs):.3f}"
-    return {
-        over_time: plots.save(path.with_name(f"{path.stem}-loss.png"), losses, f"{title}: {over_time}"),
-        common: plots.save(path.with_suffix(".png"), bars, ending),
-    }
+    paths, ending = plot_paths(record), f"seconds until the validation loss is {common_loss(runs):.3f}"
+    losses = [_loss_panel(link, group, runs) for link, group in networks.items()]
+    bars = [_bars_panel(link, group, runs) for link, group in networks.items()]
+    plots.save(paths[OVER_TIME], losses, f"{title}: {OVER_TIME}")
+    plots.save(paths[TO_COMMON_LOSS], bars, f"{title}: {ending}")
 
 
 def _loss_panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:
-    """Mean curves over seeds, without the first twentieth of the steps."""
+    """Mean curves over seeds, each with its last loss."""
 
     def panel(axes: Any) -> None:
         styles = plots.Styles()
         for method, curve in curves(runs).items():
             if timed(group, method):
-                points = [(seconds_after(group, method, FREEZE, step), loss) for step, loss in curve[1:]]
+                shown = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * STEPS]
+                points = [(seconds_after(group, method, FREEZE, step), loss) for step, loss in shown]
                 color, style = styles.of(title_of(method))
-                axes.plot(*zip(*points, strict=True), style, label=title_of(method), color=color)
+                label = f"{title_of(method)}: {curve[-1][1]:.3f}"
+                axes.plot(*zip(*points, strict=True), style, label=label, color=color)
         axes.set(title=link_title(link), xlabel="seconds", ylabel="validation loss", xscale="log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=6)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,14 @@ def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_pa
     assert (again.rows, again.runs) == (record.rows, record.runs)
     again.add(replace(again.rows[0], seconds=1.0))
     assert len(again.rows) == len(record.rows) and json.loads(again.path.read_text())["rows"][-1]["seconds"] == 1.0
+
+
+def test_the_page_is_up_to_date(monkeypatch):
+    """docs/methods.md is what the command writes from the records as they are, and its plots are there."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    assert command.PAGE.read_text() == report.page(command.OUT, command.PAGE), "run python -m perf.methods --report"
+    for record, _ in report.records(command.OUT):
+        assert all(path.exists() for path in report.plot_paths(record.path).values())
 
 
 def test_runs_of_other_settings_leave_a_record_and_no_record_is_an_error(tmp_path, capsys):
