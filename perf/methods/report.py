@@ -50,7 +50,7 @@ takes {FREEZE} of them, PowerSGD "soon" {FREEZE // POWERSGD_SOONER}. 1-bit Adam'
 gradients are clipped. A run's time on a link: its steps of each kind times what such a step took there, clipping
 included. "The common loss" is the highest that a method ends with whose ranks stay in step: all of these reach it.
 "Near fp32": within {NEAR:g} of fp32's final loss. Times are to the first of 20 points of the mean curve over seeds that
-is as low.
+is as low; curves are of a quarter of the windows that the losses of the first table are of.
 """
 
 
