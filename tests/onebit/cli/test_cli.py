@@ -159,7 +159,7 @@ def test_under_torchrun_tune_measures_the_chunks(tmp_path):
     assert [int(row[0]) for row in rows] == candidates(2**21, 1, BLOCK_SIZE)
     (best,) = (row for row in rows if row[2])
     assert float(best[1]) == min(float(time) for _, time, _ in rows)
-    assert choices == {"gloo, 2 ranks, cpu, 2^22 elements, reply direct, chunks": {"chunks": int(best[0])}}
+    assert choices == {"gloo, 2 ranks, one host, cpu, 2^22 elements, reply direct, chunks": {"chunks": int(best[0])}}
     assert text.count("nothing to choose") == 1  # one rank of the machine says so
     assert f"Written to {tmp_path / 'kernels.json'}" in text
 
