@@ -61,8 +61,9 @@ def clear_fields(state: FlatState) -> None:
     """What a state may have there that was saved without this mask."""
     names = [name for name, field in state.fields.items() if field.per == "element" and field is not MASTER]
     for i, held in enumerate(state.held):
-        for name in names if held is not None else ():
-            state.view(name, i).masked_fill_(held, 0)
+        if held is not None:
+            for name in names:
+                state.view(name, i).masked_fill_(held, 0)
 
 
 def clear_gradients(states: Iterable[FlatState]) -> None:
