@@ -26,9 +26,9 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
-from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.wire import Format, Norm, Scale, fitting_block_size
+from onebit.kernels.data.wire import Format, Norm, Scale, check_scale
 
 _OTHER_TENSORS = (
     "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
@@ -52,7 +52,7 @@ class CompressedAllReduce:
         slice to the ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group
         of any kind that process_group may be, or "auto" for the ranks of a host, where every host has equally many;
         None for one level. With two levels N is the number of nodes, and building it is a collective call.
-    block_size: elements of a scale; "auto": 2048, fewer where many tensors are much smaller.
+    block_size: elements of a scale, a multiple of 32; the last of a tensor may have fewer.
     chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
 
     A tensor with inf, NaN or a value beyond 2^40 on any rank (with two levels: in any node's mean) gives NaN on every
@@ -67,7 +67,7 @@ class CompressedAllReduce:
         scale: Scale = "block",
         norm: Norm = "l1",
         reply: AskedReply = "auto",
-        block_size: int | Literal["auto"] = "auto",
+        block_size: int = BLOCK_SIZE,
         chunks: int | Literal["auto"] = "auto",
         process_group: Any = None,
         node_group: Any = None,
@@ -82,9 +82,9 @@ class CompressedAllReduce:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         kernels.backend(self.device)
-        self._block_size = fitting_block_size(self.numels) if block_size == "auto" else block_size
+        self._block_size = block_size
         self._tensors = Layout(self.numels, block_size=self._block_size)
-        Format.of(self._tensors, scale, norm)
+        check_scale(scale, norm)
         check_reply(reply)
         self.topology = Topology.of(process_group, node_group, self.device)
         self.transport = self.topology.replicas
@@ -256,7 +256,7 @@ class CompressedAllReduce:
     def _unchunked(self) -> int:
         """A fingerprint of the tensors, options and ranks, before the number of chunks is known."""
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards_of(self.topology, self._way))
-        return Format.of(layout, self._scale, self._norm).fingerprint
+        return Format(layout, self._scale, self._norm).fingerprint
 
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._way)

@@ -9,9 +9,11 @@ the way they may be of a narrower dtype than their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,11 +73,11 @@ def average_slices(
     """
     dtype = into[0].dtype
     wire = narrower(dtype, wire_dtype)
-    blocks = max(1, bucket_bytes // (node.size * slices[0].layout.block_size * wire.itemsize))
+    most = max(1, bucket_bytes // (node.size * wire.itemsize))
     under_way: list[tuple[Work, Tensor, Span]] = []
-    for first in range(0, slices[0].count, blocks):
-        parts = [each.blocks(first, min(blocks, each.count - first)) for each in slices]
-        sent = torch.zeros((node.size, parts[0].elements), dtype=wire, device=into[0].device)
+    for parts in zip(*buckets_of_slices(slices, most), strict=True):
+        longest = max(part.elements for part in parts)
+        sent = torch.zeros((node.size, longest), dtype=wire, device=into[0].device)
         for row, part in zip(sent, parts, strict=True):
             _read(part, tensors, row, factor)
         came = torch.empty_like(sent)
@@ -86,6 +88,17 @@ def average_slices(
             _write_mean(*under_way.pop(0), into, factor)
     for each in under_way:
         _write_mean(*each, into, factor)
+
+
+def buckets_of_slices(slices: Sequence[Span], most: int) -> list[list[Span]]:
+    """Each slice in equally many parts of some `most` elements; what is over is in the last. A part may be empty."""
+    count = max(-(-each.elements // most) for each in slices)
+    found = []
+    for each in slices:
+        ends = np.cumsum(each.lengths())
+        cuts = [0, *np.searchsorted(ends, [each.elements * k // count for k in range(1, count)]).tolist(), each.count]
+        found.append([each.blocks(a, b - a) for a, b in itertools.pairwise(cuts)])
+    return found
 
 
 def _read(span: Span, tensors: Sequence[Tensor | None], row: Tensor, factor: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
+from torch.nn.functional import pad
 from typing_extensions import Self
 
 from onebit import kernels
@@ -151,13 +152,13 @@ class Exchange(ABC):
                 f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}, the node {self.node.size}"
             )
         self.layout, self.transport, self.device = layout, transport, device
-        self.format = Format.of(layout, scale, norm)
+        self.format = Format(layout, scale, norm)
         self.reply_format = self.format.with_bits(self.reply_bits)
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
         shards = self.shards(transport.size)
-        slices = Span(layout, 0, layout.blocks // self.node.size)  # of all chunks, one after the other
+        slices = layout.parts(self.node.rank, self.node.size)
         self.residual = Residual.zeros(slices, self.format, device, value)
         self.sent = self._zeros(self.format, layout.chunks * shards)
         copies = transport.size // shards
@@ -165,7 +166,8 @@ class Exchange(ABC):
         self.arriving = self.replies
         if self.node.size > 1:
             self.arriving = self._zeros(self.reply_format, layout.chunks * transport.size, copies)
-        self.chunks = [self._chunk(j, server) for j, server in enumerate(self._servers())]
+        residuals = self.residual.parts(slices)
+        self.chunks = [self._chunk(j, residuals[j], server) for j, server in enumerate(self._servers())]
         self._agreed = False
 
     @classmethod
@@ -240,8 +242,7 @@ class Exchange(ABC):
 
     def live_in(self, span: Span) -> Tensor | None:
         """A span's part of `live`."""
-        width = self.layout.block_size // 8
-        return None if self.live is None else self.live[span.first * width : (span.first + span.count) * width]
+        return None if self.live is None else span.of_bits(self.live)
 
     def slices(self) -> Iterator[tuple[Span, Messages, Residual | None]]:
         """Of every chunk each slice, with its replies, and its residual where it is this rank's."""
@@ -254,21 +255,21 @@ class Exchange(ABC):
     def clear_replies(self, flags: Tensor) -> None:
         """What was received stands for 0, where flags, int32 [1], is 0. `residual` has been computed anew: it does not
         depend on a tensor scale any more."""
-        scales = [chunk.own_reply.scales for chunk in self.chunks]
-        scales += [self.replies.scales, self.arriving.scales]
+        received = [chunk.own_reply.payload for chunk in self.chunks]
+        received += [self.replies.payload, self.arriving.payload]
         if self.residual.scale is not None:
-            scales.append(self.residual.scale)
-        for each in scales:
+            received.append(self.residual.scale)
+        for each in received:
             each.masked_fill_(flags == 0, 0)
 
-    def _chunk(self, index: int, server: Server | None) -> Chunk:
+    def _chunk(self, index: int, residual: Residual, server: Server | None) -> Chunk:
         layout, ranks, node = self.layout, self.transport.size, self.node
-        shards, part = self.shards(ranks), layout.part(index, node.rank, node.size)
+        shards = self.shards(ranks)
         return Chunk(
             index=index,
             span=layout.chunk(index),
-            slice=part,
-            residual=self.residual.part(index * part.count, part, self.format),
+            slice=layout.part(index, node.rank, node.size),
+            residual=residual,
             sent=self.sent.slice(index * shards, shards),
             arriving=self.arriving.slice(index * ranks, ranks),
             replies=self.replies.slice(index * ranks * node.size, ranks * node.size),
@@ -289,23 +290,28 @@ class Exchange(ABC):
         own = self.residual.left_out()
         if self.node.size == 1:
             return own
-        slices = torch.empty((self.node.size, own.nbytes), dtype=torch.uint8, device=self.device)
-        sent = own.view(1, -1).view(torch.uint8)
-        self.node.all_gather(slices, sent, "gathering the residuals of a node (all-gather)").wait()
-        whole = slices.view(torch.float32).view(self.node.size, self.layout.chunks, -1)
-        return whole.transpose(0, 1).reshape(-1)
+        slices = [self.layout.parts(place, self.node.size) for place in range(self.node.size)]
+        phase = "gathering the residuals of a node (all-gather)"
+        return self._in_order(slices, _gathered(self.node, own, _elements(slices), phase))
 
     def gathered_server_residual(self) -> Tensor | None:
         """E of every rank's shards, in the order of the layout: fp32 [elements]. A collective call."""
         if self.server_residual is None:
             return None
-        layout, ranks = self.layout, self.layout.ranks
-        own = self.server_residual.left_out().view(1, -1).view(torch.uint8)
-        for transport in (self.transport, self.node):  # shards of a slice, then slices
-            everyone = torch.empty((transport.size, own.numel()), dtype=torch.uint8, device=self.device)
-            transport.all_gather(everyone, own, "gathering the server residuals (all-gather)").wait()
-            own = everyone.view(1, -1)
-        return own.view(torch.float32).view(ranks, layout.chunks, -1).transpose(0, 1).reshape(-1)
+        ranks, phase = self.layout.ranks, "gathering the server residuals (all-gather)"
+        shards = [self.layout.parts(place, ranks) for place in range(ranks)]
+        sizes, own = _elements(shards), self.server_residual.left_out()
+        of_slice = _gathered(self.transport, own, sizes, phase)  # all as long as the longest
+        everyone = _gathered(self.node, of_slice.view(-1), [of_slice.numel()], phase)
+        return self._in_order(shards, everyone.view(ranks, -1))
+
+    def _in_order(self, spans: Sequence[Sequence[Span]], rows: Tensor) -> Tensor:
+        """fp32 [elements] from rows that begin with what some spans have, one after the other."""
+        whole = torch.zeros(self.layout.elements, dtype=torch.float32, device=self.device)
+        for own, row in zip(spans, rows, strict=True):
+            for span, values in zip(own, row.split([*_sizes(own), len(row) - sum(_sizes(own))]), strict=False):
+                span.of(whole).copy_(values)
+        return whole
 
     @property
     def residuals(self) -> dict[str, Residual]:
@@ -354,3 +360,20 @@ def arrived(work: Work, messages: Messages, phase: str) -> None:
     with record_function(f"onebit.wait for {phase}"):
         work.wait()
     messages.check(phase)
+
+
+def _gathered(transport: Transport, own: Tensor, sizes: Sequence[int], phase: str) -> Tensor:
+    """fp32 [ranks, longest]: every rank's values, which are so many, and zeros."""
+    most = max(sizes)
+    sent = pad(own, (0, most - len(own))).view(1, -1)
+    rows = torch.empty((transport.size, most), dtype=torch.float32, device=own.device)
+    transport.all_gather(rows.view(torch.uint8), sent.view(torch.uint8), phase).wait()
+    return rows
+
+
+def _elements(spans: Sequence[Sequence[Span]]) -> list[int]:
+    return [sum(_sizes(own)) for own in spans]
+
+
+def _sizes(spans: Sequence[Span]) -> list[int]:
+    return [span.elements for span in spans]

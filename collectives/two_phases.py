@@ -53,17 +53,18 @@ class TwoPhases(Exchange):
 
     def _servers(self) -> Sequence[Server]:
         layout, ranks = self.layout, self.transport.size
-        owned = Span(layout, 0, layout.chunks * layout.shard_blocks)
+        owned = layout.parts(self.own_row, layout.ranks)
         self.server_residual = Residual.zeros(owned, self.reply_format, self.device)
+        residuals = self.server_residual.parts(owned)
         self.received = self._zeros(self.format, layout.chunks * ranks)
         self.reply = self._zeros(self.reply_format, layout.chunks)
-        return [self._server(j, layout.shard(j, self.own_row)) for j in range(layout.chunks)]
+        return [self._server(j, shard, residuals[j]) for j, shard in enumerate(owned)]
 
-    def _server(self, index: int, shard: Span) -> Server:
+    def _server(self, index: int, shard: Span, residual: Residual) -> Server:
         ranks = self.transport.size
         return Server(
             shard=shard,
-            residual=self.server_residual.part(index * self.layout.shard_blocks, shard, self.reply_format),
+            residual=residual,
             received=self.received.slice(index * ranks, ranks),
             reply=self.reply.slice(index, 1),
         )

@@ -84,10 +84,9 @@ class Backend(Protocol):
         """c = beta1 m + gamma_p ((1 - beta1) g') + e;  bit = sigma(c);  scale = ||c||_1 / count;  e = c - scale bit.
 
         1-bit Adam (Tang et al. 2021), Algorithm 1, lines 6 and 7; 1-bit LAMB (Li et al. 2021), Algorithm 1, lines 6
-        and 7. gamma_p = 1 without `gamma`. Blocks [k S, (k + 1) S) of the span go into message k of `out`, S being
-        the format's shard_blocks. Where `live` has no bit, c, e and the bit are 0, and no scale sums or counts it.
-        With `flags` set only the headers are written. Where the residual has `before`, the old e goes there, flag or
-        not.
+        and 7. gamma_p = 1 without `gamma`. The span's k-th shard goes into message k of `out`. Where `live` has no bit,
+        c, e and the bit are 0, and no scale sums or counts it. With `flags` set only the headers are written. Where the
+        residual has `before`, the old e goes there, flag or not.
 
         Bytes: reads g 4, e 4, m 1/8; writes e 4, bits 1/8. 12.25, and 1/8 more with `live`, 4 with `before`.
         """

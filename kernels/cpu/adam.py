@@ -21,11 +21,11 @@ from onebit.kernels.cpu.blocks import (
     first_bits,
     hyper_of,
     locate,
+    message_of,
+    messages_at,
     moments,
     of_message,
     over,
-    packing,
-    parts,
     put,
     signed,
     staged,
@@ -74,19 +74,20 @@ def _warmup_block(valid, g_at, m_at, v_at, x_at, h):
 
 @Loop
 def _warmup(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
     exp_avg: int, exp_avg_sq: int, master: int, sums: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        start, address = 4 * block * size, long_at(params + 8 * p)
-        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-        x_at = staged(address, param, offset, valid, scratch + 4 * size) if master == 0 else master + start
-        summed = _warmup_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, group))
-        put(x_at, address, param, offset, valid, scratch)
+        its = locate(blocks, parameters, block)
+        p, start = its.parameter, 4 * its.start
+        address = long_at(params + 8 * p)
+        g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
+        x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
+        summed = _warmup_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, its.group))
+        put(x_at, address, param, its.offset, its.valid, scratch)
         if sums != 0:
             set_float(sums + 4 * block, summed)
 
@@ -115,25 +116,26 @@ def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay):
 
 @Loop
 def _update(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    params: int, param: int, hyper: int, coefficient: int, shard_blocks: int, header: int, scales: int, bits: int,
-    row_bytes: int, tensor: int, copies: int, planes: int, d: int, master: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    params: int, param: int, hyper: int, coefficient: int,
+    messages: int, row_bytes: int, tensor: int, copies: int, planes: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
-        if any_flag(header + block // shard_blocks * copies * row_bytes, copies, row_bytes) == 0:
-            p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            start, address, h = 4 * block * size, long_at(params + 8 * p), hyper_of(hyper, group)
-            lr = h.lr
+        its = locate(blocks, parameters, block)
+        message = message_of(messages, its, row_bytes, copies)
+        if any_flag(message, copies, row_bytes) == 0:
+            p, start, h = its.parameter, 4 * its.start, hyper_of(hyper, its.group)
+            address, lr = long_at(params + 8 * p), h.lr
             if coefficient != 0:
                 lr = lr * float_at(coefficient + 4 * p)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
+            scale, bits = of_message(message, its, tensor, planes)
             m_at = 0
             if copies > 1 or planes > 1:
                 m_at = scratch + 4 * size
-                unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
-            x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
-            _update_block(valid, its_bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay)
-            put(x_at, address, param, offset, valid, scratch + 8 * size)
+                unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
+            x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
+            _update_block(its.valid, bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay)
+            put(x_at, address, param, its.offset, its.valid, scratch + 8 * size)
 
 
 def adam_warmup(
@@ -152,7 +154,7 @@ def adam_warmup(
         *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(master),
         at(sums),
     )  # fmt: skip
-    over_blocks(_warmup, span.count, span.layout.block_size, arguments, scratch_blocks=2)
+    over_blocks(_warmup, span, arguments, scratch_blocks=2)
 
 
 def adam_update(
@@ -166,7 +168,6 @@ def adam_update(
 ) -> None:
     """`onebit.kernels.reference.adam_update` in one loop."""
     arguments = (
-        *over(span), *table(params), at(hyper), at(coefficient), replies.format.shard_blocks, *parts(replies),
-        *packing(replies), at(d), at(master),
+        *over(span), *table(params), at(hyper), at(coefficient), *messages_at(replies), at(d), at(master),
     )  # fmt: skip
-    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=2)
+    over_blocks(_update, span, arguments, scratch_blocks=2)

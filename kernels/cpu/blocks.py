@@ -7,6 +7,8 @@ pass through scratch memory for one block, which stays in the first cache.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -31,44 +33,71 @@ from onebit.kernels.cpu.memory import (
 )
 from onebit.kernels.data import wire
 from onebit.kernels.data.hyper import COLUMNS, Hyper
-from onebit.kernels.data.layout import Span
+from onebit.kernels.data.layout import WORD, Block, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 
 FP32, BF16, FP16 = 0, 1, 2
 TYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 ALL = (1 << WIDTH) - 1  # the bits of all lanes
-_ROW = 4 * COLUMNS
+_BLOCK, _PARAMETER, _HYPER = 4 * len(Block._fields), 24, 4 * COLUMNS  # bytes of a row of each table
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
+_HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
-@tile
-def numel_of(rows, p):
-    return long_at(rows + 24 * p + 8)
+class Located(NamedTuple):
+    """Where a block of a span lies, in elements."""
+
+    parameter: int
+    group: int
+    offset: int  # in the parameter
+    valid: int  # how many elements are the parameter's
+    length: int
+    start: int  # in the span
+    shard: int  # of the span, from 0
+    place: int  # among the blocks of the shard
+    of_shard: int  # how many blocks the shard has
+    in_shard: int
 
 
 @tile
-def locate(block, owner, rows, size):
-    """The parameter of a block, its group, the block's offset in the parameter and its valid count."""
-    p = int_at(owner + 4 * block)
-    row = rows + 24 * p
-    offset = (block - long_at(row)) * size
-    valid = min(max(numel_of(rows, p) - offset, 0), size)
-    return p, long_at(row + 16), offset, valid
+def numel_of(parameters, p):
+    return long_at(parameters + _PARAMETER * p + 8)
 
 
 @tile
-def first_and_blocks(rows, p, size):
-    """The first block of a parameter, and how many it has."""
-    row = rows + 24 * p
-    return long_at(row), (numel_of(rows, p) + (size - 1)) // size
+def blocks_of(parameters, p, size):
+    """How many blocks a parameter has. They follow those of the parameters before it."""
+    return (numel_of(parameters, p) + (size - 1)) // size
+
+
+@tile
+def _block_at(row):
+    """A row of the table of blocks."""
+    return Block(
+        int_at(row), int_at(row + 4), int_at(row + 8), int_at(row + 12),
+        int_at(row + 16), int_at(row + 20), int_at(row + 24), int_at(row + 28),
+    )  # fmt: skip
+
+
+@tile
+def locate(blocks, parameters, block):
+    """A block of the span whose first row of the table lies at `blocks`."""
+    first, its = _block_at(blocks), _block_at(blocks + _BLOCK * block)
+    parameter, length = parameters + _PARAMETER * its.owner, WORD * its.words
+    offset = WORD * its.start - long_at(parameter)
+    valid = min(max(numel_of(parameters, its.owner) - offset, 0), length)
+    return Located(
+        its.owner, long_at(parameter + 16), offset, valid, length, WORD * (its.start - first.start),
+        its.shard - first.shard, its.place, its.of_shard, WORD * its.word,
+    )  # fmt: skip
 
 
 @tile
 def hyper_of(hyper, group):
     """The hyper-parameters of a group."""
-    h = hyper + group * _ROW
+    h = hyper + group * _HYPER
     return Hyper(
         float_at(h), float_at(h + 4), float_at(h + 8), float_at(h + 12), float_at(h + 16),
         float_at(h + 20), float_at(h + 24), float_at(h + 28), float_at(h + 32), float_at(h + 36),
@@ -142,18 +171,18 @@ def put(values, address, dtype, offset, valid, scratch):
 
 
 @tile
-def kept_bits(live, valid, size, scratch):
+def kept_bits(live, valid, length, scratch):
     """The bits of the elements that count, in `scratch`: the live ones before the valid count. 0 where all count."""
-    if live == 0 and valid == size:
+    if live == 0 and valid == length:
         return 0
     if live == 0:
-        fill(scratch, 255, size // 8)
+        fill(scratch, 255, length // 8)
     else:
-        copy(scratch, live, size // 8)
+        copy(scratch, live, length // 8)
     full = valid // WIDTH
-    if valid < size:
+    if valid < length:
         set_bits(scratch + 2 * full, bits_at(scratch + 2 * full) & first_bits(valid % WIDTH))
-        fill(scratch + 2 * full + 2, 0, size // 8 - 2 * full - 2)
+        fill(scratch + 2 * full + 2, 0, length // 8 - 2 * full - 2)
     return scratch
 
 
@@ -188,30 +217,37 @@ def clear(start, stop):
 
 
 @tile
-def copy_block(target, source, block, size):
+def copy_block(target, source, its):
     """A block of flat state, where `target` is one: past the caches, since nearly always nobody reads it."""
     if target != 0:
-        to, values = target + 4 * block * size, source + 4 * block * size
+        to, values = target + 4 * its.start, source + 4 * its.start
         if to % (4 * WIDTH) == 0:
-            for i in range(0, size, WIDTH):
+            for i in range(0, its.length, WIDTH):
                 stream(to + 4 * i, load(values + 4 * i))
         else:
-            copy(to, values, 4 * size)
+            copy(to, values, 4 * its.length)
 
 
 @tile
-def of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes):
-    """Where the scales and the bits of a block lie, in the first of the messages it is in, `row_bytes` apart. An
-    element has as many bits as there are planes."""
-    row, j = block // shard_blocks * copies, block % shard_blocks
-    scale = scales + row * row_bytes + (0 if tensor != 0 else 4 * planes * j)
-    return scale, bits + row * row_bytes + j * (planes * size // 8)
+def message_of(messages, its, row_bytes, copies):
+    """The first of the messages that a block is in, `row_bytes` apart."""
+    return messages + its.shard * copies * row_bytes
 
 
 @tile
-def one_of_two(bits, scale, size, i):
+def of_message(message, its, tensor, planes):
+    """Where the scales and the bits of a block lie in a message. An element has as many bits as there are planes."""
+    scales, place, count = message + _HEADER, planes * its.place, planes * its.of_shard
+    if tensor != 0:
+        place, count = 0, 1
+    start = scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN
+    return scales + 4 * place, start + planes * its.in_shard // 8
+
+
+@tile
+def one_of_two(bits, scale, length, i):
     """Sixteen elements of 2 bits: a sign, and which of the block's two scales it has."""
-    small, large, chosen = float_at(scale), float_at(scale + 4), bits_at(bits + (size + i) // 8)
+    small, large, chosen = float_at(scale), float_at(scale + 4), bits_at(bits + (length + i) // 8)
     return where(bits_at(bits + i // 8), where(chosen, large, small), where(chosen, -large, -small))
 
 
@@ -241,11 +277,11 @@ def write(target, values, past_caches):
 
 
 @routine
-def unpack(scale, bits, size, copies, planes, row_bytes, n, target, past_caches):
+def unpack(scale, bits, length, row_bytes, copies, planes, n, target, past_caches):
     """What the first n elements of a block stand for."""
     if planes == 2:
         for i in range(0, n, WIDTH):
-            write(target + 4 * i, one_of_two(bits, scale, size, i), past_caches)
+            write(target + 4 * i, one_of_two(bits, scale, length, i), past_caches)
     elif copies == 1:
         value = float_at(scale)
         for i in range(0, n, WIDTH):
@@ -259,24 +295,24 @@ def unpack(scale, bits, size, copies, planes, row_bytes, n, target, past_caches)
 
 
 @tile
-def flag_of(header, row, row_bytes):
-    return int_at(header + row * row_bytes + _FLAG)
+def flag_of(message):
+    return int_at(message + _FLAG)
 
 
 @routine
-def any_flag(header, rows, row_bytes):
+def any_flag(messages, rows, row_bytes):
     for row in range(rows):
-        if flag_of(header, row, row_bytes) != 0:
+        if flag_of(messages + row * row_bytes) != 0:
             return 1
     return 0
 
 
 @routine
-def write_header(header, flag, fingerprint, blocks, planes):
-    set_int(header, _MAGIC + planes - 1)
-    set_int(header + _FLAG, flag)
-    set_int(header + 8, fingerprint)
-    set_int(header + 12, blocks)
+def write_header(message, flag, fingerprint, shard_blocks, planes):
+    set_int(message, _MAGIC + planes - 1)
+    set_int(message + _FLAG, flag)
+    set_int(message + 8, fingerprint)
+    set_int(message + 12, shard_blocks)
 
 
 @tile
@@ -304,10 +340,11 @@ def moments(g, m, v, h):
     return first_moment(g, m, h), h.beta2 * v + h.one_minus_beta2 * (g * g)
 
 
-def over(span: Span) -> tuple[int, int, int, int]:
-    """The arguments of every loop over the blocks of a span: owner, rows, first_block, size."""
+def over(span: Span) -> tuple[int, int, int]:
+    """The arguments of every loop over the blocks of a span: its rows of the table of blocks, the table of parameters,
+    and the size of a block that is not short."""
     table = span.layout.table(torch.device("cpu"))
-    return table.owner.data_ptr(), table.parameters.data_ptr(), span.first, span.layout.block_size
+    return table.blocks.data_ptr() + _BLOCK * span.first, table.parameters.data_ptr(), span.layout.block_size
 
 
 def at(tensor: torch.Tensor | None) -> int:
@@ -320,19 +357,14 @@ def table(pointers: Pointers) -> tuple[int, int]:
 
 
 def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, ...]:
-    """Where momentum lies, if it is dense, and its scales, bits and how they are packed, if it is kept as messages."""
+    """Where momentum lies, if it is dense, and its messages, if it is kept as those."""
     if isinstance(momentum, Messages):
-        return (0, *parts(momentum)[1:], *packing(momentum))
-    return at(momentum), 0, 0, 0, 0, 1, 1
+        return (0, *messages_at(momentum))
+    return at(momentum), 0, 0, 0, 1, 1
 
 
-def packing(messages: Messages) -> tuple[int, int, int, int]:
-    """Bytes from message to message, whether each has one scale, how many have a block, and the bits of an element."""
+def messages_at(messages: Messages) -> tuple[int, int, int, int, int]:
+    """Where messages lie, the bytes from one to the next, whether each has one scale, how many have a block, and the
+    bits of an element."""
     form = messages.format
-    return form.nbytes, int(form.scale == "tensor"), messages.copies, form.bits
-
-
-def parts(messages: Messages) -> tuple[int, int, int]:
-    """Where the headers, the scales and the bits of messages begin."""
-    start, form = messages.buffer.data_ptr(), messages.format
-    return start, start + form.scales_offset, start + form.bits_offset
+    return messages.buffer.data_ptr(), form.nbytes, int(form.scale == "tensor"), messages.copies, form.bits

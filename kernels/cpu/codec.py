@@ -35,12 +35,12 @@ from onebit.kernels.cpu.blocks import (
     left_out,
     locate,
     mean_scale,
+    message_of,
+    messages_at,
     momentum_at,
     of_message,
     one_of_two,
     over,
-    packing,
-    parts,
     put,
     signed,
     staged,
@@ -84,7 +84,7 @@ def _write(c, kept, i, value, bits, l2):
 
 
 @tile
-def _finish(summed, kept, valid, size, value, bits, scale, partial, counted, l2):
+def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, l2):
     """A block's scale and what its bits leave out; with a tensor scale its sum and count. Padding is 0."""
     count, n = count_of(kept, valid), up(valid)
     if partial != 0:
@@ -96,9 +96,9 @@ def _finish(summed, kept, valid, size, value, bits, scale, partial, counted, l2)
         for i in range(0, n, WIDTH):
             c = load(value + 4 * i)
             store(value + 4 * i, keep(kept, i, c - signed(c >= ZERO, s)))
-    if n < size:
-        clear(value + 4 * n, value + 4 * size)
-        fill(bits + n // 8, 0, (size - n) // 8)
+    if n < length:
+        clear(value + 4 * n, value + 4 * length)
+        fill(bits + n // 8, 0, (length - n) // 8)
 
 
 @tile
@@ -122,39 +122,38 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 
 @Loop
 def _compress(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, row_bytes: int, fingerprint: int,
-    gammas: int, m_flat: int, m_scales: int, m_bits: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
-    live: int, value: int, before: int, residual_scale: int, partial: int, counted: int, header: int, scales: int,
-    bits: int, tensor: int, l2: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    grads: int, grad: int, hyper: int, flags: int, gammas: int,
+    m_flat: int, m_messages: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
+    live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
+    out: int, row_bytes: int, tensor: int, l2: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
-    flag, packed = int_at(flags), m_bits != 0 and m_copies == 1 and m_planes == 1
-    unpacked = m_bits != 0 and not packed
+    flag, packed = int_at(flags), m_messages != 0 and m_copies == 1 and m_planes == 1
+    unpacked = m_messages != 0 and not packed
     for block in range(first, stop):
-        row = block // shard_blocks
-        copy_block(before, value, block, size)
-        if block % shard_blocks == 0:
-            write_header(header + row * row_bytes, flag, fingerprint, shard_blocks, 1)
+        its = locate(blocks, parameters, block)
+        message = message_of(out, its, row_bytes, 1)
+        copy_block(before, value, its)
+        if its.place == 0:
+            write_header(message, flag, fingerprint, shard_blocks, 1)
         if flag == 0:
-            p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-            kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch + 8 * size)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, 1, 1)
-            m_scale, its_m = of_message(
-                m_scales, m_bits, block, shard_blocks, m_row_bytes, size, m_tensor, m_copies, m_planes
-            )
-            its_value, its_flat = value + 4 * block * size, m_flat + 4 * block * size
+            p, valid = its.parameter, its.valid
+            values = staged(long_at(grads + 8 * p), grad, its.offset, valid, scratch)
+            kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * size)
+            scale, bits = of_message(message, its, tensor, 1)
+            m_scale, m_bits = of_message(message_of(m_messages, its, m_row_bytes, m_copies), its, m_tensor, m_planes)
+            its_value, its_flat = value + 4 * its.start, m_flat + 4 * its.start
             if unpacked:
                 its_flat = scratch + 4 * size
-                unpack(m_scale, its_m, size, m_copies, m_planes, m_row_bytes, up(valid), its_flat, 0)
+                unpack(m_scale, m_bits, its.length, m_row_bytes, m_copies, m_planes, up(valid), its_flat, 0)
             summed = _compensate(
-                values, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p),
+                values, hyper_of(hyper, its.group), ONE if gammas == 0 else float_at(gammas + 4 * p),
                 float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,
-                its_m if packed else 0, up(valid), kept, its_value,
-                ZERO if tensor == 0 else float_at(residual_scale + 4 * row), its_bits, l2,
+                m_bits if packed else 0, up(valid), kept, its_value,
+                ZERO if tensor == 0 else float_at(residual_scale + 4 * its.shard), bits, l2,
             )  # fmt: skip
             _finish(
-                summed, kept, valid, size, its_value, its_bits, scale,
+                summed, kept, valid, its.length, its_value, bits, scale,
                 0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
             )  # fmt: skip
     streamed()
@@ -175,9 +174,9 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
 
 
 @tile
-def _finish_two_bits(summed, kept, valid, size, value, bits, scale):
+def _finish_two_bits(summed, kept, valid, length, value, bits, scale):
     """Which elements of a block are large, the mean sizes of both kinds, and what they leave out. Padding is 0."""
-    count, n, large_bits = count_of(kept, valid), up(valid), bits + size // 8
+    count, n, large_bits = count_of(kept, valid), up(valid), bits + length // 8
     least = np.float32(ABOVE) * mean_scale(summed, count, 0)
     small_sum, large_sum, larger = splat(ZERO), splat(ZERO), 0
     for i in range(0, n, WIDTH):
@@ -189,46 +188,45 @@ def _finish_two_bits(summed, kept, valid, size, value, bits, scale):
     set_float(scale, mean_scale(total(small_sum), count - larger, 0))
     set_float(scale + 4, mean_scale(total(large_sum), larger, 0))
     for i in range(0, n, WIDTH):
-        left = load(value + 4 * i) - one_of_two(bits, scale, size, i)
+        left = load(value + 4 * i) - one_of_two(bits, scale, length, i)
         store(value + 4 * i, keep(kept, i, left))
-    if n < size:
-        clear(value + 4 * n, value + 4 * size)
-        fill(bits + n // 8, 0, (size - n) // 8)
-        fill(large_bits + n // 8, 0, (size - n) // 8)
+    if n < length:
+        clear(value + 4 * n, value + 4 * length)
+        fill(bits + n // 8, 0, (length - n) // 8)
+        fill(large_bits + n // 8, 0, (length - n) // 8)
 
 
 @Loop
 def _average(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    row_bytes: int, in_tensor: int, fingerprint: int, ranks: int, inverse_ranks: float, shard_blocks: int,
-    in_header: int, in_scales: int, in_bits: int, live: int, value: int, before: int, residual_scale: int,
-    partial: int, counted: int, header: int, scales: int, bits: int, tensor: int, l2: int, planes: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    received: int, row_bytes: int, in_tensor: int, ranks: int, inverse_ranks: float,
+    live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
+    out: int, tensor: int, l2: int, planes: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
-    flag = any_flag(in_header, ranks, row_bytes)
+    flag = any_flag(received, ranks, row_bytes)
     if first == 0:
-        write_header(header, flag, fingerprint, shard_blocks, planes)
+        write_header(out, flag, fingerprint, shard_blocks, planes)
     if flag != 0:
         for block in range(first, stop):
-            copy_block(before, value, block, size)
+            copy_block(before, value, locate(blocks, parameters, block))
         streamed()
         return
     last = ZERO if tensor == 0 else float_at(residual_scale)
     for block in range(first, stop):
-        _, _, _, valid = locate(first_block + block, owner, rows, size)
-        copy_block(before, value, block, size)
-        kept = kept_bits(0 if live == 0 else live + block * (size // 8), valid, size, scratch)
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, 0, size, tensor, 1, planes)
-        in_scale, in_block = of_message(in_scales, in_bits, block, shard_blocks, row_bytes, size, in_tensor, 1, 1)
-        its_value = value + 4 * block * size
+        its = locate(blocks, parameters, block)
+        copy_block(before, value, its)
+        valid, its_value = its.valid, value + 4 * its.start
+        kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch)
+        scale, bits = of_message(out, its, tensor, planes)
+        in_scale, in_bits = of_message(received, its, in_tensor, 1)
         summed = _mean(
-            in_block, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last,
-            its_bits, l2,
-        )  # fmt: skip
+            in_bits, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last, bits, l2
+        )
         if planes == 2:
-            _finish_two_bits(summed, kept, valid, size, its_value, its_bits, scale)
+            _finish_two_bits(summed, kept, valid, its.length, its_value, bits, scale)
         else:
             _finish(
-                summed, kept, valid, size, its_value, its_bits, scale,
+                summed, kept, valid, its.length, its_value, bits, scale,
                 0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
             )  # fmt: skip
     streamed()
@@ -236,43 +234,44 @@ def _average(
 
 @Loop
 def _scales(
-    header: int, messages: int, row_bytes: int, shard_blocks: int, partial: int, counted: int, scales: int,
+    blocks: int, parameters: int, messages: int, rows: int, row_bytes: int, partial: int, counted: int,
     residual_scale: int, l2: int,
 ) -> None:  # fmt: skip
     """The scale of each message from its blocks' sums and counts."""
-    if flag_of(header, 0, row_bytes) != 0:
+    if flag_of(messages) != 0:
         return
-    for row in range(messages):
-        summed, count = 0.0, 0
-        for block in range(row * shard_blocks, (row + 1) * shard_blocks):
+    first = 0
+    for row in range(rows):
+        its, summed, count = locate(blocks, parameters, first), 0.0, 0
+        for block in range(first, first + its.of_shard):
             summed += float_at(partial + 4 * block)
             count += int_at(counted + 4 * block)
-        scale = mean_scale(summed, count, l2)
-        set_float(scales + row * row_bytes, scale)
-        set_float(residual_scale + 4 * row, scale)
+        scale, _ = of_message(message_of(messages, its, row_bytes, 1), its, 1, 1)
+        set_float(scale, mean_scale(summed, count, l2))
+        set_float(residual_scale + 4 * row, mean_scale(summed, count, l2))
+        first += its.of_shard
 
 
 @Loop
 def _decode(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    out: int, dtype: int, shard_blocks: int, header: int, scales: int, bits: int, row_bytes: int, tensor: int,
-    copies: int, planes: int, large: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    out: int, dtype: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int, large: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
-        p, _, offset, valid = locate(first_block + block, owner, rows, size)
-        address = long_at(out + 8 * p)
-        if address != 0 and valid > 0:
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
-            first_row = block // shard_blocks * copies
-            in_place = dtype == 0 and valid % WIDTH == 0
-            values = address + 4 * offset if in_place else scratch
-            if any_flag(header + first_row * row_bytes, copies, row_bytes) == 0:
+        its = locate(blocks, parameters, block)
+        address, n = long_at(out + 8 * its.parameter), up(its.valid)
+        if address != 0 and n > 0:
+            message = message_of(messages, its, row_bytes, copies)
+            in_place = dtype == 0 and n == its.valid
+            values = address + 4 * its.offset if in_place else scratch
+            if any_flag(message, copies, row_bytes) == 0:
+                scale, bits = of_message(message, its, tensor, planes)
                 past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
-                unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), values, past_caches)
+                unpack(scale, bits, its.length, row_bytes, copies, planes, n, values, past_caches)
             else:
-                for i in range(0, up(valid), WIDTH):
+                for i in range(0, n, WIDTH):
                     store(values + 4 * i, splat(np.float32(np.nan)))
-            put(values, address, dtype, offset, valid, scratch + 4 * size)
+            put(values, address, dtype, its.offset, its.valid, scratch + 4 * size)
     streamed()
 
 
@@ -291,40 +290,42 @@ def compress(
     """`onebit.kernels.reference.compress` in one loop."""
     form = out.format
     arguments = (
-        *over(span), *table(grads), at(hyper), at(flags), form.shard_blocks, form.nbytes, form.fingerprint,
-        at(gamma), *momentum_at(momentum), at(live), at(residual.value), at(residual.before), at(residual.scale),
-        at(residual.partial), at(residual.counted), *parts(out), int(form.scale == "tensor"), int(form.norm == "l2"),
+        *over(span), *table(grads), at(hyper), at(flags), at(gamma), *momentum_at(momentum), at(live),
+        *_residual_at(residual), at(out.buffer), form.nbytes, int(form.scale == "tensor"), int(form.norm == "l2"),
+        form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
-    over_blocks(_compress, span.count, form.block_size, arguments, scratch_blocks=2)
-    _finish_scales(residual, out)
+    over_blocks(_compress, span, arguments, scratch_blocks=2)
+    _finish_scales(span, residual, out)
 
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
     """`onebit.kernels.reference.average` in one loop."""
     form = out.format
     arguments = (
-        *over(span), received.format.nbytes, int(received.format.scale == "tensor"), form.fingerprint, received.rows,
-        1 / received.rows, form.shard_blocks, *parts(received), at(live), at(residual.value), at(residual.before),
-        at(residual.scale), at(residual.partial), at(residual.counted), *parts(out), int(form.scale == "tensor"),
-        int(form.norm == "l2"), form.bits,
+        *over(span), at(received.buffer), received.format.nbytes, int(received.format.scale == "tensor"),
+        received.rows, 1 / received.rows, at(live), *_residual_at(residual), at(out.buffer),
+        int(form.scale == "tensor"), int(form.norm == "l2"), form.bits, form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
-    over_blocks(_average, span.count, form.block_size, arguments)
-    _finish_scales(residual, out)
+    over_blocks(_average, span, arguments)
+    _finish_scales(span, residual, out)
 
 
-def _finish_scales(residual: Residual, out: Messages) -> None:
+def _residual_at(residual: Residual) -> tuple[int, int, int, int, int]:
+    parts = residual.value, residual.before, residual.scale, residual.partial, residual.counted
+    value, before, scale, partial, counted = map(at, parts)
+    return value, before, scale, partial, counted
+
+
+def _finish_scales(span: Span, residual: Residual, out: Messages) -> None:
     if residual.scale is not None:
-        form, (header, scales, _) = out.format, parts(out)
+        blocks, parameters, _ = over(span)
         _scales(
-            header, out.rows, form.nbytes, form.shard_blocks, at(residual.partial), at(residual.counted), scales,
-            at(residual.scale), int(form.norm == "l2"),
+            blocks, parameters, at(out.buffer), out.rows, out.format.nbytes, at(residual.partial),
+            at(residual.counted), at(residual.scale), int(out.format.norm == "l2"),
         )  # fmt: skip
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """`onebit.kernels.reference.decode` in one loop."""
-    arguments = (
-        *over(span), *table(out), messages.format.shard_blocks, *parts(messages), *packing(messages),
-        int(span.elements >= LARGE),
-    )  # fmt: skip
-    over_blocks(_decode, span.count, messages.format.block_size, arguments, scratch_blocks=1)
+    arguments = (*over(span), *table(out), *messages_at(messages), int(span.elements >= LARGE))
+    over_blocks(_decode, span, arguments, scratch_blocks=1)

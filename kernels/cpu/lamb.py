@@ -18,7 +18,7 @@ from onebit.kernels.cpu.blocks import (
     ONE,
     ZERO,
     at,
-    first_and_blocks,
+    blocks_of,
     first_bits,
     hyper_of,
     locate,
@@ -63,42 +63,43 @@ def _moments_block(valid, g_at, m_at, v_at, x_at, h):
 
 @Loop
 def _moments(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
     exp_avg: int, exp_avg_sq: int, master: int, of_x: int, of_u: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        start = 4 * block * size
-        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-        x_at = (
-            staged(long_at(params + 8 * p), param, offset, valid, scratch + 4 * size) if master == 0 else master + start
-        )
-        xx, uu = _moments_block(valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, group))
+        its = locate(blocks, parameters, block)
+        p, start = its.parameter, 4 * its.start
+        address = long_at(params + 8 * p)
+        g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
+        x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
+        h = hyper_of(hyper, its.group)
+        xx, uu = _moments_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, h)
         set_float(of_x + 4 * block, xx)
         set_float(of_u + 4 * block, uu)
 
 
 @tile
-def _norm(partial, first, count):
+def _norm(partial, first, stop):
     summed = 0.0
-    for block in range(first, first + count):
+    for block in range(first, stop):
         summed += float_at(partial + 4 * block)
     return np.float32(np.sqrt(summed))
 
 
 @Loop
 def _coefficients(
-    parameters: int, rows: int, size: int, flags: int, of_x: int, of_u: int, coefficient: int, average: int,
+    count: int, parameters: int, size: int, flags: int, of_x: int, of_u: int, coefficient: int, average: int,
     coeff_beta: float, one_minus_coeff_beta: float, min_coeff: float, max_coeff: float,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
-    for p in range(parameters):
-        first, count = first_and_blocks(rows, p, size)
-        x_norm, u_norm = _norm(of_x, first, count), _norm(of_u, first, count)
+    stop = 0
+    for p in range(count):
+        first, stop = stop, stop + blocks_of(parameters, p, size)
+        x_norm, u_norm = _norm(of_x, first, stop), _norm(of_u, first, stop)
         c = ONE
         if x_norm > ZERO and u_norm > ZERO:
             c = min(max(x_norm / u_norm, np.float32(min_coeff)), np.float32(max_coeff))
@@ -125,18 +126,19 @@ def _apply_block(valid, m_at, v_at, x_at, lr, h):
 
 @Loop
 def _apply(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, hyper: int, flags: int, exp_avg: int, exp_avg_sq: int, master: int, coefficient: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        start, address, h = 4 * block * size, long_at(params + 8 * p), hyper_of(hyper, group)
+        its = locate(blocks, parameters, block)
+        p, start, h = its.parameter, 4 * its.start, hyper_of(hyper, its.group)
+        address = long_at(params + 8 * p)
         lr = h.lr * float_at(coefficient + 4 * p)
-        x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
-        _apply_block(valid, exp_avg + start, exp_avg_sq + start, x_at, lr, h)
-        put(x_at, address, param, offset, valid, scratch + 4 * size)
+        x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
+        _apply_block(its.valid, exp_avg + start, exp_avg_sq + start, x_at, lr, h)
+        put(x_at, address, param, its.offset, its.valid, scratch + 4 * size)
 
 
 def lamb_warmup(
@@ -156,21 +158,21 @@ def lamb_warmup(
     between: Callable[[], None] | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_warmup` in two loops: the norms are needed whole before x moves."""
-    layout, (of_x, of_u) = span.layout, state.partial
-    owner, rows, first_block, size = over(span)
+    of_x, of_u = state.partial
+    blocks, parameters, size = over(span)
     norms = (
-        owner, rows, first_block, size, *table(params), *table(grads), at(hyper), at(flags),
+        blocks, parameters, size, *table(params), *table(grads), at(hyper), at(flags),
         at(exp_avg), at(exp_avg_sq), at(master), at(of_x), at(of_u),
     )  # fmt: skip
-    over_blocks(_moments, span.count, size, norms, scratch_blocks=2)
+    over_blocks(_moments, span, norms, scratch_blocks=2)
     _coefficients(
-        layout.parameters, rows, size, at(flags), at(of_x), at(of_u), at(state.coefficient), at(state.average),
-        coeff_beta, 1 - coeff_beta, min_coeff, max_coeff,
+        span.layout.parameters, parameters, size, at(flags), at(of_x), at(of_u), at(state.coefficient),
+        at(state.average), coeff_beta, 1 - coeff_beta, min_coeff, max_coeff,
     )  # fmt: skip
     if between is not None:
         between()
     applied = (
-        owner, rows, first_block, size, *table(params), at(hyper), at(flags),
+        blocks, parameters, size, *table(params), at(hyper), at(flags),
         at(exp_avg), at(exp_avg_sq), at(master), at(state.coefficient),
     )  # fmt: skip
-    over_blocks(_apply, span.count, size, applied, scratch_blocks=1)
+    over_blocks(_apply, span, applied, scratch_blocks=1)

@@ -21,16 +21,16 @@ from onebit.kernels.cpu.blocks import (
     ZERO,
     any_flag,
     at,
-    first_and_blocks,
+    blocks_of,
     first_bits,
     hyper_of,
     kept_bits,
     locate,
+    message_of,
+    messages_at,
     momentum_at,
     of_message,
     over,
-    packing,
-    parts,
     signed,
     unpack,
     up,
@@ -97,50 +97,50 @@ def _statistics_block(
 
 @Loop
 def _statistics(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    hyper: int, shard_blocks: int, messages: int, header: int, scales: int, bits: int, row_bytes: int, tensor: int,
-    copies: int, planes: int, prev_flat: int, prev_scales: int, prev_bits: int, prev_row_bytes: int, prev_tensor: int,
-    prev_copies: int, prev_planes: int, d: int, exp_avg_sq: int, live: int, gammas: int, partial: int, denominator: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    hyper: int, rows: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
+    prev_flat: int, previous: int, prev_row_bytes: int, prev_tensor: int, prev_copies: int, prev_planes: int,
+    d: int, exp_avg_sq: int, live: int, gammas: int, partial: int, denominator: int,
 ) -> None:  # fmt: skip
-    if any_flag(header, messages, row_bytes) != 0:
+    if any_flag(messages, rows, row_bytes) != 0:
         return
-    prev_packed = prev_bits != 0 and prev_copies == 1 and prev_planes == 1
+    prev_packed = previous != 0 and prev_copies == 1 and prev_planes == 1
     for block in range(first, stop):
-        p, group, _, valid = locate(first_block + block, owner, rows, size)
-        kept = 0 if live == 0 else kept_bits(live + block * (size // 8), valid, size, scratch + 8 * size)
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
-        prev_scale, its_prev = of_message(
-            prev_scales, prev_bits, block, shard_blocks, prev_row_bytes, size, prev_tensor, prev_copies, prev_planes
-        )
-        start = 4 * block * size
+        its = locate(blocks, parameters, block)
+        start, n, h = 4 * its.start, up(its.valid), hyper_of(hyper, its.group)
+        kept = 0 if live == 0 else kept_bits(live + its.start // 8, its.valid, its.length, scratch + 8 * size)
+        scale, bits = of_message(message_of(messages, its, row_bytes, copies), its, tensor, planes)
+        prev_message = message_of(previous, its, prev_row_bytes, prev_copies)
+        prev_scale, prev_bits = of_message(prev_message, its, prev_tensor, prev_planes)
         m_at, its_flat = 0, prev_flat + start
         if copies > 1 or planes > 1:
             m_at = scratch
-            unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
-        if prev_bits != 0 and not prev_packed:
+            unpack(scale, bits, its.length, row_bytes, copies, planes, n, m_at, 0)
+        if previous != 0 and not prev_packed:
             its_flat = scratch + 4 * size
-            unpack(prev_scale, its_prev, size, prev_copies, prev_planes, prev_row_bytes, up(valid), its_flat, 0)
+            unpack(prev_scale, prev_bits, its.length, prev_row_bytes, prev_copies, prev_planes, n, its_flat, 0)
         ratio = _statistics_block(
-            up(valid), valid, kept, float_at(scale), its_bits, m_at, its_flat,
-            float_at(prev_scale) if prev_packed else ZERO, its_prev if prev_packed else 0, d + start,
-            exp_avg_sq + start, hyper_of(hyper, group), ONE if gammas == 0 else float_at(gammas + 4 * p), denominator,
+            n, its.valid, kept, float_at(scale), bits, m_at, its_flat,
+            float_at(prev_scale) if prev_packed else ZERO, prev_bits if prev_packed else 0, d + start,
+            exp_avg_sq + start, h, ONE if gammas == 0 else float_at(gammas + 4 * its.parameter), denominator,
         )  # fmt: skip
         set_float(partial + 4 * block, ratio)
 
 
 @Loop
 def _ratios(
-    parameters: int, rows: int, size: int, row_bytes: int, messages: int, header: int, partial: int,
-    coefficient: int, average: int, last_ratio: int,
+    count: int, parameters: int, size: int, rows: int, messages: int, row_bytes: int,
+    partial: int, coefficient: int, average: int, last_ratio: int,
     factor_min: float, factor_max: float, factor_low: float, factor_high: float,
 ) -> None:  # fmt: skip
-    if any_flag(header, messages, row_bytes) != 0:
+    if any_flag(messages, rows, row_bytes) != 0:
         return
     low, high = np.float32(factor_low), np.float32(factor_high)
-    for p in range(parameters):
-        first, count = first_and_blocks(rows, p, size)
+    stop = 0
+    for p in range(count):
+        first, stop = stop, stop + blocks_of(parameters, p, size)
         found = ZERO
-        for block in range(first, first + count):
+        for block in range(first, stop):
             found = max(found, float_at(partial + 4 * block))
         r, last = found if found > ZERO else ONE, float_at(last_ratio + 4 * p)
         r = min(max(r, low * last), high * last)
@@ -166,16 +166,14 @@ def lamb_statistics(
     gamma: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.reference.lamb_statistics` in one loop."""
-    form, (header, scales, bits) = replies.format, parts(replies)
-    owner, rows, first_block, size = over(span)
+    blocks, parameters, size = over(span)
     arguments = (
-        owner, rows, first_block, size, at(hyper), form.shard_blocks, replies.rows, header, scales, bits,
-        *packing(replies), *momentum_at(previous), at(d), at(exp_avg_sq), at(live), at(gamma), at(state.partial),
-        int(ratio == "denominator"),
+        blocks, parameters, size, at(hyper), replies.rows, *messages_at(replies), *momentum_at(previous), at(d),
+        at(exp_avg_sq), at(live), at(gamma), at(state.partial), int(ratio == "denominator"),
     )  # fmt: skip
-    over_blocks(_statistics, span.count, size, arguments, scratch_blocks=2)
+    over_blocks(_statistics, span, arguments, scratch_blocks=2)
     _ratios(
-        span.layout.parameters, rows, size, form.nbytes, replies.rows, header, at(state.partial),
-        at(state.coefficient), at(state.average), at(state.ratio),
+        span.layout.parameters, parameters, size, replies.rows, at(replies.buffer), replies.format.nbytes,
+        at(state.partial), at(state.coefficient), at(state.average), at(state.ratio),
         factor_min, factor_max, 1 - factor_threshold, 1 + factor_threshold,
     )  # fmt: skip

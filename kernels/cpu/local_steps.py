@@ -24,10 +24,10 @@ from onebit.kernels.cpu.blocks import (
     hyper_of,
     left_out,
     locate,
+    message_of,
+    messages_at,
     of_message,
     over,
-    packing,
-    parts,
     put,
     staged,
     table,
@@ -67,23 +67,24 @@ def _local_block(valid, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor,
 
 @Loop
 def _local(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int, exp_avg: int, exp_avg_sq: int,
-    value: int, residual_scale: int, residual_blocks: int, master: int, least_root: int, root_at_zero: int,
+    value: int, residual_scale: int, master: int, least_root: int, root_at_zero: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        start, address = 4 * block * size, long_at(params + 8 * p)
-        g_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-        x_at = staged(address, param, offset, valid, scratch + 4 * size) if master == 0 else master + start
+        its = locate(blocks, parameters, block)
+        p, start = its.parameter, 4 * its.start
+        address = long_at(params + 8 * p)
+        g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
+        x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
         _local_block(
-            valid, g_at, exp_avg + start, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
-            hyper_of(hyper, group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), residual_scale,
-            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * (block // residual_blocks)),
+            its.valid, g_at, exp_avg + start, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
+            hyper_of(hyper, its.group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), residual_scale,
+            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * its.shard),
         )  # fmt: skip
-        put(x_at, address, param, offset, valid, scratch)
+        put(x_at, address, param, its.offset, its.valid, scratch)
 
 
 @tile
@@ -100,28 +101,29 @@ def _sync_block(valid, total_at, m_at, v_at, anchor_at, h, least, at_zero, decay
 
 @Loop
 def _sync(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    params: int, param: int, hyper: int, shard_blocks: int, header: int, scales: int, bits: int,
-    row_bytes: int, tensor: int, copies: int, planes: int, exp_avg: int, exp_avg_sq: int, anchor: int, master: int,
-    least_root: int, root_at_zero: int, decay: int, factor: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
+    exp_avg: int, exp_avg_sq: int, anchor: int, master: int, least_root: int, root_at_zero: int, decay: int,
+    factor: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
-        if any_flag(header + block // shard_blocks * copies * row_bytes, copies, row_bytes) == 0:
-            p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            start, address = 4 * block * size, long_at(params + 8 * p)
-            x_at = anchor + start
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
-            unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), scratch, 0)
+        its = locate(blocks, parameters, block)
+        message = message_of(messages, its, row_bytes, copies)
+        if any_flag(message, copies, row_bytes) == 0:
+            p, start, valid = its.parameter, 4 * its.start, its.valid
+            address, x_at = long_at(params + 8 * p), anchor + start
+            scale, bits = of_message(message, its, tensor, planes)
+            unpack(scale, bits, its.length, row_bytes, copies, planes, up(valid), scratch, 0)
             _sync_block(
-                valid, scratch, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, group),
+                valid, scratch, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), float_at(decay + 4 * p),
                 float_at(factor + 4 * p),
             )  # fmt: skip
-            put(x_at, address, param, offset, valid, scratch)
+            put(x_at, address, param, its.offset, valid, scratch)
             if master != 0:
                 copy(master + start, x_at, 4 * valid)
             elif param != FP32:  # as it was rounded
-                copy(x_at, staged(address, param, offset, valid, scratch), 4 * valid)
+                copy(x_at, staged(address, param, its.offset, valid, scratch), 4 * valid)
 
 
 def zero_one_local(
@@ -141,9 +143,9 @@ def zero_one_local(
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = (
         *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(value),
-        at(scale), 1 if scale is None else span.count // len(scale), at(master), at(least_root), at(root_at_zero),
+        at(scale), at(master), at(least_root), at(root_at_zero),
     )  # fmt: skip
-    over_blocks(_local, span.count, span.layout.block_size, arguments, scratch_blocks=2)
+    over_blocks(_local, span, arguments, scratch_blocks=2)
 
 
 def zero_one_sync(
@@ -162,7 +164,7 @@ def zero_one_sync(
 ) -> None:
     """`onebit.kernels.reference.zero_one_sync` in one loop."""
     arguments = (
-        *over(span), *table(params), at(hyper), replies.format.shard_blocks, *parts(replies), *packing(replies),
-        at(exp_avg), at(exp_avg_sq), at(anchor), at(master), at(least_root), at(root_at_zero), at(decay), at(factor),
+        *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg), at(exp_avg_sq), at(anchor),
+        at(master), at(least_root), at(root_at_zero), at(decay), at(factor),
     )  # fmt: skip
-    over_blocks(_sync, span.count, span.layout.block_size, arguments, scratch_blocks=1)
+    over_blocks(_sync, span, arguments, scratch_blocks=1)

@@ -80,17 +80,17 @@ def _leave(square, values, count, scale, block, flags, squares):
 
 @Loop
 def _scan(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, squares: int,
 ) -> None:  # fmt: skip
     end = stop  # backwards: what is read first afterwards is then in the cache
     while end > first:
         block = end - 4
         if block >= first and grad == FP32:
-            p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            address, scale = long_at(grads + 8 * p), hyper_of(hyper, group).grad_scale
-            if address != 0 and offset + 4 * size <= numel_of(rows, p):
-                values = address + 4 * offset
+            its = locate(blocks, parameters, block)
+            address, scale = long_at(grads + 8 * its.parameter), hyper_of(hyper, its.group).grad_scale
+            if address != 0 and its.offset + 4 * size <= numel_of(parameters, its.parameter):
+                values = address + 4 * its.offset
                 a, b, c, d = _four_sums(values, size, scale)
                 _leave(a, values, size, scale, block, flags, squares)
                 _leave(b, values + 4 * size, size, scale, block + 1, flags, squares)
@@ -99,13 +99,13 @@ def _scan(
                 end = block
                 continue
         end -= 1
-        p, group, offset, valid = locate(first_block + end, owner, rows, size)
-        scale = hyper_of(hyper, group).grad_scale
-        values = staged(long_at(grads + 8 * p), grad, offset, valid, scratch)
-        _leave(_sum_of_squares(values, up(valid), scale), values, up(valid), scale, end, flags, squares)
+        its = locate(blocks, parameters, end)
+        n, scale = up(its.valid), hyper_of(hyper, its.group).grad_scale
+        values = staged(long_at(grads + 8 * its.parameter), grad, its.offset, its.valid, scratch)
+        _leave(_sum_of_squares(values, n, scale), values, n, scale, end, flags, squares)
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
     """`onebit.kernels.reference.scan` in one loop."""
     arguments = (*over(span), *table(grads), at(hyper), at(flags), at(squares))
-    over_blocks(_scan, span.count, span.layout.block_size, arguments, scratch_blocks=1)
+    over_blocks(_scan, span, arguments, scratch_blocks=1)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from onebit.kernels.cpu.compile import Loop
+from onebit.kernels.data.layout import Span
 
 LEAST = 2**16  # elements for which a thread is worth waking
 _LANES_BYTES = 64
@@ -22,14 +23,15 @@ _pool: ThreadPoolExecutor | None = None
 _workers = 0
 
 
-def over_blocks(loop: Loop, blocks: int, block_size: int, arguments: Sequence[float], scratch_blocks: int = 0) -> None:
-    """loop(first, stop, scratch, *arguments) for runs of blocks that together are all of them. At the address `scratch`
-    is memory for `scratch_blocks` blocks of fp32, and after them for a block's bits, or sixteen floats.
+def over_blocks(loop: Loop, span: Span, arguments: Sequence[float], scratch_blocks: int = 0) -> None:
+    """loop(first, stop, scratch, *arguments) for runs of blocks that together are all of a span. At the address
+    `scratch` is memory for `scratch_blocks` blocks of fp32, none of them short, and after them for a block's bits, or
+    sixteen floats.
     """
-    parts = max(1, min(torch.get_num_threads(), blocks * block_size // LEAST))
+    parts, block_size = max(1, min(torch.get_num_threads(), span.elements // LEAST)), span.layout.block_size
     size = scratch_blocks * 4 * block_size + max(block_size // 8, _LANES_BYTES)
     scratch = np.empty(parts * size, dtype=np.uint8)
-    cuts = [blocks * i // parts for i in range(parts + 1)]
+    cuts = [span.count * i // parts for i in range(parts + 1)]
     runs = [(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *arguments) for i in range(parts)]
     waiting = [_submitted(loop, run, parts - 1) for run in runs[1:]]
     loop(*runs[0])

@@ -23,11 +23,11 @@ from onebit.kernels.cpu.blocks import (
     hyper_of,
     left_out,
     locate,
+    message_of,
+    messages_at,
     moments,
     of_message,
     over,
-    packing,
-    parts,
     put,
     signed,
     staged,
@@ -75,7 +75,7 @@ def _full_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, last
 
 
 @tile
-def _full_block(valid, size, g_at, m_at, v_at, e_at, x_at, live, h, least, at_zero, last):
+def _full_block(valid, length, g_at, m_at, v_at, e_at, x_at, live, h, least, at_zero, last):
     """Returns the sum of v, and how many are not 0."""
     summed, count, n = splat(ZERO), 0, up(valid)
     for i in range(0, n, WIDTH):
@@ -83,33 +83,34 @@ def _full_block(valid, size, g_at, m_at, v_at, e_at, x_at, live, h, least, at_ze
         v, nonzero = _full_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, last)
         summed, count = summed + v, count + ones(nonzero)
         set_bits(live + i // 8, nonzero)
-    fill(live + n // 8, 0, (size - n) // 8)
+    fill(live + n // 8, 0, (length - n) // 8)
     return total(summed), count
 
 
 @Loop
 def _full(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    params: int, param: int, grads: int, grad: int, hyper: int, flags: int, shard_blocks: int, scales: int, bits: int,
-    row_bytes: int, tensor: int, copies: int, planes: int, exp_avg_sq: int, value: int, residual_scale: int,
-    residual_blocks: int, master: int, least_root: int, root_at_zero: int, live: int, sums: int, counts: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
+    messages: int, row_bytes: int, tensor: int, copies: int, planes: int, exp_avg_sq: int, value: int,
+    residual_scale: int, master: int, least_root: int, root_at_zero: int, live: int, sums: int, counts: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        p, group, offset, valid = locate(first_block + block, owner, rows, size)
-        start, address = 4 * block * size, long_at(params + 8 * p)
-        g_at, m_at = staged(long_at(grads + 8 * p), grad, offset, valid, scratch), scratch + 8 * size
-        x_at = staged(address, param, offset, valid, scratch + 4 * size) if master == 0 else master + start
-        scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
-        unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
+        its = locate(blocks, parameters, block)
+        p, start, m_at = its.parameter, 4 * its.start, scratch + 8 * size
+        address = long_at(params + 8 * p)
+        g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
+        x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
+        scale, bits = of_message(message_of(messages, its, row_bytes, copies), its, tensor, planes)
+        unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
         summed, count = _full_block(
-            valid, size, g_at, m_at, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
-            live + block * (size // 8), hyper_of(hyper, group), float_at(least_root + 4 * p),
+            its.valid, its.length, g_at, m_at, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
+            live + its.start // 8, hyper_of(hyper, its.group), float_at(least_root + 4 * p),
             float_at(root_at_zero + 4 * p),
-            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * (block // residual_blocks)),
+            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * its.shard),
         )  # fmt: skip
-        put(x_at, address, param, offset, valid, scratch)
+        put(x_at, address, param, its.offset, its.valid, scratch)
         set_float(sums + 4 * block, summed)
         set_float(counts + 4 * block, np.float32(count))
 
@@ -132,26 +133,27 @@ def _update_block(valid, bits, scale, m_at, v_at, x_at, h, least, at_zero):
 
 @Loop
 def _update(
-    first: int, stop: int, scratch: int, owner: int, rows: int, first_block: int, size: int,
-    params: int, param: int, hyper: int, shard_blocks: int, header: int, scales: int, bits: int,
-    row_bytes: int, tensor: int, copies: int, planes: int, exp_avg_sq: int, master: int,
-    least_root: int, root_at_zero: int,
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
+    exp_avg_sq: int, master: int, least_root: int, root_at_zero: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
-        if any_flag(header + block // shard_blocks * copies * row_bytes, copies, row_bytes) == 0:
-            p, group, offset, valid = locate(first_block + block, owner, rows, size)
-            start, address = 4 * block * size, long_at(params + 8 * p)
-            scale, its_bits = of_message(scales, bits, block, shard_blocks, row_bytes, size, tensor, copies, planes)
+        its = locate(blocks, parameters, block)
+        message = message_of(messages, its, row_bytes, copies)
+        if any_flag(message, copies, row_bytes) == 0:
+            p, start = its.parameter, 4 * its.start
+            address = long_at(params + 8 * p)
+            scale, bits = of_message(message, its, tensor, planes)
             m_at = 0
             if copies > 1 or planes > 1:
                 m_at = scratch + 4 * size
-                unpack(scale, its_bits, size, copies, planes, row_bytes, up(valid), m_at, 0)
-            x_at = staged(address, param, offset, valid, scratch) if master == 0 else master + start
+                unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
+            x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
             _update_block(
-                valid, its_bits, float_at(scale), m_at, exp_avg_sq + start, x_at, hyper_of(hyper, group),
+                its.valid, bits, float_at(scale), m_at, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p),
             )  # fmt: skip
-            put(x_at, address, param, offset, valid, scratch + 8 * size)
+            put(x_at, address, param, its.offset, its.valid, scratch + 8 * size)
 
 
 def zero_one_full(
@@ -173,12 +175,10 @@ def zero_one_full(
     """`onebit.kernels.reference.zero_one_full` in one loop."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = (
-        *over(span), *table(params), *table(grads), at(hyper), at(flags), replies.format.shard_blocks,
-        *parts(replies)[1:], *packing(replies), at(exp_avg_sq), at(value), at(scale),
-        1 if scale is None else span.count // len(scale), at(master), at(least_root), at(root_at_zero), at(live),
-        at(sums), at(counts),
+        *over(span), *table(params), *table(grads), at(hyper), at(flags), *messages_at(replies), at(exp_avg_sq),
+        at(value), at(scale), at(master), at(least_root), at(root_at_zero), at(live), at(sums), at(counts),
     )  # fmt: skip
-    over_blocks(_full, span.count, span.layout.block_size, arguments, scratch_blocks=3)
+    over_blocks(_full, span, arguments, scratch_blocks=3)
 
 
 def zero_one_update(
@@ -193,7 +193,7 @@ def zero_one_update(
 ) -> None:
     """`onebit.kernels.reference.zero_one_update` in one loop."""
     arguments = (
-        *over(span), *table(params), at(hyper), replies.format.shard_blocks, *parts(replies), *packing(replies),
-        at(exp_avg_sq), at(master), at(least_root), at(root_at_zero),
+        *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg_sq), at(master), at(least_root),
+        at(root_at_zero),
     )  # fmt: skip
-    over_blocks(_update, span.count, span.layout.block_size, arguments, scratch_blocks=2)
+    over_blocks(_update, span, arguments, scratch_blocks=2)

@@ -1,13 +1,16 @@
 """Blocks: how parameters of any size share one flat index space.
 
-Every parameter starts on a block boundary, so a block belongs to one parameter:
+A parameter has ceil(numel / block_size) blocks of its own, one after the other. The last is as long as it needs to be,
+in whole words of 32 elements, so that a parameter of 10 elements takes 32 and not block_size:
 
-    parameter p covers blocks [first[p], first[p] + ceil(numel[p] / block_size))
-    count(b) = clip(numel[p] - (b - first[p]) * block_size, 0, block_size)      valid elements of block b
+    starts[b], starts[b + 1]     where block b lies in the flat space
+    count(b) = clip(numel[p] - (starts[b] - offset[p]), 0, length(b))     its valid elements, p being its parameter
 
-The blocks are padded to a multiple of ranks * chunks. Chunk j is the j-th part of the space; rank k owns the
-k-th shard of every chunk, `shard_blocks` blocks each. Offsets are int64 throughout: a parameter may hold more
-than 2^31 elements.
+The space is cut between blocks into ranks * chunks shards, whose messages are as equally long as blocks allow: shard s
+is blocks [shards[s], shards[s + 1]). Rank k owns the k-th shard of every chunk. Each shard has a block at least: where
+there are too few, empty ones follow the last. Where parameters and their blocks lie does not depend on the cut.
+
+Offsets are int64 throughout: a parameter may hold more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -28,17 +31,43 @@ from onebit.kernels.data.checks import is_whole
 
 BLOCK_SIZE = 2048
 MOST_BLOCK_SIZE = 16384
-MOST_ELEMENTS = 2**50
+WORD = 32  # elements: what the length of a block is a multiple of
+MOST_ELEMENTS = 2**36  # words are counted in int32
+MOST_BLOCKS = 2**28  # of which each has a row of 32 bytes
 MOST_RANKS = 2**20
-MOST_CHUNKS = 4096  # each is padded to a block a rank, and has messages of its own
+MOST_CHUNKS = 4096  # each has a block a rank at least, and messages of its own
+SCALE_BYTES = 4
+
+
+class Block(NamedTuple):
+    """A row of the table of blocks that kernels read, int32."""
+
+    owner: int  # the parameter
+    start: int  # in the flat space, in words
+    words: int
+    shard: int
+    place: int  # among the blocks of the shard
+    word: int  # in the shard
+    of_shard: int  # how many blocks the shard has
+    spare: int  # a row is 32 bytes
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The layout as kernels read it: the parameter of each block, and one row a parameter."""
+    """The layout as kernels read it: one row a block, and one a parameter."""
 
-    owner: Tensor  # int32 [blocks]
-    parameters: Tensor  # int64 [parameters, 3]: first block, numel, group
+    blocks: Tensor  # int32 [blocks, 8]: see Block
+    parameters: Tensor  # int64 [parameters, 3]: first element, numel, group
+
+    @property
+    def owner(self) -> Tensor:
+        """int64 [blocks]: the parameter of each block."""
+        return self.blocks[:, Block._fields.index("owner")].long()
+
+    @property
+    def words(self) -> Tensor:
+        """int64 [blocks]: how many words of 32 elements each has."""
+        return self.blocks[:, Block._fields.index("words")].long()
 
 
 class Segment(NamedTuple):
@@ -68,8 +97,10 @@ class Layout:
             raise ValueError("the layout got no parameters: pass at least one tensor to compress or optimize")
         if not all(is_whole(n) for n in (ranks, chunks, *numels)):
             raise TypeError(f"ranks={ranks!r:.80}, chunks={chunks!r:.80} and every numel must be whole numbers")
-        if sum(numels) > MOST_ELEMENTS or ranks > MOST_RANKS:
-            raise ValueError(f"{sum(numels)} elements on {ranks} ranks: no machine has memory for so many")
+        if sum(numels) > MOST_ELEMENTS or ranks > MOST_RANKS or max(sum(numels) // block_size, ranks) > MOST_BLOCKS:
+            raise ValueError(
+                f"{sum(numels)} elements in blocks of {block_size} on {ranks} ranks: no machine has memory for so many"
+            )
         if any(n < 0 for n in numels):
             raise ValueError(f"a parameter cannot hold {min(numels)} elements: numel must be 0 or more")
         if ranks < 1 or chunks < 1:
@@ -84,13 +115,36 @@ class Layout:
         ends = np.cumsum(-(-self.numel // block_size))
         self.first = np.concatenate(([0], ends[:-1])).astype(np.int64)
         self.used_blocks = int(ends[-1])
-        parts = ranks * chunks
-        self.shard_blocks = max(1, -(-self.used_blocks // parts))
-        self.blocks = self.shard_blocks * parts
-        self._starts: list[int] = self.first.tolist()
+        self.blocks, lengths = self._lengths()
+        self.starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        self.offset = self.starts[self.first]
+        self.shards = self._shards()
+        self.shard_blocks = int(np.diff(self.shards).max())
+        self._offsets: list[int] = self.offset.tolist()
         self._sizes: list[int] = self.numel.tolist()
         self._groups: list[int] = self.group.tolist()
         self._tables: dict[torch.device, BlockTable] = {}
+
+    def _lengths(self) -> tuple[int, npt.NDArray[np.int64]]:
+        """How many blocks there are, and of each how many elements it has room for."""
+        blocks = max(self.used_blocks, self.ranks * self.chunks)
+        lengths = np.full(blocks, self.block_size, dtype=np.int64)
+        lengths[self.used_blocks :] = WORD
+        has_any = self.numel > 0
+        last = (self.first + -(-self.numel // self.block_size) - 1)[has_any]
+        rest = (self.numel[has_any] - 1) % self.block_size + 1
+        lengths[last] = -(-rest // WORD) * WORD
+        return blocks, lengths
+
+    def _shards(self) -> npt.NDArray[np.int64]:
+        """The first block of each shard, and the end of the last: the cuts that are nearest to equal bytes."""
+        parts = self.ranks * self.chunks
+        ends = self.starts // 8 + SCALE_BYTES * np.arange(self.blocks + 1)
+        twice_middle, twice_all = ends[:-1] + ends[1:], 2 * int(ends[-1])
+        k, (whole, rest) = np.arange(parts + 1), divmod(twice_all, parts)
+        targets = whole * k - (-rest * k) // parts  # k parts of all, rounded up, without a product that overflows
+        cuts = np.concatenate(([0], np.searchsorted(twice_middle, targets[1:-1]), [self.blocks]))
+        return np.minimum(np.maximum.accumulate(cuts - k) + k, self.blocks - parts + k).astype(np.int64)
 
     @property
     def parameters(self) -> int:
@@ -99,7 +153,7 @@ class Layout:
     @property
     def elements(self) -> int:
         """Length of a flat state buffer, padding included."""
-        return self.blocks * self.block_size
+        return int(self.starts[-1])
 
     @cached_property
     def fingerprint(self) -> int:
@@ -112,45 +166,75 @@ class Layout:
         stop = self.blocks if count is None else first + count
         return np.searchsorted(self.first, np.arange(first, stop), side="right") - 1
 
+    def lengths(self, first: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
+        """Elements that each block has room for."""
+        stop = self.blocks if count is None else first + count
+        return np.diff(self.starts[first : stop + 1])
+
     def counts(self, first: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """Valid elements of each block."""
-        owner = self.owner(first, count)
-        offset = (np.arange(first, first + len(owner)) - self.first[owner]) * self.block_size
-        return np.clip(self.numel[owner] - offset, 0, self.block_size)
+        owner, lengths = self.owner(first, count), self.lengths(first, count)
+        offset = self.starts[first : first + len(owner)] - self.offset[owner]
+        return np.clip(self.numel[owner] - offset, 0, lengths)
 
     def segments(self, first: int, count: int) -> Iterator[Segment]:
         """The parameters' elements that lie in blocks [first, first + count); offsets are from the first of these."""
-        size, stop = self.block_size, first + count
-        for p in range(bisect_right(self._starts, first) - 1, self.parameters):
-            start, numel = self._starts[p], self._sizes[p]
-            if start >= stop:
+        start, stop = int(self.starts[first]), int(self.starts[first + count])
+        for p in range(max(0, bisect_right(self._offsets, start) - 1), self.parameters):
+            offset, numel = self._offsets[p], self._sizes[p]
+            if offset >= stop:
                 return
-            begin, end = max(0, (first - start) * size), min(numel, (stop - start) * size)
+            begin, end = max(0, start - offset), min(numel, stop - offset)
             if begin < end:
-                yield Segment(p, self._groups[p], begin, end, (start - first) * size + begin)
+                yield Segment(p, self._groups[p], begin, end, offset - start + begin)
+
+    def blocks_of(self, parameter: int) -> slice:
+        """The blocks of a parameter."""
+        last = parameter + 1 == self.parameters
+        return slice(int(self.first[parameter]), self.used_blocks if last else int(self.first[parameter + 1]))
 
     def table(self, device: torch.device) -> BlockTable:
         """The layout on a device, made on first use."""
         if device not in self._tables:
-            parameters = torch.from_numpy(np.stack((self.first, self.numel, self.group), axis=1))
-            owner = torch.from_numpy(self.owner().astype(np.int32))
-            self._tables[device] = BlockTable(owner.to(device), parameters.to(device))
+            parameters = torch.from_numpy(np.stack((self.offset, self.numel, self.group), axis=1))
+            shard = self.shard_of_blocks
+            first, blocks = self.shards[shard], np.arange(self.blocks)
+            columns = {
+                "owner": self.owner(),
+                "start": self.starts[:-1] // WORD,
+                "words": self.lengths() // WORD,
+                "shard": shard,
+                "place": blocks - first,
+                "word": (self.starts[:-1] - self.starts[first]) // WORD,
+                "of_shard": np.diff(self.shards)[shard],
+                "spare": np.zeros_like(blocks),
+            }
+            table = torch.from_numpy(np.stack([columns[name] for name in Block._fields], axis=1).astype(np.int32))
+            self._tables[device] = BlockTable(table.to(device), parameters.to(device))
         return self._tables[device]
+
+    @cached_property
+    def shard_of_blocks(self) -> npt.NDArray[np.int64]:
+        return np.searchsorted(self.shards, np.arange(self.blocks), side="right") - 1
 
     def all(self) -> Span:
         return Span(self, 0, self.blocks)
 
     def chunk(self, index: int) -> Span:
-        count = self.shard_blocks * self.ranks
-        return Span(self, index * count, count)
+        return self.of_shards(index * self.ranks, self.ranks)
 
     def shard(self, chunk: int, rank: int) -> Span:
         return self.part(chunk, rank, self.ranks)
 
     def part(self, chunk: int, index: int, of: int) -> Span:
-        """The index-th of `of` equal parts of a chunk; `of` divides `ranks`."""
-        count = self.shard_blocks * (self.ranks // of)
-        return Span(self, (chunk * of + index) * count, count)
+        """The index-th of `of` parts of a chunk, with equally many shards; `of` divides `ranks`."""
+        count = self.ranks // of
+        return self.of_shards((chunk * of + index) * count, count)
+
+    def of_shards(self, first: int, count: int) -> Span:
+        """Shards [first, first + count)."""
+        start = int(self.shards[first])
+        return Span(self, start, int(self.shards[first + count]) - start)
 
     def slices(self, chunk: int, of: int) -> list[Span]:
         """All `of` parts of a chunk."""
@@ -170,15 +254,36 @@ class Span:
     count: int
 
     @property
+    def start(self) -> int:
+        """Its first element in the flat space."""
+        return int(self.layout.starts[self.first])
+
+    @property
     def elements(self) -> int:
-        return self.count * self.layout.block_size
+        return int(self.layout.starts[self.first + self.count]) - self.start
+
+    @property
+    def first_shard(self) -> int:
+        return int(self.layout.shard_of_blocks[self.first])
+
+    def shards(self) -> list[Span]:
+        """Those that it consists of."""
+        last = int(self.layout.shard_of_blocks[self.first + self.count - 1])
+        return [self.layout.of_shards(s, 1) for s in range(self.first_shard, last + 1)]
 
     def of(self, flat: Tensor) -> Tensor:
         """This span's part of a flat state buffer."""
-        return flat.narrow(0, self.first * self.layout.block_size, self.elements)
+        return flat.narrow(0, self.start, self.elements)
+
+    def of_bits(self, packed: Tensor) -> Tensor:
+        """This span's part of a buffer with one bit an element."""
+        return packed.narrow(0, self.start // 8, self.elements // 8)
 
     def counts(self) -> npt.NDArray[np.int64]:
         return self.layout.counts(self.first, self.count)
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return self.layout.lengths(self.first, self.count)
 
     def blocks(self, first: int, count: int) -> Span:
         """Blocks [first, first + count) of this span."""
@@ -186,11 +291,10 @@ class Span:
 
     def of_parameter(self, index: int) -> Iterator[tuple[slice, int]]:
         """The elements of one parameter that lie in this span, if any do, and where in the span they start."""
-        layout, size = self.layout, self.layout.block_size
-        first, numel = int(layout.first[index]), int(layout.numel[index])
-        start, stop = max(0, (self.first - first) * size), min(numel, (self.first + self.count - first) * size)
-        if start < stop:
-            yield slice(start, stop), (first - self.first) * size + start
+        first, numel = int(self.layout.offset[index]), int(self.layout.numel[index])
+        begin, end = max(0, self.start - first), min(numel, self.start + self.elements - first)
+        if begin < end:
+            yield slice(begin, end), first - self.start + begin
 
     def segments(self) -> Iterator[Segment]:
         """The parameters' elements that lie in this span, in order; padding is in none of them."""
@@ -198,7 +302,7 @@ class Span:
 
 
 def check_block_size(block_size: int) -> None:
-    if not isinstance(block_size, int) or not 32 <= block_size <= MOST_BLOCK_SIZE or block_size % 32:
+    if not isinstance(block_size, int) or not WORD <= block_size <= MOST_BLOCK_SIZE or block_size % WORD:
         raise ValueError(
             f"block_size must be a multiple of 32 (bits are packed in 32-bit words) and at most {MOST_BLOCK_SIZE} "
             f"(a GPU keeps a block in registers); got {block_size!r}. {BLOCK_SIZE} is usual"

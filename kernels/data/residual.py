@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,51 +25,63 @@ class Residual:
     partial: Tensor | None  # fp32 [blocks]: scratch for the sum over a message
     counted: Tensor | None  # int32 [blocks]: scratch for the count over a message
     counter: Tensor | None  # int32 [messages]: scratch, 0 between launches
+    sizes: tuple[int, ...]  # elements of each message
     before: Tensor | None = None  # fp32 [elements]: where compress and average write what `value` was, if wanted
 
     @classmethod
     def zeros(
-        cls, span: Span, form: Format, device: torch.device | str = "cpu", value: Tensor | None = None
+        cls,
+        spans: Span | Sequence[Span],
+        form: Format,
+        device: torch.device | str = "cpu",
+        value: Tensor | None = None,
     ) -> Residual:
-        """A residual of zeros, or one on the memory of `value`, which is then changed in place."""
+        """A residual of zeros for one span or for several, one after the other; or one on the memory of `value`, which
+        is then changed in place."""
+        shards = [shard for span in ([spans] if isinstance(spans, Span) else spans) for shard in span.shards()]
+        sizes = tuple(shard.elements for shard in shards)
         if value is None:
-            value = torch.zeros(span.elements, dtype=torch.float32, device=device)
+            value = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         if form.scale == "block":
-            return cls(value, None, None, None, None)
-        rows = span.count // form.shard_blocks
+            return cls(value, None, None, None, None, sizes)
+        rows, blocks = len(shards), sum(shard.count for shard in shards)
         return cls(
             value,
             torch.zeros(rows, dtype=torch.float32, device=device),
-            torch.zeros(span.count, dtype=torch.float32, device=device),
-            torch.zeros(span.count, dtype=torch.int32, device=device),
+            torch.zeros(blocks, dtype=torch.float32, device=device),
+            torch.zeros(blocks, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
+            sizes,
         )
 
     def left_out(self) -> Tensor:
         """e, fp32 [elements]. Its values in padding and for coordinates that take no part mean nothing."""
         if self.scale is None:
             return self.value
-        scale = self.scale.repeat_interleave(len(self.value) // len(self.scale))
+        scale = self.scale.repeat_interleave(torch.tensor(self.sizes, device=self.scale.device))
         return self.value - torch.where(self.value >= 0, scale, -scale)
 
     def materialize(self) -> None:
         """With a tensor scale: set `value` to e and the scale to 0, from which the same e is computed."""
         if self.scale is not None:
-            for value, scale in zip(self.value.view(len(self.scale), -1), self.scale, strict=True):
+            for value, scale in zip(self.value.split(self.sizes), self.scale, strict=True):
                 value.sub_(torch.where(value >= 0, scale, -scale))
             self.scale.zero_()
 
-    def part(self, first: int, span: Span, form: Format) -> Residual:
-        """A view of the part that belongs to `span`, which starts at block `first` of this residual."""
-
-        def cut(state: Tensor | None, unit: int) -> Tensor | None:
-            return None if state is None else state.narrow(0, first // unit, span.count // unit)
-
-        value = self.value.narrow(0, first * form.block_size, span.elements)
-        return Residual(
-            value,
-            cut(self.scale, form.shard_blocks),
-            cut(self.partial, 1),
-            cut(self.counted, 1),
-            cut(self.counter, form.shard_blocks),
-        )
+    def parts(self, spans: Sequence[Span]) -> list[Residual]:
+        """Views of the parts that belong to each of the spans that it was made for."""
+        found, element, block, row = [], 0, 0, 0
+        for span in spans:
+            rows = len(span.shards())
+            found.append(
+                Residual(
+                    self.value.narrow(0, element, span.elements),
+                    None if self.scale is None else self.scale.narrow(0, row, rows),
+                    None if self.partial is None else self.partial.narrow(0, block, span.count),
+                    None if self.counted is None else self.counted.narrow(0, block, span.count),
+                    None if self.counter is None else self.counter.narrow(0, row, rows),
+                    self.sizes[row : row + rows],
+                )
+            )
+            element, block, row = element + span.elements, block + span.count, row + rows
+        return found

@@ -25,26 +25,26 @@ from onebit.kernels.gpu.launch import TYPES, launch, replies_arguments, span_arg
 
 @tiles.entry
 def adam_warmup_kernel(
-    owner, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, blocks,
+    block_table, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, first_word, blocks,
     exp_avg, exp_avg_sq, master, sums,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
             its_master = None if master is None else master + start
-            last_m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
-            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            last_m = tiles.load_flat(exp_avg + start, length, TILE)
+            last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
             wide = p_wide & g_wide
             h = tiles.group_row(hyper, group)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, last_v, h)
                 tiles.store_tile(exp_avg + start, m, valid, wide, TILE)
                 tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
@@ -56,27 +56,29 @@ def adam_warmup_kernel(
 
 @tiles.entry
 def adam_update_kernel(
-    owner, parameter_table, p_addresses, hyper, coefficient, first_block, blocks, shard_blocks, row_bytes,
-    header, scales, bits, d, master,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    block_table, parameter_table, p_addresses, hyper, coefficient, first_block, first_word, first_shard, blocks,
+    messages, row_bytes, d, master,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            message = messages + shard * COPIES * row_bytes
             its_master = None if master is None else master + start
-            its_d = tiles.load_flat(d + start, BLOCK, TILE)
-            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            its_d = tiles.load_flat(d + start, length, TILE)
+            flag = tiles.flag_of(message, row_bytes, COPIES)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 lr = tl.load(h + tiles.H_LR)
                 if coefficient is not None:
                     lr = lr * tl.load(coefficient + p)
-                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
                 moved = x - lr * (m * its_d + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
                 x = tl.where(its_d != 0, moved, x)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
@@ -122,7 +124,7 @@ def adam_update(
     """`onebit.kernels.reference.adam_update` in one launch."""
     arguments = {
         **span_arguments(span, d.device),
-        **replies_arguments(replies),
+        **replies_arguments(span, replies),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "coefficient": coefficient,

@@ -24,7 +24,6 @@ from onebit.kernels.gpu.launch import (
     TYPES,
     encoding_arguments,
     launch,
-    message_arguments,
     momentum_arguments,
     momentum_format_arguments,
     replies_arguments,
@@ -34,10 +33,10 @@ from onebit.kernels.gpu.launch import (
 
 @tiles.entry
 def compress_kernel(
-    owner, parameter_table, addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes, fingerprint,
-    gamma, m_flat, m_scales, m_bits, m_row_bytes, live, value, before, residual_scale, partial, counted, counter,
-    header, scales, bits,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
+    block_table, parameter_table, addresses, hyper, flags, first_block, first_word, first_shard, blocks, shard_blocks,
+    fingerprint, gamma, m_flat, m_messages, m_row_bytes, live, value, before, residual_scale, partial, counted, counter,
+    messages, row_bytes,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr, L2: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit have the format of what is written
@@ -45,85 +44,83 @@ def compress_kernel(
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            row = (block // shard_blocks).to(tl.int64)
-            j = block % shard_blocks
-            block_value = value + block.to(tl.int64) * BLOCK
-            kept = tiles.load_flat(block_value, BLOCK, TILE)
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            block_value = value + start
+            kept = tiles.load_flat(block_value, length, TILE)
             if before is not None:
-                tiles.store_flat(before + block.to(tl.int64) * BLOCK, kept, BLOCK, TILE)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+                tiles.store_flat(before + start, kept, length, TILE)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             g_base, g_valid, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
             h = tiles.group_row(hyper, group)
-            if j == 0:
-                tiles.write_header(header + row * (row_bytes // 4), flag, fingerprint, shard_blocks, 1)
+            message = messages + shard * row_bytes
+            if place == 0:
+                tiles.write_header(message, flag, fingerprint, shard_blocks, 1)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                its_live = None if live is None else tiles.load_bits(
-                    live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE
-                )  # fmt: skip
+                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
-                if (m_bits is not None) or (m_flat is not None):
-                    m = tiles.load_momentum(
-                        m_flat, m_scales, m_bits, block, shard_blocks, m_stride,
-                        BLOCK, TILE, TENSOR and BITS == 1, COPIES, BITS,
-                    )  # fmt: skip
+                if m_messages is not None:
+                    m_message = m_messages + shard * COPIES * m_stride
+                    m = tiles.decode_block(
+                        m_message, m_stride, place, word, of_shard, length, TILE, TENSOR and BITS == 1, COPIES, BITS
+                    )
                     y = tl.load(h + tiles.H_BETA1) * m + y
-                scale = scales + row * (row_bytes // 4) + (0 if TENSOR else j)
-                block_bits = bits + row * row_bytes + j.to(tl.int64) * (BLOCK // 8)
+                elif m_flat is not None:
+                    y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(m_flat + start, length, TILE) + y
+                scale = tiles.scales_in(message, place, TENSOR, 1)
+                bits = tiles.bits_in(message, word, of_shard, TENSOR, 1)
                 block_partial = partial + block if TENSOR else None
                 block_counted = counted + block if TENSOR else None
-                row_scale = residual_scale + row if TENSOR else None
+                its_scale = residual_scale + shard if TENSOR else None
                 tiles.encode(
-                    y + tiles.residual(kept, row_scale, TENSOR), its_live, block_value, scale, block_partial,
-                    block_counted, block_bits, valid, BLOCK, TILE, TENSOR, L2,
+                    y + tiles.residual(kept, its_scale, TENSOR), its_live, block_value, scale, block_partial,
+                    block_counted, bits, valid, length, TILE, TENSOR, L2,
                 )  # fmt: skip
                 if TENSOR:
-                    if tiles.finished(counter + row, shard_blocks):
-                        tiles.finish_scale(
-                            scale, row_scale, partial + row * shard_blocks, counted + row * shard_blocks,
-                            shard_blocks, L2,
-                        )  # fmt: skip
+                    if tiles.finished(counter + shard, of_shard):
+                        first = block - place
+                        tiles.finish_scale(scale, its_scale, partial + first, counted + first, of_shard, L2)
 
 
 @tiles.entry
 def average_kernel(
-    owner, parameter_table, first_block, blocks, row_bytes, fingerprint, ranks, inverse_ranks,
-    in_header, in_scales, in_bits, live, value, before, residual_scale, partial, counted, counter, header, scales, bits,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    block_table, parameter_table, first_block, first_word, blocks, shard_blocks, fingerprint, ranks, inverse_ranks,
+    received, received_bytes, live, value, before, residual_scale, partial, counted, counter, messages,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
     IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    flag = tiles.any_flag(in_header, 0, ranks, row_bytes)
+    flag = tiles.any_flag(received, ranks, received_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
-        if block < blocks:
-            block_value = value + block.to(tl.int64) * BLOCK
-            kept = tiles.load_flat(block_value, BLOCK, TILE)
+        if block < blocks:  # of one shard, so that its place there is `block`
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            word = tl.load(row + tiles.B_WORD)
+            block_value = value + start
+            kept = tiles.load_flat(block_value, length, TILE)
             if before is not None:
-                tiles.store_flat(before + block.to(tl.int64) * BLOCK, kept, BLOCK, TILE)
-            _, _, _, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+                tiles.store_flat(before + start, kept, length, TILE)
+            _, _, _, valid = tiles.locate(row, length, parameter_table)
             if block == 0:
-                tiles.write_header(header, flag, fingerprint, blocks, BITS)
+                tiles.write_header(messages, flag, fingerprint, shard_blocks, BITS)
             if flag == 0:
-                its_live = None if live is None else tiles.load_bits(
-                    live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE
-                )  # fmt: skip
+                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 total = tiles.sum_of_messages(
-                    in_scales + (0 if IN_TENSOR else block), in_bits + block.to(tl.int64) * (BLOCK // 8),
-                    row_bytes.to(tl.int64), ranks, BLOCK, TILE,
-                )  # fmt: skip
+                    received, block, word, blocks, received_bytes, ranks, length, TILE, IN_TENSOR
+                )
                 c = total * inverse_ranks + tiles.residual(kept, residual_scale, TENSOR)
-                scale = scales + (0 if TENSOR else block * BITS)
-                block_bits = bits + block.to(tl.int64) * (BITS * BLOCK // 8)
+                scale = tiles.scales_in(messages, block, TENSOR, BITS)
+                bits = tiles.bits_in(messages, word, blocks, TENSOR, BITS)
                 if BITS == 2:
-                    tiles.encode_two_bits(c, its_live, block_value, scale, block_bits, valid, BLOCK, TILE)
+                    tiles.encode_two_bits(c, its_live, block_value, scale, bits, valid, length, TILE)
                 else:
                     block_partial = partial + block if TENSOR else None
                     block_counted = counted + block if TENSOR else None
                     tiles.encode(
-                        c, its_live, block_value, scale, block_partial, block_counted, block_bits, valid,
-                        BLOCK, TILE, TENSOR, L2,
+                        c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length,
+                        TILE, TENSOR, L2,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter, blocks):
@@ -132,17 +129,20 @@ def average_kernel(
 
 @tiles.entry
 def decode_kernel(
-    owner, parameter_table, addresses, first_block, blocks, shard_blocks, row_bytes, header, scales, bits,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
+    block_table, parameter_table, addresses, first_block, first_word, first_shard, blocks, messages, row_bytes,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
     COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            p, _, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            row, _, length = tiles.find(block_table, first_block + block, first_word)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            p, _, offset, valid = tiles.locate(row, length, parameter_table)
             base, writable, wide = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
-            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
-            x = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+            message = messages + shard * COPIES * row_bytes
+            flag = tiles.flag_of(message, row_bytes, COPIES)
+            x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
             x = tl.where(flag == 0, x, float("nan"))
             tiles.store_tile(base, x, writable, wide, TILE)
 
@@ -165,6 +165,8 @@ def compress(
         **momentum_arguments(momentum, "m_"),
         **momentum_format_arguments(momentum),
         **encoding_arguments(residual, out),
+        "first_shard": span.first_shard,
+        "row_bytes": out.format.nbytes,
         "addresses": grads.addresses,
         "hyper": hyper,
         "flags": flags,
@@ -179,16 +181,15 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     """`onebit.kernels.reference.average` in one launch."""
     arguments = {
         **span_arguments(span, residual.value.device),
-        **message_arguments(received, "in_"),
         **encoding_arguments(residual, out),
-        "row_bytes": received.format.nbytes,
+        "received": received.buffer,
+        "received_bytes": received.format.nbytes,
         "IN_TENSOR": received.format.scale == "tensor",
         "BITS": out.format.bits,
         "ranks": received.rows,
         "inverse_ranks": 1 / received.rows,
         "live": live,
     }
-    del arguments["shard_blocks"]  # the span is one shard, so it is `blocks`
     launch(average_kernel, span.count, arguments, residual.value, residual.value.dtype)
 
 
@@ -196,7 +197,7 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """`onebit.kernels.reference.decode` in one launch."""
     arguments = {
         **span_arguments(span, messages.buffer.device),
-        **replies_arguments(messages),
+        **replies_arguments(span, messages),
         "addresses": out.addresses,
         "OUT": TYPES[out.dtype],
     }

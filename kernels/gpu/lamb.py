@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,13 +41,14 @@ from onebit.kernels.gpu.launch import (
 
 
 @triton.jit
-def _first_and_blocks(parameter_table, p, BLOCK: tl.constexpr):
-    return tl.load(parameter_table + 3 * p), tl.cdiv(tl.load(parameter_table + 3 * p + 1), BLOCK)
+def _first_and_blocks(parameter_table, p, block, offset, BLOCK: tl.constexpr):
+    """A parameter's first block and how many it has, from one of them. All but the last have BLOCK elements."""
+    return block - offset // BLOCK, tl.cdiv(tl.load(parameter_table + 3 * p + 1), BLOCK)
 
 
 @tiles.entry
 def lamb_moments_kernel(
-    owner, parameter_table, p_addresses, g_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
+    block_table, parameter_table, p_addresses, g_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
     coefficient, average, partial, counter, coeff_beta, one_minus_coeff_beta, min_coeff, max_coeff,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
@@ -56,18 +56,18 @@ def lamb_moments_kernel(
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, block, 0)
             its_master = None if master is None else master + start
-            last_m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
-            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
+            last_m = tiles.load_flat(exp_avg + start, length, TILE)
+            last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
             wide = p_wide & g_wide
             h = tiles.group_row(hyper, group)
             if (valid > 0) & (flag == 0):
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, last_v, h)
                 u = tiles.valid_only(tiles.direction(m, v, x, h), valid, TILE)
                 x = tiles.valid_only(x, valid, TILE)
@@ -75,7 +75,7 @@ def lamb_moments_kernel(
                 tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
                 tl.store(partial + block, tl.sum(x * x, axis=0))
                 tl.store(partial + blocks + block, tl.sum(u * u, axis=0))
-                first, count = _first_and_blocks(parameter_table, p, BLOCK)
+                first, count = _first_and_blocks(parameter_table, p, block, offset, BLOCK)
                 if tiles.finished(counter + p, count):
                     x_norm = tl.sqrt_rn(tiles.sum_partials(partial + first, count))
                     u_norm = tl.sqrt_rn(tiles.sum_partials(partial + blocks + first, count))
@@ -89,22 +89,22 @@ def lamb_moments_kernel(
 
 @tiles.entry
 def lamb_apply_kernel(
-    owner, parameter_table, p_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master, coefficient,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr,
+    block_table, parameter_table, p_addresses, hyper, flags, blocks, exp_avg, exp_avg_sq, master, coefficient,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, block, 0)
             its_master = None if master is None else master + start
-            m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
-            v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            p, group, offset, valid = tiles.locate(block, owner, parameter_table, BLOCK)
+            m = tiles.load_flat(exp_avg + start, length, TILE)
+            v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 c = tl.load(coefficient + p)
                 x = x - tl.load(h + tiles.H_LR) * c * tiles.direction(m, v, x, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
@@ -122,24 +122,24 @@ def _gradient(m, m_prev, gamma, h):
 
 @triton.jit
 def _squared_gradient(
-    scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, gamma, h,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    message, previous, prev_flat, row_bytes, place, word, of_shard, length, gamma, h,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs."""
-    if (prev_bits is not None) and (COPIES == 1 and BITS == 1):
-        scales, bits = tiles.find_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS)
-        prev_scales, prev_bits = tiles.find_block(
-            prev_scales, prev_bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS
-        )
-        equal = tiles.load_bits(bits, BLOCK, TILE) == tiles.load_bits(prev_bits, BLOCK, TILE)
-        m, m_prev = tl.load(scales), tl.load(prev_scales)
+    if (previous is not None) and (COPIES == 1 and BITS == 1):
+        bits = tiles.bits_in(message, word, of_shard, TENSOR, BITS)
+        prev_bits = tiles.bits_in(previous, word, of_shard, TENSOR, BITS)
+        equal = tiles.load_bits(bits, length, TILE) == tiles.load_bits(prev_bits, length, TILE)
+        m = tl.load(tiles.scales_in(message, place, TENSOR, BITS))
+        m_prev = tl.load(tiles.scales_in(previous, place, TENSOR, BITS))
         of_equal, of_unequal = _gradient(m, m_prev, gamma, h), _gradient(m, -m_prev, gamma, h)
         squared = tl.where(equal, of_equal * of_equal, of_unequal * of_unequal)
     else:
-        m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
-        m_prev = tiles.load_momentum(
-            prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS
-        )
+        m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+        if previous is not None:
+            m_prev = tiles.decode_block(previous, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+        else:
+            m_prev = tiles.load_flat(prev_flat, length, TILE)
         g = _gradient(m, m_prev, gamma, h)
         squared = g * g
     return squared
@@ -164,8 +164,8 @@ def _largest_ratio(v, d, gamma, live, h, valid, TILE: tl.constexpr, DENOMINATOR:
 
 @tiles.entry
 def lamb_statistics_kernel(
-    owner, parameter_table, hyper, blocks, shard_blocks, row_bytes, header, scales, bits,
-    prev_flat, prev_scales, prev_bits, d, exp_avg_sq, live, gamma, coefficient, average, ratio, partial, counter,
+    block_table, parameter_table, hyper, blocks, messages, row_bytes, prev_flat, prev_messages, d, exp_avg_sq, live,
+    gamma, coefficient, average, ratio, partial, counter,
     factor_min, factor_max, factor_low, factor_high,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
@@ -173,26 +173,28 @@ def lamb_statistics_kernel(
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
-            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            its_d = tiles.load_flat(d + start, BLOCK, TILE)
-            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
-            p, group, _, valid = tiles.locate(block, owner, parameter_table, BLOCK)
+            row, start, length = tiles.find(block_table, block, 0)
+            shard, place, word, of_shard = tiles.find_in_shard(row, 0)
+            message = messages + shard * COPIES * row_bytes
+            its_previous = None if prev_messages is None else prev_messages + shard * COPIES * row_bytes
+            its_prev_flat = None if prev_flat is None else prev_flat + start
+            last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            its_d = tiles.load_flat(d + start, length, TILE)
+            flag = tiles.flag_of(message, row_bytes, COPIES)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             h = tiles.group_row(hyper, group)
             if (valid > 0) & (flag == 0):
-                its_live = None if live is None else tiles.load_bits(
-                    live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE
-                )  # fmt: skip
+                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 its_gamma = None if gamma is None else gamma + p
                 squared = _squared_gradient(
-                    scales, bits, prev_flat, prev_scales, prev_bits, block, shard_blocks, row_bytes, its_gamma, h,
-                    BLOCK, TILE, TENSOR, COPIES, BITS,
+                    message, its_previous, its_prev_flat, row_bytes, place, word, of_shard, length, its_gamma, h,
+                    TILE, TENSOR, COPIES, BITS,
                 )  # fmt: skip
                 v = tl.load(h + tiles.H_BETA2) * last_v + tl.load(h + tiles.H_ONE_MINUS_BETA2) * squared
                 tiles.store_tile(exp_avg_sq + start, v, valid, valid == TILE, TILE)
                 largest = _largest_ratio(v, its_d, its_gamma, its_live, h, valid, TILE, DENOMINATOR)
                 tl.store(partial + block, largest)
-                first, count = _first_and_blocks(parameter_table, p, BLOCK)
+                first, count = _first_and_blocks(parameter_table, p, block, offset, BLOCK)
                 if tiles.finished(counter + p, count):
                     largest = tiles.max_partials(partial + first, count)
                     new = tl.where(largest > 0, largest, 1.0)
@@ -203,9 +205,9 @@ def lamb_statistics_kernel(
                     tl.store(coefficient + p, new * tl.load(average + p))
 
 
-def _whole_layout_arguments(span: Span, device: torch.device) -> dict[str, Any]:
-    """Norms and maxima are a parameter's, so the span is the whole layout: its first block is 0."""
-    return {name: value for name, value in span_arguments(span, device).items() if name != "first_block"}
+def _of_whole_layout(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Norms and maxima are a parameter's, so the span is the whole layout: its first block, word and shard are 0."""
+    return {name: value for name, value in arguments.items() if not name.startswith("first_")}
 
 
 def lamb_warmup(
@@ -226,7 +228,7 @@ def lamb_warmup(
 ) -> None:
     """`onebit.kernels.reference.lamb_warmup` in two launches: the norms are needed whole before x moves."""
     shared: dict[str, Any] = {
-        **_whole_layout_arguments(span, exp_avg.device),
+        **_of_whole_layout(span_arguments(span, exp_avg.device)),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "flags": flags,
@@ -238,6 +240,7 @@ def lamb_warmup(
     }
     moments = {
         **shared,
+        "BLOCK": span.layout.block_size,
         "g_addresses": grads.addresses,
         "average": state.average,
         "partial": state.partial,
@@ -272,9 +275,9 @@ def lamb_statistics(
 ) -> None:
     """`onebit.kernels.reference.lamb_statistics` in one launch."""
     arguments = {
-        **_whole_layout_arguments(span, d.device),
+        **_of_whole_layout({**span_arguments(span, d.device), **replies_arguments(span, replies)}),
         **momentum_arguments(previous, "prev_"),
-        **replies_arguments(replies),
+        "BLOCK": span.layout.block_size,
         "hyper": hyper,
         "d": d,
         "exp_avg_sq": exp_avg_sq,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onebit.kernels.data.layout import Span
+from onebit.kernels.data.layout import WORD, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
 from onebit.kernels.tuning import tuner
@@ -46,31 +46,27 @@ def recorded() -> Iterator[list[Launch]]:
 
 def span_arguments(span: Span, device: torch.device) -> dict[str, Any]:
     """The arguments of every kernel that runs over the blocks of a span."""
-    table, size = span.layout.table(device), span.layout.block_size
+    table = span.layout.table(device)
     return {
-        "owner": table.owner,
+        "block_table": table.blocks,
         "parameter_table": table.parameters,
         "first_block": span.first,
+        "first_word": span.start // WORD,
         "blocks": span.count,
-        "BLOCK": size,
-        "TILE": triton.next_power_of_2(size),
+        "TILE": triton.next_power_of_2(span.layout.block_size),
     }
 
 
-def message_arguments(messages: Messages, prefix: str = "") -> dict[str, Any]:
-    """Where the parts of messages lie."""
-    return {f"{prefix}header": messages.header, f"{prefix}scales": messages.scales, f"{prefix}bits": messages.bits}
+def format_arguments(span: Span, form: Format) -> dict[str, Any]:
+    """How a kernel finds a block's part of the messages of a span."""
+    return {"first_shard": span.first_shard, "row_bytes": form.nbytes, "TENSOR": form.scale == "tensor"}
 
 
-def format_arguments(form: Format) -> dict[str, Any]:
-    """How a kernel finds a block's part of a message. Messages of one launch are cut alike."""
-    return {"shard_blocks": form.shard_blocks, "row_bytes": form.nbytes, "TENSOR": form.scale == "tensor"}
-
-
-def replies_arguments(replies: Messages) -> dict[str, Any]:
+def replies_arguments(span: Span, replies: Messages) -> dict[str, Any]:
     """What `tiles.decode_block` reads."""
     form = replies.format
-    return {**message_arguments(replies), **format_arguments(form), "COPIES": replies.copies, "BITS": form.bits}
+    found = {"messages": replies.buffer, "COPIES": replies.copies, "BITS": form.bits}
+    return {**format_arguments(span, form), **found}
 
 
 def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
@@ -78,8 +74,7 @@ def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[
     packed = momentum if isinstance(momentum, Messages) else None
     return {
         f"{prefix}flat": None if packed else momentum,
-        f"{prefix}scales": packed and packed.scales,
-        f"{prefix}bits": packed and packed.bits,
+        f"{prefix}messages": packed and packed.buffer,
     }
 
 
@@ -106,9 +101,10 @@ def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
     """What a kernel that encodes c into `out` reads and writes, beside c itself."""
     return {
         **residual_arguments(residual),
-        **message_arguments(out),
-        **format_arguments(out.format),
+        "messages": out.buffer,
         "fingerprint": out.format.fingerprint,
+        "shard_blocks": out.format.header[3],
+        "TENSOR": out.format.scale == "tensor",
         "L2": out.format.norm == "l2",
     }
 

@@ -26,33 +26,34 @@ from onebit.kernels.gpu.zero_one import moved, used_root
 
 @tiles.entry
 def zero_one_local_kernel(
-    owner, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, blocks, exp_avg_sq, exp_avg, value,
-    residual_scale, residual_blocks, master, least_root, root_at_zero,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    block_table, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, first_word, first_shard, blocks,
+    exp_avg_sq, exp_avg, value, residual_scale, master, least_root, root_at_zero,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            shard, _, _, _ = tiles.find_in_shard(row, first_shard)
             its_master = None if master is None else master + start
-            v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            last_m = tiles.load_flat(exp_avg + start, BLOCK, TILE)
-            kept = None if value is None else tiles.load_flat(value + start, BLOCK, TILE)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            last_m = tiles.load_flat(exp_avg + start, length, TILE)
+            kept = None if value is None else tiles.load_flat(value + start, length, TILE)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
             wide = p_wide & g_wide
             h = tiles.group_row(hyper, group)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
                 m = tl.where(u != 0, tiles.first_moment(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, h), last_m)
                 tiles.store_tile(exp_avg + start, m, valid, wide, TILE)
                 if value is not None:
-                    e_scale = residual_scale + block // residual_blocks if TENSOR else None
+                    e_scale = residual_scale + shard if TENSOR else None
                     e = tiles.residual(kept, e_scale, TENSOR)
                     held = tl.zeros_like(e) if TENSOR else e
                     e = tl.where(u != 0, e + tl.load(h + tiles.H_LR) * tl.load(h + tiles.H_BIAS1) * m, held)
@@ -63,25 +64,27 @@ def zero_one_local_kernel(
 
 @tiles.entry
 def zero_one_sync_kernel(
-    owner, parameter_table, p_addresses, hyper, first_block, blocks, shard_blocks, row_bytes,
-    header, scales, bits, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    block_table, parameter_table, p_addresses, hyper, first_block, first_word, first_shard, blocks,
+    messages, row_bytes, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
             its_master = None if master is None else master + start
-            v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            x = tiles.load_flat(anchor + start, BLOCK, TILE)
-            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            message = messages + shard * COPIES * row_bytes
+            v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            x = tiles.load_flat(anchor + start, length, TILE)
+            flag = tiles.flag_of(message, row_bytes, COPIES)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
                 total = tiles.decode_block(
-                    scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS
+                    message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS
                 )
                 u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
                 moved_x = tl.load(decay + p) * x - tl.div_rn(total, u + tl.load(h + tiles.H_EPS))
@@ -119,7 +122,7 @@ def zero_one_local(
         "exp_avg": exp_avg,
         "value": value,
         "residual_scale": scale,
-        "residual_blocks": 1 if scale is None else span.count // len(scale),
+        "first_shard": span.first_shard,
         "master": master,
         "least_root": least_root,
         "root_at_zero": root_at_zero,
@@ -147,7 +150,7 @@ def zero_one_sync(
     """`onebit.kernels.reference.zero_one_sync` in one launch."""
     arguments = {
         **span_arguments(span, exp_avg.device),
-        **replies_arguments(replies),
+        **replies_arguments(span, replies),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "exp_avg_sq": exp_avg_sq,

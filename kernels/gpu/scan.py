@@ -19,13 +19,14 @@ from onebit.kernels.gpu.launch import TYPES, launch, span_arguments
 
 @tiles.entry
 def scan_kernel(
-    owner, parameter_table, addresses, hyper, flags, squares, first_block, blocks,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
+    block_table, parameter_table, addresses, hyper, flags, squares, first_block, first_word, blocks,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            row, _, length = tiles.find(block_table, first_block + block, first_word)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             base, readable, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
             g = tiles.load_tile(base, readable, wide, TILE)
             g = g * tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)

@@ -1,9 +1,11 @@
 """Functions on one block's values, shared by the Triton kernels: the maths here, the addressing there.
 
 A tile holds one block: TILE is block_size rounded up to a power of two. Each thread reads and writes 4 elements at a
-time. Flat state is aligned and holds whole blocks, so its tiles are loaded before anything is known of the block's
-parameter. Parameters and gradients are accessed so where the block is whole and the address 16-byte aligned, else
-element by element with a mask. A kernel loads all its tiles before it decodes any bits or adds anything up.
+time. A block of flat state starts at a multiple of 32 elements and is a multiple of 32 long, so that its tile is
+accessed so however short it is: nothing past the block is read or written. Where it lies is in the block's row of the
+table, which a kernel reads first. Flat tiles are loaded before anything is known of the block's parameter. Parameters
+and gradients are accessed 4 elements at a time where the block is whole and the address 16-byte aligned, else element
+by element with a mask. A kernel loads all its tiles before it decodes any bits or adds anything up.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +16,7 @@ import struct
 import triton
 import triton.language as tl
 
-from onebit.kernels.data import wire
+from onebit.kernels.data import layout, wire
 from onebit.kernels.data.hyper import COLUMNS, LARGEST, Hyper
 
 _column = Hyper._fields.index
@@ -29,25 +31,58 @@ H_WEIGHT_DECAY = tl.constexpr(_column("weight_decay"))
 H_BIAS1 = tl.constexpr(_column("bias1"))
 H_BIAS2 = tl.constexpr(_column("bias2"))
 H_GRAD_SCALE = tl.constexpr(_column("grad_scale"))
+_field = layout.Block._fields.index
+B_COLUMNS = tl.constexpr(len(layout.Block._fields))
+B_OWNER = tl.constexpr(_field("owner"))
+B_START = tl.constexpr(_field("start"))
+B_WORDS = tl.constexpr(_field("words"))
+B_SHARD = tl.constexpr(_field("shard"))
+B_PLACE = tl.constexpr(_field("place"))
+B_WORD = tl.constexpr(_field("word"))
+B_OF_SHARD = tl.constexpr(_field("of_shard"))
+WORD = tl.constexpr(layout.WORD)
 LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack("<f", LARGEST), "little"))
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
+HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
+ALIGN = tl.constexpr(wire.ALIGN)
 ABOVE = tl.constexpr(wire.ABOVE)
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in: one binary serves every layout.
-entry = triton.jit(do_not_specialize=["first_block", "blocks", "shard_blocks", "fingerprint", "ranks", "words"])
+entry = triton.jit(
+    do_not_specialize=[
+        "first_block", "first_word", "first_shard", "blocks", "shard_blocks", "fingerprint", "ranks", "words",
+    ]
+)  # fmt: skip
 
 
 @triton.jit
-def locate(block, owner, parameter_table, BLOCK: tl.constexpr):
+def find(block_table, block, first_word):
+    """A block's row of the table, where the block starts in flat state from word `first_word` on, and its length."""
+    row = block_table + block.to(tl.int64) * B_COLUMNS
+    start = (tl.load(row + B_START) - first_word).to(tl.int64) * WORD
+    length = tl.load(row + B_WORDS) * WORD
+    return row, start, length
+
+
+@triton.jit
+def find_in_shard(row, first_shard):
+    """Where a block lies in the messages of shards from one on: its shard's place among them, its place among the
+    blocks of the shard, the word of the shard that it starts at, and how many blocks the shard has."""
+    shard = (tl.load(row + B_SHARD) - first_shard).to(tl.int64)
+    return shard, tl.load(row + B_PLACE), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
+
+
+@triton.jit
+def locate(row, length, parameter_table):
     """The parameter of a block, its group, the block's offset in the parameter and its valid count."""
-    p = tl.load(owner + block)
+    p = tl.load(row + B_OWNER)
     first = tl.load(parameter_table + 3 * p)
     numel = tl.load(parameter_table + 3 * p + 1)
     group = tl.load(parameter_table + 3 * p + 2)
-    offset = (block - first) * BLOCK
-    valid = tl.minimum(tl.maximum(numel - offset, 0), BLOCK).to(tl.int32)
+    offset = tl.load(row + B_START).to(tl.int64) * WORD - first
+    valid = tl.minimum(tl.maximum(numel - offset, 0), length).to(tl.int32)
     return p, group, offset, valid
 
 
@@ -89,24 +124,17 @@ def store_tile(base, x, valid, wide, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_flat(base, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A whole block of flat state. Past the valid elements it may hold anything."""
+def load_flat(base, length, TILE: tl.constexpr):
+    """A block of flat state. Past the valid elements it may hold anything."""
     i = tl.arange(0, TILE)
-    if BLOCK == TILE:
-        x = tl.load(_wide(base, TILE))
-    else:
-        x = tl.load(base + i, mask=i < BLOCK, other=0)
-    return x
+    inside = tl.minimum(i, length - ACCESS + i % ACCESS)
+    return tl.load(tl.max_contiguous(tl.multiple_of(base + inside, 16), ACCESS))
 
 
 @triton.jit
-def store_flat(base, x, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Store a whole block of flat state, past the valid elements too."""
-    i = tl.arange(0, TILE)
-    if BLOCK == TILE:
-        tl.store(_wide(base, TILE), x)
-    else:
-        tl.store(base + i, x, mask=i < BLOCK)
+def store_flat(base, x, length, TILE: tl.constexpr):
+    """Store a block of flat state, past the valid elements too."""
+    tl.store(_wide(base, TILE), x, mask=tl.arange(0, TILE) < length)
 
 
 @triton.jit
@@ -123,122 +151,104 @@ def signed(positive, scale):
 
 
 @triton.jit
-def pack(bit, out, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def pack(bit, out, length, TILE: tl.constexpr):
     """Store a tile of bits, each 0 or 1 as int32: 8 a byte, the first in the lowest place."""
     eight = tl.reshape(bit, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
     byte = tl.sum(eight, axis=1).to(tl.uint8)
     i = tl.arange(0, TILE // 8)
-    tl.store(out + i, byte, mask=i < BLOCK // 8)
+    tl.store(out + i, byte, mask=i < length // 8)
 
 
 @triton.jit
-def load_bits(bits, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A tile of packed bits, False past the block. Every element's thread loads the byte that its bit is in."""
+def load_bits(bits, length, TILE: tl.constexpr):
+    """A tile of packed bits; past the block they may be anything. Every element's thread loads the byte that its bit is
+    in."""
     i = tl.arange(0, TILE)
-    if BLOCK == TILE:
-        byte = tl.load(bits + i // 8)
-    else:
-        byte = tl.load(bits + i // 8, mask=i < BLOCK, other=0)
+    byte = tl.load(bits + tl.minimum(i // 8, length // 8 - 1))
     half = byte.to(tl.int32) >> (i & 4)  # a thread has 4 elements in a row: from here on their places are constants
     return (half >> (i % 4)) & 1 != 0
 
 
 @triton.jit
-def unpack(bits, scale, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A tile of +-scale from packed bits."""
-    return signed(load_bits(bits, BLOCK, TILE), scale)
+def unpack_two(scales, bits, length, TILE: tl.constexpr):
+    """A tile from 2 bits an element."""
+    large = load_bits(bits + length // 8, length, TILE)
+    return signed(load_bits(bits, length, TILE), tl.where(large, tl.load(scales + 1), tl.load(scales)))
 
 
 @triton.jit
-def sum_of_messages(scales, bits, stride, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def scales_in(message, place, TENSOR: tl.constexpr, BITS: tl.constexpr):
+    """Where a message holds the scale of a block, or the two."""
+    return (message + HEADER_BYTES).to(tl.pointer_type(tl.float32)) + (0 if TENSOR else place * BITS)
+
+
+@triton.jit
+def bits_in(message, word, of_shard, TENSOR: tl.constexpr, BITS: tl.constexpr):
+    """Where a message of so many blocks holds the bits of one."""
+    scales = 4 if TENSOR else 4 * BITS * of_shard
+    return message + HEADER_BYTES + (scales + (ALIGN - 1)) // ALIGN * ALIGN + word.to(tl.int64) * (4 * BITS)
+
+
+@triton.jit
+def sum_of_messages(
+    message, place, word, of_shard, row_bytes, count, length, TILE: tl.constexpr, TENSOR: tl.constexpr
+):  # fmt: skip
     """A block summed over `count` messages, in their order. Two are read at a time; a second that is missing adds 0."""
     total = tl.zeros((TILE,), tl.float32)
     for i in range(0, count, 2):
         more = i + 1 < count
-        first = tl.load(scales)
-        second = tl.load(scales + stride // 4, mask=more, other=0.0)
-        first_bits = load_bits(bits, BLOCK, TILE)
-        second_bits = load_bits(bits + tl.where(more, stride, 0), BLOCK, TILE)
+        one = message + tl.cast(i, tl.uint32).to(tl.int64) * row_bytes
+        two = one + tl.where(more, row_bytes, 0)
+        first = tl.load(scales_in(one, place, TENSOR, 1))
+        second = tl.load(scales_in(two, place, TENSOR, 1), mask=more, other=0.0)
+        first_bits = load_bits(bits_in(one, word, of_shard, TENSOR, 1), length, TILE)
+        second_bits = load_bits(bits_in(two, word, of_shard, TENSOR, 1), length, TILE)
         total += signed(first_bits, first)
         total += signed(second_bits, second)
-        scales += 2 * (stride // 4)
-        bits += 2 * stride
     return total
 
 
 @triton.jit
-def unpack_two(bits, scales, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A tile from 2 bits an element."""
-    large = load_bits(bits + BLOCK // 8, BLOCK, TILE)
-    return unpack(bits, tl.where(large, tl.load(scales + 1), tl.load(scales)), BLOCK, TILE)
-
-
-@triton.jit
-def find_block(
-    scales, bits, block, shard_blocks, row_bytes,
-    BLOCK: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Where the scale and the bits of a block are in messages that lie `row_bytes` apart; of its first copy."""
-    row = (block // shard_blocks).to(tl.int64) * COPIES
-    j = block % shard_blocks
-    scales += row * (row_bytes // 4) + (0 if TENSOR else j * BITS)
-    bits += row * row_bytes + j.to(tl.int64) * (BITS * BLOCK // 8)
-    return scales, bits
-
-
-@triton.jit
 def decode_block(
-    scales, bits, block, shard_blocks, row_bytes,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    message, row_bytes, place, word, of_shard, length,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Block `block` of messages, or its mean over COPIES of them."""
-    scales, bits = find_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TENSOR, COPIES, BITS)
+    """A block of a message, or its mean over COPIES of them, which lie `row_bytes` apart."""
     if BITS == 2:
-        m = unpack_two(bits, scales, BLOCK, TILE)
+        m = unpack_two(scales_in(message, place, TENSOR, 2), bits_in(message, word, of_shard, TENSOR, 2), length, TILE)
     elif COPIES == 1:
-        m = unpack(bits, tl.load(scales), BLOCK, TILE)
+        scale = tl.load(scales_in(message, place, TENSOR, 1))
+        m = signed(load_bits(bits_in(message, word, of_shard, TENSOR, 1), length, TILE), scale)
     else:
-        m = sum_of_messages(scales, bits, row_bytes.to(tl.int64), COPIES, BLOCK, TILE) * (1 / COPIES)
+        m = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR) * (1 / COPIES)
     return m
 
 
 @triton.jit
-def load_momentum(
-    flat, scales, bits, block, shard_blocks, row_bytes,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """m, kept as the messages that brought it, or still dense."""
-    if bits is not None:
-        m = decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
-    else:
-        m = load_flat(flat + block.to(tl.int64) * BLOCK, BLOCK, TILE)
-    return m
-
-
-@triton.jit
-def any_flag(header, first, count, row_bytes):
-    """Whether one of `count` messages from row `first` on carries a flag: 32 headers are read at a time."""
+def any_flag(messages, count, row_bytes):
+    """Whether one of `count` messages carries a flag: 32 headers are read at a time."""
+    header = messages.to(tl.pointer_type(tl.int32))
     flagged = tl.zeros((32,), tl.int32)
     for start in range(0, count, 32):
         i = start + tl.arange(0, 32)
-        flags = header + (first + i) * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD
+        flags = header + i * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD
         flagged |= tl.load(flags, mask=i < count, other=0)
     return tl.max((flagged != 0).to(tl.int32), axis=0)
 
 
 @triton.jit
-def flag_of_block(header, block, shard_blocks, row_bytes, COPIES: tl.constexpr):
-    """Not 0 where a message that the block is in carries a flag."""
-    first = block // shard_blocks * COPIES
+def flag_of(message, row_bytes, COPIES: tl.constexpr):
+    """Not 0 where a message, or one of its copies, carries a flag."""
     if COPIES == 1:
-        flag = tl.load(header + first * (row_bytes.to(tl.int64) // 4) + FLAGS_WORD)
+        flag = tl.load(message.to(tl.pointer_type(tl.int32)) + FLAGS_WORD)
     else:
-        flag = any_flag(header, first, COPIES, row_bytes)
+        flag = any_flag(message, COPIES, row_bytes)
     return flag
 
 
 @triton.jit
-def write_header(header, flag, fingerprint, shard_blocks, BITS: tl.constexpr):
+def write_header(message, flag, fingerprint, shard_blocks, BITS: tl.constexpr):
+    header = message.to(tl.pointer_type(tl.int32))
     tl.store(header, MAGIC + (BITS - 1))
     tl.store(header + FLAGS_WORD, flag)
     tl.store(header + 2, fingerprint)
@@ -273,8 +283,8 @@ def counted_only(x, live, valid, TILE: tl.constexpr):
 
 @triton.jit
 def encode(
-    c, live, value, scale, partial, counted, bits, valid,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    c, live, value, scale, partial, counted, bits, valid, length,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
     """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
     c = counted_only(c, live, valid, TILE)
@@ -291,12 +301,12 @@ def encode(
         s = mean_scale(total, count, L2)
         tl.store(scale, s)
         left = counted_only(c - signed(positive, s), live, valid, TILE)
-    store_flat(value, left, BLOCK, TILE)
-    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, BLOCK, TILE)
+    store_flat(value, left, length, TILE)
+    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
 
 
 @triton.jit
-def encode_two_bits(c, live, value, scales, bits, valid, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def encode_two_bits(c, live, value, scales, bits, valid, length, TILE: tl.constexpr):
     """Store a block's signs, which of its elements are large, the mean sizes of both kinds, and what they leave out."""
     c = counted_only(c, live, valid, TILE)
     positive, size = c >= 0, tl.abs(c)
@@ -310,9 +320,9 @@ def encode_two_bits(c, live, value, scales, bits, valid, BLOCK: tl.constexpr, TI
     tl.store(scales, small_size)
     tl.store(scales + 1, large_size)
     left = c - signed(positive, tl.where(large, large_size, small_size))
-    store_flat(value, counted_only(left, live, valid, TILE), BLOCK, TILE)
-    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, BLOCK, TILE)
-    pack(large.to(tl.int32), bits + BLOCK // 8, BLOCK, TILE)
+    store_flat(value, counted_only(left, live, valid, TILE), length, TILE)
+    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
+    pack(large.to(tl.int32), bits + length // 8, length, TILE)
 
 
 @triton.jit
@@ -388,10 +398,10 @@ def direction(m, v, x, h):
 
 
 @triton.jit
-def load_parameter(base, master, valid, wide, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def load_parameter(base, master, valid, wide, length, TILE: tl.constexpr):
     """fp32 x: the master copy where there is one."""
     if master is not None:
-        x = load_flat(master, BLOCK, TILE)
+        x = load_flat(master, length, TILE)
     else:
         x = load_tile(base, valid, wide, TILE)
     return x

@@ -21,7 +21,7 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import TYPES, format_arguments, launch, replies_arguments, span_arguments
+from onebit.kernels.gpu.launch import TYPES, launch, replies_arguments, span_arguments
 
 
 @triton.jit
@@ -46,40 +46,42 @@ def _of_live(values, v, at_zero):
 
 @tiles.entry
 def zero_one_full_kernel(
-    owner, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, blocks, shard_blocks, row_bytes,
-    scales, bits, exp_avg_sq, value, residual_scale, residual_blocks, master, least_root, root_at_zero, live, sums,
+    block_table, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, first_word, first_shard, blocks,
+    messages, row_bytes, exp_avg_sq, value, residual_scale, master, least_root, root_at_zero, live, sums,
     counts,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, RESIDUAL_TENSOR: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            message = messages + shard * COPIES * row_bytes
             its_master = None if master is None else master + start
-            last_v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            kept = None if value is None else tiles.load_flat(value + start, BLOCK, TILE)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            kept = None if value is None else tiles.load_flat(value + start, length, TILE)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
             wide = p_wide & g_wide
             h = tiles.group_row(hyper, group)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
-                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
                 m = _of_live(m, last_v, at_zero)
                 m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), m, last_v, h)
                 if value is not None:
-                    e_scale = residual_scale + block // residual_blocks if RESIDUAL_TENSOR else None
+                    e_scale = residual_scale + shard if RESIDUAL_TENSOR else None
                     e = _of_live(tiles.residual(kept, e_scale, RESIDUAL_TENSOR), last_v, at_zero)
                     tiles.store_tile(value + start, e + tl.load(h + tiles.H_BETA1) * m, valid, wide, TILE)
                 tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
                 counted = tiles.valid_only(v, valid, TILE)
                 bit = (counted != 0).to(tl.int32)
-                tiles.pack(bit, live + block.to(tl.int64) * (BLOCK // 8), BLOCK, TILE)
+                tiles.pack(bit, live + start // 8, length, TILE)
                 tl.store(sums + block, tl.sum(counted, axis=0))
                 tl.store(counts + block, tl.sum(bit, axis=0).to(tl.float32))
                 x = moved(x, m, used_root(v, h, least, at_zero), h)
@@ -88,25 +90,27 @@ def zero_one_full_kernel(
 
 @tiles.entry
 def zero_one_update_kernel(
-    owner, parameter_table, p_addresses, hyper, first_block, blocks, shard_blocks, row_bytes,
-    header, scales, bits, exp_avg_sq, master, least_root, root_at_zero,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    block_table, parameter_table, p_addresses, hyper, first_block, first_word, first_shard, blocks,
+    messages, row_bytes, exp_avg_sq, master, least_root, root_at_zero,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
-            start = block.to(tl.int64) * BLOCK
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            message = messages + shard * COPIES * row_bytes
             its_master = None if master is None else master + start
-            v = tiles.load_flat(exp_avg_sq + start, BLOCK, TILE)
-            flag = tiles.flag_of_block(header, block, shard_blocks, row_bytes, COPIES)
-            p, group, offset, valid = tiles.locate(first_block + block, owner, parameter_table, BLOCK)
+            v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            flag = tiles.flag_of(message, row_bytes, COPIES)
+            p, group, offset, valid = tiles.locate(row, length, parameter_table)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
-                x = tiles.load_parameter(p_base, its_master, p_valid, wide, BLOCK, TILE)
+                x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
-                m = tiles.decode_block(scales, bits, block, shard_blocks, row_bytes, BLOCK, TILE, TENSOR, COPIES, BITS)
+                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
                 x = moved(x, m, used_root(v, h, least, at_zero), h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
@@ -129,14 +133,9 @@ def zero_one_full(
 ) -> None:
     """`onebit.kernels.reference.zero_one_full` in one launch."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
-    form = replies.format
     arguments = {
         **span_arguments(span, exp_avg_sq.device),
-        **format_arguments(form),
-        "scales": replies.scales,
-        "bits": replies.bits,
-        "COPIES": replies.copies,
-        "BITS": form.bits,
+        **replies_arguments(span, replies),
         "p_addresses": params.addresses,
         "g_addresses": grads.addresses,
         "hyper": hyper,
@@ -144,7 +143,6 @@ def zero_one_full(
         "exp_avg_sq": exp_avg_sq,
         "value": value,
         "residual_scale": scale,
-        "residual_blocks": 1 if scale is None else span.count // len(scale),
         "master": master,
         "least_root": least_root,
         "root_at_zero": root_at_zero,
@@ -171,7 +169,7 @@ def zero_one_update(
     """`onebit.kernels.reference.zero_one_update` in one launch."""
     arguments = {
         **span_arguments(span, exp_avg_sq.device),
-        **replies_arguments(replies),
+        **replies_arguments(span, replies),
         "p_addresses": params.addresses,
         "hyper": hyper,
         "exp_avg_sq": exp_avg_sq,

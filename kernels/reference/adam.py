@@ -11,7 +11,7 @@ from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
-from onebit.kernels.reference.blocks import element_mask, gather, hyper_columns, parameter_column, scatter
+from onebit.kernels.reference.blocks import element_mask, gather, hyper_columns, parameter_column, put, rows, scatter
 from onebit.kernels.reference.codec import message_values, unflagged_blocks
 
 
@@ -51,9 +51,9 @@ def adam_update(
 
     A coordinate with d = 0 never moves. Blocks of a flagged reply stay as they are.
     """
-    h, m, d = hyper_columns(span, hyper), message_values(replies), d.view(span.count, -1)
+    h, m, d = hyper_columns(span, hyper), message_values(span, replies), rows(span, d)
     lr = h.lr if coefficient is None else h.lr * parameter_column(span, coefficient)
-    moves = unflagged_blocks(replies) & (d != 0)
+    moves = unflagged_blocks(span, replies) & (d != 0)
     update_parameters(span, params, master, lambda x: torch.where(moves, x - lr * (m * d + h.weight_decay * x), x))
 
 
@@ -63,9 +63,10 @@ def update_moments(
     """m = beta1 m + (1 - beta1) g';  v = beta2 v + (1 - beta2) g'^2, in place; both as [blocks, block_size]."""
     h, mask = hyper_columns(span, hyper), element_mask(span, exp_avg.device)
     g = gather(span, grads) * h.grad_scale
-    m, v = exp_avg.view(span.count, -1), exp_avg_sq.view(span.count, -1)
-    m.copy_(torch.where(mask, h.beta1 * m + h.one_minus_beta1 * g, m))
-    v.copy_(torch.where(mask, h.beta2 * v + h.one_minus_beta2 * (g * g), v))
+    m = h.beta1 * rows(span, exp_avg) + h.one_minus_beta1 * g
+    v = h.beta2 * rows(span, exp_avg_sq) + h.one_minus_beta2 * (g * g)
+    put(span, exp_avg, m, mask)
+    put(span, exp_avg_sq, v, mask)
     return m, v
 
 
@@ -78,6 +79,6 @@ def update_parameters(span: Span, params: Pointers, master: Tensor | None, step:
     """x = step(x), on the master copy where there is one; the parameter is then that copy, rounded."""
     if master is None:
         return scatter(span, params, step)
-    x, mask = master.view(span.count, -1), element_mask(span, master.device)
-    x.copy_(torch.where(mask, step(x), x))
+    x = step(rows(span, master))
+    put(span, master, x, element_mask(span, master.device))
     return scatter(span, params, lambda _: x)

@@ -13,23 +13,47 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 
 
+def rows(span: Span, flat: Tensor) -> Tensor:
+    """A span's flat values as [blocks, block_size], 0 past a block's length."""
+    inside = room(span, flat.device)
+    found = torch.zeros(inside.shape, dtype=flat.dtype, device=flat.device)
+    found[inside] = flat.view(-1)
+    return found
+
+
+def flat(span: Span, rows: Tensor) -> Tensor:
+    """The reverse."""
+    return rows[room(span, rows.device)]
+
+
+def room(span: Span, device: torch.device) -> Tensor:
+    """bool [blocks, block_size]: what belongs to a block, valid or not."""
+    lengths = torch.from_numpy(span.lengths()).to(device)
+    return torch.arange(span.layout.block_size, device=device) < lengths[:, None]
+
+
 def gather(span: Span, pointers: Pointers) -> Tensor:
     """The tensors' elements in fp32 [blocks, block_size]; 0 in padding and where there is no tensor."""
-    flat = torch.zeros(span.elements, dtype=torch.float32, device=pointers.device)
+    values = torch.zeros(span.elements, dtype=torch.float32, device=pointers.device)
     for s in span.segments():
         tensor = pointers.tensors[s.parameter]
         if tensor is not None:
-            flat[s.offset : s.offset + s.stop - s.start] = tensor.view(-1)[s.start : s.stop]
-    return flat.view(span.count, -1)
+            values[s.offset : s.offset + s.stop - s.start] = tensor.view(-1)[s.start : s.stop]
+    return rows(span, values)
 
 
 def scatter(span: Span, pointers: Pointers, step: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensors' elements x by step(x); step maps [blocks, block_size] to the same shape."""
-    flat = step(gather(span, pointers)).reshape(-1)
+    values = flat(span, step(gather(span, pointers)))
     for s in span.segments():
         tensor = pointers.tensors[s.parameter]
         if tensor is not None:
-            tensor.view(-1)[s.start : s.stop] = flat[s.offset : s.offset + s.stop - s.start]
+            tensor.view(-1)[s.start : s.stop] = values[s.offset : s.offset + s.stop - s.start]
+
+
+def put(span: Span, target: Tensor, values: Tensor, mask: Tensor) -> None:
+    """Write values, [blocks, block_size], to flat state where the mask is set."""
+    target.copy_(torch.where(flat(span, mask), flat(span, values), target))
 
 
 def hyper_columns(span: Span, hyper: Tensor) -> Hyper:
@@ -52,7 +76,7 @@ def element_mask(span: Span, device: torch.device, live: Tensor | None = None) -
     """bool [blocks, block_size]: which elements are valid, and have their bit in the live mask where there is one."""
     counts = torch.from_numpy(span.counts()).to(device)
     mask = torch.arange(span.layout.block_size, device=device) < counts[:, None]
-    return mask if live is None else mask & unpacked(live).view(mask.shape)
+    return mask if live is None else mask & rows(span, unpacked(live))
 
 
 def signed(positive: Tensor, scale: Tensor) -> Tensor:

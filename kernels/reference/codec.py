@@ -15,9 +15,12 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import ABOVE, Messages
 from onebit.kernels.reference.blocks import (
     element_mask,
+    flat,
     gather,
     hyper_columns,
     parameter_column,
+    room,
+    rows,
     scatter,
     signed,
 )
@@ -62,7 +65,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
         return
     total = torch.zeros(span.count, span.layout.block_size, dtype=torch.float32, device=received.buffer.device)
     for i in range(received.rows):
-        total = total + message_values(received.slice(i, 1))
+        total = total + message_values(span, received.slice(i, 1))
     encode = _encode if out.format.bits == 1 else _encode_two_bits
     encode(span, total * (1 / received.rows), residual, out, live)
 
@@ -75,7 +78,8 @@ def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
     """x = scale sigma; NaN where the message is flagged, which is what an uncompressed mean would give."""
-    scatter(span, out, lambda _: torch.where(unflagged_blocks(messages), message_values(messages), torch.nan))
+    values = torch.where(unflagged_blocks(span, messages), message_values(span, messages), torch.nan)
+    scatter(span, out, lambda _: values)
 
 
 def _keep(residual: Residual) -> None:
@@ -83,70 +87,101 @@ def _keep(residual: Residual) -> None:
         residual.before.copy_(residual.value)
 
 
-def message_values(messages: Messages) -> Tensor:
+def message_values(span: Span, messages: Messages) -> Tensor:
     """fp32 [blocks, block_size]: what the messages' bits and scales stand for, the mean over a block's copies."""
-    size, scales = messages.format.block_size, messages.scale_of_blocks()
-    if messages.format.bits == 2:
-        positive, large = (unpacked(part).view(-1, size) for part in messages.bits.chunk(2, -1))
-        values = signed(positive, torch.where(large, scales[:, 1:], scales[:, :1]))
-    else:
-        values = signed(unpacked(messages.bits).view(-1, size), scales[:, None])
-    if messages.copies == 1:
-        return values
-    total = torch.zeros(len(values) // messages.copies, size, dtype=torch.float32, device=values.device)
-    for copy in values.view(-1, messages.copies, messages.format.shard_blocks, size).unbind(1):
-        total = total + copy.reshape(-1, size)
+    inside = room(span, messages.buffer.device)
+    total = torch.zeros(inside.shape, dtype=torch.float32, device=inside.device)
+    for bits, scales in zip(messages.bits_of(span), messages.scales_of(span), strict=True):
+        planes = _planes(inside, bits, messages.format.bits)
+        if messages.format.bits == 2:
+            values = signed(planes[:, 0], torch.where(planes[:, 1], scales[:, 1:], scales[:, :1]))
+        else:
+            values = signed(planes[:, 0], scales[:, None])
+        if messages.copies == 1:
+            return values
+        total = total + values
     return total * (1 / messages.copies)
 
 
 def momentum_values(span: Span, momentum: Tensor | Messages) -> Tensor:
     """fp32 [blocks, block_size]: momentum, which is kept as the messages that brought it or as a dense tensor."""
-    return message_values(momentum) if isinstance(momentum, Messages) else momentum.view(span.count, -1)
+    return message_values(span, momentum) if isinstance(momentum, Messages) else rows(span, momentum)
 
 
-def unflagged_blocks(messages: Messages) -> Tensor:
+def unflagged_blocks(span: Span, messages: Messages) -> Tensor:
     """bool [blocks, 1]: which blocks came in messages without a flag."""
     good = (messages.flags.view(-1, messages.copies) == 0).all(1)
-    return good.repeat_interleave(messages.format.shard_blocks)[:, None]
+    return of_blocks(span, good)[:, None]
+
+
+def of_blocks(span: Span, values: Tensor) -> Tensor:
+    """[blocks]: from one value a shard, the value of each block's."""
+    return values.repeat_interleave(torch.tensor([shard.count for shard in span.shards()], device=values.device))
+
+
+def _planes(inside: Tensor, bits: Tensor, per_element: int) -> Tensor:
+    """bool [blocks, per_element, block_size], from the bits of one block after the other."""
+    places = inside[:, None, :].expand(-1, per_element, -1)
+    found = torch.zeros(places.shape, dtype=torch.bool, device=bits.device)
+    found[places] = unpacked(bits)
+    return found
+
+
+def _put_bits(span: Span, out: Messages, planes: Tensor) -> None:
+    places = room(span, planes.device)[:, None, :].expand(planes.shape)
+    bits, start = packed(planes[places]), 0
+    for row, shard in enumerate(span.shards()):
+        own = out.bits(row, shard)
+        own.copy_(bits[start : start + len(own)])
+        start += len(own)
+
+
+def _put_scales(span: Span, out: Messages, scales: Tensor) -> None:
+    """scales: [blocks, ..], or one a message."""
+    start = 0
+    for row, shard in enumerate(span.shards()):
+        own = out.scales(row, shard)
+        own.copy_(scales.reshape(-1)[start : start + len(own)])
+        start += len(own)
 
 
 def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tensor | None) -> None:
     """c = y + e into bits and scales of `out`; what they leave out becomes the residual."""
     mask = element_mask(span, y.device, live)
-    e = residual.value.view(span.count, -1)
+    e = rows(span, residual.value)
     if residual.scale is not None:
-        scale_of_blocks = residual.scale.repeat_interleave(span.count // len(residual.scale))
-        e = e - signed(e >= 0, scale_of_blocks[:, None])
+        e = e - signed(e >= 0, of_blocks(span, residual.scale)[:, None])
     c = torch.where(mask, y + e, 0)
     magnitude = (c.abs() if out.format.norm == "l1" else c * c).sum(1)
     count = mask.sum(1)
     if residual.scale is not None:
-        magnitude, count = (t.view(out.rows, -1).sum(1) for t in (magnitude, count))
+        counts = [shard.count for shard in span.shards()]
+        magnitude, count = (torch.stack([part.sum() for part in t.split(counts)]) for t in (magnitude, count))
     scale = magnitude / count.clamp(min=1)
     if out.format.norm == "l2":
         scale = scale.sqrt()
-    out.scales.copy_(scale.view(out.scales.shape))
     bits = (c >= 0) & mask
-    out.bits.copy_(packed(bits).view(out.bits.shape))
+    _put_scales(span, out, scale)
+    _put_bits(span, out, bits[:, None])
     if residual.scale is None:
-        residual.value.copy_(torch.where(mask, c - signed(bits, scale[:, None]), 0).view(-1))
+        residual.value.copy_(flat(span, torch.where(mask, c - signed(bits, scale[:, None]), 0)))
     else:
-        residual.value.copy_(c.view(-1))
+        residual.value.copy_(flat(span, c))
         residual.scale.copy_(scale)
 
 
 def _encode_two_bits(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tensor | None) -> None:
     """c = y + e into a sign and one of two sizes, the means of the block's small and large elements."""
     mask = element_mask(span, y.device, live)
-    c = torch.where(mask, y + residual.value.view(span.count, -1), 0)
+    c = torch.where(mask, y + rows(span, residual.value), 0)
     size = c.abs()
     large = size > ABOVE * _mean(size, mask)
     small_size, large_size = _mean(size, mask & ~large), _mean(size, large)
     positive = (c >= 0) & mask
-    out.scales.copy_(torch.cat([small_size, large_size], 1).view(out.scales.shape))
-    out.bits.copy_(torch.cat([packed(positive), packed(large)], 1).view(out.bits.shape))
+    _put_scales(span, out, torch.cat([small_size, large_size], 1))
+    _put_bits(span, out, torch.stack([positive, large], 1))
     left = c - signed(positive, torch.where(large, large_size, small_size))
-    residual.value.copy_(torch.where(mask, left, 0).view(-1))
+    residual.value.copy_(flat(span, torch.where(mask, left, 0)))
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

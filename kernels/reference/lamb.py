@@ -13,7 +13,15 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.reference.adam import direction, update_moments, update_parameters
-from onebit.kernels.reference.blocks import element_mask, gather, hyper_columns, owner_of_blocks, parameter_column
+from onebit.kernels.reference.blocks import (
+    element_mask,
+    gather,
+    hyper_columns,
+    owner_of_blocks,
+    parameter_column,
+    put,
+    rows,
+)
 from onebit.kernels.reference.codec import message_values, momentum_values
 
 
@@ -43,7 +51,7 @@ def lamb_warmup(
     m, v = update_moments(span, grads, exp_avg, exp_avg_sq, hyper)
     h, owner = hyper_columns(span, hyper), owner_of_blocks(span, v.device)
     mask = element_mask(span, v.device)
-    x = gather(span, params) if master is None else master.view(span.count, -1)
+    x = gather(span, params) if master is None else rows(span, master)
     u = direction(h, m, v, x)
     square = torch.zeros(2, span.layout.parameters, dtype=torch.float32, device=v.device)
     for row, partial, value in zip(square, state.partial, (x, u), strict=True):
@@ -85,12 +93,12 @@ def lamb_statistics(
     if bool(replies.flags.any()):
         return
     h, owner, mask = hyper_columns(span, hyper), owner_of_blocks(span, d.device), element_mask(span, d.device)
-    g = (message_values(replies) - h.beta1 * momentum_values(span, previous)) / h.one_minus_beta1
+    g = (message_values(span, replies) - h.beta1 * momentum_values(span, previous)) / h.one_minus_beta1
     if gamma is not None:
         g = g / parameter_column(span, gamma)
-    v = exp_avg_sq.view(span.count, -1)
-    v.copy_(torch.where(mask, h.beta2 * v + h.one_minus_beta2 * (g * g), v))
-    d = d.view(span.count, -1)
+    v = h.beta2 * rows(span, exp_avg_sq) + h.one_minus_beta2 * (g * g)
+    put(span, exp_avg_sq, v, mask)
+    d = rows(span, d)
     frozen = 1 / (d if gamma is None else d * parameter_column(span, gamma))  # sqrt(v_T) + eps
     if ratio == "variance":
         per_element = (frozen - h.eps).clamp(min=0).square() / v

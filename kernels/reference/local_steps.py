@@ -10,7 +10,7 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.reference.adam import update_parameters
-from onebit.kernels.reference.blocks import element_mask, gather, hyper_columns, parameter_column
+from onebit.kernels.reference.blocks import element_mask, gather, hyper_columns, parameter_column, put, rows
 from onebit.kernels.reference.codec import message_values, unflagged_blocks
 from onebit.kernels.reference.zero_one import moved, used_root
 
@@ -34,14 +34,15 @@ def zero_one_local(
     """
     if bool(flags.any()):
         return
-    h, v, m = hyper_columns(span, hyper), exp_avg_sq.view(span.count, -1), exp_avg.view(span.count, -1)
+    h, v, m = hyper_columns(span, hyper), rows(span, exp_avg_sq), rows(span, exp_avg)
     u, mask = used_root(span, v, h, least_root, root_at_zero), element_mask(span, v.device)
     g = gather(span, grads) * h.grad_scale
-    m.copy_(torch.where(mask & (u != 0), h.beta1 * m + h.one_minus_beta1 * g, m))
+    m = torch.where(u != 0, h.beta1 * m + h.one_minus_beta1 * g, m)
+    put(span, exp_avg, m, mask)
     if residual is not None:
-        value, e = (t.view(v.shape) for t in (residual.value, residual.left_out()))
+        e = rows(span, residual.left_out())
         held = e if residual.scale is None else torch.zeros_like(e)
-        value.copy_(torch.where(mask, torch.where(u != 0, e + h.lr * h.bias1 * m, held), value))
+        put(span, residual.value, torch.where(u != 0, e + h.lr * h.bias1 * m, held), mask)
     update_parameters(span, params, master, lambda x: moved(x, m, u, h))
 
 
@@ -63,11 +64,11 @@ def zero_one_sync(
 
     Where u = 0: x = anchor and m = 0. Blocks of a flagged reply stay as they are.
     """
-    h, v = hyper_columns(span, hyper), exp_avg_sq.view(span.count, -1)
-    u, total = used_root(span, v, h, least_root, root_at_zero), message_values(replies)
-    start, m, unflagged = anchor.view(v.shape), exp_avg.view(v.shape), unflagged_blocks(replies)
+    h, v = hyper_columns(span, hyper), rows(span, exp_avg_sq)
+    u, total = used_root(span, v, h, least_root, root_at_zero), message_values(span, replies)
+    start, unflagged = rows(span, anchor), unflagged_blocks(span, replies)
     end = torch.where(u != 0, parameter_column(span, decay) * start - total / (u + h.eps), start)
     update_parameters(span, params, master, lambda x: torch.where(unflagged, end, x))
     written = element_mask(span, v.device) & unflagged
-    start.copy_(torch.where(written, gather(span, params) if master is None else end, start))
-    m.copy_(torch.where(written, torch.where(u != 0, parameter_column(span, factor) * total, 0), m))
+    put(span, anchor, gather(span, params) if master is None else end, written)
+    put(span, exp_avg, torch.where(u != 0, parameter_column(span, factor) * total, 0), written)

@@ -12,7 +12,7 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.reference.adam import update_parameters
-from onebit.kernels.reference.blocks import element_mask, gather, hyper_columns, parameter_column
+from onebit.kernels.reference.blocks import element_mask, flat, gather, hyper_columns, parameter_column, put, rows
 from onebit.kernels.reference.codec import message_values, unflagged_blocks
 
 
@@ -40,18 +40,19 @@ def zero_one_full(
     if bool(flags.any()):
         return
     h, mask = hyper_columns(span, hyper), element_mask(span, exp_avg_sq.device)
-    v, g = exp_avg_sq.view(span.count, -1), gather(span, grads) * h.grad_scale
+    v, g = rows(span, exp_avg_sq), gather(span, grads) * h.grad_scale
     was_live = (v != 0) | (parameter_column(span, root_at_zero) != 0)
-    m = torch.where(was_live, message_values(replies), 0)
+    m = torch.where(was_live, message_values(span, replies), 0)
     m = h.beta1 * m + h.one_minus_beta1 * g
-    v.copy_(torch.where(mask, h.beta2 * v + h.one_minus_beta2 * (g * g), v))
+    v = h.beta2 * v + h.one_minus_beta2 * (g * g)
+    put(span, exp_avg_sq, v, mask)
     if residual is not None:
-        e = torch.where(was_live, residual.left_out().view(v.shape), 0)
-        residual.value.copy_(torch.where(mask, e + h.beta1 * m, 0).view(-1))
+        e = torch.where(was_live, rows(span, residual.left_out()), 0)
+        residual.value.copy_(flat(span, torch.where(mask, e + h.beta1 * m, 0)))
     u = used_root(span, v, h, least_root, root_at_zero)
     update_parameters(span, params, master, lambda x: moved(x, m, u, h))
     bits = (v != 0) & mask
-    live.copy_(packed(bits).view(live.shape))
+    live.copy_(packed(flat(span, bits)))
     sums.copy_(torch.where(mask, v, 0).sum(1))
     counts.copy_(bits.sum(1))
 
@@ -70,9 +71,9 @@ def zero_one_update(
 
     A coordinate with u = 0 never moves. Blocks of a flagged reply stay as they are.
     """
-    h, v = hyper_columns(span, hyper), exp_avg_sq.view(span.count, -1)
+    h, v = hyper_columns(span, hyper), rows(span, exp_avg_sq)
     u = used_root(span, v, h, least_root, root_at_zero)
-    m, unflagged = message_values(replies), unflagged_blocks(replies)
+    m, unflagged = message_values(span, replies), unflagged_blocks(span, replies)
     update_parameters(span, params, master, lambda x: torch.where(unflagged, moved(x, m, u, h), x))
 
 

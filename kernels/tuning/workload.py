@@ -85,7 +85,7 @@ class Workload:
         self.masked, self.scaled, self.copies, self.kept = masked, scaled, copies, kept
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
-        self.format = Format.of(self.layout, scale, norm)
+        self.format = Format(self.layout, scale, norm)
         self.reply_format = self.format.with_bits(reply_bits)
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far, by the name of their method
@@ -159,11 +159,11 @@ class Workload:
         }
         for name, pointers in (("parameter", self.params()), ("decoded", self.decoded())):
             found |= {f"{name}.{i}": t for i, t in enumerate(pointers.tensors) if t is not None}
-        for name, messages in (("sent", self.sent()), ("reply", self.reply())):
+        for name, messages, span in (("sent", self.sent(), self.span), ("reply", self.reply(), self.shard)):
             found |= {
                 f"{name}.header": messages.header,
-                f"{name}.bits": messages.bits,
-                f"{name}.scales": messages.scales,
+                f"{name}.bits": messages.bits_of(span),
+                f"{name}.scales": messages.scales_of(span),
             }
         if (master := self.master()) is not None:
             found["master"] = self._valid(master, self.span)
@@ -324,9 +324,8 @@ class Workload:
         return messages
 
     def _valid(self, flat: Tensor, span: Span) -> Tensor:
-        counts = torch.from_numpy(span.counts()).to(self.device)
-        mask = torch.arange(self.layout.block_size, device=self.device) < counts[:, None]
-        return flat.view(span.count, -1)[mask]
+        """Of flat state the valid elements."""
+        return torch.cat([flat[s.offset : s.offset + s.stop - s.start] for s in span.segments()])
 
     def _generator(self, name: str) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
@@ -358,13 +357,17 @@ class Workload:
         messages = form.empty(self.layout.ranks * copies, self.device, copies)
         messages.buffer.random_(0, 256, generator=source)
         messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
-        messages.scales.copy_(
-            torch.rand(messages.scales.shape, generator=source, device=self.device).add_(0.5).mul_(0.1)
-        )
-        counts = np.resize(span.counts(), (self.layout.ranks, form.shard_blocks)).repeat(copies, axis=0)
-        for row, block in zip(*np.nonzero(counts < self.layout.block_size), strict=True):
-            valid = np.arange(self.layout.block_size) < counts[row, block]
-            keep = torch.from_numpy(np.packbits(valid, bitorder="little")).to(self.device)
-            for part in messages.bits[row, block].chunk(form.bits):
-                part &= keep
+        shards = self.span.shards() if span is self.span else [self.shard] * self.layout.ranks
+        for row in range(messages.rows):
+            shard = shards[row // copies]
+            scales = messages.scales(row, shard)
+            scales.copy_(torch.rand(scales.shape, generator=source, device=self.device).add_(0.5).mul_(0.1))
+            messages.bits(row, shard).bitwise_and_(self._valid_bits(shard, form))
         return messages
+
+    def _valid_bits(self, span: Span, form: Format) -> Tensor:
+        """1 for the bits of valid elements."""
+        counts, size = span.counts()[:, None, None], self.layout.block_size
+        places = np.broadcast_to(np.arange(size), (span.count, form.bits, size))
+        room = places < span.lengths()[:, None, None]
+        return torch.from_numpy(np.packbits((places < counts)[room], bitorder="little")).to(self.device)

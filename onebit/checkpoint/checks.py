@@ -54,9 +54,9 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     if not numbers:
         return
     version = numbers.get("version")
-    if not isinstance(version, int) or version != VERSION:
+    if not is_whole(version, 1, VERSION):
         raise ValueError(
-            f"the state has version {_shown(version)}, this onebit reads {VERSION}: load it with the onebit that "
+            f"the state has version {_shown(version)}, this onebit reads 1 to {VERSION}: load it with the onebit that "
             f"saved it"
         )
     if lacks := _NUMBERS - numbers.keys():

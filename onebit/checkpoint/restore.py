@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.elements import decoded, saved_order, scattered
+from onebit.checkpoint.earlier import layout_of, with_short_blocks
+from onebit.checkpoint.elements import decoded, lengths_of, saved_order, scattered
 from onebit.checkpoint.names import BITS, DENSE, ORDER, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
-from onebit.checkpoint.schema import Saved, progress, progress_of
+from onebit.checkpoint.schema import VERSION, Saved, progress, progress_of
 from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
@@ -156,7 +157,8 @@ class _Restoration:
                 "model without FSDP"
             )
         if not any(of_shards):
-            return saved
+            sizes = zip(saved, state.numels, strict=True)
+            return [with_short_blocks(own, numbers, numel, self._way.reply_bits) for own, numel in sizes]
         packed_fields = [field.name for field in self._fields if field.per == "bit"]
         same_numbers = (numbers["scale"], numbers.get("reply")) == (self._setup.options.scale, self._setup.way.way)
         if not same_numbers or not same_cut(self._setup, numbers):
@@ -206,7 +208,7 @@ class _Restoration:
         n = self._numbers
         ranks, slices = int(n["ranks"]), int(n.get("slices", 1))
         shards = slices * self._way.shards(ranks // slices)
-        layout = Layout(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
+        layout = layout_of(n)(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
         return _SavedCut(layout, ranks // slices, slices, self._way is not Direct)
 
     @property
@@ -220,10 +222,10 @@ class _Restoration:
         self._check_messages(state, saved, cut)
         n, topology, way = self._numbers, setup.topology, self._way
         same_ranks = (cut.nodes, cut.slices) == (topology.nodes, topology.slices)
-        same_cut = there.fingerprint == state.layout.fingerprint
+        same_cut = _pieces(there.all().shards()) == _pieces(state.layout.all().shards())
         holds = [all(residual_name(p) in own or not n for own, n in zip(saved, cut.kept(p), strict=True))
                  for p in cut.places]  # fmt: skip
-        same_slices = cut.slices == 1 or (there.blocks, there.chunks) == (state.layout.blocks, state.layout.chunks)
+        same_slices = cut.slices == 1 or _pieces(cut.slice_spans(topology.place)) == _pieces(state.slice_spans)
         same_shards = same_cut or (Direct in (way, setup.way) and same_slices)
         same_order = [saved_order(own) for own in saved] == state.orders
         in_shapes = cut.slices == 1 and way is setup.way is Direct  # what was left out is in the parameters' shapes
@@ -256,13 +258,13 @@ class _Restoration:
 
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
-        state, way = part.state, self._way
+        state, way, size = part.state, self._way, int(self._numbers["block_size"])
         beta1s = [self._betas[group][0] for group in state.groups]
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
-            _decode_momentum(state, saved, way, FIRST_MOMENTUM.name)
-        fold = partial(_decode_momentum, state, saved, way, field.name, factors)
+            _decode_momentum(state, saved, way, size, FIRST_MOMENTUM.name)
+        fold = partial(_decode_momentum, state, saved, way, size, field.name, factors)
         fold()
         if field is RESIDUAL:  # which is cleared where another rank has none
             part.fold_momentum_again = fold
@@ -273,9 +275,9 @@ class _Restoration:
         kept, averaged = ({p: of(p) for p in present} for of in (cut.kept, cut.averaged))
         copies = () if cut.served or cut.nodes == 1 else (cut.nodes,)
         for i, own in enumerate(saved):
-            name, blocks = self._setup.name_of(state.params[i]), -(-state.numels[i] // size)
-            shaped(own, BITS, (*copies, blocks, bits * size // 8), name, "bits")
-            shaped(own, SCALES, (*copies, blocks, *([2] if bits == 2 else [])), name, "non-negative")
+            name, lengths = self._setup.name_of(state.params[i]), lengths_of(state.numels[i], size)
+            shaped(own, BITS, (*copies, bits * int(lengths.sum()) // 8), name, "bits")
+            shaped(own, SCALES, (*copies, len(lengths), *([2] if bits == 2 else [])), name, "non-negative")
             for place in present:
                 if residual_name(place) in own:
                     shape = state.shapes[i] if cut.slices == 1 else (kept[place][i],)
@@ -330,8 +332,9 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
         and numbers.get("slices", 1) == topology.slices
         and numbers.get("shards", 1) == topology.shards
         and (topology.slices == 1 or numbers.get("reply") == setup.way.way)  # which decides where slices begin
-        and numbers["block_size"] == setup.block_size
+        and numbers["block_size"] == setup.options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
+        and (numbers["version"] == VERSION or (topology.slices == 1 and numbers.get("reply") == "direct"))
     )
 
 
@@ -378,6 +381,11 @@ def _whole(own: Saved, spans: Mapping[str, Sequence[Span]], index: int, numel: i
     return whole
 
 
+def _pieces(spans: Sequence[Span]) -> list[list[tuple[int, int, int]]]:
+    """Of each span, which elements of which parameters it has."""
+    return [[(s.parameter, s.start, s.stop) for s in span.segments()] for span in spans]
+
+
 def _elements_of(layout: Layout, spans: Sequence[Span]) -> list[int]:
     """Of each parameter, how many elements lie in these spans."""
     elements = [0] * layout.parameters
@@ -390,17 +398,13 @@ def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
     """m as the replies of the last step, and as what this rank sent of them."""
     layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
     copies, form = replies.copies, replies.format
-    bits = torch.zeros((copies, layout.blocks, form.block_bytes), dtype=torch.uint8, device=device)
+    bits = torch.zeros((copies, form.bits * layout.elements // 8), dtype=torch.uint8, device=device)
     scales = torch.zeros((copies, layout.blocks, form.bits), dtype=torch.float32, device=device)
     for i, own in enumerate(saved):
-        first, its_bits = int(layout.first[i]), own[BITS].to(device)
-        stop = first + its_bits.shape[-2]
-        bits[:, first:stop] = its_bits
-        scales[:, first:stop] = own[SCALES].to(device).reshape(*its_bits.shape[:-1], form.bits)
-    blocks = form.shard_blocks
-    replies.bits.copy_(bits.unflatten(1, (-1, blocks)).transpose(0, 1).flatten(0, 1))
-    of_messages = scales.unflatten(1, (-1, blocks)).transpose(0, 1).flatten(0, 1).flatten(1)
-    replies.scales.copy_(of_messages[:, : form.scales])
+        blocks, start = layout.blocks_of(i), form.bits * int(layout.offset[i]) // 8
+        bits[:, start : start + own[BITS].shape[-1]] = own[BITS].to(device)
+        scales[:, blocks] = own[SCALES].to(device).reshape(copies, blocks.stop - blocks.start, form.bits)
+    replies.put(layout.all(), bits, scales)
     exchange = reducer.exchange
     of_slice = exchange.transport.size
     for chunk in exchange.chunks:
@@ -409,15 +413,22 @@ def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
 
 
 def _decode_momentum(
-    state: FlatState, saved: Sequence[Saved], way: type[Exchange], name: str, factors: Sequence[float] | None = None
+    state: FlatState,
+    saved: Sequence[Saved],
+    way: type[Exchange],
+    size: int,
+    name: str,
+    factors: Sequence[float] | None = None,
 ) -> None:
-    """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given."""
+    """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given. size: of
+    a block of those messages."""
     for i, own in enumerate(saved):
         if DENSE in own:
             m = flattened(own[DENSE].to(state.device), state.orders[i])
         else:
-            m = decoded(own[BITS].to(state.device), own[SCALES].to(state.device), way.reply_bits).mean(0)
-            m = reordered(m[: state.numels[i]], state.shapes[i], saved_order(own), state.orders[i])
+            bits, scales = own[BITS].to(state.device), own[SCALES].to(state.device)
+            m = decoded(bits, scales, way.reply_bits, state.numels[i], size).mean(0)
+            m = reordered(m, state.shapes[i], saved_order(own), state.orders[i])
         for part, kept in state.parts_of(name, i):
             kept.add_(m[part], alpha=1.0 if factors is None else factors[i])
 

@@ -10,9 +10,9 @@
                         stage 2    denominator, exp_avg_sq, coefficient_average, coefficient_steps, ratio; gamma with
                                    scale="tensor"; counted_bits where coordinates had no variance at the freeze;
                                    first_momentum until a compressed step was taken
-        momentum_bits, momentum_scales                   stage 2: m; uint8 [blocks, block_size / 8], fp32 [blocks], with
-                                                         direct replies of each rank: [ranks, blocks, ..], with
-                                                         replies of 2 bits [blocks, block_size / 4] and [blocks, 2]
+        momentum_bits, momentum_scales                   stage 2: m; the bits of its blocks, uint8 [bytes], and fp32
+                                                         [blocks]; with direct replies of each rank: [ranks, ..], with
+                                                         replies of 2 bits twice as many bytes, and [blocks, 2]
         residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E, of which
                                                          direct replies have none. With two levels e is that of a slice,
                                                          one element after the other, and rank 3 is the place
@@ -44,14 +44,13 @@ from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name,
 from onebit.checkpoint.sharded import by_element
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
-from onebit.kernels.data.wire import Messages
 from onebit.optim.fields import RESIDUAL
 from onebit.optim.flat_state import FlatState, pieces
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-VERSION = 1
+VERSION = 2  # 1: of blocks of equal lengths, see earlier.py
 
 Saved = Mapping[str, Any]  # one parameter's
 
@@ -73,7 +72,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
             for i, p in enumerate(state.params):
                 if shards:  # all parts have the same names, also those of which this rank averages nothing
                     saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
-                saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, shards)
+                saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, state.block_size, shards)
         numbers = {field.name for field in state.fields.values() if field.per == "parameter"}
         for p in state.params:
             saved[p] = {name: v.view(1) if name in numbers else v for name, v in saved[p].items()}
@@ -140,7 +139,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
         "chunks": [state.layout.chunks for state in current.states],
-        "block_size": current.states[0].block_size if current.states else setup.block_size,
+        "block_size": setup.options.block_size,
         "scale": setup.options.scale,
         "reply": setup.way.way,
         "wire_bytes": current.wire_bytes,
@@ -175,16 +174,15 @@ def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tenso
     """Residuals and momentum of each parameter."""
     exchange, state, layout = reducer.exchange, reducer.state, reducer.state.layout
     exchange.materialize()
-    bits, scales = copies_of(exchange.replies)
-    axis = 0 if exchange.replies.copies == 1 else 1
-    ends = [*layout.first.tolist(), layout.used_blocks]
+    whole, single = layout.all(), exchange.replies.copies == 1
+    bits, scales = exchange.replies.bits_of(whole), exchange.replies.scales_of(whole)
+    ends = exchange.replies.format.bits * layout.starts // 8
     server_residual, served = exchange.server_residual, served_spans(exchange)
     saved = []
     for i in range(len(state.params)):
-        own = {
-            BITS: _own(bits.narrow(axis, ends[i], ends[i + 1] - ends[i])),
-            SCALES: _own(scales.narrow(axis, ends[i], ends[i + 1] - ends[i])),
-        }
+        blocks = layout.blocks_of(i)
+        own_bits, own_scales = bits[:, ends[blocks.start] : ends[blocks.stop]], scales[:, blocks]
+        own = {name: _own(v[0] if single else v) for name, v in ((BITS, own_bits), (SCALES, own_scales))}
         if state.slices == 1:
             own[residual_name(place)] = state.view(RESIDUAL.name, i)
         elif of_slice := [piece for _, piece in state.pieces(state[RESIDUAL.name], i)]:
@@ -197,12 +195,3 @@ def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tenso
 
 def _own(part: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def copies_of(messages: Messages) -> tuple[Tensor, Tensor]:
-    """Bits and scales of all blocks in their order: uint8 [blocks, block_bytes] and fp32 [blocks], or [blocks, 2] with
-    2 bits; with messages of all ranks [ranks, ..] of both."""
-    copies, blocks = messages.copies, messages.format.shard_blocks
-    bits = messages.bits.unflatten(0, (-1, copies)).transpose(0, 1).flatten(1, 2)
-    scales = messages.scale_of_blocks().unflatten(0, (-1, copies, blocks)).transpose(0, 1).flatten(1, 2)
-    return (bits[0], scales[0]) if copies == 1 else (bits, scales)

@@ -36,9 +36,9 @@ from onebit.optim.sharding import as_whole, local
 Saved = dict[str, Any]  # one parameter's
 
 
-def by_element(own: Saved, like: Tensor, index: int, bits: int, shards: Sequence[Span]) -> Saved:
-    """What the schema has of one parameter, `like`, which is the index-th. bits: of a reply's element. shards: what
-    this rank averages."""
+def by_element(own: Saved, like: Tensor, index: int, bits: int, size: int, shards: Sequence[Span]) -> Saved:
+    """What the schema has of one parameter, `like`, which is the index-th. bits: of a reply's element. size: of a
+    block. shards: what this rank averages."""
     part = local(like)
     found: Saved = {}
     for name, value in own.items():
@@ -53,8 +53,8 @@ def by_element(own: Saved, like: Tensor, index: int, bits: int, shards: Sequence
             value = unpacked(value)[: part.numel()].to(torch.uint8)
         found[name] = as_whole(value.view(part.shape), like)
     if BITS in own:
-        for rank, values in enumerate(decoded(own[BITS], own[SCALES], bits)):
-            found[message_name(rank)] = as_whole(values[: part.numel()].view(part.shape), like)
+        for rank, values in enumerate(decoded(own[BITS], own[SCALES], bits, part.numel(), size)):
+            found[message_name(rank)] = as_whole(values.view(part.shape), like)
     return found
 
 

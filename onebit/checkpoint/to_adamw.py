@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_structure
+from onebit.checkpoint.earlier import with_short_blocks
 from onebit.checkpoint.elements import decoded, saved_order
 from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
@@ -82,8 +83,10 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     if "first_momentum" in own:
         return own["first_momentum"].double()
     if BITS in own:
-        messages = decoded(own[BITS], own[SCALES], WAYS[numbers.get("reply", 1)].reply_bits).double()
-        m = in_shape(messages.mean(0)[: like.numel()], like.shape, saved_order(own))
+        numel, per_element = like.numel(), WAYS[numbers.get("reply", 1)].reply_bits
+        own = with_short_blocks(own, numbers, numel, per_element)
+        messages = decoded(own[BITS], own[SCALES], per_element, numel, int(numbers["block_size"])).double()
+        m = in_shape(messages.mean(0), like.shape, saved_order(own))
     else:
         parts = [value.double() for name, value in own.items() if message_of(name) is not None]
         m = sum(parts[1:], parts[0]) / len(parts)

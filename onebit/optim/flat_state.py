@@ -1,7 +1,7 @@
 """The parameters of one dtype and the tensors of an algorithm's fields for them, in flat buffers.
 
-    field per "element"      fp32 [elements]        a parameter's part starts on a block boundary, and lies as it does
-    field per "slice"        fp32 [elements / slices]   of every chunk this rank's slice, one after the other
+    field per "element"      fp32 [elements]        a parameter's part starts with a block, and lies as it does
+    field per "slice"        fp32                   of every chunk this rank's slice, one after the other
     field per "bit"          uint8 [elements / 8]   as numpy.packbits(..., bitorder="little")
     field per "parameter"    fp32 [parameters]
 
@@ -69,7 +69,9 @@ class FlatState:
         self.held = [(held or {}).get(p) for p in self.params]
         self.block_size, self.ranks = block_size, ranks
         self.slices, self.slice_index = slices, slice_index
-        self._room = max(self._cut(chunks).elements for chunks in chunk_counts)
+        cuts = [self._cut(chunks) for chunks in chunk_counts]
+        self._room = max(cut.elements for cut in cuts)
+        self._room_of_slice = max(_size(cut.parts(slice_index, slices)) for cut in cuts)
         self.layout = self._cut(1)
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.gradients = Pointers(self.layout, self.device, self.dtype, "gradient")
@@ -107,7 +109,7 @@ class FlatState:
     def add(self, field: Field) -> Tensor:
         """A tensor for `field`, filled with its initial value."""
         dtype = torch.uint8 if field.per == "bit" else torch.float32
-        size = self._length(field, self._room)
+        size = self._room_of_slice if field.per == "slice" else self._length(field, self._room)
         self._tensors[field.name] = torch.full((size,), field.initial, dtype=dtype, device=self.device)
         self.fields[field.name] = field
         return self[field.name]
@@ -136,7 +138,9 @@ class FlatState:
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole field, as long as the layout is."""
-        return self._tensors[name][: self._length(self.fields[name], self.layout.elements)]
+        field = self.fields[name]
+        of_slice = field.per == "slice"
+        return self._tensors[name][: _size(self.slice_spans) if of_slice else self._length(field, self.layout.elements)]
 
     def get(self, name: str) -> Tensor | None:
         return self[name] if name in self.fields else None
@@ -151,7 +155,7 @@ class FlatState:
         assert per != "slice" or self.slices == 1, f"{name} is not kept for whole parameters: see pieces"
         if per == "parameter":
             return tensor[index]
-        start = int(self.layout.first[index]) * self.block_size
+        start = int(self.layout.offset[index])
         if per == "bit":
             return tensor[start // 8 : start // 8 + -(-self.numels[index] // 8)]
         return self.cut(tensor, index)
@@ -162,7 +166,7 @@ class FlatState:
 
     def elements_of(self, flat: Tensor, index: int) -> Tensor:
         """The same, one element after the other as they lie in memory."""
-        start = int(self.layout.first[index]) * self.block_size
+        start = int(self.layout.offset[index])
         return flat[start : start + self.numels[index]]
 
     def views(self, index: int) -> dict[str, Tensor]:
@@ -281,15 +285,14 @@ class FlatState:
         return [(ends[bisect_left(self.groups, g)], ends[bisect_right(self.groups, g)]) for g in range(groups)]
 
     def _length(self, field: Field, elements: int) -> int:
-        return {
-            "element": elements,
-            "slice": elements // self.slices,
-            "parameter": len(self.params),
-            "bit": elements // 8,
-        }[field.per]
+        return {"element": elements, "parameter": len(self.params), "bit": elements // 8}[field.per]
 
     def _cut(self, chunks: int) -> Layout:
         return Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return sum(span.elements for span in spans)
 
 
 def pieces(spans: Sequence[Span], flat: Tensor, index: int) -> list[tuple[slice, Tensor]]:

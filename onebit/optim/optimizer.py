@@ -476,7 +476,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
         current.ranks_agree = True
         if first and self.setup.topology.everyone.rank == 0:
             self.after_step.append(current.stages.warn_of_short_runs)
-            self.after_step.append(partial(self.setup.warn_of_small_parameters, current.states))
         for part in current.parts:
             part.fold_momentum_again = None
 

@@ -15,7 +15,7 @@ from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
-from onebit.kernels.data.wire import Format, Norm, Scale
+from onebit.kernels.data.wire import Norm, Scale, check_scale
 from onebit.optim.param_groups import beta_of
 from onebit.warning import warn
 
@@ -49,7 +49,7 @@ class OptionArguments(TypedDict, total=False):
     scale: Scale
     norm: Norm
     reply: AskedReply
-    block_size: int | Literal["auto"]
+    block_size: int
     chunks: int | Literal["auto"]
     master_weights: bool
     overlap: bool
@@ -93,9 +93,7 @@ class Options:
         "what comes back: the mean compressed once more, to 1 bit (1), as in the papers, or to 2 (2), or every rank's "
         'own message ("direct"): least is lost, N / 2 times as much is sent; "auto": direct with two ranks, else 1.',
     )
-    block_size: int | Literal["auto"] = _option(
-        "auto", f'elements of a block; "auto": {BLOCK_SIZE}, fewer where many parameters are much smaller.'
-    )
+    block_size: int = _option(BLOCK_SIZE, "elements of a block, which has a scale of its own; a multiple of 32.")
     chunks: int | Literal["auto"] = _option(
         "auto", 'stages of the pipeline of packing and sending; "auto" measures a few, once.'
     )
@@ -175,9 +173,8 @@ class Options:
                 f"and must be torch.bfloat16, torch.float16, or None, which sends them as they are"
             )
         check_reply(self.reply)
-        if not is_one_of(self.block_size, ("auto",)):
-            check_block_size(self.block_size)  # type: ignore[arg-type]
-        Format(BLOCK_SIZE, 1, self.scale, self.norm)
+        check_block_size(self.block_size)
+        check_scale(self.scale, self.norm)
 
 
 T = TypeVar("T", bound=type)

@@ -15,7 +15,6 @@ from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.wire import bytes_of_blocks, fitting_block_size
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
@@ -48,16 +47,6 @@ class Setup:
         """Into how many of them a chunk is cut."""
         return shards_of(self.topology, self.way)
 
-    @property
-    def block_size(self) -> int:
-        """Elements of a block, of the parameters as they are now. The same on all ranks, also of sharded ones."""
-        if self.options.block_size != "auto":
-            return self.options.block_size
-        parts = 1 if self.topology.shard is None else self.topology.shard.size
-        return fitting_block_size(
-            [-(-p.numel() // parts) for params, _ in param_groups.by_dtype(self.groups) for p in params]
-        )
-
     def name_of(self, parameter: Tensor) -> str:
         return param_groups.name_of(parameter, self.groups, self.names)
 
@@ -85,7 +74,7 @@ class Setup:
             state = FlatState(
                 params,
                 groups,
-                block_size=self.block_size,
+                block_size=self.options.block_size,
                 ranks=self.shards,
                 slices=self.topology.slices,
                 slice_index=self.topology.slice_index,
@@ -97,19 +86,6 @@ class Setup:
             state.copy_parameters_to_master()
             found.append(state)
         return found
-
-    def warn_of_small_parameters(self, states: Sequence[FlatState]) -> None:
-        """With the first step: where blocks of the size that was asked for have more bytes than the gradients have."""
-        numels = [n for state in states for n in state.numels]
-        best = fitting_block_size(numels)
-        now, then = bytes_of_blocks(numels, self.block_size), bytes_of_blocks(numels, best)
-        if best < self.block_size and now > max(4 * sum(numels), 2 * then):
-            logger.warning(
-                "%d parameters have %s elements in all: each is sent in whole blocks of %s, %s kB a message, where "
-                "fp32 gradients are %s kB. block_size=%d, or \"auto\", makes it %s kB",
-                len(numels), f"{sum(numels):,}", f"{self.block_size:,}", f"{now / 1e3:,.0f}",
-                f"{4 * sum(numels) / 1e3:,.0f}", best, f"{then / 1e3:,.0f}",
-            )  # fmt: skip
 
     def add_stage_1_fields(self, state: FlatState) -> None:
         for each in self.algorithm.stage_1:
@@ -127,7 +103,7 @@ class Setup:
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
         chunks = choose_chunks(
-            self.topology, numel, self.device, options.scale, options.norm, self.block_size, self.way
+            self.topology, numel, self.device, options.scale, options.norm, self.options.block_size, self.way
         )
         if self.topology.shard is None:
             return chunks
@@ -138,4 +114,4 @@ class Setup:
     def _possible_chunks(self, numel: int) -> list[int]:
         if self.options.chunks != "auto":
             return [self.options.chunks]
-        return candidates(numel, self.shards, self.block_size)
+        return candidates(numel, self.shards, self.options.block_size)

@@ -99,11 +99,11 @@ class ZeroOne(Adam):
             state.backend.zero_one_full(
                 span, state.parameters, state.gradients, span.of(state[VARIANCE.name]), replies, residual,
                 state.part("master", span), hyper, flags, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name],
-                _of_blocks(exchange.live, state, blocks), sums[blocks], counts[blocks],
+                span.of_bits(exchange.live), sums[blocks], counts[blocks],
             )  # fmt: skip
         exchange.clear_replies(flags)
         bias2 = hyper[state.scratch["groups"], Hyper._fields.index("bias2")]
-        for name, root in _floors(state, sums, counts, bias2, options).items():
+        for name, root in _floors(state, _of_parameters(state, sums, counts), bias2, options).items():
             state[name].copy_(torch.where(flags != 0, state[name], root))
         _mark_floored(state, exchange.live)
 
@@ -118,13 +118,13 @@ class ZeroOne(Adam):
         reducer.all_reduce(hyper, flags, update)
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
-        by_block = state[VARIANCE.name].view(state.layout.blocks, -1)
+        variances = [state.view(VARIANCE.name, i) for i in range(len(state.params))]
+        totals = torch.stack([torch.stack([v.sum(dtype=torch.float64), (v != 0).sum()]) for v in variances])
         bias2 = torch.tensor([rows[g].bias2 for g in state.groups], dtype=torch.float64, device=state.device)
-        sums, counts = by_block.sum(1), (by_block != 0).sum(1).float()
         for field in self.stage_2:
             if field.name not in state and field is not RESIDUAL:
                 state.add(field)
-        for name, root in _floors(state, sums, counts, bias2, options).items():
+        for name, root in _floors(state, totals, bias2, options).items():
             state[name].copy_(root)
         return {}
 
@@ -151,9 +151,10 @@ class ZeroOne(Adam):
 
     def live(self, state: FlatState) -> Tensor:
         """A coordinate that could not move takes no part."""
-        live = (state[VARIANCE.name] != 0).view(state.layout.blocks, -1) | _is_floored(state)
+        elements = 32 * state.layout.table(state.device).words
+        live = (state[VARIANCE.name] != 0) | _is_floored(state).repeat_interleave(elements)
         free = state.free
-        return live.view(-1) if free is None else live.view(-1) & free
+        return live if free is None else live & free
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         groups = torch.tensor(state.groups, dtype=torch.int64, device=state.device)
@@ -194,30 +195,29 @@ class ZeroOne(Adam):
                 )
 
 
-def _of_blocks(packed: Tensor, state: FlatState, blocks: slice) -> Tensor:
-    """The part of packed bits that belongs to some blocks."""
-    width = state.block_size // 8
-    return packed[blocks.start * width : blocks.stop * width]
-
-
-def _floors(state: FlatState, sums: Tensor, counts: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor]:
-    """fp32 [parameters] each, from the sum of v over every block and how many in it are not 0. bias2: of every
-    parameter. Sums are in the order of the blocks, the same on every rank."""
+def _of_parameters(state: FlatState, sums: Tensor, counts: Tensor) -> Tensor:
+    """fp64 [parameters, 2]: both of every block added up, in the order of the blocks, the same on every rank."""
     by_block = torch.stack([sums, counts], 1)[: state.layout.used_blocks].double()
-    totals = state.add_parts(torch.segment_reduce(by_block, "sum", lengths=state.scratch["blocks"], initial=0))
+    return torch.segment_reduce(by_block, "sum", lengths=state.scratch["blocks"], initial=0)
+
+
+def _floors(state: FlatState, totals: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor]:
+    """fp32 [parameters] each, from the sum of v over every parameter and how many in it are not 0. bias2: of every
+    parameter."""
+    totals = state.add_parts(totals)
     root = (totals[:, 0] / totals[:, 1].clamp(min=1)).sqrt() * bias2.double()
     at_zero = root if options.zero_variance == "floor" else torch.zeros_like(root)
     return {LEAST_ROOT.name: (options.variance_floor**0.5 * root).float(), ROOT_AT_ZERO.name: at_zero.float()}
 
 
 def _is_floored(state: FlatState) -> Tensor:
-    """bool [blocks, 1]: whether its parameter's coordinates have a variance in any case."""
-    owner = state.layout.table(state.device).owner.long()
-    return (state[ROOT_AT_ZERO.name] != 0)[owner][:, None]
+    """bool [blocks]: whether its parameter's coordinates have a variance in any case."""
+    return (state[ROOT_AT_ZERO.name] != 0)[state.layout.table(state.device).owner]
 
 
 def _mark_floored(state: FlatState, live: Tensor) -> None:
-    live.view(state.layout.blocks, -1).masked_fill_(_is_floored(state), 255)
+    of_bytes = _is_floored(state).repeat_interleave(4 * state.layout.table(state.device).words)
+    live.masked_fill_(of_bytes, 255)
     free = state.free
     if free is not None:
         live.bitwise_and_(packed(free))

@@ -236,8 +236,9 @@ def _arguments(options: dict[str, Any]) -> str:
 def _cuts(reducer: CompressedAllReduce) -> list[slice]:
     """Where each parameter's blocks lie in a flat buffer."""
     layout = reducer.prepare().layout
-    starts = (layout.first * layout.block_size).tolist()
-    return [slice(a, b) for a, b in itertools.pairwise([*starts, layout.used_blocks * layout.block_size])]
+    return [
+        slice(a, b) for a, b in itertools.pairwise([*layout.offset.tolist(), int(layout.starts[layout.used_blocks])])
+    ]
 
 
 def _by_parameter(names: Names, reducer: CompressedAllReduce) -> dict[str, tuple[Tensor, Tensor]]:

@@ -58,22 +58,24 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
 def _mean_scales(exchange: Exchange) -> Tensor:
     """fp32 [blocks]: the scale of each block, or the mean over the messages it is in; with 2 bits the mean size."""
     messages, layout = exchange.replies, exchange.layout
-    scales = messages.scale_of_blocks()
-    if messages.format.bits == 2:
-        large = _ones(messages.bits.flatten(0, 1).chunk(2, -1)[1])
-        if exchange.live is None:
-            counts = torch.from_numpy(layout.counts()).to(large.device)
-        else:
-            counts = _ones(exchange.live.view(layout.blocks, -1))
-        return torch.lerp(scales[:, 0], scales[:, 1], large / counts.clamp(min=1))
-    return scales.view(-1, messages.copies, messages.format.shard_blocks).mean(1).view(-1)
+    whole, device = layout.all(), exchange.device
+    scales = messages.scales_of(whole).mean(0)
+    if messages.format.bits == 1:
+        return scales
+    bytes_of_blocks = 4 * layout.table(device).words
+    planes = _ones(messages.bits_of(whole)[0], bytes_of_blocks.repeat_interleave(2)).view(-1, 2)  # signs, large
+    if exchange.live is None:
+        counts = torch.from_numpy(layout.counts()).to(device)
+    else:
+        counts = _ones(exchange.live, bytes_of_blocks)
+    return torch.lerp(scales[:, 0], scales[:, 1], planes[:, 1] / counts.clamp(min=1))
 
 
-def _ones(packed: Tensor) -> Tensor:
-    """int64 [rows]: how many bits of a row of bytes are 1. Temporaries are bytes too."""
+def _ones(packed: Tensor, lengths: Tensor) -> Tensor:
+    """fp32: of runs of so many bytes, how many bits are 1. But for the last temporaries are bytes too."""
     pairs = packed - ((packed >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-    return ((fours + (fours >> 4)) & 0x0F).sum(-1)
+    return torch.segment_reduce(((fours + (fours >> 4)) & 0x0F).float(), "sum", lengths=lengths, initial=0)
 
 
 def _slice_norms(state: FlatState, flat: Tensor) -> Tensor:

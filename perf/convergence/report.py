@@ -175,9 +175,9 @@ def padding_note(runs: Mapping[str, Records]) -> str:
     share = record["padded"] / record["elements"] - 1
     return (
         f"Bytes: compressed messages as the optimizer counts them, and for each element and step of stage 1 its size "
-        f"times 2 (N-1)/N. The model has {record['elements']:,} elements. Each parameter is padded to blocks of 2,048, "
-        f"which adds {share:.0%} to messages here, and next to nothing where layers are larger; scales and headers add "
-        f"1.6 %."
+        f"times 2 (N-1)/N. The model has {record['elements']:,} elements. Each parameter is padded to blocks of "
+        f"{record.get('padded_to', 2048):,}, which adds {share:.0%} to messages here, and next to nothing where layers "
+        f"are larger; scales and headers add 1.6 %."
     )
 
 

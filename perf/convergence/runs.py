@@ -16,7 +16,7 @@ from torch import nn
 from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.kernels.data.layout import BLOCK_SIZE
+from onebit.kernels.data.layout import WORD
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam, SpacedLamb
 from perf.convergence.plan import LOCAL, REPLIES, SPACED_LAMB, TASKS, VARIANTS, ZERO_ONE, Run, family_of
 from perf.convergence.tasks import Items, Prepared, Task
@@ -185,7 +185,8 @@ def volume(
     sent = mean_over_ranks([own])[0] if run.ranks > 1 else 0.0
     return {
         "elements": sum(numels),
-        "padded": sum(math.ceil(n / BLOCK_SIZE) * BLOCK_SIZE for n in numels),
+        "padded": sum(math.ceil(n / WORD) * WORD for n in numels),
+        "padded_to": WORD,
         "uncompressed_steps": uncompressed,
         "compressed_bytes": sent,
         "skipped_steps": int(sum(getattr(optimizer, "skipped_steps", 0) for optimizer in optimizers)),

@@ -24,7 +24,7 @@ HALF_PLACE = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 @dataclass(frozen=True)
 class Case:
     numels: tuple[int, ...]
-    block_size: int = 32
+    block_size: int = 96  # so that some blocks are short
     chunks: int = 1
     scale: str = "block"
     norm: str = "l1"
@@ -141,9 +141,11 @@ def node_mean(inputs: list[list[Tensor]]) -> list[Tensor]:
 
 def worker_residual(case: Case, ranks: int, *states: dict[str, Any]) -> np.ndarray:
     """e of one sender over the whole space, in float64, 0 in padding. A node's ranks hold its slices."""
-    valid = case.plan(ranks).valid.reshape(case.chunks, len(states), -1).swapaxes(0, 1)
-    slices = [_residual(state, "residual", own.ravel()) for state, own in zip(states, valid, strict=True)]
-    return np.stack([each.reshape(case.chunks, -1) for each in slices], 1).ravel()
+    plan = case.plan(ranks)
+    whole = np.zeros(plan.size)
+    for i, state in enumerate(states):
+        _put(whole, plan, state, "residual", [plan.part(chunk, i, len(states)) for chunk in range(case.chunks)])
+    return whole
 
 
 def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.ndarray:
@@ -155,20 +157,21 @@ def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.
         assert not any("server_residual" in state for state in states)
         return whole
     for rank, state in enumerate(states):
-        shards = [plan.shard(chunk, rank) for chunk in range(case.chunks)]
-        valid = np.concatenate([plan.valid[shard] for shard in shards])
-        parts = np.split(_residual(state, "server_residual", valid), case.chunks)
-        for shard, part in zip(shards, parts, strict=True):
-            whole[shard] = part
+        _put(whole, plan, state, "server_residual", [plan.shard(chunk, rank) for chunk in range(case.chunks)])
     return whole
 
 
-def _residual(state: dict[str, Any], name: str, valid: np.ndarray) -> np.ndarray:
+def _put(whole: np.ndarray, plan: oracle.Layout, state: dict[str, Any], name: str, parts: list[slice]) -> None:
+    """What a rank keeps of some parts, one after the other; 0 in padding. With a tensor scale there is one a shard."""
     value = state[name].astype(np.float64)
     if f"{name}_scale" in state:
-        scale = state[f"{name}_scale"].astype(np.float64)
-        value = value - oracle.sigma(value) * np.repeat(scale, value.size // scale.size)
-    return np.where(valid, value, 0.0)
+        own = [s for s in plan.shards() if any(part.start <= s.start < part.stop for part in parts)]
+        scale = np.repeat(state[f"{name}_scale"].astype(np.float64), [s.stop - s.start for s in own])
+        value = value - oracle.sigma(value) * scale
+    ends = np.cumsum([part.stop - part.start for part in parts])
+    assert len(value) == ends[-1]
+    for part, values in zip(parts, np.split(value, ends[:-1]), strict=True):
+        whole[part] = np.where(plan.valid[part], values, 0.0)
 
 
 def check(case: Case, recorded: list[Recorded]) -> None:
@@ -229,7 +232,7 @@ def check(case: Case, recorded: list[Recorded]) -> None:
 
 def _unsure_blocks(messages: list[oracle.Message], allowed: np.ndarray) -> np.ndarray:
     """Where rounding may turn which elements of a block are large."""
-    parts = np.split(allowed, len(messages))
+    parts = np.split(allowed, np.cumsum([m.c.size for m in messages])[:-1])
     return np.concatenate([m.unsure_blocks(part) for m, part in zip(messages, parts, strict=True)])
 
 

@@ -14,9 +14,9 @@ def test_wire_bytes_are_what_the_transport_was_given(size, scale):
     """16 bytes of header, 4 a scale, 1 bit an element, rounded to 16; to every other rank, twice a chunk."""
     case = Case((20_000, 2049), 2048, chunks=2, scale=scale)
     plan = case.plan(size)
-    blocks = plan.blocks // (size * case.chunks)
-    scales = blocks if scale == "block" else 1
-    message = 16 + -(-4 * scales // 16) * 16 + -(-blocks * 2048 // 8 // 16) * 16
+    lengths = [plan.lengths_in(shard) for shard in plan.shards()]
+    scales = [len(own) if scale == "block" else 1 for own in lengths]
+    message = max(16 + -(-4 * n // 16) * 16 + -(-sum(own) // 128) * 16 for n, own in zip(scales, lengths, strict=True))
     expected = 2 * (size - 1) * case.chunks * message
     for _, sent, counted, nbytes in run_ranks(size, work.watched, case, 3):
         assert nbytes == message

@@ -62,7 +62,8 @@ class Damaging(TorchTransport):
             if self.format is None:
                 out.view(-1).view(torch.uint8)[2] ^= 64  # of a fraction: what an exponent's would make is skipped
             else:
-                byte = {"scale": self.format.scales_offset + 2, "sign": self.format.bits_offset, "flags": 4}
+                shard, form = self.format.layout.shard(0, 0), self.format
+                byte = {"scale": form.scales_offset + 2, "sign": form.bits_offset(shard.count), "flags": 4}
                 out[0, byte[self._place]] ^= 1
 
         return _Damaged(work, damage)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onebit.kernels import cpu, reference
 from onebit.kernels.data.hyper import Hyper, hyper_table
-from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, MessageError, Messages
@@ -46,22 +46,23 @@ class Wire:
         numels = [int(n) for n in source.integers(0, 150, size=int(source.integers(1, 4)))]
         ranks, chunks = int(source.integers(1, 4)), int(source.integers(1, 3))
         layout = Layout(numels, block_size=pick(source, (32, 64, 96)), ranks=ranks, chunks=chunks)
-        form = Format.of(layout, pick(source, ("block", "tensor")), pick(source, ("l1", "l2")))
+        form = Format(layout, pick(source, ("block", "tensor")), pick(source, ("l1", "l2")))
         chunk = int(source.integers(chunks))
         span, shard = layout.chunk(chunk), layout.shard(chunk, int(source.integers(ranks)))
         work, copies = pick(source, (_decode, _update, _average)), 1
         if work is not _average:  # of replies, which are 1 bit, or 2, or every rank's own
             kind = pick(source, (1, 2, "direct"))
             form, copies = form.with_bits(2 if kind == 2 else 1), int(source.integers(1, 5)) if kind == "direct" else 1
-        messages, header = _messages(source, form, ranks, copies)
+        shards = [shard] * ranks if work is _average else span.shards()
+        messages, header = _messages(source, form, shards, copies)
         outcome = _check_header(messages, header)
         work(source, layout, shard if work is _average else span, messages)
         return f"{work.__name__[1:]}, {outcome}"
 
 
-def _messages(source: Source, form: Format, ranks: int, copies: int) -> tuple[Messages, bool]:
+def _messages(source: Source, form: Format, shards: list[Span], copies: int) -> tuple[Messages, bool]:
     """Of random bytes, with guards; and whether their headers are as they should be."""
-    rows = ranks * copies
+    rows = len(shards) * copies
     whole = torch.from_numpy(np.frombuffer(source.bytes(rows * form.nbytes + 2 * _GUARD), np.uint8).copy())
     messages = Messages(whole[_GUARD : _GUARD + rows * form.nbytes].view(rows, form.nbytes), form, copies)
     kind = source.random()
@@ -69,7 +70,9 @@ def _messages(source: Source, form: Format, ranks: int, copies: int) -> tuple[Me
         messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
         messages.flags.copy_(torch.from_numpy(source.integers(0, 2, size=rows) * (source.random() < 0.2)))
     if kind < 0.6:
-        messages.scales.copy_(torch.from_numpy(source.random(tuple(messages.scales.shape), dtype=np.float32)))
+        for row in range(rows):
+            scales = messages.scales(row, shards[row // copies])
+            scales.copy_(torch.from_numpy(source.random(len(scales), dtype=np.float32)))
     if 0.6 <= kind < 0.75:
         bit = int(source.integers(128))
         if bit != 32:  # the flag itself
@@ -107,16 +110,17 @@ def _update(source: Source, layout: Layout, span: Any, messages: Messages) -> No
     hyper = hyper_table([Hyper(lr=0.1, weight_decay=pick(source, (0.0, 0.5)))])
     cpu.adam_update(span, Pointers.to(layout, params.tensors), d.tensors[0], messages, master=None, hyper=hyper)
     reference.adam_update(span, Pointers.to(layout, other.tensors), d.tensors[0], messages, master=None, hyper=hyper)
-    if _moderate(messages):
+    if _moderate(messages, span.shards()):
         _compare(params.tensors, other.tensors, exact=False)
     _unharmed(messages, before, params, other, d)
 
 
 def _average(source: Source, layout: Layout, shard: Any, messages: Messages) -> None:
     kept = Guarded(source, [shard.elements])
-    for first in range(0, shard.elements, layout.block_size):  # past a valid count it is 0
-        count = int(shard.counts()[first // layout.block_size])
-        kept.tensors[0][first + count : first + layout.block_size] = 0
+    valid = torch.zeros(shard.elements, dtype=torch.bool)
+    for s in shard.segments():
+        valid[s.offset : s.offset + s.stop - s.start] = True
+    kept.tensors[0].masked_fill_(~valid, 0)  # as it is past a valid count
     other, before = kept.copy(), messages.buffer.clone()
     outs, form = [], messages.format.with_bits(pick(source, (1, 2)))
     for backend, own in ((cpu, kept), (reference, other)):
@@ -124,14 +128,15 @@ def _average(source: Source, layout: Layout, shard: Any, messages: Messages) -> 
         outs.append(form.empty(1))
         outs[-1].buffer.zero_()
         backend.average(shard, messages, residual, outs[-1])
-    if _moderate(messages):
-        _compare([outs[0].scales], [outs[1].scales], exact=False)
+    if _moderate(messages, [shard] * messages.rows):
+        _compare([outs[0].scales(0, shard)], [outs[1].scales(0, shard)], exact=False)
     _unharmed(messages, before, kept, other)
 
 
-def _moderate(messages: Messages) -> bool:
+def _moderate(messages: Messages, shards: list[Span]) -> bool:
     """Whether the order of operations can't decide what overflows."""
-    return bool((messages.scales.abs() < 1e30).all())
+    scales = [messages.scales(row, shards[row // messages.copies]) for row in range(messages.rows)]
+    return all(bool((each.abs() < 1e30).all()) for each in scales)
 
 
 def _compare(ours: list[Tensor], theirs: list[Tensor], exact: bool = True) -> None:

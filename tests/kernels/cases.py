@@ -27,6 +27,7 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
 from onebit.kernels.tuning import tuner
 from tests import oracle
+from tests.wire import contents
 
 BACKENDS = ("reference", "cpu", "triton")
 FUSED = ("cpu", "triton")
@@ -133,7 +134,7 @@ class World:
             chunks=case.chunks,
         )
         self.plan = oracle.Layout(case.numels, case.block_size, case.ranks, case.chunks)
-        self.form = Format.of(self.layout, case.scale, case.norm)
+        self.form = Format(self.layout, case.scale, case.norm)
         self.hypers = [group_hypers()[group] for group in self.groups]
         self.grad_scales = [GRAD_SCALES[group] for group in self.groups]
         self.x = self._normal(case.param if not case.master else F32)
@@ -165,8 +166,8 @@ class World:
     def spans(self) -> list[tuple[Span, slice]]:
         """The chunks as the passes take them, with the part of a flat array that each is."""
         spans = [self.layout.chunk(j) for j in range(self.case.chunks)]
-        size = self.case.block_size
-        return [(s, slice(s.first * size, (s.first + s.count) * size)) for s in spans]
+        ends = [(self.plan.shard(j, 0).start, self.plan.shard(j, self.case.ranks - 1).stop) for j in range(len(spans))]
+        return [(span, slice(*end)) for span, end in zip(spans, ends, strict=True)]
 
     def hyper(self, step: int = STEP, bias_correction: bool = True) -> Tensor:
         rows = [
@@ -231,7 +232,8 @@ class World:
     def live(self) -> np.ndarray:
         """bool over the whole space, padding too: over half, and nothing of the second block."""
         live = np.random.default_rng(11).random(self.elements) < 0.6
-        live[self.case.block_size : 2 * self.case.block_size] = False
+        first, second, *_ = [*self.plan.lengths, 0]
+        live[first : first + second] = False
         return live
 
     @cached_property
@@ -259,16 +261,25 @@ class World:
     def rows(self) -> int:
         return self.case.ranks * self.case.chunks
 
-    def random_messages(self, rows: int, seed: int = 1) -> Messages:
-        """Messages with random bits (in padding too) and random scales, one of them 0."""
-        rng, messages = np.random.default_rng(seed), self.fresh(rows)
+    def random_messages(self, shards: list[Span], seed: int = 1) -> Messages:
+        """Of these shards, with random bits (in padding too) and random scales, one of them 0."""
+        rng, messages = np.random.default_rng(seed), self.fresh(len(shards))
         messages.header.copy_(torch.tensor(self.form.header, dtype=torch.int32))
-        bits = rng.integers(0, 256, tuple(messages.bits.shape), dtype=np.uint8)
-        scales = rng.uniform(0.1, 2.0, tuple(messages.scales.shape))
-        scales.flat[-1] = 0.0 if scales.size > 2 else scales.flat[-1]
-        messages.bits.copy_(torch.from_numpy(bits))
-        messages.scales.copy_(torch.from_numpy(scales))
+        for row, shard in enumerate(shards):
+            bits, scales = messages.bits(row, shard), messages.scales(row, shard)
+            bits.copy_(torch.from_numpy(rng.integers(0, 256, len(bits), dtype=np.uint8)))
+            scales.copy_(torch.from_numpy(rng.uniform(0.1, 2.0, len(scales))))
+            if row == len(shards) - 1 and (row > 1 or len(scales) > 2):
+                scales[-1] = 0
         return messages
+
+    def all_messages(self, seed: int = 1) -> Messages:
+        """One of every shard."""
+        return self.random_messages(self.layout.all().shards(), seed)
+
+    def received(self, chunk: int, rank: int, seed: int = 1) -> Messages:
+        """What a rank gets for its shard, from each."""
+        return self.random_messages([self.layout.shard(chunk, rank)] * self.case.ranks, seed)
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -288,11 +299,9 @@ def numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().to(torch.float64).numpy()
 
 
-def decoded(messages: Messages) -> np.ndarray:
-    """The messages' values, one after the other, in float64 and by numpy alone."""
-    bits = np.unpackbits(messages.bits.cpu().numpy(), axis=-1, bitorder="little")
-    scales = numpy(messages.scales)[:, :, None]
-    return np.where(bits == 1, scales, -scales).ravel()
+def decoded_rows(messages: Messages, lengths: list[int]) -> np.ndarray:
+    """Messages of one shard: the values of each."""
+    return np.stack([contents(messages, row, lengths).values for row in range(messages.rows)])
 
 
 def gathered(pointers: Pointers) -> oracle.Arrays:

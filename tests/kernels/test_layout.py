@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
+from onebit.kernels.data.layout import BLOCK_SIZE, Block, Layout, Span
 from tests import oracle
 
 SIZES = [(0,), (1,), (7,), (63,), (2048,), (2049,), (1000, 2049, 0, 4096), (0, 0, 5, 0), (3,) * 300]
@@ -54,12 +54,13 @@ def test_any_layout_agrees_with_the_oracle(pair):
 
 def check_same_places(layout: Layout, plan: oracle.Layout) -> None:
     assert layout.elements == plan.size
-    assert layout.blocks == plan.blocks == layout.shard_blocks * layout.ranks * layout.chunks
-    assert (layout.first * layout.block_size).tolist() == plan.starts
-    owner = np.repeat(layout.owner(), layout.block_size)
-    place = np.arange(layout.elements) % layout.block_size
-    valid = place < np.repeat(layout.counts(), layout.block_size)
+    assert layout.lengths().tolist() == plan.lengths
+    assert layout.offset.tolist() == layout.starts[layout.first].tolist() == plan.starts
+    owner = np.repeat(layout.owner(), layout.lengths())
+    place = np.arange(layout.elements) - np.repeat(layout.starts[:-1], layout.lengths())
+    valid = place < np.repeat(layout.counts(), layout.lengths())
     assert np.where(valid, owner, -1).tolist() == plan.owner.tolist()
+    assert layout.shards.tolist() == [0, *(stop for _, stop in plan.blocks_of_shards)]
 
 
 @given(layouts())
@@ -71,10 +72,23 @@ def test_shards_and_chunks_cut_the_blocks_with_nothing_left_out_or_twice(pair):
         assert spans[0].first == 0
         assert all(a.first + a.count == b.first for a, b in itertools.pairwise(spans))
         assert spans[-1].first + spans[-1].count == layout.blocks
-    size = layout.block_size
-    starts = [shard.first * size for shard in shards]
-    assert starts == [part.start for part in plan.shards()]
-    assert {shard.count for shard in shards} == {layout.shard_blocks}
+    assert [slice(s.start, s.start + s.elements) for s in shards] == plan.shards()
+    assert max(shard.count for shard in shards) == layout.shard_blocks
+    assert min(shard.count for shard in shards) > 0
+    assert [s for chunk in chunks for s in chunk.shards()] == shards
+    assert [shard.first_shard for shard in shards] == list(range(len(shards)))
+
+
+@given(layouts())
+def test_no_cut_could_be_moved_by_a_block_and_be_nearer_to_equal_bytes(pair):
+    layout, _ = pair
+    ends = np.cumsum([0, *(layout.lengths() // 8 + 4)])
+    parts = layout.ranks * layout.chunks
+    for k, cut in enumerate(layout.shards[1:-1].tolist(), start=1):
+        off = abs(ends[cut] - ends[-1] * k / parts)
+        for other in (cut - 1, cut + 1):
+            crowded = other in layout.shards  # a shard would be empty
+            assert crowded or off <= abs(ends[other] - ends[-1] * k / parts)
 
 
 @given(layouts(), st.data())
@@ -82,7 +96,8 @@ def test_segments_hold_each_valid_element_of_a_span_once_and_no_other(pair, data
     layout, plan = pair
     first = data.draw(st.integers(0, layout.blocks - 1))
     span = Span(layout, first, data.draw(st.integers(1, layout.blocks - first)))
-    part = slice(first * layout.block_size, first * layout.block_size + span.elements)
+    part = slice(span.start, span.start + span.elements)
+    assert span.start == sum(plan.lengths[:first])
     assert covered(span).tolist() == plan.valid[part].astype(int).tolist()
     for s in span.segments():
         assert plan.owner[part][s.offset] == s.parameter
@@ -92,7 +107,7 @@ def test_segments_hold_each_valid_element_of_a_span_once_and_no_other(pair, data
 @given(layouts())
 def test_the_counts_of_a_span_are_its_part_of_all_counts(pair):
     layout, plan = pair
-    counts = plan.valid.reshape(-1, layout.block_size).sum(1)
+    counts = np.array([block.sum() for block in plan.of_blocks(plan.valid)])
     for chunk in range(layout.chunks):
         span = layout.chunk(chunk)
         assert span.counts().tolist() == counts[span.first : span.first + span.count].tolist()
@@ -104,19 +119,30 @@ def test_the_counts_of_a_span_are_its_part_of_all_counts(pair):
 def test_tables_hold_the_layouts_owners_and_parameters(pair):
     layout, _ = pair
     table = layout.table(torch.device("cpu"))
-    assert table.owner.dtype == torch.int32 and table.parameters.dtype == torch.int64
-    assert table.owner.tolist() == layout.owner().tolist()
-    assert table.parameters.tolist() == np.stack((layout.first, layout.numel, layout.group), axis=1).tolist()
+    assert table.blocks.dtype == torch.int32 and table.parameters.dtype == torch.int64
+    rows = [Block(*row) for row in table.blocks.tolist()]
+    assert [row.owner for row in rows] == table.owner.tolist() == layout.owner().tolist()
+    assert [32 * row.words for row in rows] == layout.lengths().tolist()
+    assert [32 * row.start for row in rows] == layout.starts[:-1].tolist()
+    for s, shard in enumerate(layout.all().shards()):
+        of_shard = rows[shard.first : shard.first + shard.count]
+        assert [(row.shard, row.place, row.of_shard) for row in of_shard] == [
+            (s, i, shard.count) for i in range(shard.count)
+        ]
+        assert [row.word for row in of_shard] == [row.start - of_shard[0].start for row in of_shard]
+    assert table.parameters.tolist() == np.stack((layout.offset, layout.numel, layout.group), axis=1).tolist()
     assert layout.table(torch.device("cpu")) is table
 
 
 def test_a_span_of_a_flat_buffer_is_a_view_of_its_elements():
-    layout = Layout([100, 40], block_size=32, ranks=2, chunks=3)
+    layout = Layout([100, 70], block_size=64, ranks=2, chunks=2)  # blocks of 64, 64, 64 and 32
     flat = torch.arange(layout.elements)
     part = layout.shard(1, 1).of(flat)
-    assert part.tolist() == list(range(3 * 32, 4 * 32))
+    assert part.tolist() == list(range(192, 224))
     part.zero_()
-    assert not flat[96:128].any()
+    assert not flat[192:].any() and flat[1:192].all()
+    bits = torch.arange(layout.elements // 8)
+    assert layout.shard(1, 1).of_bits(bits).tolist() == [24, 25, 26, 27]
 
 
 def test_groups_go_with_their_parameters():
@@ -138,7 +164,7 @@ def test_offsets_are_right_past_two_to_the_31():
     (segment,) = Span(layout, last, 1).segments()
     assert (segment.parameter, segment.start, segment.stop, segment.offset) == (2, HUGE - 7, HUGE, 0)
     parameters = layout.table(torch.device("cpu")).parameters
-    assert parameters[2].tolist() == [blocks + 1, HUGE, 0]
+    assert parameters[2].tolist() == [32 * -(-HUGE // 32) + 32, HUGE, 0]
 
 
 def test_a_huge_parameter_is_one_segment_of_its_span():

@@ -19,7 +19,6 @@ from tests.kernels.cases import (
     World,
     assert_close,
     assert_guards,
-    decoded,
     frozen_bits,
     gathered,
     numpy,
@@ -27,6 +26,7 @@ from tests.kernels.cases import (
     stored,
     use_grain,
 )
+from tests.wire import values_of
 
 ELEMENTWISE = 2e-6  # a dozen fp32 roundings, and hyper-parameters in fp32
 AGREEMENT = 1e-6  # another order of the same operations
@@ -99,7 +99,7 @@ def test_warmup_agrees_with_the_oracle(name, case, monkeypatch):
         assert_close(got, want, ELEMENTWISE)
     moved = [np.abs(a) + np.abs(b - a) + 10 * h.lr for a, b, h in zip(world.x, x, world.hypers, strict=True)]
     check_parameters(world, run.params, run.master, x, moved)
-    sums = world.plan.flatten(v).reshape(-1, case.block_size).sum(1)
+    sums = [block.sum() for block in world.plan.of_blocks(world.plan.flatten(v))]
     assert_close(numpy(run.sums), sums, 4e-6)
 
 
@@ -150,7 +150,7 @@ def test_warmup_of_one_chunk_leaves_the_others_alone(name):
     run.run(1)
     boundary = world.plan.shard(1, 0).start
     same = np.concatenate(gathered(run.params))[:boundary] == np.concatenate(world.x)[:boundary]
-    assert boundary == 128
+    assert boundary == 96
     assert same.all()
     assert (gathered(run.params)[0][boundary:] != world.x[0][boundary:]).all()
     assert numpy(run.exp_avg)[:boundary].tolist() == world.m[0][:boundary].tolist()
@@ -177,7 +177,7 @@ class Update:
         self.d64 = [rounded(1 / np.sqrt(v), F32) for v in world.v]
         for d in self.d64:
             d[3::7] = 0.0
-        self.d, self.replies = world.flat(self.d64), world.random_messages(world.rows)
+        self.d, self.replies = world.flat(self.d64), world.all_messages()
         self.c64 = rounded(np.random.default_rng(2).uniform(0.01, 0.3, len(world.x)), F32)
         self.coefficient = torch.from_numpy(self.c64).to(world.device, F32) if coefficient else None
 
@@ -199,7 +199,7 @@ class Update:
 
     def expected(self) -> tuple[oracle.Arrays, oracle.Arrays]:
         world = self.world
-        m = world.plan.unflatten(decoded(self.replies))
+        m = world.plan.unflatten(values_of(self.replies, world.plan))
         hypers = world.hypers
         if self.coefficient is not None:
             hypers = [
@@ -256,7 +256,7 @@ def test_update_leaves_blocks_of_a_flagged_reply_alone(name):
     run = Update(world, False)
     x, _ = run.expected()
     run.replies.flags[0] = NONFINITE
-    run.replies.scales[0] = float("nan")
+    run.replies.scales(0, world.layout.shard(0, 0)).fill_(float("nan"))
     run.run(0)
     got = run.x()
     assert got[0].tolist() == world.x[0].tolist()
@@ -269,7 +269,7 @@ def test_update_of_one_chunk_leaves_the_others_alone(name):
     world = World(Case((160, 40), chunks=2), name)
     run = Update(world, False)
     run.run(0)
-    assert gathered(run.params)[0][128:].tolist() == world.x[0][128:].tolist()
+    assert gathered(run.params)[0][96:].tolist() == world.x[0][96:].tolist()
     assert gathered(run.params)[1].tolist() == world.x[1].tolist()
     x, size = run.expected()
-    assert_close(gathered(run.params)[0][:128], x[0][:128], ELEMENTWISE, size[0][:128])
+    assert_close(gathered(run.params)[0][:96], x[0][:96], ELEMENTWISE, size[0][:96])

@@ -18,7 +18,7 @@ from tests.kernels.cases import (
     World,
     assert_close,
     assert_guards,
-    decoded,
+    decoded_rows,
     frozen_bits,
     numpy,
     rounded,
@@ -26,6 +26,7 @@ from tests.kernels.cases import (
     use_grain,
 )
 from tests.kernels.test_passes_compress import ELEMENTWISE, check_message
+from tests.wire import values_of
 
 
 def averaged(
@@ -43,7 +44,7 @@ def expected_average(world: World, received: Messages, part: slice) -> tuple[np.
     e = world.plan.flatten(world.e)[part]
     if world.case.scale == "tensor":
         e = e - oracle.sigma(e) * rounded(np.array(0.3), F32)
-    values = decoded(received).reshape(received.rows, -1)
+    values = decoded_rows(received, world.plan.lengths_in(part))
     valid = world.plan.valid[part]
     return np.where(valid, values.mean(0) + e, 0.0), np.abs(values).sum(0) + np.abs(e) + 0.3
 
@@ -55,12 +56,12 @@ def check_average(world: World, live: np.ndarray | None = None) -> None:
     for chunk in range(case.chunks):
         for rank in range(case.ranks):
             part = world.plan.shard(chunk, rank)
-            received = world.random_messages(case.ranks, seed=rank)
+            received = world.received(chunk, rank, seed=rank)
             c, size = expected_average(world, received, part)
             out, residual = averaged(world, received, chunk, rank, live)
             scale = None if residual.scale is None else float(residual.scale[0])
             c = np.where(counts[part], c, 0.0)
-            check_message(world, out, 0, numpy(residual.value), scale, c, size, counts[part])
+            check_message(world, out, 0, part, numpy(residual.value), scale, c, size, counts[part])
 
 
 @ON_BACKENDS
@@ -86,13 +87,15 @@ def test_average_agrees_with_the_reference_bit_for_bit(name, case, masked, monke
     world, other = World(case, name), World(case)
     live = world.live if masked else None
     for rank in range(case.ranks):
-        received = world.random_messages(case.ranks, seed=rank)
-        ours, ours_left = averaged(world, received, case.chunks - 1, rank, live)
-        theirs, theirs_left = averaged(other, other.random_messages(case.ranks, seed=rank), case.chunks - 1, rank, live)
+        last = case.chunks - 1
+        shard, received = world.layout.shard(last, rank), world.received(last, rank, seed=rank)
+        ours, ours_left = averaged(world, received, last, rank, live)
+        theirs, theirs_left = averaged(other, other.received(last, rank, seed=rank), last, rank, live)
         assert ours.header.tolist() == theirs.header.tolist()
-        assert ours.bits.tolist() == theirs.bits.tolist()
-        assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
-        size = np.repeat(numpy(theirs.scale_of_blocks()), case.block_size)
+        assert ours.bits_of(shard).tolist() == theirs.bits_of(shard).tolist()
+        scales = numpy(theirs.scales_of(shard)[0])
+        assert_close(numpy(ours.scales_of(shard)[0]), scales, ELEMENTWISE)
+        size = np.repeat(scales, shard.lengths())
         assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
 
 
@@ -102,15 +105,14 @@ def test_average_agrees_with_the_reference_bit_for_bit(name, case, masked, monke
 def test_average_passes_a_flag_on_and_keeps_its_residual(name, scale, flagged):
     """Whatever else a flagged message holds, NaN included."""
     world = World(Case((100, 5), ranks=3, scale=scale), name)
-    received = world.random_messages(3)
+    received, shard = world.received(0, 1), world.layout.shard(0, 1)
     received.flags[flagged] = NONFINITE
-    received.scales[flagged] = float("nan")
-    shard = world.layout.shard(0, 1)
+    received.scales(flagged, shard).fill_(float("nan"))
     residual, out = world.residual(shard, world.e, np.array([0.5])), world.fresh(1)
     before = frozen_bits(residual)
     world.passes.average(shard, received, residual, out)
     assert frozen_bits(residual) == before
-    assert out.header.tolist() == [[MAGIC, NONFINITE, world.form.fingerprint, world.form.shard_blocks]]
+    assert out.header.tolist() == [[MAGIC, NONFINITE, world.form.fingerprint, world.layout.shard_blocks]]
     assert bool((out.buffer[:, 16:] == 0xFF).all())
 
 
@@ -118,13 +120,13 @@ def test_average_passes_a_flag_on_and_keeps_its_residual(name, scale, flagged):
 def test_opposite_signs_average_to_a_zero_that_counts_as_positive(name):
     world = World(Case((16,), ranks=2), name)
     world.e = [np.zeros(16)]
-    received = world.random_messages(2)
-    received.scales.fill_(0.75)
-    received.bits[0] = 0b00001111
-    received.bits[1] = 0b00111100
+    received, shard = world.received(0, 0), world.layout.shard(0, 0)
+    for row, byte in enumerate((0b00001111, 0b00111100)):
+        received.scales(row, shard).fill_(0.75)
+        received.bits(row, shard).fill_(byte)
     out, residual = averaged(world, received, 0, 0)
-    assert out.bits.flatten().tolist() == [0b00111111, 0b00111111, 0, 0]
-    assert_close(numpy(out.scales), [[0.75 * 4 / 8]], 0)
+    assert out.bits(0, shard).tolist() == [0b00111111, 0b00111111, 0, 0]
+    assert_close(numpy(out.scales(0, shard)), [0.75 * 4 / 8], 0)
     assert_close(numpy(residual.value)[:8], [-0.375] * 2 + [0.375] * 2 + [-0.375] * 4, 0, 1)
 
 
@@ -133,8 +135,8 @@ def test_opposite_signs_average_to_a_zero_that_counts_as_positive(name):
 def test_decode_writes_each_sign_times_its_scale_and_nothing_else(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     world = World(case, name)
-    messages = world.random_messages(world.rows)
-    values = world.plan.unflatten(decoded(messages))
+    messages = world.all_messages()
+    values = world.plan.unflatten(values_of(messages, world.plan))
     out = world.params()
     for chunk, (span, part) in enumerate(world.spans()):
         before = world.plan.flatten([numpy(t) for t in out.tensors])
@@ -150,11 +152,11 @@ def test_decode_writes_each_sign_times_its_scale_and_nothing_else(name, case, mo
 @ON_BACKENDS
 def test_a_flagged_message_decodes_to_nan_as_an_uncompressed_mean_would(name):
     world = World(Case((64, 40), ranks=2), name)
-    messages, out = world.random_messages(2), world.params()
+    messages, out = world.all_messages(), world.params()
     messages.flags[0] = NONFINITE
     world.passes.decode(world.layout.all(), messages, out)
     assert np.isnan(numpy(out.tensors[0])).all()
-    assert numpy(out.tensors[1]).tolist() == decoded(messages)[64:104].tolist()
+    assert numpy(out.tensors[1]).tolist() == values_of(messages, world.plan)[64:104].tolist()
     assert_guards(out)
 
 
@@ -163,9 +165,9 @@ def test_decode_passes_over_a_tensor_that_is_none(name):
     world = World(Case((64, 33), param=BF16), name)
     out = world.params()
     out.bind_tensors([None, out.tensors[1]])
-    messages = world.random_messages(1)
+    messages = world.all_messages()
     world.passes.decode(world.layout.all(), messages, out)
-    assert numpy(out.tensors[1]).tolist() == stored(decoded(messages)[64:97], BF16, name).tolist()
+    assert numpy(out.tensors[1]).tolist() == stored(values_of(messages, world.plan)[64:97], BF16, name).tolist()
 
 
 @ON_BACKENDS
@@ -173,5 +175,5 @@ def test_decode_passes_over_a_tensor_that_is_none(name):
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_all_live_is_no_mask_bit_for_bit(name, scale, norm):
     world = World(Case((100, 7, 96, 33), 96, 2, scale=scale, norm=norm, groups=3), name)
-    live, received = np.ones(world.elements, bool), world.random_messages(2)
+    live, received = np.ones(world.elements, bool), world.received(0, 1)
     assert frozen_bits(*averaged(world, received, 0, 1, live)) == frozen_bits(*averaged(world, received, 0, 1))

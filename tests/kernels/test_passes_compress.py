@@ -19,12 +19,12 @@ from tests.kernels.cases import (
     World,
     assert_close,
     assert_guards,
-    decoded,
     frozen_bits,
     numpy,
     rounded,
     use_grain,
 )
+from tests.wire import contents, values_of
 
 ELEMENTWISE = 1e-6  # a handful of fp32 roundings
 SUMMED = 4e-6  # and one more for each level of a sum
@@ -43,8 +43,8 @@ def momentum_of(world: World, chunk: int) -> tuple[torch.Tensor | Messages | Non
             span, _ = world.spans()[chunk]
             return span.of(world.flat(world.m)), world.plan.flatten(world.m)
         case "packed":
-            messages = world.random_messages(world.rows)
-            return messages.slice(chunk * world.case.ranks, world.case.ranks), decoded(messages)
+            messages = world.all_messages()
+            return messages.slice(chunk * world.case.ranks, world.case.ranks), values_of(messages, world.plan)
     raise AssertionError(world.case.momentum)
 
 
@@ -74,7 +74,7 @@ def expected_c(world: World, gamma: np.ndarray | None = None) -> tuple[np.ndarra
     e = world.plan.flatten(world.e)
     if world.case.scale == "tensor":
         scales = rounded(residual_scales(world, world.rows), F32)
-        e = e - oracle.sigma(e) * np.repeat(scales, world.elements // world.rows)
+        e = e - oracle.sigma(e) * np.repeat(scales, [part.stop - part.start for part in world.plan.shards()])
     size = (
         np.abs(world.plan.flatten(g)) + np.abs(world.plan.flatten(m)) + np.abs(world.plan.flatten(world.e)) + np.abs(e)
     )
@@ -82,14 +82,24 @@ def expected_c(world: World, gamma: np.ndarray | None = None) -> tuple[np.ndarra
 
 
 def check_message(
-    world: World, out: Messages, row: int, value: np.ndarray, scale: float | None, c: np.ndarray, size, valid
+    world: World,
+    out: Messages,
+    row: int,
+    part: slice,
+    value: np.ndarray,
+    scale: float | None,
+    c: np.ndarray,
+    size,
+    valid,
 ) -> None:
-    """One message and the residual it leaves (`value`, `scale`), against the oracle's compress(c)."""
-    case = world.case
-    expected = oracle.compress(c, valid, block_size=case.block_size, scale=case.scale, norm=case.norm)
-    assert out.header[row].tolist() == [MAGIC, 0, world.form.fingerprint, world.form.shard_blocks]
-    assert_close(numpy(out.scales[row]), expected.scales, SUMMED)
-    bits = np.unpackbits(out.bits[row].cpu().numpy().ravel(), bitorder="little") == 1
+    """One message, of a part of the space, and the residual it leaves (`value`, `scale`), against the oracle's
+    compress(c)."""
+    case, lengths = world.case, world.plan.lengths_in(part)
+    expected = oracle.compress(c, valid, lengths=lengths, scale=case.scale, norm=case.norm)
+    found = contents(out, row, lengths)
+    assert out.header[row].tolist() == [MAGIC, 0, world.form.fingerprint, world.layout.shard_blocks]
+    assert_close(found.scales, expected.scales, SUMMED)
+    bits = found.bits
     sure = expected.sure(ELEMENTWISE * size)
     assert sure.sum() >= 0.99 * valid.sum()
     assert (bits == expected.bits)[sure].all()
@@ -109,12 +119,12 @@ def check_compress(world: World, live: np.ndarray | None = None, gamma: np.ndarr
     c = np.where(counts, c, 0.0)
     for chunk in range(case.chunks):
         out, residual = compressed(world, chunk, live, gamma)
-        value = numpy(residual.value)
+        value, first = numpy(residual.value), world.plan.shard(chunk, 0).start
         for rank in range(case.ranks):
             part = world.plan.shard(chunk, rank)
-            own = slice(rank * (part.stop - part.start), (rank + 1) * (part.stop - part.start))
+            own = slice(part.start - first, part.stop - first)
             scale = None if residual.scale is None else float(residual.scale[rank])
-            check_message(world, out, rank, value[own], scale, c[part], size[part], counts[part])
+            check_message(world, out, rank, part, value[own], scale, c[part], size[part], counts[part])
 
 
 @ON_BACKENDS
@@ -162,9 +172,9 @@ def test_a_coordinate_that_takes_no_part_stays_zero_however_many_steps_go_by(nam
         world.passes.compress(span, world.grads(), None, residual, world.hyper(), world.flags(), out, live=live)
         assert numpy(residual.value)[[1, 3]].tolist() == [0, 0]
         assert not any(
-            byte & ~valid for byte, valid in zip(out.bits.flatten().tolist(), [0b10101, 0, 0, 0], strict=True)
+            byte & ~valid for byte, valid in zip(out.bits(0, span).tolist(), [0b10101, 0, 0, 0], strict=True)
         )
-        assert step > 0 or out.scales.item() == pytest.approx(2.0 * 0.5 * (1 - 0.9))
+        assert step > 0 or out.scales(0, span).item() == pytest.approx(2.0 * 0.5 * (1 - 0.9))
 
 
 @ON_FUSED
@@ -178,13 +188,15 @@ def test_compress_agrees_with_the_reference_bit_for_bit(name, case, extras, monk
         ours, ours_left = compressed(world, chunk, *given)
         theirs, theirs_left = compressed(World(case), chunk, *given)
         assert ours.header.tolist() == theirs.header.tolist()
-        assert ours.bits.tolist() == theirs.bits.tolist()
-        assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
+        span = world.layout.chunk(chunk)
+        assert ours.bits_of(span).tolist() == theirs.bits_of(span).tolist()
+        scales = numpy(theirs.scales_of(span))
+        assert_close(numpy(ours.scales_of(span)), scales, ELEMENTWISE)
         if case.scale == "tensor":
             assert numpy(ours_left.value).tolist() == numpy(theirs_left.value).tolist()
             assert_close(numpy(ours_left.scale), numpy(theirs_left.scale), ELEMENTWISE)
         else:
-            size = np.repeat(numpy(theirs.scales).ravel(), case.block_size)
+            size = np.repeat(scales.ravel(), span.lengths())
             assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
 
 
@@ -195,10 +207,10 @@ def test_a_set_flag_goes_into_every_header_and_nothing_else_changes(name, scale)
     span = world.layout.all()
     residual, out = world.residual(span, world.e, np.array([0.5, 0.25])), world.fresh(2)
     before = frozen_bits(residual)
-    momentum = world.random_messages(2)
+    momentum = world.all_messages()
     world.passes.compress(span, world.grads(), momentum, residual, world.hyper(), world.flags(NONFINITE), out)
     assert frozen_bits(residual) == before
-    header = [MAGIC, NONFINITE, world.form.fingerprint, world.form.shard_blocks]
+    header = [MAGIC, NONFINITE, world.form.fingerprint, world.layout.shard_blocks]
     assert out.header.tolist() == [header, header]
     assert bool((out.buffer[:, 16:] == 0xFF).all())
 
@@ -218,7 +230,7 @@ def test_either_zero_counts_as_positive(name, scale, zero):
     world = World(Case((6,), scale=scale, momentum="none"), name)
     world.g, world.e = [np.array([zero, 2.0, zero, -2.0, zero, zero])], [np.full(6, zero)]
     out, _ = compressed_from_zero(world)
-    assert out.bits.flatten().tolist() == [0b110111, 0, 0, 0]
+    assert out.bits(0, world.layout.all()).tolist() == [0b110111, 0, 0, 0]
 
 
 def compressed_from_zero(world: World) -> tuple[Messages, Residual]:
@@ -235,7 +247,7 @@ def test_zeros_give_scale_zero_and_no_nan(name, scale):
     world = World(Case((40, 3), ranks=2, scale=scale, norm="l2"), name)
     world.g, world.e = [np.zeros(40), np.zeros(3)], [np.zeros(40), np.zeros(3)]
     out, residual = compressed_from_zero(world)
-    assert not bool(out.scales.any())
+    assert not bool(out.scales_of(world.layout.all()).any())
     assert not numpy(residual.value)[world.plan.valid].any()
 
 
@@ -245,7 +257,7 @@ def test_gradients_that_are_all_none_count_as_zero(name):
     world = World(Case((33, 7), missing=(0, 1)), name)
     c, size = expected_c(world)
     out, residual = compressed(world, 0)
-    check_message(world, out, 0, numpy(residual.value), None, c, size, world.plan.valid)
+    check_message(world, out, 0, world.plan.shard(0, 0), numpy(residual.value), None, c, size, world.plan.valid)
 
 
 @ON_BACKENDS
@@ -257,7 +269,7 @@ def test_a_scale_is_the_mean_over_valid_elements_only(name, scale):
     world.hypers = [oracle.LambHyper(beta1=0.0)]
     out, _ = compressed_from_zero(world)
     # group 0 has beta1 0.9 and a gradient scale of 0.5
-    assert_close(numpy(out.scales), [[2.0 * 0.5 * (1 - 0.9)]], ELEMENTWISE)
+    assert_close(numpy(out.scales_of(world.layout.all())), [[2.0 * 0.5 * (1 - 0.9)]], ELEMENTWISE)
 
 
 @ON_BACKENDS
@@ -266,7 +278,7 @@ def test_a_tensor_scale_spans_one_message_and_no_more(name):
     world = World(Case((32, 32), ranks=2, scale="tensor", momentum="none"), name)
     world.g, world.e = [np.full(32, 1.0), np.full(32, -1000.0)], [np.zeros(32)] * 2
     out, _ = compressed_from_zero(world)
-    assert_close(numpy(out.scales), [[0.05], [50.0]], ELEMENTWISE)
+    assert_close(numpy(out.scales_of(world.layout.all())), [[0.05, 50.0]], ELEMENTWISE)
 
 
 def test_the_grid_covers_what_it_says():

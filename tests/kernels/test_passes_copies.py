@@ -6,7 +6,9 @@ import torch
 
 from onebit.kernels import reference
 from onebit.kernels.tuning.workload import Workload
+from tests import oracle
 from tests.kernels.cases import ON_FUSED, backend, device_of
+from tests.wire import contents
 
 NUMELS = [1, 7, 300, 63, 96]
 READERS = ("compress", "decode", "adam_update", "lamb_statistics", "lamb_update")
@@ -53,12 +55,13 @@ def assert_same(ours, theirs, half):
 def test_what_is_decoded_is_the_mean(name, options):
     work = workload(options, device_of(name))
     work.passes(backend(name))["decode"].run()
-    messages, size = work.replies(), work.layout.block_size
-    signs = np.unpackbits(messages.bits.cpu().numpy(), axis=-1, bitorder="little").astype(np.float64) * 2 - 1
-    scales = messages.scale_of_blocks().cpu().double().numpy().reshape(messages.rows, -1, 1)
-    mean = (signs * scales).reshape(-1, messages.copies, messages.format.shard_blocks, size).mean(1).reshape(-1)
-    for first, numel, got in zip(work.layout.first, NUMELS, work.decoded().tensors, strict=True):
-        expected = mean[first * size : first * size + numel]
+    plan = oracle.Layout(tuple(NUMELS), work.layout.block_size, work.layout.ranks)
+    messages, parts = work.replies(), plan.shards()
+    values = [contents(messages, row, plan.lengths_in(parts[row // messages.copies])).values
+              for row in range(messages.rows)]  # fmt: skip
+    shards = [values[k : k + messages.copies] for k in range(0, messages.rows, messages.copies)]
+    mean = plan.unflatten(np.concatenate([np.mean(copies, axis=0) for copies in shards]))
+    for expected, got in zip(mean, work.decoded().tensors, strict=True):
         np.testing.assert_allclose(got.cpu().double().numpy(), expected, rtol=1e-3 if got.itemsize == 2 else 1e-6)
 
 

@@ -16,7 +16,6 @@ from tests.kernels.cases import (
     Case,
     World,
     assert_close,
-    decoded,
     frozen_bits,
     numpy,
     rounded,
@@ -24,6 +23,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.test_passes_adam import AGREEMENT, ELEMENTWISE
 from tests.kernels.test_passes_lamb_warmup import SUMMED, holding_elements
+from tests.wire import values_of
 
 FACTORS = {"factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
 RATIOS = pytest.mark.parametrize("ratio", ["variance", "denominator"])
@@ -47,7 +47,7 @@ class Statistics:
         for d in self.d64:
             d[3::7] = 0.0
         self.d, self.exp_avg_sq = world.flat(self.d64), world.flat(world.v)
-        self.replies = world.random_messages(world.rows, seed=4)
+        self.replies = world.all_messages(seed=4)
         self.state = world.lamb_state()
         self.state.average.copy_(torch.from_numpy(rng.uniform(0.01, 0.3, len(world.x))))
         self.state.ratio.copy_(torch.from_numpy(rng.uniform(0.9, 1.1, len(world.x))))
@@ -56,8 +56,8 @@ class Statistics:
     def _previous(self) -> tuple[torch.Tensor | Messages, oracle.Arrays]:
         world = self.world
         if world.case.momentum == "packed":
-            messages = world.random_messages(world.rows, seed=5)
-            return messages, world.plan.unflatten(decoded(messages))
+            messages = world.all_messages(seed=5)
+            return messages, world.plan.unflatten(values_of(messages, world.plan))
         return world.flat(world.m), world.m
 
     def frozen(self) -> oracle.LambFrozen:
@@ -88,7 +88,7 @@ class Statistics:
         world = self.world
         m, previous = (
             [m_p / gamma for m_p, gamma in zip(scaled, self.gamma, strict=True)]
-            for scaled in (world.plan.unflatten(decoded(self.replies)), self.previous64)
+            for scaled in (world.plan.unflatten(values_of(self.replies, world.plan)), self.previous64)
         )
         _, v, r = oracle.onebit_lamb_update(world.x, m, previous, v, r, self.frozen(), world.hypers, ratio)
         return v, r
@@ -147,7 +147,7 @@ def test_the_ratio_is_clipped_to_the_last_one_and_then_to_its_limits(name, last,
     world = World(Case((100,), groups=1), name)
     run = Statistics(world, spread)
     run.state.ratio.fill_(last)
-    run.replies.scales.fill_(1e-6)
+    run.replies.scales(0, world.layout.all()).fill_(1e-6)
     run.run("variance")
     assert_close(numpy(run.state.ratio), [want], 1e-6)
     assert_close(numpy(run.state.coefficient), want * numpy(run.state.average), 1e-6)
@@ -188,7 +188,7 @@ def test_zero_gradients_and_variances_give_ratio_one_and_no_nan(name, ratio):
     run = Statistics(world)
     run.state.ratio.fill_(1.0)
     run.d[96:] = 0.0
-    run.replies.scales[0, 3:] = 0.0
+    run.replies.scales(0, world.layout.all())[3:] = 0.0
     run.run(ratio)
     assert numpy(run.state.ratio)[1] == 1
     assert not numpy(run.exp_avg_sq)[96:129].any()
@@ -214,7 +214,8 @@ def test_statistics_with_flagged_replies_change_nothing(name):
     world = World(Case((70, 5), ranks=2), name)
     run = Statistics(world)
     run.replies.flags.fill_(NONFINITE)
-    run.replies.scales.fill_(float("nan"))
+    for row, shard in enumerate(world.layout.all().shards()):
+        run.replies.scales(row, shard).fill_(float("nan"))
     watched = (run.exp_avg_sq, run.state.ratio, run.state.coefficient, run.state.average, run.state.counter)
     before = frozen_bits(*watched)
     run.run("variance")
@@ -231,8 +232,8 @@ def test_statistics_carry_their_state_over_three_steps(name, ratio):
         v, r = run.expected(ratio, v, r)
         run.run(ratio)
         assert not run.state.counter.any()
-        run.previous, run.previous64 = run.replies, world.plan.unflatten(decoded(run.replies))
-        run.replies = world.random_messages(world.rows, seed=seed)
+        run.previous, run.previous64 = run.replies, world.plan.unflatten(values_of(run.replies, world.plan))
+        run.replies = world.all_messages(seed=seed)
     assert_close(numpy(run.state.ratio), r, 3 * SUMMED)
     for got, want in zip(world.plan.unflatten(numpy(run.exp_avg_sq)), v, strict=True):
         assert_close(got, want, 3 * SUMMED, 1e-3)

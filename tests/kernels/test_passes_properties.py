@@ -12,7 +12,8 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
 from tests import oracle
-from tests.kernels.cases import BACKENDS, ON_BACKENDS, backend, decoded, device_of
+from tests.kernels.cases import BACKENDS, ON_BACKENDS, backend, device_of
+from tests.wire import contents
 
 VALUES = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=100).map(
     lambda values: np.array(values, np.float32)
@@ -27,7 +28,7 @@ class Compressor:
     def __init__(self, name: str, numel: int, scale: str = "block", hyper: Hyper | None = None) -> None:
         self.passes, self.device = backend(name), torch.device(device_of(name))
         self.layout = Layout([numel], block_size=32)
-        self.form = Format.of(self.layout, scale)
+        self.form = Format(self.layout, scale)
         self.residual = Residual.zeros(self.layout.all(), self.form, self.device)
         self.hyper = hyper_table([hyper or Hyper()], self.device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -43,7 +44,12 @@ class Compressor:
 
 
 def decoded_fp32(messages: Messages, numel: int) -> np.ndarray:
-    return decoded(messages)[:numel].astype(np.float32)
+    return sent_values(messages)[:numel].astype(np.float32)
+
+
+def sent_values(messages: Messages) -> np.ndarray:
+    """Of one message of everything."""
+    return contents(messages, 0, messages.format.layout.lengths().tolist()).values
 
 
 @ON_BACKENDS
@@ -77,7 +83,7 @@ def test_over_steps_what_was_sent_and_what_is_left_is_what_was_given(name, scale
         values = rng.normal(size=numel).astype(np.float32)
         out = compress(values)
         given_ += values
-        sent += decoded(out)[:numel]
+        sent += sent_values(out)[:numel]
     left = compress.left().astype(np.float64)
     if scale == "tensor":
         left -= oracle.sigma(left) * float(compress.residual.scale[0])
@@ -91,7 +97,7 @@ def test_over_steps_what_was_sent_and_what_is_left_is_what_was_given(name, scale
 def test_what_one_backend_packs_every_other_unpacks(writer, reader, values):
     out = Compressor(writer, len(values))(values)
     layout, device = Layout([len(values)], block_size=32), torch.device(device_of(reader))
-    assert out.bits.flatten()[: -(-len(values) // 8)].tolist() == oracle.packed(values >= 0).tolist()
+    assert out.bits(0, layout.all())[: -(-len(values) // 8)].tolist() == oracle.packed(values >= 0).tolist()
     read = torch.full((len(values),), float("nan"), device=device)
     moved = Messages(out.buffer.to(device), out.format)
     backend(reader).decode(layout.all(), moved, Pointers.to(layout, [read]))

@@ -47,8 +47,8 @@ class Cluster:
         shards = [[world.layout.shard(j, k) for k in range(case.ranks)] for j in range(case.chunks)]
         self.worker = []
         for _ in range(case.ranks):
-            whole = Residual.zeros(world.layout.all(), world.form, world.device)
-            self.worker.append([whole.part(span.first, span, world.form) for span, _ in world.spans()])
+            spans = [span for span, _ in world.spans()]
+            self.worker.append(Residual.zeros(spans, world.form, world.device).parts(spans))
         self.server = [[Residual.zeros(s, world.form, world.device) for s in row] for row in shards]
 
     def reduce(self, grads: list[Pointers], momentum: torch.Tensor | Messages) -> Messages:
@@ -76,18 +76,18 @@ class Cluster:
         return None if self.live is None else self.world.packed(self.live[part])
 
     def worker_residual(self, rank: int) -> np.ndarray:
-        return self._derived(self.worker[rank], self.world.case.ranks)
+        return self._derived(self.worker[rank])
 
     def server_residual(self) -> np.ndarray:
-        return self._derived([r for row in self.server for r in row], 1)
+        return self._derived([r for row in self.server for r in row])
 
-    def _derived(self, residuals: list[Residual], messages: int) -> np.ndarray:
+    def _derived(self, residuals: list[Residual]) -> np.ndarray:
         """e, which with a tensor scale is what is left of c."""
         parts = []
         for residual in residuals:
             e = numpy(residual.value)
             if residual.scale is not None:
-                e = e - oracle.sigma(e) * np.repeat(numpy(residual.scale), e.size // messages)
+                e = e - oracle.sigma(e) * np.repeat(numpy(residual.scale), residual.sizes)
             parts.append(e)
         return np.where(self.world.plan.valid, np.concatenate(parts), 0.0)
 

@@ -18,7 +18,7 @@ from tests.kernels.cases import (
     World,
     assert_close,
     backend,
-    decoded,
+    decoded_rows,
     device_of,
     frozen_bits,
     numpy,
@@ -27,6 +27,7 @@ from tests.kernels.cases import (
 from tests.kernels.test_passes_average import expected_average
 from tests.kernels.test_passes_compress import ELEMENTWISE, SUMMED
 from tests.kernels.test_passes_copies import NUMELS, assert_same, outputs
+from tests.wire import contents, values_of
 
 READERS = {
     "block": {"ranks": 2},
@@ -49,24 +50,19 @@ def averaged(world, received, chunk, rank, live=None):
     return out, residual
 
 
-def unpacked(out):
-    """bool [2, elements]: signs, and which are large."""
-    size = out.format.block_size
-    bits = np.unpackbits(out.bits[0].cpu().numpy(), axis=-1, bitorder="little") == 1
-    return bits[:, :size].ravel(), bits[:, size:].ravel()
-
-
 def check_reply(world, received, chunk, rank, live):
     part = world.plan.shard(chunk, rank)
     e = world.plan.flatten(world.e)[part]
-    values = decoded(received).reshape(received.rows, -1)
+    lengths = world.plan.lengths_in(part)
+    values = decoded_rows(received, lengths)
     counts = world.plan.valid[part] if live is None else (world.plan.valid & live)[part]
     c = np.where(counts, values.mean(0) + e, 0.0)
     size = np.abs(values).sum(0) + np.abs(e)
     out, residual = averaged(world, received, chunk, rank, live)
-    expected = oracle.compress_two_bits(c, counts, block_size=world.case.block_size)
-    assert out.header[0].tolist() == [MAGIC + 1, 0, out.format.fingerprint, world.form.shard_blocks]
-    positive, large = unpacked(out)
+    expected = oracle.compress_two_bits(c, counts, lengths=lengths)
+    assert out.header[0].tolist() == [MAGIC + 1, 0, out.format.fingerprint, world.layout.shard_blocks]
+    found = contents(out, 0, lengths)
+    positive, large = found.bits, found.large
     sure = expected.sure(ELEMENTWISE * size) & ~expected.unsure_blocks(ELEMENTWISE * size)
     assert sure.sum() >= 0.95 * counts.sum()
     assert (positive == expected.bits)[sure].all() and (large == expected.large)[sure].all()
@@ -74,10 +70,9 @@ def check_reply(world, received, chunk, rank, live):
     left = numpy(residual.value)
     assert not left[~counts].any()
     assert_close(left[sure], expected.error[sure], SUMMED, (size + np.abs(expected.decoded))[sure])
-    certain = ~expected.unsure_blocks(ELEMENTWISE * size).reshape(-1, world.case.block_size)[:, 0]
-    scales = numpy(out.scales[0]).reshape(-1, 2)
-    assert_close(scales[certain], expected.scales[certain], SUMMED)
-    both = np.where(positive, 1, -1) * np.where(large, *(s.repeat(world.case.block_size) for s in scales.T[::-1]))
+    certain = ~expected.unsure_blocks(ELEMENTWISE * size)[np.cumsum([0, *lengths[:-1]])]
+    assert_close(found.scales[certain], expected.scales[certain], SUMMED)
+    both = found.values
     assert_close((both + left)[counts], c[counts], SUMMED, (size + np.abs(both))[counts])  # nothing is lost
 
 
@@ -89,7 +84,7 @@ def test_a_reply_agrees_with_the_oracle(name, case, masked, monkeypatch):
     world = World(case, name)
     for chunk in range(case.chunks):
         for rank in range(case.ranks):
-            received = world.random_messages(case.ranks, seed=rank)
+            received = world.received(chunk, rank, seed=rank)
             check_reply(world, received, chunk, rank, world.live if masked else None)
 
 
@@ -99,22 +94,24 @@ def test_a_reply_agrees_with_the_reference_bit_for_bit(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     world, other = World(case, name), World(case)
     for rank in range(case.ranks):
-        ours, ours_left = averaged(world, world.random_messages(case.ranks, seed=rank), case.chunks - 1, rank)
-        theirs, theirs_left = averaged(other, other.random_messages(case.ranks, seed=rank), case.chunks - 1, rank)
+        last = case.chunks - 1
+        shard = world.layout.shard(last, rank)
+        ours, ours_left = averaged(world, world.received(last, rank, seed=rank), last, rank)
+        theirs, theirs_left = averaged(other, other.received(last, rank, seed=rank), last, rank)
         assert ours.header.tolist() == theirs.header.tolist()
-        assert ours.bits.tolist() == theirs.bits.tolist()
-        assert_close(numpy(ours.scales), numpy(theirs.scales), ELEMENTWISE)
-        _, size = expected_average(other, other.random_messages(case.ranks, seed=rank), other.plan.shard(0, rank))
+        assert ours.bits_of(shard).tolist() == theirs.bits_of(shard).tolist()
+        assert_close(numpy(ours.scales_of(shard)), numpy(theirs.scales_of(shard)), ELEMENTWISE)
+        _, size = expected_average(other, other.received(last, rank, seed=rank), other.plan.shard(last, rank))
         assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size.max() + np.zeros(len(size)))
 
 
 @ON_BACKENDS
 def test_a_flag_is_passed_on_and_keeps_what_is_left_out(name):
     world = World(Case((100, 5), ranks=3), name)
-    received = world.random_messages(3)
+    received = world.received(0, 1)
     received.flags[1] = NONFINITE
     out, residual = averaged(world, received, 0, 1)
-    assert out.header.tolist() == [[MAGIC + 1, NONFINITE, out.format.fingerprint, out.format.shard_blocks]]
+    assert out.header.tolist() == [[MAGIC + 1, NONFINITE, out.format.fingerprint, world.layout.shard_blocks]]
     assert bool((out.buffer[:, 16:] == 0xFF).all())
     e = world.plan.flatten(world.e)[world.plan.shard(0, 1)]
     assert_close(numpy(residual.value), e, ELEMENTWISE, np.abs(e).max() + np.zeros(len(e)))
@@ -124,12 +121,12 @@ def test_a_flag_is_passed_on_and_keeps_what_is_left_out(name):
 def test_a_block_whose_elements_are_all_of_one_size_has_no_large_ones(name):
     world = World(Case((16,), ranks=1), name)
     world.e = [np.where(np.arange(16) % 3 == 0, -0.5, 0.5)]
-    received = world.random_messages(1)
-    received.scales.zero_()
+    received, shard = world.received(0, 0), world.layout.all()
+    received.scales(0, shard).zero_()
     out, residual = averaged(world, received, 0, 0)
-    assert numpy(out.scales).tolist() == [[0.5, 0.0]]
-    positive, large = unpacked(out)
-    assert not large.any() and positive[:16].tolist() == [i % 3 != 0 for i in range(16)]
+    found = contents(out, 0, [32])
+    assert found.scales.tolist() == [[0.5, 0.0]]
+    assert not found.large.any() and found.bits[:16].tolist() == [i % 3 != 0 for i in range(16)]
     assert not numpy(residual.value).any()
 
 
@@ -138,14 +135,14 @@ def test_what_is_large_is_above_the_bound(name):
     sizes = np.array([1.0] * 12 + [1.25, 1.3, 3.0, -4.0])
     world = World(Case((16,), ranks=1), name)
     world.e = [sizes]
-    received = world.random_messages(1)
-    received.scales.zero_()
+    received, shard = world.received(0, 0), world.layout.all()
+    received.scales(0, shard).zero_()
     out, _ = averaged(world, received, 0, 0)
     least = ABOVE * np.abs(sizes).mean()
     assert 1.3 < least < 3
-    _, large = unpacked(out)
-    assert large[:16].tolist() == (np.abs(sizes) > least).tolist()
-    assert_close(numpy(out.scales)[0], [(12 + 1.25 + 1.3) / 14, 3.5], SUMMED)
+    found = contents(out, 0, [32])
+    assert found.large[:16].tolist() == (np.abs(sizes) > least).tolist()
+    assert_close(found.scales[0], [(12 + 1.25 + 1.3) / 14, 3.5], SUMMED)
 
 
 @ON_FUSED
@@ -162,12 +159,9 @@ def test_readers_agree_with_the_reference(name, options):
 def test_what_is_decoded(name, options):
     work = Workload(NUMELS, device_of(name), **{"block_size": 32, "reply_bits": 2, **options})
     work.passes(backend(name))["decode"].run()
-    messages, size = work.replies(), work.layout.block_size
-    bits = np.unpackbits(messages.bits.cpu().numpy(), axis=-1, bitorder="little").reshape(-1, 2, size)
-    small, large = messages.scale_of_blocks().cpu().double().numpy().T[..., None]
-    values = ((bits[:, 0] * 2.0 - 1) * np.where(bits[:, 1] == 1, large, small)).ravel()
-    for first, numel, got in zip(work.layout.first, NUMELS, work.decoded().tensors, strict=True):
-        wanted = values[first * size : first * size + numel]
+    plan = oracle.Layout(tuple(NUMELS), work.layout.block_size, work.layout.ranks)
+    values = plan.unflatten(values_of(work.replies(), plan))
+    for wanted, got in zip(values, work.decoded().tensors, strict=True):
         np.testing.assert_allclose(got.cpu().double().numpy(), wanted, rtol=1e-3 if got.itemsize == 2 else 1e-6)
 
 

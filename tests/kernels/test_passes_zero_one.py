@@ -25,7 +25,6 @@ from tests.kernels.cases import (
     assert_close,
     assert_guards,
     backend,
-    decoded,
     device_of,
     frozen_bits,
     gathered,
@@ -35,6 +34,7 @@ from tests.kernels.cases import (
     use_grain,
 )
 from tests.kernels.test_passes_adam import AGREEMENT, ELEMENTWISE, check_parameters, updated
+from tests.wire import values_of
 
 # By parameter: every third holds what has no variance, the others give it that of the mean.
 LEAST, AT_ZERO = (0.3, 2.0, 0.0), (0.0, 1.5, 0.7)
@@ -53,7 +53,7 @@ class Run:
                 g[::15] = 0.0
         world.scaled_g = [None if g is None else s * g for g, s in zip(world.g, world.grad_scales, strict=True)]
         self.params, self.grads, self.master = world.params(), world.grads(), world.master()
-        self.v, self.replies = world.flat(self.v64), world.random_messages(world.rows)
+        self.v, self.replies = world.flat(self.v64), world.all_messages()
         self.least64, self.at_zero64, self.decay64, self.factor64 = per_parameter = [
             rounded(np.resize(values, len(world.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR)
         ]
@@ -144,7 +144,7 @@ def moved(x: np.ndarray, m: np.ndarray, u: np.ndarray, h: Any) -> np.ndarray:
 
 def expected(run: Run, full: bool) -> dict[str, list[np.ndarray]]:
     world, found = run.world, {"x": [], "v": [], "folded": [], "m": []}
-    replies = world.plan.unflatten(decoded(run.replies))
+    replies = world.plan.unflatten(values_of(run.replies, world.plan))
     for p, (x, v, m, h) in enumerate(zip(world.x, run.v64, replies, world.hypers, strict=True)):
         if full:
             g = oracle.gradient(world.scaled_g[p], x)
@@ -177,11 +177,11 @@ def test_a_full_step_agrees_with_float64(name, case, monkeypatch):
         # With a tensor scale e is computed from c, which a scale that is set to 0 afterwards ends.
         last = 0 if case.scale == "block" else 0.4
         assert np.all(np.abs(got - (e + folded)) <= 2e-6 * (np.abs(e) + np.abs(folded)) + 2.1 * last)
-    values = world.plan.flatten(want["v"]).reshape(-1, case.block_size)
-    assert_close(numpy(run.sums), values.sum(1), 4e-6)
-    assert numpy(run.counts).tolist() == (values != 0).sum(1).tolist()
-    bits = np.unpackbits(run.live.cpu().numpy(), bitorder="little").reshape(-1, case.block_size)
-    assert np.array_equal(bits != 0, values != 0)
+    values = world.plan.flatten(want["v"])
+    of_blocks = world.plan.of_blocks(values)
+    assert_close(numpy(run.sums), [block.sum() for block in of_blocks], 4e-6)
+    assert numpy(run.counts).tolist() == [np.count_nonzero(block) for block in of_blocks]
+    assert np.array_equal(np.unpackbits(run.live.cpu().numpy(), bitorder="little") != 0, values != 0)
 
 
 @ON_BACKENDS
@@ -301,7 +301,7 @@ def test_a_sync_agrees_with_float64(name, case, monkeypatch):
         run.sync(chunk)
     assert frozen_bits(run.v) == v
     want, moves, size = [], [], []
-    replies = world.plan.unflatten(decoded(run.replies))
+    replies = world.plan.unflatten(values_of(run.replies, world.plan))
     for p, (a, total, h, u) in enumerate(zip(run.anchor64, replies, world.hypers, run.u(), strict=True)):
         with np.errstate(divide="ignore", invalid="ignore"):
             move = np.where(u == 0, 0.0, total / (u + h.eps))

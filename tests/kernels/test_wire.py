@@ -1,6 +1,5 @@
 """The bytes of a message, bit for bit."""
 
-import dataclasses
 import struct
 
 import numpy as np
@@ -18,9 +17,10 @@ from onebit.kernels.data.wire import MAGIC, NONFINITE, Format, MessageError, Mes
 from tests import oracle
 
 FORMS = st.builds(
-    Format,
+    lambda numels, size, ranks, scale, norm: Format(Layout(numels, block_size=size, ranks=ranks), scale, norm),
+    st.lists(st.integers(0, 300), min_size=1, max_size=9),
     st.sampled_from([32, 64, 96, 2048]),
-    st.integers(1, 9),
+    st.integers(1, 4),
     st.sampled_from(["block", "tensor"]),
     st.sampled_from(["l1", "l2"]),
 )
@@ -32,72 +32,90 @@ def aligned(nbytes: int) -> int:
 
 @given(FORMS)
 def test_a_message_is_header_then_scales_then_bits_each_on_16_bytes(form):
-    scales = form.shard_blocks if form.scale == "block" else 1
-    assert form.scales == scales
+    shards = form.layout.all().shards()
+    for shard in shards:
+        scales = shard.count if form.scale == "block" else 1
+        assert form.scales(shard.count) == scales
+        assert form.bits_offset(shard.count) == 16 + aligned(4 * scales)
     assert form.scales_offset == 16
-    assert form.bits_offset == 16 + aligned(4 * scales)
-    assert form.nbytes == form.bits_offset + aligned(form.shard_blocks * form.block_size // 8)
+    assert form.nbytes == max(form.bits_offset(s.count) + aligned(s.elements // 8) for s in shards)
 
 
 @given(FORMS)
 def test_views_have_their_types_shapes_and_places(form):
-    messages = form.empty(3)
-    assert messages.buffer.dtype == torch.uint8 and tuple(messages.buffer.shape) == (3, form.nbytes)
-    views = {
-        "header": (messages.header, torch.int32, (3, 4), 0),
-        "scales": (messages.scales, torch.float32, (3, form.scales), form.scales_offset),
-        "bits": (
-            messages.bits,
-            torch.uint8,
-            (3, form.shard_blocks, form.block_size // 8),
-            form.bits_offset,
-        ),
-        "flags": (messages.flags, torch.int32, (3,), 4),
-    }
-    for view, dtype, shape, offset in views.values():
-        assert (view.dtype, tuple(view.shape)) == (dtype, shape)
-        assert view.data_ptr() == messages.buffer.data_ptr() + offset
-        assert view[1].data_ptr() == view.data_ptr() + form.nbytes
+    shards = form.layout.all().shards()
+    messages = form.empty(len(shards))
+    assert messages.buffer.dtype == torch.uint8 and tuple(messages.buffer.shape) == (len(shards), form.nbytes)
+    for row, shard in enumerate(shards):
+        views = {
+            "header": (messages.header[row], torch.int32, 4, 0),
+            "flags": (messages.flags[row : row + 1], torch.int32, 1, 4),
+            "scales": (messages.scales(row, shard), torch.float32, form.scales(shard.count), 16),
+            "bits": (messages.bits(row, shard), torch.uint8, shard.elements // 8, form.bits_offset(shard.count)),
+        }
+        for view, dtype, count, offset in views.values():
+            assert (view.dtype, view.numel()) == (dtype, count)
+            assert view.data_ptr() == messages.buffer.data_ptr() + row * form.nbytes + offset
 
 
-def sent(form: Format, bits: np.ndarray, scales: np.ndarray, flags: int) -> bytes:
+def sent(form: Format, blocks: int, bits: np.ndarray, scales: np.ndarray, flags: int) -> bytes:
     """A message by hand: struct and numpy only."""
-    header = struct.pack("<4I", 0x02424231, flags, form.fingerprint, form.shard_blocks)
+    most = max(shard.count for shard in form.layout.all().shards())
+    header = struct.pack("<4I", 0x03424231, flags, form.fingerprint, most)
     parts = header + scales.astype("<f4").tobytes()
-    parts += bytes(form.bits_offset - len(parts)) + np.packbits(bits, bitorder="little").tobytes()
+    parts += bytes(16 + aligned(4 * len(scales)) - len(parts)) + np.packbits(bits, bitorder="little").tobytes()
     return parts + bytes(form.nbytes - len(parts))
 
 
 @given(FORMS, st.integers(0, 2**32 - 1))
 def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
-    rng = np.random.default_rng(seed)
-    shape = (2, form.shard_blocks * form.block_size)
-    bits = rng.integers(0, 2, shape).astype(bool)
-    scales = rng.uniform(0, 2, (2, form.scales)).astype(np.float32)
-    messages = form.empty(2)
-    rows = [sent(form, bits[i], scales[i], flags=i) for i in range(2)]
-    messages.buffer.copy_(torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(2, -1).copy()))
+    rng, layout = np.random.default_rng(seed), form.layout
+    plan = oracle.Layout(tuple(layout.numel.tolist()), layout.block_size, layout.ranks)
+    rows, wanted, all_bits, all_scales = [], [], [], []
+    for i, part in enumerate(plan.shards()):
+        lengths = plan.lengths_in(part)
+        bits = rng.integers(0, 2, sum(lengths)).astype(bool)
+        scales = rng.uniform(0, 2, len(lengths) if form.scale == "block" else 1).astype(np.float32)
+        rows.append(sent(form, len(lengths), bits, scales, flags=i % 2))
+        of_blocks = np.resize(scales, len(lengths))
+        wanted.append(np.where(bits, 1, -1) * np.repeat(of_blocks, lengths))
+        all_bits.append(bits)
+        all_scales += of_blocks.tolist()
+    messages = form.empty(len(rows))
+    messages.buffer.copy_(torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1).copy()))
     assert messages.header[0].tolist() == list(form.header)
-    assert messages.flags.tolist() == [0, 1]
-    assert np.array_equal(messages.scales.numpy(), scales)
-    unpacked = np.unpackbits(messages.bits.numpy(), axis=-1, bitorder="little")
-    assert np.array_equal(unpacked.reshape(shape) == 1, bits)
-    per_block = scales if form.scale == "block" else np.repeat(scales, form.shard_blocks, axis=1)
-    assert messages.scale_of_blocks().tolist() == per_block.ravel().tolist()
-    wanted = np.where(bits, 1, -1) * np.repeat(per_block, form.block_size, axis=1)
-    layout = Layout([wanted.size], block_size=form.block_size, ranks=2)
-    out = torch.zeros(wanted.size)
+    assert messages.flags.tolist() == [i % 2 for i in range(len(rows))]
+    assert messages.scales_of(layout.all())[0].tolist() == all_scales
+    bits = np.unpackbits(messages.bits_of(layout.all())[0].numpy(), bitorder="little") == 1
+    assert np.array_equal(bits, np.concatenate(all_bits))
+    out = [torch.zeros(n) for n in plan.numels]
     messages.flags.zero_()
-    reference.decode(layout.all(), messages, Pointers.to(layout, [out]))
-    assert out.tolist() == wanted.ravel().tolist()
+    reference.decode(layout.all(), messages, Pointers.to(layout, out))
+    for found, expected in zip(out, plan.unflatten(np.concatenate(wanted)), strict=True):
+        assert found.tolist() == expected.tolist()
+
+
+@given(FORMS, st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.integers(0, 2**32 - 1))
+def test_what_was_put_is_read(form, bits, copies, seed):
+    form, span = form.with_bits(bits), form.layout.all()
+    source = np.random.default_rng(seed)
+    of_bits = source.integers(0, 256, (copies, bits * span.elements // 8), dtype=np.uint8)
+    shape = (copies, span.count, *([2] if bits == 2 else []))
+    of_scales = source.uniform(0, 2, shape).astype(np.float32)
+    if form.scale == "tensor":
+        of_scales[:] = 0.5
+    messages = form.empty(copies * len(span.shards()), copies=copies)
+    messages.put(span, torch.from_numpy(of_bits), torch.from_numpy(of_scales))
+    assert np.array_equal(messages.bits_of(span).numpy(), of_bits)
+    assert np.array_equal(messages.scales_of(span).numpy(), of_scales)
 
 
 @given(st.lists(st.booleans(), min_size=256, max_size=256))
 def test_bits_lie_as_numpy_packs_them_little_end_first(signs):
     values = torch.where(torch.tensor(signs), 1.0, -1.0)
     layout = Layout([256], block_size=64)
-    form = Format.of(layout)
-    assert oracle.packed(np.array(signs)).tolist() == compressed(layout, form, values).bits.flatten().tolist()
+    form = Format(layout)
+    assert oracle.packed(np.array(signs)).tolist() == compressed(layout, form, values).bits(0, layout.all()).tolist()
 
 
 def compressed(layout: Layout, form: Format, values: torch.Tensor) -> Messages:
@@ -112,57 +130,61 @@ def test_the_first_element_is_the_lowest_bit_of_the_first_byte():
     layout = Layout([32], block_size=32)
     values = torch.full((32,), -1.0)
     values[[0, 9]] = 1.0
-    out = compressed(layout, Format.of(layout), values)
-    assert out.bits.flatten().tolist() == [0b00000001, 0b00000010, 0, 0]
+    out = compressed(layout, Format(layout), values)
+    assert out.bits(0, layout.all()).tolist() == [0b00000001, 0b00000010, 0, 0]
 
 
 def test_the_header_has_the_words_that_the_format_says():
-    form = Format(2048, 5, "block", "l1", layout_fingerprint=77)
+    form = Format(Layout([9000]))
     assert form.header == (MAGIC, 0, form.fingerprint, 5)
-    assert MAGIC.to_bytes(4, "little") == b"1BB\x02"
+    assert MAGIC.to_bytes(4, "little") == b"1BB\x03"
     assert 0 <= form.fingerprint < 2**31
     assert NONFINITE == 1
 
 
 def test_fingerprints_of_different_formats_differ():
-    base = Format(2048, 5)
-    changes = [
-        {"block_size": 1024},
-        {"shard_blocks": 6},
-        {"scale": "tensor"},
-        {"norm": "l2"},
-        {"layout_fingerprint": 1},
+    base = Format(Layout([9000]))
+    made = [
+        base,
+        Format(Layout([9000], block_size=1024)),
+        Format(Layout([9001])),
+        Format(Layout([9000], ranks=2)),
+        Format(Layout([9000], chunks=2)),
+        Format(Layout([9000]), "tensor"),
+        Format(Layout([9000]), norm="l2"),
+        base.with_bits(2),
     ]
-    made = [base, *(dataclasses.replace(base, **change) for change in changes)]
     assert len({form.fingerprint for form in made}) == len(made)
-    assert Format(2048, 5).fingerprint == base.fingerprint
-
-
-def test_a_format_of_a_layout_has_its_shards():
-    layout = Layout([5000, 3], block_size=96, ranks=3, chunks=2)
-    form = Format.of(layout, "tensor", "l2")
-    assert (form.block_size, form.shard_blocks) == (96, layout.shard_blocks)
-    assert (form.scale, form.norm) == ("tensor", "l2")
-    assert form.layout_fingerprint == layout.fingerprint
+    assert Format(Layout([9000])).fingerprint == base.fingerprint
 
 
 def test_slices_of_messages_share_their_bytes():
-    messages = Format(32, 2).empty(4)
+    messages = Format(Layout([64], block_size=32)).empty(4)
     part = messages.slice(1, 2)
     assert part.rows == 2
     part.buffer.fill_(7)
     assert (messages.buffer[1:3] == 7).all()
-    assert part.scales.data_ptr() == messages.scales[1].data_ptr()
+    shard = messages.format.layout.all()
+    assert part.scales(0, shard).data_ptr() == messages.scales(1, shard).data_ptr()
 
 
 @given(st.integers(1, 600), st.sampled_from(["block", "tensor"]))
-def test_a_message_costs_a_bit_an_element_a_64th_for_scales_and_at_most_28_bytes(shard_blocks, scale):
+def test_a_message_of_whole_blocks_costs_a_bit_an_element_a_64th_for_scales_and_at_most_28_bytes(blocks, scale):
     """28: the header's 16, and 12 that align the scales."""
-    form = Format(2048, shard_blocks, scale)
-    elements = 2048 * shard_blocks
+    form = Format(Layout([2048 * blocks]), scale)
+    elements = 2048 * blocks
     per_element = 1 + (1 / 64 if scale == "block" else 0)
     assert form.nbytes - elements * per_element / 8 <= 28 + (4 if scale == "tensor" else 0)
     assert form.nbytes >= elements * per_element / 8 + 16
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=200), st.integers(1, 8))
+def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ranks):
+    """1.1 bits, and for each tensor 64, of which half are its last block's scale. Beside it a message has 40 bytes, and
+    no shard is longer than its part by more than a block."""
+    form = Format(Layout(numels, ranks=ranks))
+    bits = 1.1 * sum(numels) + 64 * max(ranks, len(numels))
+    assert form.nbytes <= bits / 8 / ranks + 40 + (0 if ranks == 1 else 260)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +193,14 @@ def test_a_message_costs_a_bit_an_element_a_64th_for_scales_and_at_most_28_bytes
 )
 def test_a_wrong_format_says_what_and_what_to_do(change, words):
     with pytest.raises(ValueError) as raised:
-        Format(2048, 1, **change)
+        Format(Layout([1]), **change)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
 @pytest.mark.parametrize("bit", range(128))
 def test_a_header_with_a_bit_flipped_is_no_message_of_this_exchange(bit):
     """But for the flag that says that a sender met inf or NaN."""
-    messages = Format(64, 3, "block", "l1", 7).empty(2)
+    messages = Format(Layout([300], block_size=64, ranks=2)).empty(2)
     messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
     messages.check("a phase")
     messages.buffer[1, bit // 8] ^= 1 << bit % 8

@@ -142,12 +142,15 @@ def test_messages_are_well_formed():
     workload = Workload([3, 1025], ranks=2, block_size=1024)
     whole, shard = workload.replies(), workload.received()
     assert whole.header.tolist() == [list(workload.format.header)] * 2
-    assert whole.bits.reshape(4, -1)[0, 1:].max() == 0  # 3 bits of the first block
-    assert whole.bits.reshape(4, -1)[1].max() > 0  # a full block
-    assert whole.bits.reshape(4, -1)[3].max() == 0  # padding
-    assert whole.bits.reshape(4, -1)[0, 0] < 8
-    assert (shard.bits[:, 0, 1:] == 0).all() and (shard.bits[:, 1] > 0).any()
-    assert whole.scales.min() > 0
+    bits = whole.bits_of(workload.span)[0]
+    assert len(bits) == 4 + 128 + 4  # blocks of 32, 1,024 and 32 elements
+    assert 0 < bits[0] < 8 and bits[1:4].max() == 0  # 3 of them
+    assert bits[4:132].max() > 0
+    assert bits[132] < 2 and bits[133:].max() == 0  # 1 of them
+    for row in range(2):  # of the first shard, which is the first block
+        bits = shard.bits(row, workload.shard)
+        assert len(bits) == 4 and 0 < bits[0] < 8 and bits[1:].max() == 0
+    assert whole.scales_of(workload.span).min() > 0
 
 
 def test_a_pass_makes_only_the_buffers_that_it_needs():

@@ -97,7 +97,7 @@ class Case:
         options = {
             "variance_floor": 0.0,
             "lr": 1e-2,
-            "block_size": 32,
+            "block_size": 64,  # so that some blocks are short
             "chunks": 1,
             "reply": 1,
             **self.ranks(group),

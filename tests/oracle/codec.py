@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 
@@ -13,34 +17,34 @@ Gradients = Sequence["np.ndarray | None"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters start on block boundaries; chunks cut the space along its length, ranks cut each chunk."""
+    """Parameters start with a block of their own, whose last is as long as 32s have to be; chunks cut the space along
+    its length, ranks cut each chunk, between blocks."""
 
     numels: tuple[int, ...]
     block_size: int = 2048
     ranks: int = 1
     chunks: int = 1
 
-    @property
-    def used_blocks(self) -> int:
-        return sum(-(-numel // self.block_size) for numel in self.numels)
-
-    @property
-    def blocks(self) -> int:
-        """All blocks: the used ones, padded so that every shard has the same whole number, at least one."""
-        shards = self.ranks * self.chunks
-        return max(1, -(-self.used_blocks // shards)) * shards
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Of every block. A shard has one at least: empty ones of 32 follow where there are too few."""
+        lengths = []
+        for numel in self.numels:
+            for start in range(0, numel, self.block_size):
+                lengths.append(32 * math.ceil(min(self.block_size, numel - start) / 32))
+        return lengths + [32] * (self.ranks * self.chunks - len(lengths))
 
     @property
     def size(self) -> int:
-        return self.blocks * self.block_size
+        return sum(self.lengths)
 
     @property
     def starts(self) -> list[int]:
         """The flat index of every parameter's first element."""
-        starts, block = [], 0
+        starts, at = [], 0
         for numel in self.numels:
-            starts.append(block * self.block_size)
-            block += -(-numel // self.block_size)
+            starts.append(at)
+            at += 32 * math.ceil(numel / 32)
         return starts
 
     @property
@@ -66,11 +70,36 @@ class Layout:
         pairs = zip(self.starts, self.numels, strict=True)
         return [flat[start : start + numel].copy() for start, numel in pairs]
 
+    @cached_property
+    def blocks_of_shards(self) -> list[tuple[int, int]]:
+        """The first block of each shard, and the one after its last: the k-th cut comes after the blocks whose middles
+        lie before k parts of all bytes, a block having a byte for 8 elements and 4 for its scale."""
+        parts, sizes = self.ranks * self.chunks, [length // 8 + 4 for length in self.lengths]
+        cuts = [0]
+        for k in range(1, parts):
+            target, before, block = Fraction(k * sum(sizes), parts), Fraction(0), 0
+            while before + Fraction(sizes[block], 2) < target:
+                before, block = before + sizes[block], block + 1
+            cuts.append(min(max(block, cuts[-1] + 1), len(sizes) - (parts - k)))
+        return list(itertools.pairwise([*cuts, len(sizes)]))
+
     def shard(self, chunk: int, rank: int) -> slice:
         """The elements of chunk `chunk` that rank `rank` owns."""
-        length = self.size // (self.chunks * self.ranks)
-        start = (chunk * self.ranks + rank) * length
-        return slice(start, start + length)
+        first, stop = self.blocks_of_shards[chunk * self.ranks + rank]
+        return slice(sum(self.lengths[:first]), sum(self.lengths[:stop]))
+
+    def part(self, chunk: int, index: int, of: int) -> slice:
+        """The index-th of `of` slices of a chunk, each of equally many shards."""
+        each = self.ranks // of
+        return slice(self.shard(chunk, index * each).start, self.shard(chunk, index * each + each - 1).stop)
+
+    def lengths_in(self, part: slice) -> list[int]:
+        """Of the blocks of some elements."""
+        ends = np.cumsum([0, *self.lengths]).tolist()
+        return self.lengths[ends.index(part.start) : ends.index(part.stop)]
+
+    def of_blocks(self, flat: np.ndarray) -> Arrays:
+        return [flat[block] for block in blocks(self.lengths)]
 
     def shards(self) -> list[slice]:
         return [self.shard(chunk, rank) for chunk in range(self.chunks) for rank in range(self.ranks)]
@@ -84,21 +113,22 @@ class Message:
     """The 1-bit form of c: scales has one entry a block, or a single one (scale="tensor").
 
     With 2 bits `large` says which elements are, and scales has two entries a block: the mean size of those that are
-    not, and of those that are.
+    not, and of those that are. `lengths`: of what each scale is for.
     """
 
     c: np.ndarray
     bits: np.ndarray
     scales: np.ndarray
     valid: np.ndarray
+    lengths: Sequence[int]
     large: np.ndarray | None = None
 
     @property
     def scale(self) -> np.ndarray:
         """What the sign of each element is multiplied by."""
         if self.large is None:
-            return np.repeat(self.scales, self.c.size // max(self.scales.size, 1))
-        small, large = np.repeat(self.scales, self.c.size // len(self.scales), axis=0).T
+            return np.repeat(self.scales, self.lengths)
+        small, large = np.repeat(self.scales, self.lengths, axis=0).T
         return np.where(self.large, large, small)
 
     @property
@@ -119,11 +149,17 @@ class Message:
         both scales of that block are then others."""
         if self.large is None:
             return np.zeros(self.c.shape, bool)
-        size, width = np.abs(self.c), self.c.size // len(self.scales)
-        counts = np.maximum(self.valid.reshape(-1, width).sum(1), 1)
-        least = ABOVE * np.repeat(np.where(self.valid, size, 0.0).reshape(-1, width).sum(1) / counts, width)
-        close = self.valid & (np.abs(size - least) <= tolerance)
-        return np.repeat(close.reshape(-1, width).any(1), width)
+        size, unsure = np.abs(self.c), np.zeros(self.c.shape, bool)
+        for block in blocks(self.lengths):
+            valid = self.valid[block]
+            least = ABOVE * magnitude(size[block][valid], "l1")
+            allowed = np.broadcast_to(tolerance, self.c.shape)[block]
+            unsure[block] = (valid & (np.abs(size[block] - least) <= allowed)).any()
+        return unsure
+
+
+def blocks(lengths: Sequence[int]) -> list[slice]:
+    return [slice(a, b) for a, b in itertools.pairwise(np.cumsum([0, *lengths]).tolist())]
 
 
 def sigma(c: np.ndarray) -> np.ndarray:
@@ -146,39 +182,36 @@ def compress(
     c: np.ndarray,
     valid: np.ndarray | None = None,
     *,
-    block_size: int,
+    lengths: Sequence[int],
     scale: str = "block",
     norm: str = "l1",
     counted: np.ndarray | None = None,
 ) -> Message:
-    """Bits and scales of one message (whole blocks). `counted`: what enters a scale, if not all that is valid."""
+    """Bits and scales of one message, of blocks of these lengths. `counted`: what enters a scale, if not all that is
+    valid."""
     c = np.asarray(c, np.float64)
     valid = np.ones(c.shape, bool) if valid is None else valid
     counted = valid if counted is None else counted & valid
-    if scale == "tensor":
-        scales = [magnitude(c[counted], norm)]
-    elif scale == "block":
-        blocks = [slice(start, start + block_size) for start in range(0, c.size, block_size)]
-        scales = [magnitude(c[block][counted[block]], norm) for block in blocks]
-    else:
+    if scale not in ("block", "tensor"):
         raise ValueError(scale)
-    return Message(c, sigma(c) > 0, np.array(scales), valid)
+    lengths = [c.size] if scale == "tensor" else lengths
+    scales = [magnitude(c[block][counted[block]], norm) for block in blocks(lengths)]
+    return Message(c, sigma(c) > 0, np.array(scales), valid, lengths)
 
 
 def compress_two_bits(
-    c: np.ndarray, valid: np.ndarray | None = None, *, block_size: int, counted: np.ndarray | None = None
+    c: np.ndarray, valid: np.ndarray | None = None, *, lengths: Sequence[int], counted: np.ndarray | None = None
 ) -> Message:
     """A sign, and whether |c| is above ABOVE times the mean size of its block. What is not `counted` is in no mean."""
     c = np.asarray(c, np.float64)
     valid = np.ones(c.shape, bool) if valid is None else valid
     counted = valid if counted is None else counted & valid
     large, scales = np.zeros(c.shape, bool), []
-    for start in range(0, c.size, block_size):
-        block = slice(start, start + block_size)
+    for block in blocks(lengths):
         size, takes_part = np.abs(c[block]), counted[block]
         large[block] = takes_part & (size > ABOVE * magnitude(size[takes_part], "l1"))
         scales.append([magnitude(size[takes_part & ~large[block]], "l1"), magnitude(size[large[block]], "l1")])
-    return Message(c, sigma(c) > 0, np.array(scales), counted, large)
+    return Message(c, sigma(c) > 0, np.array(scales), counted, lengths, large)
 
 
 def packed(bits: np.ndarray) -> np.ndarray:
@@ -236,7 +269,7 @@ class SimulatedAllReduce:
 
     def _compress(self, c: np.ndarray, valid: np.ndarray, shard: slice, bits: int = 1) -> Message:
         c, counted = np.where(valid, c, 0.0), None if self.counted is None else self.counted[shard]
-        size = self.layout.block_size
+        lengths = self.layout.lengths_in(shard)
         if bits == 2:
-            return compress_two_bits(c, valid, block_size=size, counted=counted)
-        return compress(c, valid, block_size=size, scale=self.scale, norm=self.norm, counted=counted)
+            return compress_two_bits(c, valid, lengths=lengths, counted=counted)
+        return compress(c, valid, lengths=lengths, scale=self.scale, norm=self.norm, counted=counted)

@@ -28,7 +28,7 @@ class Codec:
     def __init__(self, numels: Sequence[int], scale: Scale) -> None:
         self.device = torch.device("cpu")
         self.layout = Layout(numels)
-        self.message = Format.of(self.layout, scale).empty(1)
+        self.message = Format(self.layout, scale).empty(1)
         self.residual = Residual.zeros(self.layout.all(), self.message.format)
 
     @property

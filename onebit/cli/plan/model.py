@@ -62,8 +62,8 @@ from onebit.collectives.exchange import Exchange
 from onebit.collectives.flags import may_travel_in_messages
 from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.kernels.data.checks import is_finite, is_whole
-from onebit.kernels.data.layout import BLOCK_SIZE
-from onebit.kernels.data.wire import Format
+from onebit.kernels.data.layout import BLOCK_SIZE, WORD
+from onebit.kernels.data.wire import bytes_of_message
 from onebit.kernels.passes import bytes_per_element
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
@@ -270,12 +270,12 @@ def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], s
 
     Without servers all goes to all at once.
     """
-    shards = slices * way.shards(ranks)
-    form = Format(BLOCK_SIZE, -(-elements // (BLOCK_SIZE * shards * chunks)))
+    parts = slices * way.shards(ranks) * chunks
+    blocks = -(-elements // (BLOCK_SIZE * parts))
+    longest = min(blocks * BLOCK_SIZE, -(-elements // WORD) * WORD)  # of one parameter: only its last block is short
     messages = slices * ranks * chunks
-    if way is Direct:
-        return 0, messages * form.nbytes
-    return messages * form.nbytes, messages * form.with_bits(way.reply_bits).nbytes
+    sent, reply = (messages * bytes_of_message(bits * blocks, bits * longest) for bits in (1, way.reply_bits))
+    return (0, sent) if way is Direct else (sent, reply)
 
 
 def exchange(

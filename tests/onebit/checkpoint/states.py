@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests import oracle
 from tests.onebit.runs import bits, run, same, snapshot, take
 from tests.ranks import group, run_ranks
+from tests.wire import of_bits
 
 TWO_GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
 AUTO = {"freeze_step": "auto", "freeze_window": 3, "freeze_threshold": 0.7, "betas": (0.9, 0.95)}
@@ -51,15 +53,15 @@ def counters(optimizer):
     return optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio
 
 
-def decoded(own, numel):
+def decoded(own, numel, block_size=64):
     """m; with direct replies the mean of what each rank's message says."""
-    ones = np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little").astype(np.float64)
-    scales = own["momentum_scales"].double().numpy()[..., None]
-    if scales.ndim == ones.ndim + 1:  # 2 bits
-        ones, large = np.split(ones, 2, axis=-1)
-        scales = np.where(large == 1, scales[:, 1], scales[:, 0])
-    values = (ones * 2 - 1) * scales
-    return (values if values.ndim == 2 else values.mean(0)).reshape(-1)[:numel]
+    lengths = oracle.Layout((numel,), block_size).lengths[: -(-numel // block_size)]
+    scales = own["momentum_scales"].double().numpy()
+    per_element = 8 * own["momentum_bits"].shape[-1] // max(sum(lengths), 1) or 1
+    messages = np.atleast_2d(np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little") == 1)
+    of_messages = scales.reshape(len(messages), *scales.shape[-1 if per_element == 1 else -2 :])
+    values = [of_bits(b, s.ravel(), per_element, lengths)[2] for b, s in zip(messages, of_messages, strict=True)]
+    return np.mean(values, axis=0)[:numel]
 
 
 def meaning(states, case):
@@ -70,19 +72,17 @@ def meaning(states, case):
     size, each, chunks = len(states), case.each, case.options.get("chunks", 1)
     nodes, served = size // each, case.options.get("reply", 1) != "direct"
     shards = each * (nodes if served else 1)
-    block_size = case.options.get("block_size", 32)
-    numels = [int(np.prod(case.shapes[p])) for p in case.order]
-    blocks = [-(-n // block_size) for n in numels]
-    shard = max(1, -(-sum(blocks) // (shards * chunks)))
-    shard_of = np.arange(sum(blocks)) // shard % shards
+    numels = tuple(int(np.prod(case.shapes[p])) for p in case.order)
+    plan = oracle.Layout(numels, case.options.get("block_size", 64), shards, chunks)
+    shard_of = np.repeat(np.arange(len(plan.shards())) % shards, [part.stop - part.start for part in plan.shards()])
     slice_of = shard_of // (shards // each)
     owner = shard_of % nodes * each + slice_of  # of what was averaged, by place
-    first = np.cumsum([0, *blocks])
+    by_parameter = zip(plan.unflatten(owner), plan.unflatten(slice_of), strict=True)
     e, server, m, d = [], [], [], []
-    for p, numel in enumerate(numels):
+    for p, (keepers, slices) in enumerate(by_parameter):
+        numel = numels[p]
         own = [s["state"][p] for s in states]
         gamma = float(own[0].get("gamma", 1.0))
-        keepers, slices = (np.repeat(of[first[p] : first[p + 1]], block_size)[:numel] for of in (owner, slice_of))
         mean = np.zeros(numel)
         for r in range(size):
             if each == 1 or (slices == r % each).any():
@@ -100,7 +100,7 @@ def meaning(states, case):
         for r in range(1, size):
             assert same(snapshot(own[r]["momentum_bits"]), own[0]["momentum_bits"])
             assert same(snapshot(own[r]["momentum_scales"]), own[0]["momentum_scales"])
-        m.append(decoded(own[0], numel) / gamma)
+        m.append(decoded(own[0], numel, plan.block_size) / gamma)
         d.append(own[0]["denominator"].double().numpy().ravel() * gamma)
     e, server, m, d = (np.concatenate(parts) for parts in (e, server, m, d))
     assert all(np.isfinite(a).all() for a in (e, server, m, d))

@@ -108,7 +108,7 @@ def test_a_param_group_that_was_added_is_loaded(kind):
         run(case, 0, optimizer, params, steps + 1, steps + 2)
         again = other_parameters(case)
         set_parameters(again, values)
-        options = {"lr": 1e-2, "block_size": 32, "chunks": 1, **case.options}
+        options = {"lr": 1e-2, "block_size": 64, "chunks": 1, **case.options}
         resumed = build(kind, again[::2], **options)
         resumed.add_param_group({"params": again[1::2]})
         resumed.load_state_dict(state)

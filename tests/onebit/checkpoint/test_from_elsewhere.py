@@ -114,7 +114,7 @@ def test_a_schedule_that_was_another_is_an_error_before_the_freeze_too():
 
 
 @pytest.mark.parametrize("frozen", [slice(None), slice(0, 500)], ids=["all", "the small ones"])
-def test_a_state_saved_while_parameters_are_frozen_says_its_own_blocks(frozen):
+def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
     def build() -> tuple[list[nn.Parameter], onebit.OneBitAdam]:
         params = [*(nn.Parameter(torch.ones(10)) for _ in range(500)), nn.Parameter(torch.ones(100, 100))]
         return params, onebit.OneBitAdam(params, lr=1e-2, freeze_step=1)
@@ -133,7 +133,6 @@ def test_a_state_saved_while_parameters_are_frozen_says_its_own_blocks(frozen):
     state, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
     for p in params[frozen]:
         p.requires_grad_(True)
-    assert state["param_groups"][0]["onebit"]["block_size"] == 32 == optimizer.setup.block_size
     others, again = build()
     for p, value in zip(others, values, strict=True):
         p.data.copy_(value)

@@ -57,7 +57,7 @@ BROKEN_STAGE_2 = {
     "no bits": ((*ONE, "momentum_bits"), None, "momentum_bits"),
     "no scales": ((*ONE, "momentum_scales"), None, "momentum_scales"),
     "bits of fewer blocks": ((*ONE, "momentum_bits"), lambda b: b[:1], "momentum_bits"),
-    "scales of fewer blocks": ((*ONE, "momentum_scales"), lambda s: s[:1], "momentum_scales"),
+    "scales of fewer blocks": ((*ONE, "momentum_scales"), lambda s: s[:0], "momentum_scales"),
     "no server residual": ((*ONE, "server_residual_of_rank_0"), None, "server_residual"),
     "shape of residual": ((*ONE, "residual_of_rank_0"), shorter, "residual_of_rank_0"),
     "number for a residual": ((*ONE, "residual_of_rank_0"), one_number, "residual_of_rank_0"),

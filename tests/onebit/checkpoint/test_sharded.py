@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import onebit
-from onebit.checkpoint.elements import decoded, encoded, packed, unpacked
+from onebit.checkpoint.elements import decoded, encoded, lengths_of, packed, unpacked
 from onebit.collectives.transport import transport_for
 from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, sharded, whole
 from tests.onebit.runs import adam_first, bits, build, frozen_name
 from tests.ranks import run_ranks_once
+from tests.wire import of_bits
 
 WIDTH = 21  # parts of different sizes; blocks that are not full
 
@@ -268,18 +269,21 @@ def test_whole_parameters_of_stage_2_do_not_load_into_shards(tmp_path: Any) -> N
         assert "one of whole parameters in stage 2" in text
 
 
-@pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 130])
+@pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 64, 65, 130, 190])
 @pytest.mark.parametrize("per_element", [1, 2])
 def test_a_message_by_element_and_back(numel: int, per_element: int) -> None:
     source = torch.Generator().manual_seed(numel)
-    blocks = -(-numel // 32)
-    ones = torch.randint(0, 2, (blocks, 32 * per_element), generator=source)
+    lengths = lengths_of(numel, 64)
+    blocks, room = len(lengths), int(lengths.sum())
+    ones = torch.randint(0, 2, (per_element * room,), generator=source)
     scales = torch.rand((blocks, 2) if per_element == 2 else (blocks,), generator=source) + 0.1
     if per_element == 2:
         scales = scales.sort(-1).values
     form = packed(ones)
     assert torch.equal(unpacked(form), ones.to(torch.uint8))
-    assert np.array_equal(form.numpy(), np.packbits(ones.numpy().astype(np.uint8), axis=-1, bitorder="little"))
-    values = decoded(form, scales, per_element)[0][:numel]
-    again: Tensor = decoded(*encoded(values, 32, per_element), per_element)[0][:numel]
+    assert np.array_equal(form.numpy(), np.packbits(ones.numpy().astype(np.uint8), bitorder="little"))
+    values = decoded(form, scales, per_element, numel, 64)[0]
+    expected = of_bits(ones.numpy() == 1, scales.double().numpy().ravel(), per_element, lengths.tolist())[2][:numel]
+    assert np.array_equal(values.double().numpy(), expected)
+    again: Tensor = decoded(*encoded(values, 64, per_element), per_element, numel, 64)[0]
     assert torch.equal(again, values)

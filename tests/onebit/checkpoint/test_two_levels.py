@@ -27,7 +27,7 @@ MOVES = {  # ranks and ranks a node, there and here
     "2 x 2 to 1": (4, 2, 1, 1, {"chunks": 2}, {}),
     "1 to 2 x 2": (1, 1, 4, 2, {}, {}),
     "2 x 2, chunks 1 to 2": (4, 2, 4, 2, {}, {"chunks": 2}),
-    "2 x 2, blocks 32 to 64": (4, 2, 4, 2, {"reply": "direct"}, {"block_size": 64}),
+    "2 x 2, blocks 64 to 96": (4, 2, 4, 2, {"reply": "direct"}, {"block_size": 96}),
     "2 x 2, direct to one bit": (4, 2, 4, 2, {"reply": "direct", "chunks": 3}, {"reply": 1}),
     "2 x 2, one bit to direct": (4, 2, 4, 2, {"chunks": 3}, {"reply": "direct"}),
     "2 x 2, tensor to block": (4, 2, 4, 2, {"scale": "tensor"}, {"scale": "block"}),

@@ -166,11 +166,11 @@ def test_the_schedule_is_that_of_an_exchange(chunks, times):
 @pytest.mark.parametrize("elements", [1, 2049, 340_000_000])
 @pytest.mark.parametrize("ranks, chunks", [(1, 1), (3, 2), (64, 8)])
 def test_messages_have_the_bytes_of_the_wire(elements, ranks, chunks):
-    form = Format.of(Layout([elements], ranks=ranks, chunks=chunks))
+    form = Format(Layout([elements], ranks=ranks, chunks=chunks))
     sent = ranks * chunks * form.nbytes
     assert message_bytes(elements, ranks, chunks, TwoPhases) == (sent, sent)
     assert message_bytes(elements, ranks, chunks, TwoBitReplies) == (sent, ranks * chunks * form.with_bits(2).nbytes)
-    whole = Format.of(Layout([elements], chunks=chunks))
+    whole = Format(Layout([elements], chunks=chunks))
     assert message_bytes(elements, ranks, chunks, Direct) == (0, ranks * chunks * whole.nbytes)
 
 
@@ -342,7 +342,7 @@ def test_lamb_of_two_levels_updates_everything_after_the_last_chunk():
 @pytest.mark.parametrize("nodes, chunks", [(2, 1), (3, 2), (16, 8)])
 @pytest.mark.parametrize("way", [TwoPhases, TwoBitReplies, Direct])
 def test_messages_of_slices_have_the_bytes_of_the_wire(elements, nodes, chunks, way):
-    form = Format.of(Layout([elements], ranks=4 * way.shards(nodes), chunks=chunks))
+    form = Format(Layout([elements], ranks=4 * way.shards(nodes), chunks=chunks))
     sent, replies = message_bytes(elements, nodes, chunks, way, slices=4)
     assert sent == (0 if way is Direct else 4 * nodes * chunks * form.nbytes)
     assert replies == 4 * nodes * chunks * form.with_bits(way.reply_bits).nbytes

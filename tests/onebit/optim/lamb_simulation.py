@@ -151,7 +151,7 @@ def record(recorded, optimizer, part):
     for name, tensor in found.items():
         recorded[name].append(as_numpy(tensor))
     recorded["E"].append(server_residual(exchange))
-    recorded["m"].append(decoded(exchange.replies))
+    recorded["m"].append(decoded(exchange))
     recorded["x"].append(updated_values(state.params, optimizer))
 
 

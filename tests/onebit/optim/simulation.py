@@ -15,6 +15,7 @@ from torch import nn
 from tests import oracle
 from tests.onebit.runs import arrays, bits, take
 from tests.ranks import group, run_ranks
+from tests.wire import values_of
 
 CLOSE = 1e-6  # stage 1: relative to the largest value of a parameter
 ROUNDING = 1e-5  # stage 2: relative to the size of what is added up: fp32, and sums over a block
@@ -122,7 +123,7 @@ def record(recorded, optimizer, params):
     [reducer] = optimizer.current.reducers
     recorded["e"].append(reducer.exchange.residual.left_out().double().numpy().copy())
     recorded["E"].append(server_residual(reducer.exchange))
-    recorded["m"].append(decoded(reducer.exchange.replies))
+    recorded["m"].append(decoded(reducer.exchange))
     recorded["x"].append(arrays([optimizer.state[p].get("master", p) for p in params]))
     for p in params:
         assert torch.equal(p, optimizer.state[p].get("master", p).to(p.dtype))
@@ -134,15 +135,18 @@ def server_residual(exchange):
     return np.zeros(exchange.layout.elements) if gathered is None else gathered.double().numpy()
 
 
-def decoded(messages):
-    """What the messages stand for: the mean over those that a block is in."""
-    ones = np.unpackbits(messages.bits.numpy().reshape(-1, messages.format.block_bytes), axis=1, bitorder="little") > 0
-    scale = messages.scale_of_blocks().double().numpy().reshape(len(ones), -1)
-    if messages.format.bits == 2:
-        ones, large = np.split(ones, 2, axis=1)
-        scale = np.where(large, scale[:, 1:], scale[:, :1])
-    values = np.where(ones, scale, -scale)
-    return values.reshape(messages.rows // messages.copies, messages.copies, -1).mean(1).reshape(-1)
+def decoded(exchange):
+    """m, as the replies stand for it."""
+    layout = exchange.layout
+    plan = oracle.Layout(tuple(layout.numel.tolist()), layout.block_size, layout.ranks, layout.chunks)
+    return values_of(exchange.replies, plan)
+
+
+def plan_of(case, ranks):
+    """The flat space of a case. ranks: to the network, which are nodes with two levels."""
+    options, numels = case.options, tuple(int(np.prod(case.shapes[p])) for p in case.order)
+    shards = case.each * (1 if options.get("reply") == "direct" else ranks)
+    return oracle.Layout(numels, options.get("block_size", 64), shards, options.get("chunks", 1))
 
 
 class Simulation:
@@ -156,11 +160,8 @@ class Simulation:
         own = hypers(case)
         self.hypers = [oracle_hyper(**own[p]) for p in case.order]
         self.shapes = [case.shapes[p] for p in case.order]
-        numels = tuple(int(np.prod(shape)) for shape in self.shapes)
-        options = case.options
-        self.direct = ranks if options.get("reply") == "direct" else 0
-        shards = case.each * (1 if self.direct else ranks)
-        self.layout = oracle.Layout(numels, options.get("block_size", 32), shards, options.get("chunks", 1))
+        self.direct = ranks if case.options.get("reply") == "direct" else 0
+        self.layout = plan_of(case, ranks)
 
     def ordered(self, arrays):
         return [arrays[p] for p in self.case.order]
@@ -230,12 +231,16 @@ def any_flipped(got, expected, messages, size, has_variance, what):
 def of_senders(case, recorded):
     """The runs of one rank a node, each with the residuals of all its node's slices."""
     nodes = [recorded[n : n + case.each] for n in range(0, len(recorded), case.each)]
-    chunks = case.options.get("chunks", 1)
+    layout = plan_of(case, len(nodes))
 
     def whole(slices):
         if slices[0] is None:  # in stage 1
             return None
-        return np.stack([e.reshape(chunks, -1) for e in slices], axis=1).ravel()
+        found = np.zeros(layout.size)
+        for i, e in enumerate(slices):
+            parts = [layout.part(chunk, i, case.each) for chunk in range(layout.chunks)]
+            found[np.concatenate([np.arange(part.start, part.stop) for part in parts])] = e
+        return found
 
     return [replace(own[0], e=[whole(es) for es in zip(*(r.e for r in own), strict=True)]) for own in nodes]
 

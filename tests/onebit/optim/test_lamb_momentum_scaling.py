@@ -16,8 +16,9 @@ from onebit.kernels.data.wire import Format
 from onebit.optim.lamb import GAMMA
 from tests import oracle
 from tests.onebit.optim.lamb_simulation import LAMB, LambSimulation, both_stages, lamb_hypers, without_warnings
-from tests.onebit.optim.simulation import decoded, on_ranks, options
+from tests.onebit.optim.simulation import on_ranks, options
 from tests.onebit.runs import arrays, bits, run
+from tests.wire import values_of
 
 CPU = torch.device("cpu")
 
@@ -36,11 +37,11 @@ def scale_momentum_(part, gamma):
     layout, exchange = part.state.layout, part.reducer.exchange
     whole = torch.from_numpy(layout.owner())
     of_blocks = gamma[whole]
-    of_elements = of_blocks.repeat_interleave(layout.block_size)
+    of_elements = of_blocks.repeat_interleave(torch.from_numpy(layout.lengths()))
     exchange.residual.value.mul_(of_elements)
     exchange.server_residual.value.mul_(of_elements)
     for messages in (exchange.replies, exchange.reply):
-        messages.scales.mul_(of_blocks.view(messages.scales.shape))
+        messages.scales(0, layout.all()).mul_(of_blocks)
     part.state["denominator"].div_(of_elements)
     part.state.add(GAMMA).copy_(gamma)
     part.reducer.gamma = part.state["gamma"]
@@ -86,14 +87,14 @@ def codec_errors(passes, scale, gamma=None):
     rng = np.random.default_rng(0)
     momenta = [s * rng.normal(size=n) for s, n in zip(SPREAD, (300, 128, 65, 2, 1000), strict=True)]
     layout = Layout([m.size for m in momenta], block_size=32)
-    form, span = Format.of(layout, scale), layout.all()
+    form, span = Format(layout, scale), layout.all()
     out, residual = form.empty(1), Residual.zeros(span, form)
     grads = Pointers(layout, CPU, torch.float32, "gradient")
     grads.bind_tensors([torch.from_numpy(m).float() for m in momenta])
     flags = torch.zeros(1, dtype=torch.int32)
     passes.compress(span, grads, None, residual, hyper_table([Hyper()]), flags, out, gamma=gamma)
     plan, factors = oracle.Layout(tuple(layout.numel), 32), [1.0] * 5 if gamma is None else gamma.tolist()
-    parts = zip(momenta, plan.unflatten(decoded(out)), factors, strict=True)
+    parts = zip(momenta, plan.unflatten(values_of(out, plan)), factors, strict=True)
     return np.array([np.linalg.norm(m - got / factor) / np.linalg.norm(m) for m, got, factor in parts])
 
 

@@ -56,7 +56,7 @@ def test_stage_2_in_16_bits_equals_the_simulation():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_stage_2_follows_a_simulation_that_is_never_synced(size, scale):
     """From the first step of stage 1 on, until |c| is within rounding of 0 anywhere; these gradients leave 22 steps."""
-    case = options(LAMB.but(steps=30, seed=3), scale=scale)
+    case = options(LAMB.but(steps=30, seed=3), scale=scale, block_size=32)
     recorded, sim = on_ranks(size, both_stages, case)[0], LambSimulation(case, size)
     x, c = sim.ordered(arrays(case.parameters())), np.zeros(len(case.shapes))
     m, v = oracle.zeros(x), oracle.zeros(x)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebit.collectives.averaging import BUCKET_BYTES
@@ -52,7 +53,8 @@ class Made(TorchDispatchMode):
 def living() -> dict[int, int]:
     """Bytes of every storage that a tensor holds."""
     gc.collect()
-    storages = [t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and not isinstance(t, FakeTensor)]
+    storages = [t.untyped_storage() for t in tensors]
     return {s.data_ptr(): s.nbytes() for s in storages}
 
 

@@ -146,7 +146,7 @@ def mixed(rank, size, kind, one_optimizer):
     params = [case.parameters() for case in cases]
     if one_optimizer:
         both = [{"params": [params[0][0], params[1][0]]}, {"params": [params[1][1], params[0][1]]}]
-        options = {"lr": 1e-2, "block_size": 32, "freeze_step": 4, "reply": 1, "process_group": group()}
+        options = {"lr": 1e-2, "block_size": 64, "freeze_step": 4, "reply": 1, "process_group": group()}
         optimizers = [build(kind, both, **options)]
     else:
         optimizers = [case.build(own, group()) for case, own in zip(cases, params, strict=True)]

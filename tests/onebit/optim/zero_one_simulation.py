@@ -86,7 +86,7 @@ def _record(found: Recorded, optimizer: Any, params: list[Any]) -> None:
     exchange = part.reducer.exchange
     found.e.append(exchange.residual.left_out().double().numpy().copy())
     found.E.append(server_residual(exchange))
-    found.m.append(decoded(exchange.replies))
+    found.m.append(decoded(exchange))
     if part.local is not None:
         m, anchor = (arrays([s[name] for s in states]) for name in ("own_momentum", "anchor"))
         sums = [t.double().tolist() for t in (part.local.weights, part.local.decay)]
