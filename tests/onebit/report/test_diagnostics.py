@@ -38,8 +38,8 @@ def diagnosed(rank: int, size: int, case: Case) -> dict[str, Any]:
 
 def sizes(state: Any, i: int, m: torch.Tensor) -> float:
     """The mean over blocks of the mean size of those elements that have a variance."""
-    takes_part = (state.view("denominator" if "denominator" in state else "exp_avg_sq", i) != 0).view(-1).split(32)
-    blocks = zip(m.view(-1).split(32), takes_part, strict=True)
+    takes_part = (state.view("denominator" if "denominator" in state else "exp_avg_sq", i) != 0).view(-1).split(64)
+    blocks = zip(m.view(-1).split(64), takes_part, strict=True)
     return float(np.mean([float(part[live].abs().mean()) for part, live in blocks]))
 
 
