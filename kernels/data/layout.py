@@ -32,7 +32,7 @@ from onebit.kernels.data.checks import is_whole
 BLOCK_SIZE = 2048
 MOST_BLOCK_SIZE = 16384
 WORD = 32  # elements: what the length of a block is a multiple of
-MOST_ELEMENTS = 2**36  # words are counted in int32
+MOST_ELEMENTS = 2**35  # words are counted in int32
 MOST_BLOCKS = 2**28  # of which each has a row of 32 bytes
 MOST_RANKS = 2**20
 MOST_CHUNKS = 4096  # each has a block a rank at least, and messages of its own

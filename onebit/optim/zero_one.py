@@ -151,8 +151,9 @@ class ZeroOne(Adam):
 
     def live(self, state: FlatState) -> Tensor:
         """A coordinate that could not move takes no part."""
-        elements = 32 * state.layout.table(state.device).words
-        live = (state[VARIANCE.name] != 0) | _is_floored(state).repeat_interleave(elements)
+        live, floored = state[VARIANCE.name] != 0, state[ROOT_AT_ZERO.name] != 0
+        for i in range(len(state.params)):
+            state.elements_of(live, i).logical_or_(floored[i])
         free = state.free
         return live if free is None else live & free
 
@@ -210,14 +211,11 @@ def _floors(state: FlatState, totals: Tensor, bias2: Tensor, options: Options) -
     return {LEAST_ROOT.name: (options.variance_floor**0.5 * root).float(), ROOT_AT_ZERO.name: at_zero.float()}
 
 
-def _is_floored(state: FlatState) -> Tensor:
-    """bool [blocks]: whether its parameter's coordinates have a variance in any case."""
-    return (state[ROOT_AT_ZERO.name] != 0)[state.layout.table(state.device).owner]
-
-
 def _mark_floored(state: FlatState, live: Tensor) -> None:
-    of_bytes = _is_floored(state).repeat_interleave(4 * state.layout.table(state.device).words)
-    live.masked_fill_(of_bytes, 255)
+    """A bit for all coordinates of a parameter that have a variance in any case."""
+    floored = state[ROOT_AT_ZERO.name] != 0
+    for i, start in enumerate((state.layout.offset // 8).tolist()):
+        live[start : start + -(-state.numels[i] // 8)].masked_fill_(floored[i], 255)
     free = state.free
     if free is not None:
         live.bitwise_and_(packed(free))
