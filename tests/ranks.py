@@ -35,11 +35,12 @@ import torch.distributed as dist
 
 from onebit.kernels import cpu
 from onebit.kernels.tuning.workload import Workload
+from tests.limits import HUNG
 
 SIZES = (1, 2, 3, 4, 8)
 MOST = max(SIZES)
-GROUP_TIMEOUT = 30.0  # seconds that a collective waits
-START_TIMEOUT = 60.0
+GROUP_TIMEOUT = 120.0  # seconds that a collective waits
+START_TIMEOUT = 240.0
 PRELOADED = (
     "torch._dynamo",
     "onebit",
@@ -63,7 +64,7 @@ def group() -> dist.ProcessGroup:
     return _groups[_size]
 
 
-def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = HUNG) -> list[Any]:
     """What `work(rank, size, *args)` returns on each of `size` ranks, in the order of ranks."""
     global _pool
     if size not in SIZES:
@@ -85,7 +86,7 @@ def run_ranks_once(
     work: Callable[..., Any],
     args: tuple[Any, ...] = (),
     *,
-    timeout: float = 60.0,
+    timeout: float = HUNG,
     group_timeout: float = GROUP_TIMEOUT,
     expect_dead: Collection[int] = (),
 ) -> list[Any]:

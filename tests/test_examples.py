@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HUNG
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -24,7 +26,7 @@ def test_an_example_runs(example):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, str(example)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(3):
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, cwd=ROOT)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG, cwd=ROOT)
         if "terminate called without an active exception" not in result.stderr:
             break  # else Gloo's threads met the interpreter's end, after the work was done: PyTorch's issue 190489
     assert result.returncode == 0, result.stderr[-3000:]
@@ -60,7 +62,7 @@ def test_hosts_of_torchrun_are_nodes(tmp_path):
         for host in (0, 1)
     ]  # fmt: skip
     try:
-        outputs = [host.communicate(timeout=120) for host in hosts]
+        outputs = [host.communicate(timeout=HUNG) for host in hosts]
     finally:
         for host in hosts:
             host.kill()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.limits import HUNG
 from tests.ranks import RanksError, group, run_ranks, run_ranks_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +75,7 @@ def test_an_exception_comes_back_with_its_traceback_and_the_next_call_works():
     start = time.monotonic()
     with pytest.raises(RanksError, match=r"(?s)rank 1 of 3 failed.*in fail_on.*what a test did wrong"):
         run_ranks(3, fail_on, 1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < HUNG / 2
     assert [a[0] for a in run_ranks(3, facts, 0)] == [0, 1, 2]
 
 
@@ -87,7 +88,7 @@ def test_a_rank_that_gives_no_answer_is_named_in_time():
     start = time.monotonic()
     with pytest.raises(RanksError, match="rank 2 of 3 gave no answer in time"):
         run_ranks(3, sleep_on, 2, timeout=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < HUNG / 2
 
 
 def test_a_dead_rank_is_named():

@@ -81,12 +81,12 @@ def mean_loss(runs: Sequence[Run], variant: str) -> float | None:
 
 
 def to_train(runs: Sequence[Run], methods: Sequence[str], seeds: int) -> Iterator[Trainings]:
-    """What is left, a learning rate at a time: all seeds of the usual one, others on the first seed, then all seeds of
-    the best. Ask again when these have run: the best may be another then.
+    """What is left, a learning rate at a time: the usual one on the first seed, then others, then all seeds of the
+    best. Ask again when these have run: the best may be another then.
     """
     there = {(run.variant, run.seed, run.lr) for run in runs}
     lacking: dict[float, list[tuple[str, int]]]
-    usual = [(name, seed, usual_lr(name)) for seed in range(seeds) for name in methods]
+    usual = [(name, 0, usual_lr(name)) for name in methods]
     others = [(name, 0, factor * usual_lr(name)) for factor in FACTORS for name in methods]
     best = [(n, seed, lr) for seed in range(seeds) for n in methods if (lr := best_lr(runs, n)) is not None]
     for stage in (usual, others, best):

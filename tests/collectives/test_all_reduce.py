@@ -16,6 +16,7 @@ from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
+from tests.limits import HUNG
 from tests.ranks import run_ranks, run_ranks_once
 
 MANY = tuple(1 + i % 5 for i in range(300))
@@ -93,7 +94,7 @@ def test_two_bits_come_back_for_half_as_many_bytes_again():
 def test_groups_that_are_not_the_first_ranks():
     """Two at once, one of them not in the order of its ranks, and one rank in neither."""
     case, groups = Case((300, 63), chunks=2, steps=4), [[1, 4, 6], [7, 2, 0, 3]]
-    recorded = run_ranks_once(8, work.in_subgroups, (case, groups), timeout=120)  # no group of other work
+    recorded = run_ranks_once(8, work.in_subgroups, (case, groups), timeout=HUNG)  # no group of other work
     for members in groups:
         steps.check(case, [recorded[rank] for rank in sorted(members)])
     assert recorded[5] is None

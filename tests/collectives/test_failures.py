@@ -7,6 +7,7 @@ import pytest
 
 from tests.collectives import work_failures
 from tests.collectives.steps import Case
+from tests.limits import HUNG
 from tests.ranks import run_ranks, run_ranks_once
 
 TIMEOUT = 4.0  # of the group
@@ -32,7 +33,7 @@ def check_errors(outcomes, who, *phases):
 @pytest.mark.parametrize("how", ["dies", "stays away"])
 def test_the_others_name_the_phase_in_which_a_rank_is_missing(phase, how):
     outcomes = run_ranks_once(
-        3, work_failures.run_until_error, (CASE, 1, phase, how), timeout=40, group_timeout=TIMEOUT, expect_dead=[1]
+        3, work_failures.run_until_error, (CASE, 1, phase, how), timeout=HUNG, group_timeout=TIMEOUT, expect_dead=[1]
     )
     check_errors(outcomes, 1, phase)
     assert [outcomes[rank].steps for rank in (0, 2)] == [1, 1]
@@ -41,7 +42,7 @@ def test_the_others_name_the_phase_in_which_a_rank_is_missing(phase, how):
 def test_a_rank_that_never_comes_at_all():
     case = replace(CASE, steps=1)
     outcomes = run_ranks_once(
-        3, work_failures.never_come, (case, 2), timeout=40, group_timeout=TIMEOUT, expect_dead=[2]
+        3, work_failures.never_come, (case, 2), timeout=HUNG, group_timeout=TIMEOUT, expect_dead=[2]
     )
     check_errors(outcomes, 2, "comparing the ranks' layouts (all-gather)")
 
@@ -49,7 +50,7 @@ def test_a_rank_that_never_comes_at_all():
 def test_a_rank_killed_at_any_moment():
     case = replace(CASE, steps=100_000)
     outcomes = run_ranks_once(
-        4, work_failures.run_until_killed, (case, 0, 0.5), timeout=40, group_timeout=TIMEOUT, expect_dead=[0]
+        4, work_failures.run_until_killed, (case, 0, 0.5), timeout=HUNG, group_timeout=TIMEOUT, expect_dead=[0]
     )
     check_errors(outcomes, 0, "the gather phase", "the scatter phase", FINITE)
     assert all(outcome.steps > 0 for outcome in outcomes[1:])
@@ -108,7 +109,7 @@ def test_ranks_that_differ_and_measure(other):
     """With chunks="auto" the ranks talk before the layout is known."""
     usual = Case((8_000,), 32, chunks="auto", steps=2)
     outcomes = run_ranks_once(
-        3, work_failures.disagree, ({-1: usual, 1: replace(usual, **other)},), timeout=40, group_timeout=TIMEOUT
+        3, work_failures.disagree, ({-1: usual, 1: replace(usual, **other)},), timeout=HUNG, group_timeout=TIMEOUT
     )
     for error, untouched in outcomes:
         assert error.startswith("ValueError: the ranks do not agree: "), error

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.collectives import steps
 from tests.collectives.steps import Case
+from tests.limits import HUNG
 from tests.ranks import run_ranks_once
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -41,6 +42,6 @@ def on_one_gpu(rank, size, cases, backend):
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_cuda_tensors_follow_the_simulation(size, backend):
-    ranks = run_ranks_once(size, on_one_gpu, (CASES, backend), timeout=240, group_timeout=120)
+    ranks = run_ranks_once(size, on_one_gpu, (CASES, backend), timeout=HUNG, group_timeout=120)
     for case, recorded in zip(CASES, zip(*ranks, strict=True), strict=True):
         steps.check(case, list(recorded))

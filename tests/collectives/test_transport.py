@@ -8,6 +8,7 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport, collective_errors
 from onebit.collectives.transport.torch import SMALL, TorchTransport, TorchWork
 from tests.collectives import work
+from tests.limits import HUNG
 from tests.ranks import run_ranks, run_ranks_once
 
 
@@ -29,7 +30,7 @@ def test_a_group_counts_its_own_ranks():
 @pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:gloo"])
 def test_groups_are_made_of_a_group_without_one_backend_of_its_own(backend, tmp_path):
     arguments = (backend, str(tmp_path / "store"))
-    answers = run_ranks_once(2, work.over_a_default_group_made_with, arguments, timeout=120)
+    answers = run_ranks_once(2, work.over_a_default_group_made_with, arguments, timeout=HUNG)
     assert [name for name, _ in answers] == ["gloo", "gloo"] or torch.cuda.is_available()
     assert [carried[:4] for _, carried in answers] == [[1, 1, 1, 0], [1, 1, 1, 0]]
     assert answers[0][1][4] == answers[1][1][4] != [1.0] * 70

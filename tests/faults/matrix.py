@@ -24,6 +24,7 @@ from torch.distributed.run import get_args_parser
 from perf.lab.network import NetworkLab
 from tests.faults.striking import POINTS, Fault
 from tests.faults.training import TIMEOUT, Raised, struck, undisturbed
+from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS
 from tests.ranks import run_ranks_once
 
@@ -117,7 +118,7 @@ def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *options, *_arguments(kind, folder, fault)]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the restarted ranks find the addresses of the dead ones
     environment = {**os.environ, **fresh, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG)
     if done.returncode:
         raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}")
 
@@ -125,7 +126,7 @@ def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
 def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
     run = lab.start(_arguments(kind, folder, fault), launcher="env")
     try:
-        stop = time.monotonic() + 120
+        stop = time.monotonic() + HUNG
         while not (folder / "struck").exists():
             if time.monotonic() > stop or not run.running():
                 raise RuntimeError("\n".join(rank.report() for rank in run.ranks))
@@ -136,7 +137,7 @@ def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
     finally:
         run.stop()
         lab.link_up(fault.victim)
-    lab.run(_arguments(kind, folder, fault, strikes=False), timeout=240, launcher="env")
+    lab.run(_arguments(kind, folder, fault, strikes=False), timeout=HUNG, launcher="env")
 
 
 def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from perf import plots
 from tests.faults.poisoned import RESULTS
+from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, build
 from tests.ranks import group, run_ranks_once
 
@@ -114,7 +115,7 @@ def problems(marks: list[Mark]) -> list[str]:
 
 
 def run(kind: str, steps: int, aloud: bool = False) -> list[list[Mark]]:
-    return run_ranks_once(RANKS, soak, (kind, steps, aloud), timeout=60 + steps)
+    return run_ranks_once(RANKS, soak, (kind, steps, aloud), timeout=HUNG + steps)
 
 
 def panels(found: dict[str, list[Mark]]) -> list[plots.Draw]:

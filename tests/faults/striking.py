@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
+from tests.limits import HUNG
 
 How = Literal["kill", "stop", "cut"]
 FINITE, AVERAGE = "agreeing on finite gradients", "averaging gradients (all-reduce)"
@@ -139,7 +140,7 @@ def strike_of(how: How, folder: Path) -> Callable[[], None]:
 
     def be_cut() -> None:
         (folder / "struck").touch()
-        stop = time.monotonic() + 60
+        stop = time.monotonic() + HUNG
         while not (folder / "cut").exists():
             if time.monotonic() > stop:
                 raise TimeoutError("nobody took the link down")

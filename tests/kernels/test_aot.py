@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.limits import HUNG
+
 BLOCK = 2048
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 KERNELS = {
@@ -47,14 +49,12 @@ STREAMS = {
     "restore_kernel": ([], []),  # rarely does anything
 }
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def report():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "onebit.kernels.gpu.aot", *TARGETS]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout)
 

@@ -18,6 +18,7 @@ from onebit.kernels.cpu import codec, threads
 from onebit.kernels.cpu.blocks import BF16, FP16, FP32, put, staged
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.tuning.workload import HYPER, Workload
+from tests.limits import HUNG
 
 NUMELS = [1, 7, 2048, 200_000, 63, 0, 4096]
 VARIANTS = [
@@ -140,7 +141,7 @@ for _ in range(2):
 def run_python(code, *arguments, **environment):
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, cwd=Path.cwd()
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=HUNG, cwd=Path.cwd()
     )
 
 
@@ -238,7 +239,7 @@ def test_processes_that_compile_at_once_all_run(tmp_path):
     command = [sys.executable, "-c", SCAN]
     environment = {**os.environ, "ONEBIT_CACHE_DIR": str(tmp_path)}
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert all("right" in process.communicate(timeout=240)[0] for process in running)
+    assert all("right" in process.communicate(timeout=HUNG)[0] for process in running)
     assert len(list((tmp_path / "loops").iterdir())) == 1
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from perf.lab.network import INTERFACE, NetworkLab
+from tests.limits import HUNG
 
 PREAMBLE = """
 import os, socket, sys, threading, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 others = [k for k in range(size) if k != rank]
 def connect(k):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while True:
         try:
-            return socket.create_connection((f"10.77.0.{k + 1}", 7000), timeout=10)
+            return socket.create_connection((f"10.77.0.{k + 1}", 7000), timeout=120)
         except OSError:
             if time.monotonic() > end:
                 raise
@@ -39,7 +40,7 @@ def count(server, senders):  # bytes of all senders
     [t.join() for t in threads]
     return total[0]
 """
-SLEEP = "print('ready', flush=True)\ntime.sleep(300)"
+SLEEP = "print('ready', flush=True)\ntime.sleep(3600)"
 
 
 def left_behind(pid: int) -> list[str]:
@@ -52,7 +53,7 @@ def pids_on(names: list[str]) -> list[int]:
     return [int(pid) for pid in " ".join(out).split()]
 
 
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
+def until(condition: Callable[[], object], seconds: float = HUNG) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -85,5 +86,5 @@ elif rank == 0:
     print(count(listen(), 1))
 """
     before = lab.bytes_sent()
-    assert lab.run(script(body), timeout=30, launcher="env")[0].output == f"{nbytes}\n"
+    assert lab.run(script(body), timeout=HUNG, launcher="env")[0].output == f"{nbytes}\n"
     return [after - first for after, first in zip(lab.bytes_sent(), before, strict=True)]

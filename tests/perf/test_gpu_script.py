@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from perf.summary import summary
+from tests.limits import HUNG
 from tests.test_structure import ROOT
 
 SCRIPT = ROOT / "perf" / "gpu.sh"
 
 
-def run(*arguments, timeout=280):
+def run(*arguments, timeout=HUNG):
     return subprocess.run(
         ["bash", str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False,
         env={**os.environ, "PYTHON": sys.executable},

@@ -27,6 +27,7 @@ from perf.lab.namespaces import LabUnavailable, sweep_stale
 from perf.lab.network import BUFFERS, NetworkLab
 from perf.lab.rates import link_of, parse_rtt, rate_and_rtt, rate_bits, rtt_seconds
 from perf.train_step import benchmark as train_step
+from tests.limits import HUNG
 from tests.perf.hosts import SLEEP, incoming, left_behind, outgoing, pids_on, sent_to_host_0, until
 
 ROOT = Path(__file__).parents[2]
@@ -269,7 +270,6 @@ def test_a_lab_whose_links_are_wrong_is_refused_and_removed(
 
 
 @pytest.mark.netlab
-@pytest.mark.timeout(60)  # the ranks sleep for longer
 def test_without_its_router_a_run_ends(delay_available: None, script: Callable[[str], list[str]]) -> None:
     with NetworkLab(2, rate="100mbit", rtt="20ms") as lab:
         (router,) = routers(lab)
@@ -296,7 +296,7 @@ def test_nothing_stays_behind(delay_available: None, script: Callable[[str], lis
         (router,) = pids_on([bridge])
     finally:
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HUNG)
     until(lambda: not Path(f"/proc/{router}").exists())
     if number == signal.SIGKILL:
         sweep_stale()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from perf.lab import demo
+from tests.limits import HUNG
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "perf.lab.demo", "--rate=50mbit"]
@@ -49,7 +50,7 @@ def test_without_root_it_names_what_is_missing(tmp_path: Path) -> None:
     if unprivileged and shutil.which("setpriv") is None:
         pytest.skip("needs setpriv, or not to be root")
     command = [*unprivileged, *COMMAND, f"--out={tmp_path / 'plot.png'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 1
     assert "perf.lab.demo: error: the network lab" in result.stderr
     assert "Traceback" not in result.stderr

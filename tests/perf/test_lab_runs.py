@@ -16,13 +16,13 @@ from perf.lab.command import main
 from perf.lab.namespaces import sweep_stale
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
+from tests.limits import HUNG
 from tests.perf.hosts import SLEEP, left_behind, pids_on, until
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.netlab
-@pytest.mark.timeout(60)  # the others sleep for longer
 def test_a_failed_rank_ends_the_run(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
     body = "if rank == 1:\n    raise ValueError('no such gradient')\n" + SLEEP
     with pytest.raises(RankFailed, match=r"(?s)^rank 1 failed with status 1.*no such gradient") as caught:
@@ -34,11 +34,11 @@ def test_a_failed_rank_ends_the_run(lab: NetworkLab, script: Callable[[str], lis
 @pytest.mark.netlab
 def test_unchecked_survivors_go_on(lab: NetworkLab, script: Callable[[str], list[str]]) -> None:
     lines: list[str] = []
-    body = "print('ready', flush=True)\ntime.sleep(60 if rank == 1 else 1.5)\nprint('done')"
+    body = "print('ready', flush=True)\ntime.sleep(3600 if rank == 1 else 1.5)\nprint('done')"
     run = lab.start(script(body), launcher="env", on_line=lambda rank, line: lines.append(line))
     until(lambda: len(lines) == 3)
     run.kill(1)
-    ranks = run.wait(timeout=30, check=False)
+    ranks = run.wait(timeout=HUNG, check=False)
     assert [rank.code for rank in ranks] == [0, -signal.SIGKILL, 0]
     assert [rank.output for rank in ranks] == ["ready\ndone\n", "ready\n", "ready\ndone\n"]
 
@@ -67,12 +67,12 @@ print(rank, total[0].item(), os.environ["OMP_NUM_THREADS"], os.environ["NCCL_HOS
 dist.barrier()
 if rank == 2:
     raise ValueError("no such gradient")
-time.sleep(300)
+time.sleep(3600)
 """
     before = lab.bytes_sent()
     lines: dict[int, list[str]] = {0: [], 1: [], 2: []}
     with pytest.raises(RankFailed, match=r"(?s)rank 2 failed.*no such gradient"):
-        lab.run(script(body), timeout=90, on_line=lambda rank, line: lines[rank].append(line))
+        lab.run(script(body), timeout=HUNG, on_line=lambda rank, line: lines[rank].append(line))
     for rank in range(3):
         assert f"{rank} 3.0 1 {lab.bridge}-{rank}" in lines[rank]
     for after, first in zip(lab.bytes_sent(), before, strict=True):
@@ -120,7 +120,7 @@ def test_a_signal_leaves_nothing(lab: NetworkLab, script: Callable[[str], list[s
     ranks = pids_on(left_behind(process.pid))
     assert len(ranks) == 2
     process.send_signal(number)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=HUNG)[0]
     assert process.returncode == 128 + number
     assert "host 1 sent " in output
     assert not left_behind(process.pid)
@@ -133,7 +133,7 @@ def test_a_killed_lab_is_swept(lab: NetworkLab, script: Callable[[str], list[str
     names = left_behind(process.pid)
     ranks = pids_on(names)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=HUNG)
     assert len(names) == 3 and len(ranks) == 2
     sweep_stale()
     until(lambda: not left_behind(process.pid))  # a lab of another test that starts now sweeps, too

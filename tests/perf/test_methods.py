@@ -43,15 +43,15 @@ def test_every_step_of_every_method_is_timed_once():
     assert plan.rows_to_measure(measured, FAST) == names
 
 
-def test_runs_begin_with_all_seeds_then_other_rates_then_all_seeds_of_the_best():
+def test_runs_begin_with_the_usual_rate_then_others_then_all_seeds_of_the_best():
     methods = ["fp32", "lamb-2"]
     done = []
 
     def left():
         return {t.lr: t.runs for t in plan.to_train(done, methods, 2)}
 
-    assert left() == {ADAM_LR: [("fp32", 0), ("fp32", 1)], LAMB_LR: [("lamb-2", 0), ("lamb-2", 1)]}
-    done += runs({"fp32": 2.5}) + runs({"lamb-2": 2.5}, lr=LAMB_LR)
+    assert left() == {ADAM_LR: [("fp32", 0)], LAMB_LR: [("lamb-2", 0)]}
+    done += runs({"fp32": 2.5}, 1) + runs({"lamb-2": 2.5}, 1, LAMB_LR)
     assert left() == {
         ADAM_LR / 2: [("fp32", 0)],
         LAMB_LR / 2: [("lamb-2", 0)],
@@ -60,6 +60,8 @@ def test_runs_begin_with_all_seeds_then_other_rates_then_all_seeds_of_the_best()
     }
     done += runs({"fp32": 2.4}, 1, ADAM_LR / 2) + runs({"fp32": 2.6}, 1, ADAM_LR * 2)
     done += runs({"lamb-2": 2.6}, 1, LAMB_LR / 2) + runs({"lamb-2": 2.7}, 1, LAMB_LR * 2)
+    assert left() == {ADAM_LR / 2: [("fp32", 1)], LAMB_LR: [("lamb-2", 1)]}
+    done += runs({"lamb-2": 2.5}, 2, LAMB_LR)[1:]
     assert left() == {ADAM_LR / 2: [("fp32", 1)]}
     done += runs({"fp32": 2.45}, 2, ADAM_LR / 2)[1:]
     assert left() == {}

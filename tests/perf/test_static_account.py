@@ -12,6 +12,7 @@ import pytest
 from onebit.kernels.tuning import tuner
 from perf.kernels import static_account
 from perf.kernels.static_account import Row, accesses, occupancy, worse
+from tests.limits import HUNG
 
 ROOT = Path(__file__).parents[2]
 ROW = Row(
@@ -33,7 +34,7 @@ def test_no_kernel_is_worse_than_the_record():
     """In a process of its own: compiling needs kernels that are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "perf.kernels.static_account", "--check"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "No kernel is worse" in result.stdout
 

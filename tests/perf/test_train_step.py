@@ -20,6 +20,7 @@ from perf.train_step.diloco import DiLoCo
 from perf.train_step.measure import Bench, Clock
 from perf.train_step.report import link_for
 from perf.train_step.variants import OURS, TRAINED, VARIANTS, Shape, TimedTransport, Trainee, Variant, timed_variants
+from tests.limits import HUNG
 from tests.perf.train_step_rows import ABOUT, ROWS, row
 from tests.ranks import run_ranks_once
 
@@ -40,7 +41,7 @@ def main_on_a_group(rank, size, arguments):
 @pytest.mark.slow
 def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     arguments = ["--device=cpu", *SMALL, f"--out={tmp_path}"]
-    (status, text), (_, silence) = run_ranks_once(2, main_on_a_group, (arguments,), timeout=120)
+    (status, text), (_, silence) = run_ranks_once(2, main_on_a_group, (arguments,), timeout=HUNG)
     assert status == 0 and silence == ""
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
@@ -54,7 +55,7 @@ def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     assert all(VARIANTS[name].title in text for name in timed_variants(list(VARIANTS)))
 
     train = [*arguments, "--train", "--steps=8", "--freeze=4"]
-    (status, text), _ = run_ranks_once(2, main_on_a_group, (train,), timeout=120)
+    (status, text), _ = run_ranks_once(2, main_on_a_group, (train,), timeout=HUNG)
     assert status == 0
     trained = json.loads(path.read_text())
     assert trained["rows"] == record["rows"] and [r["variant"] for r in trained["runs"]] == list(TRAINED)

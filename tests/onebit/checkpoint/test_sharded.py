@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import onebit
 from onebit.checkpoint.elements import decoded, encoded, lengths_of, packed, unpacked
 from onebit.collectives.transport import transport_for
+from tests.limits import HUNG
 from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, sharded, whole
 from tests.onebit.runs import adam_first, bits, build, frozen_name
 from tests.ranks import run_ranks_once
@@ -89,16 +90,16 @@ REPLIES = ["direct", pytest.param(1, marks=pytest.mark.slow), pytest.param(2, ma
 @pytest.mark.parametrize("reply", REPLIES)
 def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(kind: str, reply: Any, tmp_path: Any) -> None:
     folder, options = str(tmp_path), {"reply": reply}
-    there = run_ranks_once(4, saved, (kind, folder, (2, 2), options), timeout=200)
+    there = run_ranks_once(4, saved, (kind, folder, (2, 2), options), timeout=HUNG)
     assert all(end == there[0][2] for _, _, end in there)
-    again = run_ranks_once(4, loaded, (kind, folder, (2, 2), options), timeout=200)
+    again = run_ranks_once(4, loaded, (kind, folder, (2, 2), options), timeout=HUNG)
     for (before, at, end), (theirs, there_at, there_end) in zip(again, there, strict=True):
         assert at == there_at and end == there_end
         for own, other in zip(before, theirs, strict=True):
             assert own.keys() == other.keys()
             assert all(np.array_equal(own[name], other[name]) for name in own)
     for shape in ((1, 4), (4, 1), (2, 1)):
-        here = run_ranks_once(shape[0] * shape[1], loaded, (kind, folder, shape, options), timeout=200)
+        here = run_ranks_once(shape[0] * shape[1], loaded, (kind, folder, shape, options), timeout=HUNG)
         assert all(at == there[0][1] for _, at, _ in here)
         assert all(end == here[0][2] for _, _, end in here)
         for got, expected in zip(
@@ -129,7 +130,7 @@ def by_name(rank: int, size: int, kind: str, folder: str, steps: int) -> tuple[b
 @adam_first
 @pytest.mark.parametrize("steps", [15, pytest.param(4, marks=pytest.mark.slow)])
 def test_dcp_by_name(kind: str, steps: int, tmp_path: Any) -> None:
-    for one, other in run_ranks_once(4, by_name, (kind, str(tmp_path), steps), timeout=200):
+    for one, other in run_ranks_once(4, by_name, (kind, str(tmp_path), steps), timeout=HUNG):
         assert one == other
 
 
@@ -158,8 +159,8 @@ def loaded_by_dcp(rank: int, size: int, kind: str, folder: str, shape: tuple[int
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_dcp_into_a_new_optimizer_of_a_mesh(shape: tuple[int, int], tmp_path: Any) -> None:
     common = ("OneBitAdam", str(tmp_path))
-    there = run_ranks_once(4, saved_by_dcp, (*common, (2, 2), {"reply": 1}), timeout=200)
-    here = run_ranks_once(shape[0] * shape[1], loaded_by_dcp, (*common, shape, {"reply": 1}), timeout=200)
+    there = run_ranks_once(4, saved_by_dcp, (*common, (2, 2), {"reply": 1}), timeout=HUNG)
+    here = run_ranks_once(shape[0] * shape[1], loaded_by_dcp, (*common, shape, {"reply": 1}), timeout=HUNG)
     assert all(at == there[0][1] and end == here[0][2] for _, at, end in here)
     if shape == (2, 2):
         assert here[0][2] == there[0][2]
@@ -245,7 +246,7 @@ def to_whole(rank: int, size: int, folder: str, nodes: bool) -> Any:
 
 @pytest.mark.slow
 def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(tmp_path: Any) -> None:
-    run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=200)
+    run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=HUNG)
     for ranks, nodes in ((4, True), (2, False)):
         ends = run_ranks_once(ranks, to_whole, (str(tmp_path), nodes))
         assert ends == [ends[0]] * ranks

@@ -18,6 +18,7 @@ from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.tuning import tuner
 from onebit.kernels.tuning.tuner import Config
+from tests.limits import HUNG
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_numbers_between_limits():
 def test_the_installed_command():
     code = "import sys; from importlib.metadata import entry_points as e\n"
     code += "sys.exit(next(p for p in e(group='console_scripts') if p.name == 'onebit').load()(['--help']))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
     assert "demo" in result.stdout and "tune" in result.stdout
 
@@ -145,7 +146,7 @@ def tune_under_torchrun(folder, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21", *arguments]
     environment = {**os.environ, "ONEBIT_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

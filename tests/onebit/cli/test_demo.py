@@ -19,12 +19,13 @@ from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
 from onebit.cli.demo.ranks import Process
 from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
+from tests.limits import HUNG
 
 COMMAND = [sys.executable, "-m", "onebit", "demo"]
 PNG = b"\x89PNG"
 
 
-def run(*options, timeout=120):
+def run(*options, timeout=HUNG):
     return subprocess.run(
         [*COMMAND, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
     )
@@ -66,7 +67,7 @@ def test_lamb_and_its_twin(tmp_path):
     pytest.importorskip("matplotlib")
     command = [*COMMAND, "--optimizer", "lamb", "--steps", "20", "--seed", "3", "--out", str(tmp_path / "plot.png")]
     background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []  # and with stdin closed
-    result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
     assert "1-bit LAMB" in result.stdout and "from step 7 on" in result.stdout
     found = table(result.stdout)
@@ -106,7 +107,7 @@ def children(parent):
 
 
 def alive(ids):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HUNG
     while left := [i for i in ids if Path(f"/proc/{i}").exists()]:
         if time.monotonic() > deadline:
             break
@@ -152,8 +153,8 @@ def test_a_failing_process_is_reported_with_its_last_lines(tmp_path):
     lines = queue.Queue()
     process = Process("rank 5", ["failing"], {"PYTHONPATH": str(tmp_path)}, lines)
     try:
-        assert lines.get(timeout=20) == "a line"
-        assert process.running.wait(20) == 1
+        assert lines.get(timeout=HUNG) == "a line"
+        assert process.running.wait(HUNG) == 1
         assert process.report() == "rank 5 failed with status 1; its last lines:\n    out of luck"
     finally:
         process.end(time.monotonic())
@@ -165,7 +166,7 @@ def test_a_process_that_does_not_end_is_killed(tmp_path):
     )
     lines = queue.Queue()
     process = Process("rank 0", ["stubborn"], {"PYTHONPATH": str(tmp_path)}, lines)
-    assert lines.get(timeout=20) == "here"
+    assert lines.get(timeout=HUNG) == "here"
     process.running.terminate()
     process.end(time.monotonic() + 0.2)
     assert process.running.returncode == -signal.SIGKILL

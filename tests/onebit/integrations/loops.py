@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import onebit
+from tests.limits import HUNG
 from tests.ranks import run_ranks_once
 
 FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
@@ -81,7 +82,7 @@ def logged() -> list[str]:
 
 def in_two_processes(work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work` returns in each. Packages take long to import, on a busy machine one rank far longer than another."""
-    return run_ranks_once(2, work, args, timeout=240, group_timeout=120)
+    return run_ranks_once(2, work, args, timeout=HUNG, group_timeout=120)
 
 
 def as_under_torchrun(rank: int, size: int) -> None:

@@ -94,7 +94,6 @@ def second(rank: int, size: int, folder: str) -> tuple[bytes, bytes, bytes, list
 
 @needs("accelerate")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_bit_for_bit_from_a_saved_state(tmp_path: Path) -> None:
     undisturbed = in_two_processes(first, str(tmp_path))
     resumed, again, without, warned = zip(*in_two_processes(second, str(tmp_path)), strict=True)

@@ -103,7 +103,6 @@ def second(rank: int, size: int, folder: str) -> tuple[bytes, bytes, list[str]]:
 
 @needs("lightning")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_bit_for_bit_from_lightnings_checkpoint(tmp_path: Path) -> None:
     undisturbed, said = zip(*in_two_processes(first, str(tmp_path)), strict=True)
     assert [any("1 bit  " in text for text in of_rank) for of_rank in said] == [True, False]  # the report

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.optim.schedule import SyncSchedule
+from tests.limits import HUNG
 from tests.onebit.optim.simulation import GROUPS, group_or_none, on_ranks
 from tests.onebit.optim.test_zero_one import saved, with_and_without_overlap
 from tests.onebit.optim.zero_one_simulation import check, record_run
@@ -442,8 +443,8 @@ def with_nodes(rank: int, size: int) -> tuple[list[torch.Tensor], bool]:
 
 def test_sharded_parameters() -> None:
     """The shards of a copy move alike, as the ranks of a node do."""
-    found = run_ranks_once(4, with_fsdp, timeout=200)
-    nodes = run_ranks_once(4, with_nodes, timeout=200)
+    found = run_ranks_once(4, with_fsdp, timeout=HUNG)
+    nodes = run_ranks_once(4, with_nodes, timeout=HUNG)
     assert all(one[1] and bits(one[0]) == bits(found[0][0]) for one in found)
     assert all(one[1] and bits(one[0]) == bits(nodes[0][0]) for one in nodes)
     for a, b in zip(found[0][0], nodes[0][0], strict=True):

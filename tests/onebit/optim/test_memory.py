@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebit.collectives.averaging import BUCKET_BYTES
 from onebit.collectives.transport import transport_for
+from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, build
 from tests.ranks import group, run_ranks, run_ranks_once
 
@@ -89,7 +90,7 @@ def measure(rank: int, size: int, kind: str, each: int = 1) -> dict[str, float]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_bytes_an_element_in_stage_2(kind: str, ranks: int) -> None:
     """torch.optim.AdamW keeps 8. The messages received are state: they hold the momentum."""
-    for found in run_ranks(ranks, measure, kind, timeout=120):
+    for found in run_ranks(ranks, measure, kind, timeout=HUNG):
         assert 8 < found["state"] <= MOST_STATE[ranks][kind]
         assert 0 < found["buffers"] <= MOST_BUFFERS
         # what the CPU passes work in has 2 MB, whatever the model
@@ -108,7 +109,7 @@ def test_bytes_an_element_of_2_nodes_of_8_ranks(kind: str) -> None:
 
 
 def of_nodes(kind: str) -> list[dict[str, float]]:
-    return run_ranks_once(16, measure, (kind, 8), timeout=300)
+    return run_ranks_once(16, measure, (kind, 8), timeout=HUNG)
 
 
 if __name__ == "__main__":
@@ -117,6 +118,6 @@ if __name__ == "__main__":
         state, buffers = found["state"], found["buffers"]
         print(f"{kind}, stage 2, 2 nodes of 8 ranks: state {state:.2f}, buffers {buffers:.2f} bytes an element")
     for kind, ranks in itertools.product(OPTIMIZERS, MOST_STATE):
-        found = run_ranks(ranks, measure, kind, timeout=120)[0]
+        found = run_ranks(ranks, measure, kind, timeout=HUNG)[0]
         state, buffers = found["state"], found["buffers"]
         print(f"{kind}, stage 2, {ranks} ranks: state {state:.2f}, buffers {buffers:.2f} bytes an element")

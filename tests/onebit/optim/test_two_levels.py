@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.limits import HUNG
 from tests.onebit.optim import lamb_simulation, simulation
 from tests.onebit.optim.lamb_simulation import LAMB
 from tests.onebit.optim.simulation import GROUPS, SHAPES, options
@@ -43,7 +44,7 @@ def check_all(nodes, each, choices):
         options(replace(base, each=each), scale=scale, reply=reply, chunks=1 + i % 3)
         for i, (base, scale, reply) in enumerate(choices)
     ]
-    runs = run_ranks_once(nodes * each, run_all, (cases,), timeout=300)
+    runs = run_ranks_once(nodes * each, run_all, (cases,), timeout=HUNG)
     for case, recorded in zip(cases, zip(*runs, strict=True), strict=True):
         check = simulation.check if case.kind == "OneBitAdam" else lamb_simulation.check
         check(case, list(recorded))

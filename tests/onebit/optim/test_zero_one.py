@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.optim.schedule import VarianceSchedule
+from tests.limits import HUNG
 from tests.onebit.optim.simulation import GROUPS, group_or_none, on_ranks
 from tests.onebit.optim.zero_one_simulation import check, record_run
 from tests.onebit.parallel import test_fsdp as fsdp
@@ -306,7 +307,7 @@ def with_fsdp_both_ways(rank: int, size: int) -> tuple[bytes, bytes, list[float]
 
 
 def test_fsdps_hook_averages_in_full_steps() -> None:
-    found = run_ranks_once(4, with_fsdp_both_ways, timeout=200)
+    found = run_ranks_once(4, with_fsdp_both_ways, timeout=HUNG)
     assert all(one == found[0] and one[0] == one[1] for one in found)
     assert min(found[0][2]) > 0
 

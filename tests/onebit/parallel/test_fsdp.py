@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.transport import transport_for
+from tests.limits import HUNG
 from tests.onebit.runs import adam_first, bits, build
 from tests.ranks import run_ranks_once
 
@@ -110,7 +111,7 @@ def both(rank: int, size: int, kind: str, reply: Any) -> dict[str, Any]:
 def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
     """20 steps past the freeze to rounding of sums; 100 steps past it a sign or two within rounding of 0 have turned.
     With the hook and without it every bit is the same."""
-    found = run_ranks_once(4, both, (kind, reply), timeout=200)
+    found = run_ranks_once(4, both, (kind, reply), timeout=HUNG)
     assert all(one["compressing"] == (True, True) and one["same"] == [True] * 3 for one in found)
     assert all(one["bits"] == found[0]["bits"] for one in found)
     assert max(one["off"][0] for one in found) < 1e-6

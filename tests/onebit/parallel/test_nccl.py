@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.limits import HUNG
 from tests.onebit.runs import adam_first, bits
 from tests.ranks import run_ranks_once
 
@@ -155,23 +156,23 @@ def check(answers: list[dict[str, str] | None]) -> None:
 @on_both
 @adam_first
 def test_every_way_of_starting_comes_to_the_same_on_two_ranks(kind, device, tmp_path):
-    check(run_ranks_once(2, all_ways, (device, kind, "default", str(tmp_path / "store")), timeout=240))
+    check(run_ranks_once(2, all_ways, (device, kind, "default", str(tmp_path / "store")), timeout=HUNG))
 
 
 @pytest.mark.slow
 @on_both
 def test_four_ranks(device, tmp_path):
-    check(run_ranks_once(4, all_ways, (device, "OneBitAdam", "default", str(tmp_path / "store")), timeout=240))
+    check(run_ranks_once(4, all_ways, (device, "OneBitAdam", "default", str(tmp_path / "store")), timeout=HUNG))
 
 
 @on_both
 @pytest.mark.parametrize("start", ["no backend named", "some of the ranks"])
 def test_other_groups(start, device, tmp_path):
     size = 3 if start == "some of the ranks" else 2
-    check(run_ranks_once(size, all_ways, (device, "OneBitAdam", start, str(tmp_path / "store")), timeout=240))
+    check(run_ranks_once(size, all_ways, (device, "OneBitAdam", start, str(tmp_path / "store")), timeout=HUNG))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_tensors_of_a_gpu_over_gloo(tmp_path):
-    check(run_ranks_once(2, all_ways, ("cuda", "OneBitAdam", "cpu:gloo", str(tmp_path / "store")), timeout=240))
+    check(run_ranks_once(2, all_ways, ("cuda", "OneBitAdam", "cpu:gloo", str(tmp_path / "store")), timeout=HUNG))

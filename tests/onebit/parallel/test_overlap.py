@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.exchange import Exchange
 from tests.internals import break_scatter, join_flight
+from tests.limits import HUNG
 from tests.onebit import runs as optimizers
 from tests.onebit.runs import Case, bits, kinds, snapshot, unchanged
 from tests.ranks import group, run_ranks
@@ -195,7 +196,7 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
     def wait(grad: Tensor) -> None:
         exchange: Exchange = optimizer.current.reducers[0].exchange
         a_chunk = exchange.wire_bytes
-        stop = time.monotonic() + 20
+        stop = time.monotonic() + HUNG / 8
         while time.monotonic() < stop and exchange.wire_bytes < before + 3 * nbytes:
             time.sleep(0.001)
         arrived.append(exchange.wire_bytes >= before + 3 * nbytes and a_chunk >= 0)

@@ -19,6 +19,7 @@ from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.parallel import watch
 from onebit.parallel.watch import shared_tensors
+from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, Case, bits, build, frozen_name, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -333,6 +334,6 @@ def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
 
 if __name__ == "__main__":
     for kind in OPTIMIZERS:
-        numel, step, check = run_ranks(2, costs, kind, timeout=300)[0]
+        numel, step, check = run_ranks(2, costs, kind, timeout=HUNG)[0]
         share = f"{100 * check / (1000 * step):.3f} % of 1000 steps"
         print(f"{kind}, {numel:,} elements, 2 ranks: step {1e3 * step:.0f} ms, check {1e3 * check:.0f} ms, {share}")
