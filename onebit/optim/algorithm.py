@@ -112,6 +112,11 @@ class Algorithm(ABC):
         """
         return {}
 
+    def without_variance(self, state: FlatState, step: int) -> Mapping[int, int]:
+        """Stage 2: where no step after this one, of number `step`, updates the variance, of each parameter with
+        coordinates that have none, how many."""
+        return {}
+
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
         """At the freeze, before step number `step`: beta1 m, a parameter each, is what was left out."""
         for i, beta1 in enumerate(beta1s):

@@ -185,6 +185,10 @@ def variance_to_denominator_(
 def report_freeze(step: int, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance) -> None:
     """`without`: of each parameter with coordinates that had no variance its name, their number, and its size."""
     logger.info("Stage 2 begins after step %d: 1 bit an element from here on", step)
+    warn_of_zeros("at the freeze", without, zero_variance)
+
+
+def warn_of_zeros(when: str, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance) -> None:
     if without:
         listed = ", ".join(f"{name} ({count} of {numel})" for name, count, numel in without[:8])
         more = f" and {len(without) - 8} more" if len(without) > 8 else ""
@@ -194,4 +198,4 @@ def report_freeze(step: int, without: Sequence[tuple[str, int, int]], zero_varia
             what = "they will not move any more"
         elif held:
             what += f"; where there are none ({', '.join(held[:8])}), they will not move"
-        warn(f"coordinates without a variance at the freeze: {listed}{more}; {what}")
+        warn(f"coordinates without a variance {when}: {listed}{more}; {what}")

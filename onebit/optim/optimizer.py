@@ -34,7 +34,7 @@ from onebit.collectives.waits import counted
 from onebit.optim import held, param_groups
 from onebit.optim.algorithm import Algorithm, Kind
 from onebit.optim.eager import eager
-from onebit.optim.freeze import report_freeze
+from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.grad_scaler import report_to_scaler
 from onebit.optim.gradients import Gradients, HyperTable, reciprocal
 from onebit.optim.live_state import LiveState
@@ -217,6 +217,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         held.put_back(self.current.states, before)
         if hasattr(self, "found_inf"):
             report_to_scaler(self, flags)
+        if kind == "full" and self.compressing:
+            self._report_variance(step, flags)
         self._count(flags, kind)
         self.watch.check(self.setup, self.current)
 
@@ -572,6 +574,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self.setup.topology.everyone.rank == 0:
             zero_variance = self.setup.options.zero_variance
             self.after_step.append(partial(report_freeze, self.current.stages.steps, zeros, zero_variance))
+
+    def _report_variance(self, step: int, flags: Tensor) -> None:
+        zeros = self.current.without_variance(self.setup, step)
+        if zeros and self.setup.topology.everyone.rank == 0 and not flags.any():
+            when = f"after step {step}, the last one that updates it"
+            self.after_step.append(partial(warn_of_zeros, when, zeros, self.setup.options.zero_variance))
 
     @torch.no_grad()
     def _adopt_state(self) -> None:

@@ -7,7 +7,7 @@ exp_avg, times beta1, becomes the first residual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -131,14 +131,19 @@ class Snapshot:
             state.set_chunks(setup.choose_chunks(state))
             held.clear_fields(state)
             without = algorithm.on_freeze(state, rows, setup.options)
-            zeros += [(setup.name_of(state.params[i]), n, state.whole_numels[i]) for i, n in without.items() if n]
+            zeros += _named(setup, state, without)
             if algorithm.needs_previous_momentum:
                 state.add(FIRST_MOMENTUM).copy_(state[MOMENTUM.name])
             algorithm.momentum_becomes_residual(state, steps + 1, [rows[group].beta1 for group in state.groups])
             state.scratch = algorithm.scratch(state)
             part.start_reducer(setup)
         self.stages.compressing = True
-        return zeros
+        return zeros + self.without_variance(setup, steps)
+
+    def without_variance(self, setup: Setup, step: int) -> ZeroCounts:
+        """After a full-precision step of stage 2, if it was the last one."""
+        found = [(state, setup.algorithm.without_variance(state, step)) for state in self.states]
+        return [one for state, without in found for one in _named(setup, state, without)]
 
     def drop_first_momentum(self) -> bool:
         """A compressed step was taken: from here on messages hold the momentum. Whether there was another."""
@@ -146,3 +151,7 @@ class Snapshot:
         for state in there:
             state.remove(FIRST_MOMENTUM.name)
         return bool(there)
+
+
+def _named(setup: Setup, state: FlatState, without: Mapping[int, int]) -> ZeroCounts:
+    return [(setup.name_of(state.params[i]), n, state.whole_numels[i]) for i, n in without.items() if n]

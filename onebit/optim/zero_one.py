@@ -128,6 +128,14 @@ class ZeroOne(Adam):
             state[name].copy_(root)
         return {}
 
+    def without_variance(self, state: FlatState, step: int) -> Mapping[int, int]:
+        if self.schedule.next_full(step) is not None:
+            return {}
+        views = [state.view(VARIANCE.name, i) == 0 for i in range(len(state.params))]
+        zero = [v if held is None else v & ~held for v, held in zip(views, state.held, strict=True)]
+        counts = state.add_parts(torch.stack([z.sum(dtype=torch.float64) for z in zero]))
+        return {i: int(n) for i, n in enumerate(counts.tolist())}
+
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
         """Where a state of another optimizer was loaded between two exchanges, every rank goes on with m itself, and
         nothing was left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -362,3 +363,51 @@ def test_scales_with_ddp(apart: bool) -> None:
 def test_scaled_gradients() -> None:
     for one in run_ranks(2, scaled, CASE.but(missing=())):
         assert one[0] == one[1] and one[0][1] == 2
+
+
+# Warnings
+
+
+def warnings_by_step(broken: tuple[int, ...] = (), **options: Any) -> dict[int, str]:
+    """The first parameter has gradients of its own, the second in its first half alone, the third none before the tenth
+    step."""
+    params = [nn.Parameter(torch.ones(6)) for _ in range(3)]
+    optimizer = onebit.ZeroOneAdam(params, var_update_scaler=2, **options)
+    found = {}
+    for step in range(1, 13):
+        params[0].grad, params[1].grad = torch.randn(6), torch.tensor([1.0, 1, 1, 0, 0, 0])
+        params[2].grad = torch.randn(6) if step >= 10 else None
+        if step in broken:
+            params[0].grad[0] = torch.nan
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        if texts := [str(one.message) for one in caught if "variance" in str(one.message)]:
+            (found[step],) = texts
+    return found
+
+
+@pytest.mark.parametrize(("last", "warned"), [(2, 3), (6, 5), (5, 5), (None, None)])
+def test_what_will_never_have_a_variance_is_said_once(last: int | None, warned: int | None) -> None:
+    found = warnings_by_step(var_freeze_step=last)
+    assert list(found) == ([] if warned is None else [warned])
+    for text in found.values():
+        assert ("at the freeze" if last == 2 else "after step 5, the last one that updates it") in text
+        assert "1 of group 0 (shape (6,)) (3 of 6), 2 of group 0 (shape (6,)) (6 of 6)" in text
+        assert "where there are none (2 of group 0 (shape (6,))), they will not move" in text
+
+
+def test_what_is_held_by_a_mask_is_no_surprise() -> None:
+    mask = torch.tensor([True] * 3 + [False] * 3)
+    p = nn.Parameter(torch.ones(6))
+    optimizer = onebit.ZeroOneAdam([{"params": [p], "mask": mask}], var_update_scaler=2, var_freeze_step=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            p.grad = torch.randn(6)
+            optimizer.step()
+
+
+def test_a_last_full_step_that_is_left_out_is_not_the_last() -> None:
+    found = warnings_by_step(broken=(5,), var_freeze_step=6)
+    assert list(found) == [6] and "after step 5, the last one" in found[6]
