@@ -6,7 +6,8 @@
 
 Needs root on Linux: networks are made on this machine (perf.lab). Steps are timed on each of the links, and models are
 trained on links without a limit, since links decide only how long a step takes: the time of a run is its steps of each
-kind times what they took. Each method has the best of three learning rates, by the first seed.
+kind times what they took. Each method has the best of three learning rates, by the first seed. torchft's DiLoCo is
+timed where torchft is installed (Python 3.11).
 
 All that was found is kept as it comes, and what is there is not measured again, so that a comparison that was
 interrupted goes on where it was. The report is written to docs/methods.md.

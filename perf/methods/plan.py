@@ -26,9 +26,11 @@ METHODS = (
     "zero-one",
     "zero-one-local",
     "diloco",
+    "torchft",
 )
+TRAINED_AS = {"torchft": "diloco"}  # the same steps, but for rounding
 OURS = ("adam-2", "adam-2-bf16", "lamb-2", "zero-one", "zero-one-local")
-LOCAL = ("zero-one-local", "diloco")  # methods whose ranks do not always have the same parameters
+LOCAL = ("zero-one-local", "diloco", "torchft")  # methods whose ranks do not always have the same parameters
 STEPS, FREEZE = 300, 75
 CLIP = 1.0  # the norm of gradients, as is usual for language models; without overlap, since that can't be clipped
 REPEATS = 5  # steps in a median
@@ -61,7 +63,8 @@ def rows_to_measure(rows: Sequence[Row], link: str) -> list[str]:
 
 def tried(runs: Sequence[Run], variant: str) -> dict[float, float]:
     """The first seed's final losses, by learning rate."""
-    return {run.lr: run.loss for run in runs if run.variant == variant and run.seed == 0}
+    own = TRAINED_AS.get(variant, variant)
+    return {run.lr: run.loss for run in runs if run.variant == own and run.seed == 0}
 
 
 def best_lr(runs: Sequence[Run], variant: str) -> float | None:
@@ -71,8 +74,8 @@ def best_lr(runs: Sequence[Run], variant: str) -> float | None:
 
 def chosen_runs(runs: Sequence[Run], variant: str) -> list[Run]:
     """All seeds at the learning rate that was best on the first."""
-    lr = best_lr(runs, variant)
-    return [run for run in runs if run.variant == variant and run.lr == lr]
+    lr, own = best_lr(runs, variant), TRAINED_AS.get(variant, variant)
+    return [run for run in runs if run.variant == own and run.lr == lr]
 
 
 def mean_loss(runs: Sequence[Run], variant: str) -> float | None:
@@ -85,6 +88,7 @@ def to_train(runs: Sequence[Run], methods: Sequence[str], seeds: int) -> Iterato
     best. Ask again when these have run: the best may be another then.
     """
     there = {(run.variant, run.seed, run.lr) for run in runs}
+    methods = [name for name in methods if name not in TRAINED_AS]
     lacking: dict[float, list[tuple[str, int]]]
     usual = [(name, 0, usual_lr(name)) for name in methods]
     others = [(name, 0, factor * usual_lr(name)) for factor in FACTORS for name in methods]

@@ -24,6 +24,7 @@ from perf.methods.plan import (
     MODELS,
     OURS,
     STEPS,
+    TRAINED_AS,
     chosen_runs,
     mean_loss,
     tried,
@@ -140,7 +141,7 @@ def losses_table(record: Record) -> str:
     lines = []
     for method in METHODS:
         own = chosen_runs(record.runs, method)
-        if own:
+        if own and method not in TRAINED_AS:
             losses = [run.loss for run in own]
             spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
             of = f" (of {len(tried(record.runs, method))})"
@@ -177,8 +178,9 @@ def steps_table(networks: Mapping[str, Group]) -> str:
             lines.append([title_of(method), *cells])
     notes = (
         "Where a run has steps of several kinds they are in the order in which it first takes them: uncompressed and "
-        "compressed; for 0/1 Adam full, 1 bit, and with local steps those alone and at a sync; for the DiLoCo-like "
-        "method alone and outer."
+        "compressed; for 0/1 Adam full, 1 bit, and with local steps those alone and at a sync; for DiLoCo alone and "
+        "outer. torchft's DiLoCo takes the same steps as the DiLoCo-like method, but for rounding "
+        "(`tests/perf/test_torchft.py`), and so was not trained again."
     )
     return markdown(["", *map(link_title, networks)], lines, numbers=range(1, 9)[: len(networks)]) + f"\n\n{notes}"
 
@@ -196,7 +198,8 @@ def common_loss(runs: Sequence[Run]) -> float:
 
 def curves(runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
     """Mean curves of the methods, each at its learning rate."""
-    return mean_curves([run for method in METHODS for run in chosen_runs(runs, method)])
+    found = mean_curves([run for method in METHODS if method not in TRAINED_AS for run in chosen_runs(runs, method)])
+    return found | {method: found[own] for method, own in TRAINED_AS.items() if own in found}
 
 
 def finishes(group: Group, runs: Sequence[Run]) -> dict[str, Finish]:

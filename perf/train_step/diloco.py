@@ -6,8 +6,9 @@ outer    d = mean(x - x_i);  v = mu v + d;  x = x - outer_lr (d + mu v);  x_i = 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,23 +18,38 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport.protocol import Transport
 
 
-class DiLoCo(torch.optim.AdamW):
-    """Outer numbers are the paper's: Nesterov momentum 0.9, a rate of 0.7."""
+class LocalSGD(torch.optim.AdamW):
+    """AdamW on every rank, with an outer step after every so many."""
 
-    def __init__(
-        self, params: Any, transport: Transport, every: int = 16, outer_lr: float = 0.7, mu: float = 0.9, **inner: Any
-    ) -> None:
+    def __init__(self, params: Any, every: int, **inner: Any) -> None:
         super().__init__(params, **inner)
         self.every, self.taken, self.synchronized = every, 0, True
-        self._transport, self._outer_lr, self._mu = transport, outer_lr, mu
-        self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
-        self._last = [p.detach().clone() for p in self._params]
-        self._velocity = [torch.zeros_like(p) for p in self._last]
 
     @property
     def kind(self) -> str:
         """Of the coming step."""
         return "local" if (self.taken + 1) % self.every else "sync"
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """The outer step, unless nobody has taken a step since the last."""
+
+    @abstractmethod
+    def at_last_sync(self) -> AbstractContextManager[None]:
+        """Within it the model is that of all ranks."""
+
+
+class DiLoCo(LocalSGD):
+    """Outer numbers are the paper's: Nesterov momentum 0.9, a rate of 0.7."""
+
+    def __init__(
+        self, params: Any, transport: Transport, every: int = 16, outer_lr: float = 0.7, mu: float = 0.9, **inner: Any
+    ) -> None:
+        super().__init__(params, every, **inner)
+        self._transport, self._outer_lr, self._mu = transport, outer_lr, mu
+        self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        self._last = [p.detach().clone() for p in self._params]
+        self._velocity = [torch.zeros_like(p) for p in self._last]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -45,7 +61,6 @@ class DiLoCo(torch.optim.AdamW):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """The outer step, unless nobody has taken a step since the last."""
         if self.synchronized:
             return
         moved = torch._foreach_sub(self._last, self._params)
@@ -59,7 +74,6 @@ class DiLoCo(torch.optim.AdamW):
 
     @contextmanager
     def at_last_sync(self) -> Iterator[None]:
-        """Within it the model is that of all ranks."""
         own = [p.detach().clone() for p in self._params]
         with torch.no_grad():
             torch._foreach_copy_(self._params, self._last)

@@ -166,7 +166,7 @@ class Bench:
     def measure(self, name: str, repeats: int, clip: float = 0.0) -> Row:
         """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
         variant, rate = VARIANTS[name], None
-        if error := unsupported(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
+        if error := variant.impossible or unsupported(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
             return Row(rate, name, error=error)
         rest = self.local_backward(repeats)
         transport = TimedTransport(self.clock.mark)

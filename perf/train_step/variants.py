@@ -27,7 +27,8 @@ from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
 from onebit.parallel.ddp_hook import local
-from perf.train_step.diloco import DiLoCo
+from perf.train_step.diloco import DiLoCo, LocalSGD
+from perf.train_step.torchft import TorchftDiLoCo, missing
 
 BETAS = (0.9, 0.999)  # torch's and the papers'
 NEVER = 10**9  # a freeze step that no run reaches
@@ -67,7 +68,7 @@ class Trainee:
         optimizer = self.optimizer
         if isinstance(optimizer, ZeroOneAdam):
             return optimizer.schedule.kind if optimizer.compressing else "dense"
-        return optimizer.kind if isinstance(optimizer, DiLoCo) else "dense"
+        return optimizer.kind if isinstance(optimizer, LocalSGD) else "dense"
 
     def reported_seconds(self, kind: str | None) -> float | None:
         """Of a step, by the optimizer's own report: of the compressed ones, if there are any, or of this kind."""
@@ -91,12 +92,14 @@ class Trainee:
 
     def synchronize(self) -> None:
         """All ranks have the same parameters."""
-        if isinstance(self.optimizer, (OneBitOptimizer, DiLoCo)):
+        if isinstance(self.optimizer, (OneBitOptimizer, LocalSGD)):
             self.optimizer.synchronize()
 
     def at_last_sync(self) -> AbstractContextManager[None]:
         """Within it they have those of the last time that they had the same."""
-        return self.optimizer.at_last_sync() if isinstance(self.optimizer, (OneBitOptimizer, DiLoCo)) else nullcontext()
+        return (
+            self.optimizer.at_last_sync() if isinstance(self.optimizer, (OneBitOptimizer, LocalSGD)) else nullcontext()
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,11 @@ class Variant:
     @property
     def compresses(self) -> bool:
         return self.rank > 0 or self.stage == 2
+
+    @property
+    def impossible(self) -> str | None:
+        """Why it can't be built here, if so."""
+        return missing() if issubclass(self.optimizer, TorchftDiLoCo) else None
 
     @property
     def one_bucket(self) -> bool:
@@ -144,11 +152,10 @@ class Variant:
             ours = self.optimizer(model.parameters(), **common, **own)
             attach(model, ours)
             return Trainee(model, ours, lambda: ours.compressing)
-        if issubclass(self.optimizer, DiLoCo):
+        if issubclass(self.optimizer, LocalSGD):
             model.register_comm_hook(None, lambda _, bucket: local(bucket))
-            return Trainee(
-                model, DiLoCo(model.parameters(), transport, **common, fused=True, **self.options), lambda: False
-            )
+            alone = self.optimizer(model.parameters(), transport, **common, fused=True, **self.options)  # type: ignore[call-arg, arg-type]
+            return Trainee(model, alone, lambda: False)
         optimizer = self.optimizer(model.parameters(), **common, fused=True)  # type: ignore[call-arg]
         if self.rank:
             state = PowerSGDState(None, self.rank, self.last_full(freeze))
@@ -259,6 +266,13 @@ VARIANTS: dict[str, Variant] = {
         "DiLoCo-like, every 16 steps",
         DiLoCo,
         parts={"local": "diloco-alone", "sync": "diloco-sync"},
+        kinds=diloco_kinds,
+    ),
+    "torchft-sync": Variant("DiLoCo by torchft, outer step", TorchftDiLoCo, options={"every": 3}, times="sync"),
+    "torchft": Variant(
+        "DiLoCo by torchft, every 16 steps",
+        TorchftDiLoCo,
+        parts={"local": "diloco-alone", "sync": "torchft-sync"},
         kinds=diloco_kinds,
     ),
 }

@@ -1,0 +1,107 @@
+"""torchft's own DiLoCo (`pip install torchft`, for Python 3.11), set up as users do without spare replicas: a manager a
+rank, and on rank 0 the lighthouse that all of them ask who takes part in the coming exchange.
+
+It takes the steps of `perf.train_step.diloco`, but for rounding (tests/perf/test_torchft.py), so that only their times
+are measured.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onebit.collectives.transport.protocol import Transport
+from perf.train_step.diloco import LocalSGD
+
+PATIENCE = timedelta(minutes=10)
+
+
+def missing() -> str | None:
+    """Why there is nothing to measure, if so."""
+    return None if importlib.util.find_spec("torchft") else "torchft is not installed: pip install torchft"
+
+
+class TorchftDiLoCo(LocalSGD):
+    """On the default process group, which its ranks find each other by."""
+
+    def __init__(
+        self, params: Any, transport: Transport, every: int = 16, outer_lr: float = 0.7, mu: float = 0.9, **inner: Any
+    ) -> None:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+
+        params = list(params)
+        super().__init__(params, every, **inner)
+        own, lighthouse = own_address(), None
+        if transport.rank == 0:
+            lighthouse = LighthouseServer(bind="[::]:0", min_replicas=transport.size)
+        port = [lighthouse and lighthouse.address().rpartition(":")[2], own]
+        dist.broadcast_object_list(port)
+        store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+        manager = Manager(
+            pg=ProcessGroupGloo(PATIENCE),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=transport.size,
+            use_async_quorum=False,
+            timeout=PATIENCE,
+            quorum_timeout=PATIENCE,
+            rank=0,
+            world_size=1,
+            store_addr=own,
+            store_port=store.port,
+            lighthouse_addr=f"http://{port[1]}:{port[0]}",
+            replica_id=f"rank{transport.rank}",
+            hostname=own,
+            init_sync=False,
+        )
+        self._inner = torch.optim.AdamW(params, **inner)
+        self._inner.param_groups = self.param_groups  # of which schedules set the rate
+        outer = torch.optim.SGD(params, lr=outer_lr, momentum=mu, nesterov=True)
+        model = torch.nn.ParameterList(params)
+        self._diloco = DiLoCo(
+            manager, [model], self._inner, outer, sync_every=every, pin_memory=False, use_bucketization=True
+        ).__enter__()
+        self._servers = (manager, lighthouse, store)
+        atexit.register(self.close)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._inner.step(closure)  # type: ignore[arg-type]
+        self.taken += 1
+        self.synchronized = self.taken % self.every == 0
+        return loss
+
+    def at_last_sync(self) -> AbstractContextManager[None]:
+        raise NotImplementedError("torchft has no such view of the model")
+
+    def synchronize(self) -> None:
+        if not self.synchronized:
+            raise NotImplementedError("torchft takes its outer step when it is due, and at no other time")
+
+    def close(self) -> None:
+        """End its servers. A collective call, where the group is still there."""
+        atexit.unregister(self.close)
+        manager, lighthouse, _ = self._servers
+        self._diloco.__exit__(None, None, None)
+        if dist.is_initialized():
+            dist.barrier()
+        manager.shutdown(wait=False)
+        if lighthouse is not None:
+            lighthouse.shutdown()
+
+
+def own_address() -> str:
+    """By which the other ranks reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+        return str(s.getsockname()[0])
