@@ -268,9 +268,9 @@ VARIANTS: dict[str, Variant] = {
         parts={"local": "diloco-alone", "sync": "diloco-sync"},
         kinds=diloco_kinds,
     ),
-    "torchft-sync": Variant("DiLoCo by torchft, outer step", TorchftDiLoCo, options={"every": 3}, times="sync"),
+    "torchft-sync": Variant("DiLoCo, torchft's, outer step", TorchftDiLoCo, options={"every": 3}, times="sync"),
     "torchft": Variant(
-        "DiLoCo by torchft, every 16 steps",
+        "DiLoCo, torchft's, every 16 steps",
         TorchftDiLoCo,
         parts={"local": "diloco-alone", "sync": "torchft-sync"},
         kinds=diloco_kinds,
