@@ -144,10 +144,12 @@ def test_a_killed_lab_is_swept(lab: NetworkLab, script: Callable[[str], list[str
 @pytest.mark.netlab
 def test_command_line_reports(lab: NetworkLab, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "fails.py"
-    path.write_text("import sys; sys.exit('bad input' if sys.argv[1:] == ['--fail'] else 0)")
+    path.write_text(
+        "import os, sys\nsys.exit('bad input' if '--fail' in sys.argv and os.environ['RANK'] == '1' else 0)"
+    )
     shared = ["--hosts=2", "--launcher=env", "--", str(path)]
     assert main(shared) == 0
     assert main([*shared, "--fail"]) == 1
     captured = capfd.readouterr()
     assert "[rank 1] bad input" in captured.out
-    assert "failed with status 1; its last lines:\n    bad input" in captured.err
+    assert "rank 1 failed with status 1; its last lines:\n    bad input" in captured.err
