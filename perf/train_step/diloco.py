@@ -6,7 +6,7 @@ outer    d = mean(x - x_i);  v = mu v + d;  x = x - outer_lr (d + mu v);  x_i = 
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +18,7 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport.protocol import Transport
 
 
-class LocalSGD(torch.optim.AdamW):
+class LocalSGD(torch.optim.AdamW, ABC):
     """AdamW on every rank, with an outer step after every so many."""
 
     def __init__(self, params: Any, every: int, **inner: Any) -> None:

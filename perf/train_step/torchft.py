@@ -43,10 +43,12 @@ class TorchftDiLoCo(LocalSGD):
         params = list(params)
         super().__init__(params, every, **inner)
         own, lighthouse = own_address(), None
+        found = [""]
         if transport.rank == 0:
             lighthouse = LighthouseServer(bind="[::]:0", min_replicas=transport.size)
-        port = [lighthouse and lighthouse.address().rpartition(":")[2], own]
-        dist.broadcast_object_list(port)
+            port = lighthouse.address().rpartition(":")[2]  # after a name that other hosts may not know
+            found = [f"http://{own}:{port}"]
+        dist.broadcast_object_list(found)
         store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
         manager = Manager(
             pg=ProcessGroupGloo(PATIENCE),
@@ -60,7 +62,7 @@ class TorchftDiLoCo(LocalSGD):
             world_size=1,
             store_addr=own,
             store_port=store.port,
-            lighthouse_addr=f"http://{port[1]}:{port[0]}",
+            lighthouse_addr=found[0],
             replica_id=f"rank{transport.rank}",
             hostname=own,
             init_sync=False,
@@ -76,7 +78,7 @@ class TorchftDiLoCo(LocalSGD):
         atexit.register(self.close)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self._inner.step(closure)  # type: ignore[arg-type]
+        loss = self._inner.step(closure)
         self.taken += 1
         self.synchronized = self.taken % self.every == 0
         return loss

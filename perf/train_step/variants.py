@@ -154,7 +154,7 @@ class Variant:
             return Trainee(model, ours, lambda: ours.compressing)
         if issubclass(self.optimizer, LocalSGD):
             model.register_comm_hook(None, lambda _, bucket: local(bucket))
-            alone = self.optimizer(model.parameters(), transport, **common, fused=True, **self.options)  # type: ignore[call-arg, arg-type]
+            alone = self.optimizer(model.parameters(), transport, **common, fused=True, **self.options)  # type: ignore[arg-type]
             return Trainee(model, alone, lambda: False)
         optimizer = self.optimizer(model.parameters(), **common, fused=True)  # type: ignore[call-arg]
         if self.rank:

@@ -176,9 +176,8 @@ PLACES = ["place 0 4 0 2 0", "place 1 4 1 2 0", "place 2 4 0 2 1", "place 3 4 1 
 
 @pytest.mark.netlab
 def test_several_ranks_a_host_know_their_host(nodes: NetworkLab, script: Callable[[str], list[str]]) -> None:
-    assert [rank.output for rank in nodes.run(script(PLACE), timeout=HUNG, launcher="env")] == [
-        f"{p}\n" for p in PLACES
-    ]
+    ranks = nodes.run(script(PLACE), timeout=HUNG, launcher="env")
+    assert [rank.output for rank in ranks] == [f"{p}\n" for p in PLACES]
 
 
 @pytest.mark.slow
