@@ -26,6 +26,9 @@ VARIANTS = {  # by how they are called in tables
     "direct_zero_one_2_adam": "0/1 Adam, direct replies, kappa 2",
     "direct_zero_one_256_adam": "0/1 Adam, direct replies, blocks of 256",
     "direct_zero_one_l2_adam": "0/1 Adam, direct replies, norm l2",
+    "direct_zero_one_8_adam": "0/1 Adam, direct replies, kappa 8",
+    "direct_zero_one_l2_8_adam": "0/1 Adam, direct replies, norm l2, kappa 8",
+    "direct_zero_one_l2_12_256_adam": "0/1 Adam, direct replies, norm l2, kappa 12, blocks of 256",
     "zero_one_l2_adam": "0/1 Adam, norm l2",
     "zero_one_2_adam": "0/1 Adam, kappa 2",
     "zero_one_8_adam": "0/1 Adam, kappa 8",
@@ -53,6 +56,9 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_2_adam": {"reply": "direct", "var_update_scaler": 2},
     "direct_zero_one_256_adam": {"reply": "direct", "block_size": 256},
     "direct_zero_one_l2_adam": {"reply": "direct", "norm": "l2"},
+    "direct_zero_one_8_adam": {"reply": "direct", "var_update_scaler": 8},
+    "direct_zero_one_l2_8_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 8},
+    "direct_zero_one_l2_12_256_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 12, "block_size": 256},
     "zero_one_l2_adam": {"reply": 1, "norm": "l2"},
     "zero_one_2_adam": {"reply": 1, "var_update_scaler": 2},
     "zero_one_8_adam": {"reply": 1, "var_update_scaler": 8},
@@ -131,6 +137,12 @@ TASKS: dict[str, Task] = {
             "64, two thirds of an epoch; distances are those of a small classifier's features, of 2,048 samples, and "
             "can't be compared with others'",
             steps=600, batch=64, lr={"adam": 1e-3}, chosen="set before any run of this study, as were the measures",
+            accuracy=True, families=("adam",), betas=(0.5, 0.999), measure="distance of samples",
+        ),
+        Samples(
+            "gan-long", "The same GAN in 1,800 steps",
+            "runs in which full-precision steps may be more, and yet a smaller share", "two epochs; else as before",
+            steps=1800, batch=64, lr={"adam": 1e-3}, chosen="that of the task before",
             accuracy=True, families=("adam",), betas=(0.5, 0.999), measure="distance of samples",
         ),
         Sentiment(
