@@ -44,6 +44,7 @@ _BLOCK, _PARAMETER, _HYPER = 4 * len(Block._fields), 24, 4 * COLUMNS  # bytes of
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
 _HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
+L1, L2, UNBIASED = (wire.NORMS[norm] for norm in ("l1", "l2", "unbiased"))
 
 
 class Located(NamedTuple):
@@ -316,10 +317,10 @@ def write_header(message, flag, fingerprint, shard_blocks, planes):
 
 
 @tile
-def mean_scale(total, count, l2):
+def mean_scale(total, count, norm):
     """||c||_1 / count, or the root mean square; 0 for an empty block."""
     scale = np.float32(total) / np.float32(max(count, 1))
-    return np.sqrt(scale) if l2 != 0 else scale
+    return np.sqrt(scale) if norm == L2 else scale
 
 
 @tile

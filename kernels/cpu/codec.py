@@ -2,7 +2,7 @@
 
     compress   c = beta1 m + gamma_p ((1 - beta1) g') + e
     average    c = mean_i decode(message_i) + e
-    both       bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)
+    both       bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)         (scales: `wire.Format.norm`)
     decode     x = scale sigma
 
 average may write 2 bits an element: whether it is large, more than ABOVE times the block's mean size, picks one of two
@@ -21,7 +21,10 @@ import numpy as np
 from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
+    L1,
+    L2,
     ONE,
+    UNBIASED,
     ZERO,
     any_flag,
     at,
@@ -68,30 +71,42 @@ from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import ABOVE, Messages
+from onebit.kernels.data.wire import ABOVE, MOST, NORMS, Messages
 
 LARGE = 2**21  # elements that no cache holds
 
 
 @tile
-def _write(c, kept, i, value, bits, l2):
+def _write(c, kept, i, value, bits, norm):
     """c where e was, its bits, and what it adds to the scale."""
     c = keep(kept, i, c)
     store(value + 4 * i, c)
     positive = c >= ZERO
     set_bits(bits + i // 8, positive if kept == 0 else positive & bits_at(kept + i // 8))
-    return c * c if l2 != 0 else magnitude(c)
+    return c * c if norm == L2 else magnitude(c)
 
 
 @tile
-def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, l2):
+def _unbiased_scale(value, n, summed, count):
+    """||c||_2^2 / ||c||_1, at most MOST times the root mean square. summed: ||c||_1, of a block's n elements."""
+    squares = splat(ZERO)
+    for i in range(0, n, WIDTH):
+        c = load(value + 4 * i)
+        squares = squares + c * c
+    found = total(squares)
+    largest = np.float32(MOST) * mean_scale(found, count, L2)
+    return min(np.float32(found) / np.float32(summed), largest) if summed > ZERO else ZERO
+
+
+@tile
+def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, norm):
     """A block's scale and what its bits leave out; with a tensor scale its sum and count. Padding is 0."""
     count, n = count_of(kept, valid), up(valid)
     if partial != 0:
         set_float(partial, summed)
         set_int(counted, count)
     else:
-        s = mean_scale(summed, count, l2)
+        s = _unbiased_scale(value, n, summed, count) if norm == UNBIASED else mean_scale(summed, count, norm)
         set_float(scale, s)
         for i in range(0, n, WIDTH):
             c = load(value + 4 * i)
@@ -102,7 +117,7 @@ def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, l
 
 
 @tile
-def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, l2):
+def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, norm):
     """c of a block, where e was; returns what its scale is made of."""
     beta1, rest, grad_scale = h.beta1, h.one_minus_beta1, h.grad_scale
     summed, m_scale = splat(ZERO), beta1 * m_scale
@@ -110,13 +125,13 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
         for i in range(0, n, WIDTH):
             y = gamma * (rest * (load(values + 4 * i) * grad_scale))
             c = signed(bits_at(m_bits + i // 8), m_scale) + y + left_out(load(value + 4 * i), last)
-            summed = summed + _write(c, kept, i, value, bits, l2)
+            summed = summed + _write(c, kept, i, value, bits, norm)
     else:
         for i in range(0, n, WIDTH):
             y = gamma * (rest * (load(values + 4 * i) * grad_scale))
             if m_flat != 0:
                 y = beta1 * load(m_flat + 4 * i) + y
-            summed = summed + _write(y + left_out(load(value + 4 * i), last), kept, i, value, bits, l2)
+            summed = summed + _write(y + left_out(load(value + 4 * i), last), kept, i, value, bits, norm)
     return total(summed)
 
 
@@ -126,7 +141,7 @@ def _compress(
     grads: int, grad: int, hyper: int, flags: int, gammas: int,
     m_flat: int, m_messages: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, row_bytes: int, tensor: int, l2: int, fingerprint: int, shard_blocks: int,
+    out: int, row_bytes: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
     flag, packed = int_at(flags), m_messages != 0 and m_copies == 1 and m_planes == 1
     unpacked = m_messages != 0 and not packed
@@ -150,17 +165,17 @@ def _compress(
                 values, hyper_of(hyper, its.group), ONE if gammas == 0 else float_at(gammas + 4 * p),
                 float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,
                 m_bits if packed else 0, up(valid), kept, its_value,
-                ZERO if tensor == 0 else float_at(residual_scale + 4 * its.shard), bits, l2,
+                ZERO if tensor == 0 else float_at(residual_scale + 4 * its.shard), bits, norm,
             )  # fmt: skip
             _finish(
                 summed, kept, valid, its.length, its_value, bits, scale,
-                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
             )  # fmt: skip
     streamed()
 
 
 @tile
-def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, last, bits, l2):
+def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, last, bits, norm):
     """C of a block, where E was; returns what its scale is made of."""
     summed = splat(ZERO)
     for i in range(0, n, WIDTH):
@@ -169,7 +184,7 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
             start = rank * row_bytes
             added = added + signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
         c = added * inverse_ranks + left_out(load(value + 4 * i), last)
-        summed = summed + _write(c, kept, i, value, bits, l2)
+        summed = summed + _write(c, kept, i, value, bits, norm)
     return total(summed)
 
 
@@ -177,7 +192,7 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
 def _finish_two_bits(summed, kept, valid, length, value, bits, scale):
     """Which elements of a block are large, the mean sizes of both kinds, and what they leave out. Padding is 0."""
     count, n, large_bits = count_of(kept, valid), up(valid), bits + length // 8
-    least = np.float32(ABOVE) * mean_scale(summed, count, 0)
+    least = np.float32(ABOVE) * mean_scale(summed, count, L1)
     small_sum, large_sum, larger = splat(ZERO), splat(ZERO), 0
     for i in range(0, n, WIDTH):
         c = magnitude(load(value + 4 * i))
@@ -185,8 +200,8 @@ def _finish_two_bits(summed, kept, valid, length, value, bits, scale):
         set_bits(large_bits + i // 8, large)
         larger += ones(large)
         small_sum, large_sum = small_sum + where(large, ZERO, c), large_sum + where(large, c, ZERO)
-    set_float(scale, mean_scale(total(small_sum), count - larger, 0))
-    set_float(scale + 4, mean_scale(total(large_sum), larger, 0))
+    set_float(scale, mean_scale(total(small_sum), count - larger, L1))
+    set_float(scale + 4, mean_scale(total(large_sum), larger, L1))
     for i in range(0, n, WIDTH):
         left = load(value + 4 * i) - one_of_two(bits, scale, length, i)
         store(value + 4 * i, keep(kept, i, left))
@@ -201,7 +216,7 @@ def _average(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     received: int, row_bytes: int, in_tensor: int, ranks: int, inverse_ranks: float,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, tensor: int, l2: int, planes: int, fingerprint: int, shard_blocks: int,
+    out: int, tensor: int, norm: int, planes: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
     flag = any_flag(received, ranks, row_bytes)
     if first == 0:
@@ -220,14 +235,24 @@ def _average(
         scale, bits = of_message(out, its, tensor, planes)
         in_scale, in_bits = of_message(received, its, in_tensor, 1)
         summed = _mean(
-            in_bits, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last, bits, l2
+            in_bits,
+            in_scale,
+            ranks,
+            row_bytes,
+            np.float32(inverse_ranks),
+            up(valid),
+            kept,
+            its_value,
+            last,
+            bits,
+            norm,
         )
         if planes == 2:
             _finish_two_bits(summed, kept, valid, its.length, its_value, bits, scale)
         else:
             _finish(
                 summed, kept, valid, its.length, its_value, bits, scale,
-                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, l2,
+                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
             )  # fmt: skip
     streamed()
 
@@ -235,7 +260,7 @@ def _average(
 @Loop
 def _scales(
     blocks: int, parameters: int, messages: int, rows: int, row_bytes: int, partial: int, counted: int,
-    residual_scale: int, l2: int,
+    residual_scale: int, norm: int,
 ) -> None:  # fmt: skip
     """The scale of each message from its blocks' sums and counts."""
     if flag_of(messages) != 0:
@@ -247,8 +272,8 @@ def _scales(
             summed += float_at(partial + 4 * block)
             count += int_at(counted + 4 * block)
         scale, _ = of_message(message_of(messages, its, row_bytes, 1), its, 1, 1)
-        set_float(scale, mean_scale(summed, count, l2))
-        set_float(residual_scale + 4 * row, mean_scale(summed, count, l2))
+        set_float(scale, mean_scale(summed, count, norm))
+        set_float(residual_scale + 4 * row, mean_scale(summed, count, norm))
         first += its.of_shard
 
 
@@ -291,7 +316,7 @@ def compress(
     form = out.format
     arguments = (
         *over(span), *table(grads), at(hyper), at(flags), at(gamma), *momentum_at(momentum), at(live),
-        *_residual_at(residual), at(out.buffer), form.nbytes, int(form.scale == "tensor"), int(form.norm == "l2"),
+        *_residual_at(residual), at(out.buffer), form.nbytes, int(form.scale == "tensor"), NORMS[form.norm],
         form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
     over_blocks(_compress, span, arguments, scratch_blocks=2)
@@ -304,7 +329,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     arguments = (
         *over(span), at(received.buffer), received.format.nbytes, int(received.format.scale == "tensor"),
         received.rows, 1 / received.rows, at(live), *_residual_at(residual), at(out.buffer),
-        int(form.scale == "tensor"), int(form.norm == "l2"), form.bits, form.fingerprint, form.layout.shard_blocks,
+        int(form.scale == "tensor"), NORMS[form.norm], form.bits, form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
     over_blocks(_average, span, arguments)
     _finish_scales(span, residual, out)
@@ -321,7 +346,7 @@ def _finish_scales(span: Span, residual: Residual, out: Messages) -> None:
         blocks, parameters, _ = over(span)
         _scales(
             blocks, parameters, at(out.buffer), out.rows, out.format.nbytes, at(residual.partial),
-            at(residual.counted), at(residual.scale), int(out.format.norm == "l2"),
+            at(residual.counted), at(residual.scale), NORMS[out.format.norm],
         )  # fmt: skip
 
 

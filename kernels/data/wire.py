@@ -12,6 +12,14 @@ An element decodes to +scale where its bit is 1 and to -scale elsewhere, or to t
 its block is in (`Messages.copies`): one where a rank has averaged the shard, one a rank where every rank's message goes
 to all. Bits past a block's valid count are 0.
 
+What a scale is made of: the mean size ("l1": no other has a smaller error), the root mean square ("l2"), or
+
+    unbiased    ||c||_2^2 / ||c||_1, at most MOST times the root mean square
+
+with which what is left out is orthogonal to c (Vargaftik et al. 2021, DRIVE, section 3): all of c arrives at once, and
+noise with it, where the mean size sends 2/3 of a normally distributed c and the rest in later steps. A block with few
+elements that are not 0 meets the bound: without it all others would be moved as far as these.
+
 With 2 bits an element a block has two scales, the mean sizes of its small and of its large elements, and twice as many
 bytes of bits: the signs of all, then for all whether they are large: more than ABOVE times the block's mean size.
 Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element, at most 31 elements' bits and 4
@@ -39,10 +47,12 @@ from onebit.kernels.data.checks import is_one_of
 from onebit.kernels.data.layout import Layout, Span
 
 Scale = Literal["block", "tensor"]
-Norm = Literal["l1", "l2"]
+Norm = Literal["l1", "l2", "unbiased"]
 Bits = Literal[1, 2]
 
 MAGIC = 0x03424231  # "1BB", or "2BB" with 2 bits, and the version of this layout
+MOST = 2.0  # times the root mean square of a block: the largest scale with norm="unbiased"
+NORMS: dict[Norm, int] = {"l1": 0, "l2": 1, "unbiased": 2}  # as kernels have them
 ABOVE = 1.23  # times the mean size of a block: a larger element is one of the large ones
 NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step's messages
 ALIGN = 16
@@ -67,6 +77,11 @@ def check_scale(scale: object, norm: object) -> None:
         raise ValueError(f"scale must be one of {get_args(Scale)}, got {scale!r:.80}")
     if not is_one_of(norm, get_args(Norm)):
         raise ValueError(f"norm must be one of {get_args(Norm)}, got {norm!r:.80}")
+    if norm == "unbiased" and scale != "block":
+        raise ValueError(
+            'norm="unbiased" with scale="tensor": the largest parameters of a message would decide of its scale, and '
+            'throw all others about. Pass scale="block", or norm="l1"'
+        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def compress_kernel(
     fingerprint, gamma, m_flat, m_messages, m_row_bytes, live, value, before, residual_scale, partial, counted, counter,
     messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, L2: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit have the format of what is written
     flag = tl.load(flags)
@@ -77,19 +77,19 @@ def compress_kernel(
                 its_scale = residual_scale + shard if TENSOR else None
                 tiles.encode(
                     y + tiles.residual(kept, its_scale, TENSOR), its_live, block_value, scale, block_partial,
-                    block_counted, bits, valid, length, TILE, TENSOR, L2,
+                    block_counted, bits, valid, length, TILE, TENSOR, NORM,
                 )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter + shard, of_shard):
                         first = block - place
-                        tiles.finish_scale(scale, its_scale, partial + first, counted + first, of_shard, L2)
+                        tiles.finish_scale(scale, its_scale, partial + first, counted + first, of_shard, NORM)
 
 
 @tiles.entry
 def average_kernel(
     block_table, parameter_table, first_block, first_word, blocks, shard_blocks, fingerprint, ranks, inverse_ranks,
     received, received_bytes, live, value, before, residual_scale, partial, counted, counter, messages,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
     IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     flag = tiles.any_flag(received, ranks, received_bytes)
@@ -120,11 +120,11 @@ def average_kernel(
                     block_counted = counted + block if TENSOR else None
                     tiles.encode(
                         c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length,
-                        TILE, TENSOR, L2,
+                        TILE, TENSOR, NORM,
                     )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter, blocks):
-                        tiles.finish_scale(scale, residual_scale, partial, counted, blocks, L2)
+                        tiles.finish_scale(scale, residual_scale, partial, counted, blocks, NORM)
 
 
 @tiles.entry

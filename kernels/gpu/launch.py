@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebit.kernels.data.layout import WORD, Span
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Format, Messages
+from onebit.kernels.data.wire import NORMS, Format, Messages
 from onebit.kernels.tuning import tuner
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -105,7 +105,7 @@ def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
         "fingerprint": out.format.fingerprint,
         "shard_blocks": out.format.header[3],
         "TENSOR": out.format.scale == "tensor",
-        "L2": out.format.norm == "l2",
+        "NORM": NORMS[out.format.norm],
     }
 
 

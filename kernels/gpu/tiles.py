@@ -47,6 +47,8 @@ MAGIC = tl.constexpr(wire.MAGIC)
 HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
 ALIGN = tl.constexpr(wire.ALIGN)
 ABOVE = tl.constexpr(wire.ABOVE)
+MOST = tl.constexpr(wire.MOST)
+L1, L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l1", "l2", "unbiased"))
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in: one binary serves every layout.
@@ -256,12 +258,19 @@ def write_header(message, flag, fingerprint, shard_blocks, BITS: tl.constexpr):
 
 
 @triton.jit
-def mean_scale(total, count, L2: tl.constexpr):
+def mean_scale(total, count, NORM: tl.constexpr):
     """||c||_1 / count, or the root mean square; 0 for an empty block."""
     scale = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
-    if L2:
+    if NORM == L2:
         scale = tl.sqrt_rn(scale)
     return scale
+
+
+@triton.jit
+def unbiased_scale(squares, total, count):
+    """||c||_2^2 / ||c||_1, at most MOST times the root mean square."""
+    largest = mean_scale(squares, count, L2) * MOST
+    return tl.minimum(tl.div_rn(squares, tl.where(total > 0, total, 1.0)), largest)
 
 
 @triton.jit
@@ -284,12 +293,12 @@ def counted_only(x, live, valid, TILE: tl.constexpr):
 @triton.jit
 def encode(
     c, live, value, scale, partial, counted, bits, valid, length,
-    TILE: tl.constexpr, TENSOR: tl.constexpr, L2: tl.constexpr,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
     c = counted_only(c, live, valid, TILE)
     positive = c >= 0
-    total = tl.sum(c * c if L2 else tl.abs(c), axis=0)
+    total = tl.sum(c * c if NORM == L2 else tl.abs(c), axis=0)
     count = valid
     if live is not None:
         count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
@@ -298,7 +307,7 @@ def encode(
         tl.store(counted, count)
         left = c
     else:
-        s = mean_scale(total, count, L2)
+        s = unbiased_scale(tl.sum(c * c, axis=0), total, count) if NORM == UNBIASED else mean_scale(total, count, NORM)
         tl.store(scale, s)
         left = counted_only(c - signed(positive, s), live, valid, TILE)
     store_flat(value, left, length, TILE)
@@ -313,10 +322,10 @@ def encode_two_bits(c, live, value, scales, bits, valid, length, TILE: tl.conste
     count = valid
     if live is not None:
         count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
-    large = size > mean_scale(tl.sum(size, axis=0), count, False) * ABOVE
+    large = size > mean_scale(tl.sum(size, axis=0), count, L1) * ABOVE
     larger = tl.sum(large.to(tl.int32), axis=0)
-    small_size = mean_scale(tl.sum(tl.where(large, 0.0, size), axis=0), count - larger, False)
-    large_size = mean_scale(tl.sum(tl.where(large, size, 0.0), axis=0), larger, False)
+    small_size = mean_scale(tl.sum(tl.where(large, 0.0, size), axis=0), count - larger, L1)
+    large_size = mean_scale(tl.sum(tl.where(large, size, 0.0), axis=0), larger, L1)
     tl.store(scales, small_size)
     tl.store(scales + 1, large_size)
     left = c - signed(positive, tl.where(large, large_size, small_size))
@@ -338,7 +347,7 @@ def finished(counter, total):
 
 
 @triton.jit
-def finish_scale(scale, residual_scale, partial, counted, blocks, L2: tl.constexpr):
+def finish_scale(scale, residual_scale, partial, counted, blocks, NORM: tl.constexpr):
     """The scale of one message from its blocks' sums and counts."""
     total = tl.zeros((1024,), tl.float32)
     count = tl.zeros((1024,), tl.int64)
@@ -346,7 +355,7 @@ def finish_scale(scale, residual_scale, partial, counted, blocks, L2: tl.constex
         i = start + tl.arange(0, 1024)
         count += tl.load(counted + i, mask=i < blocks, other=0, cache_modifier=".cg")
         total += tl.load(partial + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
-    s = mean_scale(tl.sum(total, axis=0), tl.sum(count, axis=0), L2)
+    s = mean_scale(tl.sum(total, axis=0), tl.sum(count, axis=0), NORM)
     tl.store(scale, s)
     tl.store(residual_scale, s)
 

@@ -12,7 +12,7 @@ from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import ABOVE, Messages
+from onebit.kernels.data.wire import ABOVE, MOST, Messages
 from onebit.kernels.reference.blocks import (
     element_mask,
     flat,
@@ -152,7 +152,7 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tens
     if residual.scale is not None:
         e = e - signed(e >= 0, of_blocks(span, residual.scale)[:, None])
     c = torch.where(mask, y + e, 0)
-    magnitude = (c.abs() if out.format.norm == "l1" else c * c).sum(1)
+    magnitude = (c * c if out.format.norm == "l2" else c.abs()).sum(1)
     count = mask.sum(1)
     if residual.scale is not None:
         counts = [shard.count for shard in span.shards()]
@@ -160,6 +160,10 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tens
     scale = magnitude / count.clamp(min=1)
     if out.format.norm == "l2":
         scale = scale.sqrt()
+    elif out.format.norm == "unbiased":
+        squares = (c * c).sum(1)
+        scale = torch.where(magnitude > 0, squares / magnitude, 0)
+        scale = torch.minimum(scale, MOST * (squares / count.clamp(min=1)).sqrt())
     bits = (c >= 0) & mask
     _put_scales(span, out, scale)
     _put_bits(span, out, bits[:, None])

@@ -87,7 +87,11 @@ class Options:
         1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers."
     )
     scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
-    norm: Norm = _option("l1", 'a scale is the mean size ("l1") or the root mean square ("l2") of what it stands for.')
+    norm: Norm = _option(
+        "l1",
+        'a scale is the mean size of what it stands for ("l1": least is left out), the root mean square ("l2"), or the '
+        'sum of squares over that of sizes ("unbiased": least comes late).',
+    )
     reply: AskedReply = _option(
         "auto",
         "what comes back: the mean compressed once more, to 1 bit (1), as in the papers, or to 2 (2), or every rank's "

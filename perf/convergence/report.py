@@ -189,12 +189,20 @@ def hardware(records: Sequence[Record]) -> str:
     return f"{len(records)} runs, {hours:.1f} hours in all, on: {'; '.join(machines)}; {period}."
 
 
+def data_of(runs: Mapping[str, Records]) -> str:
+    """What all runs of a task were made with."""
+    found = sorted({record["data"] for records in runs.values() for record in records.values()})
+    return (
+        found[0] if len(found) == 1 else f"not the same for all, so that losses can't be compared: {'; '.join(found)}"
+    )
+
+
 def settings(task: str, runs: Mapping[str, Records], ranks: int) -> str:
     of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
     rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
     betas = f" Betas are {of.betas[0]:g} and {of.betas[1]:g}." if of.betas != Task.betas else ""
     return (
-        f"Stands in for {of.papers}. What differs: {of.differs}.\n\nData: {record['data']}. {of.steps} steps of "
+        f"Stands in for {of.papers}. What differs: {of.differs}.\n\nData: {data_of(runs)}. {of.steps} steps of "
         f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}).{betas} "
         f"{record['elements']:,} parameters."
     )

@@ -47,10 +47,11 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return plain
         case "onebit_adam" | "two_bit_adam" | "direct_adam":
             return OneBitAdam(params, **staged, reply=reply_of(run.variant))
-        case "l2_adam" | "direct_l2_adam":
-            return OneBitAdam(params, **staged, reply="direct" if "direct" in run.variant else 1, norm="l2")
-        case "direct_l2_lamb":
-            return OneBitLamb(params, **staged, reply="direct", norm="l2")
+        case "l2_adam" | "direct_l2_adam" | "unbiased_adam" | "direct_unbiased_adam":
+            reply: Any = "direct" if "direct" in run.variant else 1
+            return OneBitAdam(params, **staged, reply=reply, norm="l2" if "l2" in run.variant else "unbiased")
+        case "direct_l2_lamb" | "direct_unbiased_lamb":
+            return OneBitLamb(params, **staged, reply="direct", norm="l2" if "l2" in run.variant else "unbiased")
         case variant if variant in ZERO_ONE:
             options = dict(ZERO_ONE[variant])
             if "local_step_clipper" in options:

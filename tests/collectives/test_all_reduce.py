@@ -25,6 +25,7 @@ CASES = {
     "one-tensor": Case((1,), chunks=2, scale="tensor", norm="l2"),
     "seven": Case((7,), 2048, scale="tensor"),
     "63": Case((63,), norm="l2"),
+    "unbiased": Case((2049, 7), 64, chunks=2, norm="unbiased"),
     "63-bf16": Case((63,), chunks=3, dtype="bfloat16"),
     "1000": Case((1000,), chunks=3, scale="tensor", norm="l2"),
     "1000-fp16": Case((1000,), 96, scale="tensor", dtype="float16"),
@@ -113,7 +114,7 @@ def test_without_a_group_this_process_alone():
     assert recorded.states[-1]["wire_bytes"] == 0
 
 
-@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_chunks_change_no_bit_with_block_scales(size, norm):
     cases = [Case((1000, 63, 129), chunks=chunks, norm=norm) for chunks in (1, 2, 3, 5)]
@@ -131,13 +132,13 @@ def test_chunks_change_no_bit_with_block_scales(size, norm):
 
 @st.composite
 def telescopes(draw):
-    size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    size, scale = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from(["block", "tensor"]))
     case = Case(
         numels=tuple(draw(st.lists(st.integers(0, 200), min_size=1, max_size=4).filter(sum))),
         block_size=draw(st.sampled_from([32, 96])),
         chunks=draw(st.sampled_from([1, 2, 3])),
-        scale=draw(st.sampled_from(["block", "tensor"])),
-        norm=draw(st.sampled_from(["l1", "l2"])),
+        scale=scale,
+        norm=draw(st.sampled_from(["l1", "l2", "unbiased"] if scale == "block" else ["l1", "l2"])),
         reply=draw(st.sampled_from([1, 2, "direct"])),
         steps=draw(st.integers(1, 12)),
         seed=draw(st.integers(0, 2**31)),
@@ -194,8 +195,16 @@ def replace_steps(run, chosen):
     return replace(run, results=[run.results[step] for step in chosen])
 
 
-@pytest.mark.parametrize("norm, value", [("l1", 3e38), ("l2", 1e25)])
-@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize(
+    "scale, norm, value",
+    [
+        ("block", "l1", 3e38),
+        ("block", "l2", 1e25),
+        ("block", "unbiased", 1e25),
+        ("tensor", "l1", 3e38),
+        ("tensor", "l2", 1e25),
+    ],
+)
 def test_huge_values_do_no_lasting_harm(scale, norm, value):
     """Every input is finite, the sum of a block is not."""
     all_reduce = CompressedAllReduce(1000, chunks=1, scale=scale, norm=norm)

@@ -46,7 +46,8 @@ class Wire:
         numels = [int(n) for n in source.integers(0, 150, size=int(source.integers(1, 4)))]
         ranks, chunks = int(source.integers(1, 4)), int(source.integers(1, 3))
         layout = Layout(numels, block_size=pick(source, (32, 64, 96)), ranks=ranks, chunks=chunks)
-        form = Format(layout, pick(source, ("block", "tensor")), pick(source, ("l1", "l2")))
+        scale = pick(source, ("block", "tensor"))
+        form = Format(layout, scale, pick(source, ("l1", "l2", "unbiased") if scale == "block" else ("l1", "l2")))
         chunk = int(source.integers(chunks))
         span, shard = layout.chunk(chunk), layout.shard(chunk, int(source.integers(ranks)))
         work, copies = pick(source, (_decode, _update, _average)), 1

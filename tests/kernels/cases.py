@@ -86,15 +86,27 @@ CASES = {
     "chunks-tensor": Case((500, 200), 96, 3, 2, "tensor", "l2", param=F16, grad=F16),
     "300-parameters": Case(TINY, 32, 3, 2, momentum="none", missing=(0, 150, 299), groups=3, grain=16),
     "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", momentum="packed"),
+    "unbiased-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", groups=2, grain=2),
+    "unbiased-bf16-chunks": Case((2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, missing=(1,)),
     "more-ranks-than-blocks": Case((5, 40), ranks=3, chunks=2, scale="tensor", norm="l1"),
 }
 GRID = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 # Without the case that takes Triton's interpreter seconds: the oracle sees that one.
 SMALL = {name: case for name, case in CASES.items() if len(case.numels) < 300}
 SMALL_GRID = pytest.mark.parametrize("case", SMALL.values(), ids=SMALL.keys())
-# Both scales, both norms, tails, several messages and chunks.
-FEW = ("three-groups-tensor", "bf16-master-96", "fp16-master-2049", "full-blocks", "chunks", "chunks-tensor")
+# Both scales, all norms, tails, several messages and chunks.
+FEW = (
+    "three-groups-tensor",
+    "bf16-master-96",
+    "fp16-master-2049",
+    "full-blocks",
+    "chunks",
+    "chunks-tensor",
+    "unbiased-96",
+)
 FEW_GRID = pytest.mark.parametrize("case", [CASES[name] for name in FEW], ids=FEW)
+PAIRS = (("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("tensor", "l1"), ("tensor", "l2"))
+SCALES_AND_NORMS = pytest.mark.parametrize("scale, norm", PAIRS)
 ON_BACKENDS = pytest.mark.parametrize("name", BACKENDS)
 ON_FUSED = pytest.mark.parametrize("name", FUSED)
 

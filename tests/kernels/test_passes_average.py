@@ -13,6 +13,7 @@ from tests.kernels.cases import (
     GRID,
     ON_BACKENDS,
     ON_FUSED,
+    SCALES_AND_NORMS,
     SMALL_GRID,
     Case,
     World,
@@ -171,8 +172,7 @@ def test_decode_passes_over_a_tensor_that_is_none(name):
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("norm", ["l1", "l2"])
+@SCALES_AND_NORMS
 def test_all_live_is_no_mask_bit_for_bit(name, scale, norm):
     world = World(Case((100, 7, 96, 33), 96, 2, scale=scale, norm=norm, groups=3), name)
     live, received = np.ones(world.elements, bool), world.received(0, 1)

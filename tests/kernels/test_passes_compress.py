@@ -14,6 +14,8 @@ from tests.kernels.cases import (
     GRID,
     ON_BACKENDS,
     ON_FUSED,
+    PAIRS,
+    SCALES_AND_NORMS,
     SMALL_GRID,
     Case,
     World,
@@ -151,8 +153,7 @@ def test_compress_scales_what_it_adds_to_scaled_momentum(name, case, monkeypatch
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("norm", ["l1", "l2"])
+@SCALES_AND_NORMS
 def test_all_live_is_no_mask_and_gamma_one_is_no_gamma_bit_for_bit(name, scale, norm):
     case = Case((100, 7, 96, 33), 96, 2, scale=scale, norm=norm, groups=3)
     world = World(case, name)
@@ -284,8 +285,7 @@ def test_a_tensor_scale_spans_one_message_and_no_more(name):
 def test_the_grid_covers_what_it_says():
     """Every option that a pass branches on is taken with both scales or both momenta somewhere."""
     cases = CASES.values()
-    pairs = {(case.scale, case.norm) for case in cases}
-    assert pairs == {("block", "l1"), ("block", "l2"), ("tensor", "l1"), ("tensor", "l2")}
+    assert {(case.scale, case.norm) for case in cases} == set(PAIRS)
     assert {case.momentum for case in cases} == {"none", "dense", "packed"}
     assert {case.ranks for case in cases} == {1, 2, 3}
     assert {case.param for case in cases} >= {torch.float32, torch.bfloat16, torch.float16}

@@ -25,10 +25,12 @@ FEW = settings(max_examples=25)
 class Compressor:
     """compress with beta1 = 0 and no momentum, so that c is the gradient and the residual alone."""
 
-    def __init__(self, name: str, numel: int, scale: str = "block", hyper: Hyper | None = None) -> None:
+    def __init__(
+        self, name: str, numel: int, scale: str = "block", hyper: Hyper | None = None, norm: str = "l1"
+    ) -> None:
         self.passes, self.device = backend(name), torch.device(device_of(name))
         self.layout = Layout([numel], block_size=32)
-        self.form = Format(self.layout, scale)
+        self.form = Format(self.layout, scale, norm)
         self.residual = Residual.zeros(self.layout.all(), self.form, self.device)
         self.hyper = hyper_table([hyper or Hyper()], self.device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -88,6 +90,31 @@ def test_over_steps_what_was_sent_and_what_is_left_is_what_was_given(name, scale
     if scale == "tensor":
         left -= oracle.sigma(left) * float(compress.residual.scale[0])
     assert np.allclose(sent + left, given_, rtol=0, atol=2e-6 * steps)
+
+
+@ON_BACKENDS
+@given(st.integers(0, 2**32 - 1), st.integers(1, 100), st.sampled_from([1.0, 1e-12, 1e12]))
+@FEW
+def test_what_an_unbiased_scale_leaves_out_is_orthogonal_to_what_was_given(name, seed, numel, size):
+    values = (size * np.random.default_rng(seed).normal(size=numel)).astype(np.float32)
+    compress = Compressor(name, numel, norm="unbiased")
+    found = contents(compress(values), 0, compress.layout.lengths().tolist())
+    for start, scale in zip(range(0, numel, 32), found.scales, strict=True):
+        block = values[start : start + 32].astype(np.float64)
+        if scale < 1.9 * np.sqrt((block**2).mean()):
+            across = block @ compress.left()[start : start + 32].astype(np.float64)
+            assert abs(across) <= 1e-5 * (block @ block)
+
+
+@ON_BACKENDS
+def test_an_unbiased_scale_is_bounded_where_few_elements_are_not_zero(name):
+    """||c||_2^2 / ||c||_1 would be 3: what all 32 would be moved by. And nothing comes of nothing."""
+    values = np.zeros(64, np.float32)
+    values[5] = 3.0
+    compress = Compressor(name, 64, norm="unbiased")
+    scales = compress(values).scales(0, compress.layout.all()).tolist()
+    assert scales == [pytest.approx(2 * 3 / np.sqrt(32)), 0.0]
+    assert np.isfinite(compress.left()).all()
 
 
 @pytest.mark.parametrize("writer", BACKENDS)

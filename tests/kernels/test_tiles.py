@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from onebit.kernels.data.wire import NORMS
 from onebit.kernels.gpu import tiles
 from tests.kernels.cases import GPU
 
@@ -13,8 +14,8 @@ BLOCKS = 2500  # three rounds of 1024
 
 
 @triton.jit
-def _finish_scale(scale, residual_scale, partial, counted, blocks, L2: tl.constexpr):
-    tiles.finish_scale(scale, residual_scale, partial, counted, blocks, L2)
+def _finish_scale(scale, residual_scale, partial, counted, blocks, NORM: tl.constexpr):
+    tiles.finish_scale(scale, residual_scale, partial, counted, blocks, NORM)
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def test_the_scale_of_a_message_counts_all_its_blocks(norm):
     counted = torch.randint(0, 16385, (BLOCKS + 8,), dtype=torch.int32, device=GPU)
     counted[5::7] = 0
     scale, copy = torch.zeros(1, device=GPU), torch.zeros(1, device=GPU)
-    _finish_scale[(1,)](scale, copy, partial, counted, BLOCKS, L2=norm == "l2")
+    _finish_scale[(1,)](scale, copy, partial, counted, BLOCKS, NORM=NORMS[norm])
     wanted = partial[:BLOCKS].double().sum().item() / counted[:BLOCKS].sum().item()
     wanted = np.sqrt(wanted) if norm == "l2" else wanted
     assert scale.item() == pytest.approx(wanted, rel=1e-6)

@@ -17,12 +17,11 @@ from onebit.kernels.data.wire import MAGIC, NONFINITE, Format, MessageError, Mes
 from tests import oracle
 
 FORMS = st.builds(
-    lambda numels, size, ranks, scale, norm: Format(Layout(numels, block_size=size, ranks=ranks), scale, norm),
+    lambda numels, size, ranks, of: Format(Layout(numels, block_size=size, ranks=ranks), *of),
     st.lists(st.integers(0, 300), min_size=1, max_size=9),
     st.sampled_from([32, 64, 96, 2048]),
     st.integers(1, 4),
-    st.sampled_from(["block", "tensor"]),
-    st.sampled_from(["l1", "l2"]),
+    st.sampled_from([("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("tensor", "l1"), ("tensor", "l2")]),
 )
 
 
@@ -189,7 +188,11 @@ def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ra
 
 @pytest.mark.parametrize(
     "change, words",
-    [({"scale": "row"}, ["scale", "block", "tensor", "row"]), ({"norm": "l3"}, ["norm", "l1", "l2", "l3"])],
+    [
+        ({"scale": "row"}, ["scale", "block", "tensor", "row"]),
+        ({"norm": "l3"}, ["norm", "l1", "l2", "l3"]),
+        ({"norm": "unbiased", "scale": "tensor"}, ["unbiased", "tensor", 'scale="block"']),
+    ],
 )
 def test_a_wrong_format_says_what_and_what_to_do(change, words):
     with pytest.raises(ValueError) as raised:

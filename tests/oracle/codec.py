@@ -106,6 +106,7 @@ class Layout:
 
 
 ABOVE = 1.23  # times the mean size of a block: a larger element is large
+MOST = 2.0  # times the root mean square of a block: an unbiased scale is not larger
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,17 @@ def sigma(c: np.ndarray) -> np.ndarray:
 
 
 def magnitude(values: np.ndarray, norm: str) -> float:
-    """The mean of |values| ("l1") or their root mean square ("l2"); 0 where there is none."""
+    """The mean of |values| ("l1"), their root mean square ("l2"), or the sum of their squares over that of their sizes
+    ("unbiased"), which is at most MOST times the root mean square; 0 where there is none."""
     if values.size == 0:
         return 0.0
     if norm == "l1":
         return float(np.abs(values).mean())
+    rms = float(np.sqrt((values**2).mean()))
     if norm == "l2":
-        return float(np.sqrt((values**2).mean()))
+        return rms
+    if norm == "unbiased":
+        return min(float((values**2).sum() / np.abs(values).sum()), MOST * rms) if values.any() else 0.0
     raise ValueError(norm)
 
 

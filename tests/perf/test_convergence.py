@@ -184,6 +184,15 @@ def test_the_page_has_tables_figures_and_commands(tmp_path: Path, capsys: pytest
     assert study.main(["--report", f"--out={tmp_path / 'none'}"]) == 2
 
 
+def test_runs_that_were_made_with_other_data_are_not_compared_unnoticed(tmp_path: Path) -> None:
+    """The classifier that judges a GAN's samples is another on another machine."""
+    for run, made_with in ((replace(RUN, variant="adam", freeze=None), "one judge"), (RUN, "another")):
+        write(tmp_path, run, 2.0, data=made_with)
+    runs = records.main_runs(tmp_path, "quick", 2)
+    assert "can't be compared: another; one judge" in report.settings("quick", runs, 2)
+    assert "Data: another." in report.settings("quick", {"onebit_adam": runs["onebit_adam"]}, 2)
+
+
 def test_a_sweep_compares_runs_of_the_same_seeds(tmp_path: Path) -> None:
     """The main comparison has seeds that the sweep has not."""
     for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:

@@ -35,12 +35,12 @@ def run_all(rank, size, cases):
     return [both_stages(rank, size, case) for case in cases]
 
 
-EVERY = list(itertools.product(("block", "tensor"), ("l1", "l2"), (True, False)))
+EVERY = [*itertools.product(("block", "tensor"), ("l1", "l2"), (True, False)), ("block", "unbiased", True)]
 CHOICES = {  # scale, norm, bias_correction
     1: EVERY,
     2: [("block", "l1", True), ("block", "l2", False), ("tensor", "l1", False), ("tensor", "l2", True)],
-    3: [("block", "l1", True), ("tensor", "l2", False)],
-    4: [("block", "l2", False), ("tensor", "l1", True)],
+    3: [("block", "l1", True), ("tensor", "l2", False), ("block", "unbiased", False)],
+    4: [("block", "l2", False), ("tensor", "l1", True), ("block", "unbiased", True)],
 }
 
 

@@ -48,7 +48,7 @@ WRONG = [
     ("freeze_window", 2.5, ["freeze_window=2.5", "1 or more"]),
     ("zero_variance", "alive", ["zero_variance='alive'", "floor", "hold"]),
     ("scale", "row", ["scale", "'row'", "block", "tensor"]),
-    ("norm", "l3", ["norm", "'l3'", "l1", "l2"]),
+    ("norm", "l3", ["norm", "'l3'", "l1", "l2", "unbiased"]),
     ("chunks", 0, ["chunks=0", "positive", '"auto"']),
     ("chunks", 1.5, ["chunks=1.5", "positive", '"auto"']),
     ("chunks", "many", ["chunks='many'", '"auto"']),

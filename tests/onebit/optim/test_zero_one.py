@@ -52,6 +52,8 @@ VARIANTS = {
     "block scales": {},
     "tensor scale": {"scale": "tensor"},
     "direct": {"reply": "direct"},
+    "unbiased": {"norm": "unbiased", "chunks": 2},
+    "unbiased, direct": {"norm": "unbiased", "reply": "direct"},
     "2 bits": {"reply": 2, "chunks": 2},
     "floors": {"variance_floor": 0.3, "chunks": 3},
     "hold": {"zero_variance": "hold", "scale": "tensor", "norm": "l2"},
