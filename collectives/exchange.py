@@ -153,7 +153,7 @@ class Exchange(ABC):
             )
         self.layout, self.transport, self.device = layout, transport, device
         self.format = Format(layout, scale, norm)
-        self.reply_format = self.format.with_bits(self.reply_bits)
+        self.reply_format = self._reply_format()
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
@@ -189,6 +189,10 @@ class Exchange(ABC):
     @abstractmethod
     def shards(cls, ranks: int) -> int:
         """Into how many shards a chunk is cut: the `ranks` of its layout."""
+
+    def _reply_format(self) -> Format:
+        """Of what comes back."""
+        return self.format
 
     @abstractmethod
     def _servers(self) -> Sequence[Server | None]:

@@ -2,7 +2,7 @@
 
     compress   c = beta1 m + gamma_p ((1 - beta1) g') + e
     average    c = mean_i decode(message_i) + e
-    both       bit = sigma(c);   scale = ||c||_1 / count;   e = c - scale sigma(c)         (scales: `wire.Format.norm`)
+    both       bit = sigma(c);   scale = ||c||_1 / count, or as the norm says (`wire`);   e = c - scale sigma(c)
     decode     x = scale sigma
 
 average may write 2 bits an element: whether it is large, more than ABOVE times the block's mean size, picks one of two

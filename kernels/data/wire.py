@@ -18,7 +18,8 @@ What a scale is made of: the mean size ("l1": no other has a smaller error), the
 
 with which what is left out is orthogonal to c (Vargaftik et al. 2021, DRIVE, section 3): all of c arrives at once, and
 noise with it, where the mean size sends 2/3 of a normally distributed c and the rest in later steps. A block with few
-elements that are not 0 meets the bound: without it all others would be moved as far as these.
+elements that are not 0 meets the bound: without it all others would be moved as far as these. Means that are compressed
+once more (`onebit.collectives.two_phases`) have the root mean square instead.
 
 With 2 bits an element a block has two scales, the mean sizes of its small and of its large elements, and twice as many
 bytes of bits: the signs of all, then for all whether they are large: more than ABOVE times the block's mean size.

@@ -15,12 +15,13 @@ from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
-from onebit.kernels.data.wire import Norm, Scale, check_scale
+from onebit.kernels.data.wire import Scale, check_scale
 from onebit.optim.param_groups import beta_of
 from onebit.warning import warn
 
 ZeroVariance = Literal["floor", "hold"]
 OnDivergence = Literal["raise", "broadcast"]
+AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
 _MOST_STEPS = 2**31
@@ -47,7 +48,7 @@ class OptionArguments(TypedDict, total=False):
     zero_variance: ZeroVariance
     variance_floor: float
     scale: Scale
-    norm: Norm
+    norm: AskedNorm
     reply: AskedReply
     block_size: int
     chunks: int | Literal["auto"]
@@ -87,10 +88,11 @@ class Options:
         1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers."
     )
     scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
-    norm: Norm = _option(
-        "l1",
+    norm: AskedNorm = _option(
+        "auto",
         'a scale is the mean size of what it stands for ("l1": least is left out), the root mean square ("l2"), or the '
-        'sum of squares over that of sizes ("unbiased": least comes late).',
+        'sum of squares over that of sizes ("unbiased": least comes late); "auto": unbiased for 0/1 Adam with block '
+        "scales, else l1.",
     )
     reply: AskedReply = _option(
         "auto",
@@ -178,7 +180,9 @@ class Options:
             )
         check_reply(self.reply)
         check_block_size(self.block_size)
-        check_scale(self.scale, self.norm)
+        if not is_one_of(self.norm, get_args(AskedNorm)):
+            raise ValueError(f"norm={self.norm!r:.80}: it must be one of {get_args(AskedNorm)}")
+        check_scale(self.scale, "l1" if self.norm == "auto" else self.norm)
 
 
 T = TypeVar("T", bound=type)

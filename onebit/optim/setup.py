@@ -15,6 +15,7 @@ from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
 from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.wire import Norm
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
@@ -41,6 +42,13 @@ class Setup:
     def way(self) -> type[Exchange]:
         """Of the exchange of messages."""
         return way_for(self.options.reply, self.topology.replicas.size)
+
+    @property
+    def norm(self) -> Norm:
+        """What a scale is made of. With one scale a message it can't be the algorithm's own choice, which is made for
+        blocks."""
+        asked, scale = self.options.norm, self.options.scale
+        return asked if asked != "auto" else self.algorithm.norm if scale == "block" else "l1"
 
     @property
     def shards(self) -> int:
@@ -103,7 +111,7 @@ class Setup:
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
         chunks = choose_chunks(
-            self.topology, numel, self.device, options.scale, options.norm, self.options.block_size, self.way
+            self.topology, numel, self.device, options.scale, self.norm, self.options.block_size, self.way
         )
         if self.topology.shard is None:
             return chunks

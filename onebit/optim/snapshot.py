@@ -44,7 +44,7 @@ class Part:
             setup.topology,
             setup.way,
             scale=setup.options.scale,
-            norm=setup.options.norm,
+            norm=setup.norm,
             live=None if live is None else packed(live),
             gamma=setup.algorithm.gamma(self.state),
             keep_previous=setup.algorithm.needs_previous_momentum,

@@ -69,6 +69,7 @@ class ZeroOne(Adam):
     stage_1 = (MOMENTUM, VARIANCE)
     stage_2: tuple[Field, ...] = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO)
     uses_step_number = True
+    norm = "unbiased"
 
     def __init__(self, schedule: VarianceSchedule, syncs: SyncSchedule | None) -> None:
         self.schedule, self.syncs = schedule, syncs

@@ -54,7 +54,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         "overlap", "check_every", "on_divergence",
     )  # fmt: skip
     return {
-        **facts(numels, o.block_size, o.chunks, o.scale, o.norm, setup.way.way, setup.topology.node is not None),
+        **facts(numels, o.block_size, o.chunks, o.scale, setup.norm, setup.way.way, setup.topology.node is not None),
         **{name: getattr(o, name) for name in names},
         **{name: _short([_number(g[name]) for g in groups]) for name in ("lr", "betas", "eps", "weight_decay")},
         **setup.algorithm.settings(),

@@ -22,6 +22,7 @@ COLORS = {
     "naive_adam_start": plots.RED,
     "zero_one_adam": plots.BROWN,
     "direct_zero_one_adam": plots.PINK,
+    "direct_zero_one_unbiased_adam": plots.TEAL,
     "local_16_adam": plots.OLIVE,
     "lamb": plots.GREY,
     "onebit_lamb": plots.BLUE,
@@ -73,11 +74,12 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
                 x, [min(columns[i]) for i in shown], [max(columns[i]) for i in shown], color=color, alpha=0.2, lw=0
             )
         late = [y for line in axes.get_lines() for x, y in zip(*line.get_data(), strict=True) if 2 * x >= steps[-1]]
-        room = 0.15 * (max(late) - min(late))
-        axes.set_ylim(min(late) - room, max(late) + room)  # a spike in the first half does not set the scale
+        if late:  # a spike in the first half does not set the scale
+            room = 0.15 * (max(late) - min(late))
+            axes.set_ylim(min(late) - room, max(late) + room)
+            axes.legend(fontsize=8)
         axes.set(title=title, xlabel="step", ylabel="loss")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
 
     return panel
 
@@ -109,7 +111,7 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
         axes.xaxis.set_major_formatter("{x:+g}")
         axes.set_xlim(left, 1.3 * right)
         axes.set_yticks(range(len(names)), [VARIANTS[v].replace("1 bit ", "1 bit\n") for v in names], fontsize=8)
-        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
         axes.grid(alpha=0.3, axis="x")
         axes.set(title="Final loss less the baseline's, a dot a seed", xlabel="difference, worse to the right")
 

@@ -53,7 +53,7 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
         case "direct_l2_lamb" | "direct_unbiased_lamb":
             return OneBitLamb(params, **staged, reply="direct", norm="l2" if "l2" in run.variant else "unbiased")
         case variant if variant in ZERO_ONE:
-            options = dict(ZERO_ONE[variant])
+            options = {"norm": "l1", **ZERO_ONE[variant]}
             if "local_step_clipper" in options:
                 options |= {name: round(share * run.steps) for name, share in LOCAL.items()}
             return ZeroOneAdam(params, **common, chunks=1, **options)

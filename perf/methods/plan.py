@@ -25,12 +25,27 @@ METHODS = (
     "lamb-2",
     "zero-one",
     "zero-one-local",
+    "zero-one-unbiased",
+    "zero-one-local-unbiased",
     "diloco",
     "torchft",
 )
 TRAINED_AS = {"torchft": "diloco"}  # the same steps, but for rounding
-OURS = ("adam-2", "adam-2-bf16", "lamb-2", "zero-one", "zero-one-local")
-LOCAL = ("zero-one-local", "diloco", "torchft")  # methods whose ranks do not always have the same parameters
+OURS = (
+    "adam-2",
+    "adam-2-bf16",
+    "lamb-2",
+    "zero-one",
+    "zero-one-local",
+    "zero-one-unbiased",
+    "zero-one-local-unbiased",
+)
+LOCAL = (  # methods whose ranks do not always have the same parameters
+    "zero-one-local",
+    "zero-one-local-unbiased",
+    "diloco",
+    "torchft",
+)
 STEPS, FREEZE = 300, 75
 CLIP = 1.0  # the norm of gradients, as is usual for language models; without overlap, since that can't be clipped
 REPEATS = 5  # steps in a median

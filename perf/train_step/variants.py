@@ -174,9 +174,10 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
 POWERSGD_SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of the steps that 1-bit Adam waits
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
+MEAN_SIZE, UNBIASED = {**IN_BF16, "norm": "l1"}, {**IN_BF16, "norm": "unbiased"}
 SOON = {**IN_BF16, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
 SOON_LOCAL = {**IN_BF16, "var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 3}
-LOCAL = {**IN_BF16, "var_freeze_step": lambda freeze: freeze, "local_step_scaler": lambda freeze: max(1, freeze // 3)}
+LOCAL = {"var_freeze_step": lambda freeze: freeze, "local_step_scaler": lambda freeze: max(1, freeze // 3)}
 ZERO_ONE = {
     "dense": "zero-one-full", "full": "zero-one-full", "1 bit": "zero-one-bit", "local": "zero-one-alone",
     "sync": "zero-one-sync",
@@ -249,14 +250,32 @@ VARIANTS: dict[str, Variant] = {
         "0/1 Adam, bf16, sync", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON_LOCAL, times="sync"
     ),
     "zero-one": Variant(
-        "0/1 Adam, bf16", ZeroOneAdam, sends=BRAIN, stage=2, options=IN_BF16, parts=ZERO_ONE, kinds=zero_one_kinds
+        "0/1 Adam, bf16", ZeroOneAdam, sends=BRAIN, stage=2, options=MEAN_SIZE, parts=ZERO_ONE, kinds=zero_one_kinds
     ),
     "zero-one-local": Variant(
         "0/1 Adam, bf16, local steps",
         ZeroOneAdam,
         sends=BRAIN,
         stage=2,
-        options=LOCAL,
+        options={**LOCAL, **MEAN_SIZE},
+        parts=ZERO_ONE,
+        kinds=local_kinds,
+    ),
+    "zero-one-unbiased": Variant(
+        "0/1 Adam, bf16, norm unbiased",
+        ZeroOneAdam,
+        sends=BRAIN,
+        stage=2,
+        options=UNBIASED,
+        parts=ZERO_ONE,
+        kinds=zero_one_kinds,
+    ),
+    "zero-one-local-unbiased": Variant(
+        "0/1 Adam, bf16, norm unbiased, local steps",
+        ZeroOneAdam,
+        sends=BRAIN,
+        stage=2,
+        options={**LOCAL, **UNBIASED},
         parts=ZERO_ONE,
         kinds=local_kinds,
     ),
@@ -293,6 +312,8 @@ TRAINED = (
     "lamb-2",
     SPACED,
     "zero-one-local",
+    "zero-one-unbiased",
+    "zero-one-local-unbiased",
     "diloco",
 )  # of which losses
 TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time

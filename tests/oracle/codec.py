@@ -266,15 +266,20 @@ class SimulatedAllReduce:
             if self.direct:
                 result[shard] = total / len(ys)
                 continue
-            reply = self._compress(total / len(ys) + self.server[shard], valid[shard], shard, self.reply_bits)
+            reply = self._compress(
+                total / len(ys) + self.server[shard], valid[shard], shard, self.reply_bits,
+                "l2" if self.norm == "unbiased" else self.norm,
+            )  # fmt: skip
             self.server[shard] = reply.error
             self.scattered.append(reply)
             result[shard] = reply.decoded
         return result
 
-    def _compress(self, c: np.ndarray, valid: np.ndarray, shard: slice, bits: int = 1) -> Message:
+    def _compress(
+        self, c: np.ndarray, valid: np.ndarray, shard: slice, bits: int = 1, norm: str | None = None
+    ) -> Message:
         c, counted = np.where(valid, c, 0.0), None if self.counted is None else self.counted[shard]
         lengths = self.layout.lengths_in(shard)
         if bits == 2:
             return compress_two_bits(c, valid, lengths=lengths, counted=counted)
-        return compress(c, valid, lengths=lengths, scale=self.scale, norm=self.norm, counted=counted)
+        return compress(c, valid, lengths=lengths, scale=self.scale, norm=norm or self.norm, counted=counted)

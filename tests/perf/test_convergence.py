@@ -193,6 +193,13 @@ def test_runs_that_were_made_with_other_data_are_not_compared_unnoticed(tmp_path
     assert "Data: another." in report.settings("quick", {"onebit_adam": runs["onebit_adam"]}, 2)
 
 
+def test_runs_that_no_curve_shows_make_a_page_too(tmp_path: Path) -> None:
+    """Without their baseline, and of a variant that is in tables only."""
+    write(tmp_path / "out", Run.standard("lm", "zero_one_8_adam", 0), 2.0)
+    assert study.main(["--report", f"--out={tmp_path / 'out'}", f"--docs={tmp_path / 'page.md'}"]) == 0
+    assert "| 0/1 Adam, kappa 8 | - | 2.000 (one seed) |" in (tmp_path / "page.md").read_text()
+
+
 def test_a_sweep_compares_runs_of_the_same_seeds(tmp_path: Path) -> None:
     """The main comparison has seeds that the sweep has not."""
     for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:

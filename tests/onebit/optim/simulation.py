@@ -152,6 +152,8 @@ def plan_of(case, ranks):
 class Simulation:
     """The paper's steps for a case in float64. Lists are in the order of the flat space."""
 
+    norm = "l1"  # of scales, where a case does not say it
+
     def __init__(self, case, ranks):
         """ranks: to the network, which are nodes with two levels."""
         self.case, self.ranks = case, ranks
@@ -184,7 +186,9 @@ class Simulation:
 
     def simulated_all_reduce(self):
         options = self.case.options
-        scale, norm = options.get("scale", "block"), options.get("norm", "l1")
+        scale, norm = options.get("scale", "block"), options.get("norm", self.norm)
+        if scale == "tensor" and norm == "unbiased":
+            norm = "l1"
         made = oracle.SimulatedAllReduce(
             self.layout, scale, norm, self.has_variance, self.direct, reply_bits=2 if options.get("reply") == 2 else 1
         )

@@ -196,3 +196,30 @@ def test_dead_is_the_old_name_of_zero_variance(kind, old, new):
         kind([nn.Parameter(torch.ones(3))], dead=old, zero_variance=new)
     with pytest.raises(TypeError, match="unexpected keyword argument 'fredze_step'"):
         kind([nn.Parameter(torch.ones(3))], fredze_step=3)
+
+
+@pytest.mark.parametrize(
+    "kind, options, norm",
+    [
+        ("OneBitAdam", {}, "l1"),
+        ("OneBitLamb", {}, "l1"),
+        ("ZeroOneAdam", {}, "unbiased"),
+        ("ZeroOneAdam", {"norm": "auto"}, "unbiased"),
+        ("ZeroOneAdam", {"scale": "tensor"}, "l1"),
+        ("ZeroOneAdam", {"norm": "l2"}, "l2"),
+        ("OneBitAdam", {"norm": "unbiased"}, "unbiased"),
+    ],
+)
+def test_what_a_scale_is_made_of_where_nothing_is_said_is_the_optimizers_own(kind, options, norm):
+    optimizer = build(kind, **options)
+    assert optimizer.setup.norm == norm
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+
+
+@kinds
+def test_an_unbiased_scale_is_a_blocks(kind):
+    with pytest.raises(ValueError) as caught:
+        build(kind, scale="tensor", norm="unbiased")
+    assert_message(caught, "unbiased", "tensor", 'scale="block"', 'norm="l1"')

@@ -97,6 +97,8 @@ def _record(found: Recorded, optimizer: Any, params: list[Any]) -> None:
 class ZeroOneSimulation(Simulation):
     """The oracle for a case. Lists are in the order of the flat space."""
 
+    norm = "unbiased"
+
     def __init__(self, case: Any, ranks: int) -> None:
         super().__init__(case.but(options={"freeze_step": 0, **case.options}), ranks)
         self.has_variance = np.ones(self.layout.size, bool)
