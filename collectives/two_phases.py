@@ -14,7 +14,6 @@ element (not in the papers), for half as many bytes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from onebit.collectives.exchange import Chunk, Exchange, Reply, Server, arrived
@@ -54,10 +53,7 @@ class TwoPhases(Exchange):
                 use(chunks[j - 2])
 
     def _reply_format(self) -> Format:
-        """The mean of a few signs is 0 in many places. An unbiased scale would move these as far as all others, and
-        what is left out would grow."""
-        form = self.format.with_bits(self.reply_bits)
-        return replace(form, norm="l2") if form.norm == "unbiased" else form
+        return self.format.of_means(self.reply_bits)
 
     def _servers(self) -> Sequence[Server]:
         layout, ranks = self.layout, self.transport.size

@@ -16,10 +16,9 @@ What a scale is made of: the mean size ("l1": no other has a smaller error), the
 
     unbiased    ||c||_2^2 / ||c||_1, at most MOST times the root mean square
 
-with which what is left out is orthogonal to c (Vargaftik et al. 2021, DRIVE, section 3): all of c arrives at once, and
+with which what is left out is orthogonal to c (as in DRIVE, Vargaftik et al. 2021): all of c arrives at once, and
 noise with it, where the mean size sends 2/3 of a normally distributed c and the rest in later steps. A block with few
-elements that are not 0 meets the bound: without it all others would be moved as far as these. Means that are compressed
-once more (`onebit.collectives.two_phases`) have the root mean square instead.
+elements that are not 0 meets the bound: without it all others would be moved as far as these.
 
 With 2 bits an element a block has two scales, the mean sizes of its small and of its large elements, and twice as many
 bytes of bits: the signs of all, then for all whether they are large: more than ABOVE times the block's mean size.
@@ -36,7 +35,7 @@ checksums).
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -101,6 +100,13 @@ class Format:
         """The same blocks in so many bits an element. With 2 every block has its own mean sizes, whatever `scale` and
         `norm` are."""
         return self if bits == self.bits else Format(self.layout, bits=bits)
+
+    def of_means(self, bits: Bits) -> Format:
+        """The same blocks in so many bits, for means of messages, which are compressed once more. The mean of a few
+        signs is 0 in many places. An unbiased scale would move these as far as all others, and what is left out would
+        grow: so there it is the root mean square."""
+        form = self.with_bits(bits)
+        return replace(form, norm="l2") if form.norm == "unbiased" else form
 
     def scales(self, blocks: int) -> int:
         """In the message of a shard of so many blocks."""

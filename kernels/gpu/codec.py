@@ -41,7 +41,7 @@ def compress_kernel(
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit have the format of what is written
+    m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit are as long as what is written
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r

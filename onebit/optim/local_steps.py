@@ -34,7 +34,7 @@ OWN_MOMENTUM = Field("own_momentum", saved=False)
 FACTOR = Field("momentum_factor", per="parameter", values="non-negative", initial=1.0, required=False)
 """What the last message is multiplied by to be m: 1 until a sync, then 1 / W; 0 where there was no message yet."""
 
-KEPT = 3 / 4  # of W, at least: what a message leaves out is a half to two thirds of what it was made of
+KEPT = 3 / 4  # of W, at least: what a message leaves out is a half to three quarters of what it was made of
 
 FIELDS = (ANCHOR, OWN_MOMENTUM, FACTOR)
 

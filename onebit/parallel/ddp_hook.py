@@ -26,7 +26,7 @@ from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
-from onebit.kernels.data.wire import Norm
+from onebit.kernels.data.wire import Norm, check_scale
 from onebit.parallel.unwrap import own_module
 
 Names = tuple[str, ...]
@@ -52,6 +52,7 @@ class OneBitState:
     ) -> None:
         check_block_size(block_size)
         check_reply(reply)
+        check_scale("block", norm)
         self.process_group, self.node_group = process_group, node_group
         self.norm, self.reply, self.block_size = norm, reply, block_size
         self._topology: Topology | None = None

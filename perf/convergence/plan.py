@@ -42,6 +42,7 @@ VARIANTS = {  # by how they are called in tables
     "zero_one_16_adam": "0/1 Adam, kappa 16",
     "local_4_adam": "0/1 Adam, exchanges up to 4 steps apart",
     "local_8_adam": "0/1 Adam, exchanges up to 8 steps apart",
+    "local_16_unbiased_adam": "0/1 Adam, norm unbiased, exchanges up to 16 steps apart",
     "local_16_adam": "0/1 Adam, exchanges up to 16 steps apart",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
@@ -78,10 +79,14 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "zero_one_16_adam": {"reply": 1, "var_update_scaler": 16},
     "local_4_adam": {"local_step_clipper": 4},
     "local_8_adam": {"local_step_clipper": 8},
+    "local_16_unbiased_adam": {"local_step_clipper": 16, "norm": "unbiased"},
     "local_16_adam": {"local_step_clipper": 16},
 }
 SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
-ONE_SEED = ("zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", *SPACED_LAMB)
+ONE_SEED = (
+    "zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", "local_16_unbiased_adam",
+    *SPACED_LAMB,
+)  # fmt: skip
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
 REPLY = "reply"

@@ -69,7 +69,9 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
         case "onebit_lamb" | "two_bit_lamb" | "direct_lamb":
             return OneBitLamb(params, **staged, reply=reply_of(run.variant))
         case variant if variant in SPACED_LAMB:
-            return SpacedLamb(params, **common, chunks=1, reply="direct", var_update_scaler=SPACED_LAMB[variant])
+            return SpacedLamb(
+                params, **common, chunks=1, reply="direct", norm="l1", var_update_scaler=SPACED_LAMB[variant]
+            )
         case "lamb_basic":
             return LambBasic1Bit(params, **staged, reply=1)
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")

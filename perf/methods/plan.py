@@ -26,7 +26,6 @@ METHODS = (
     "zero-one",
     "zero-one-local",
     "zero-one-unbiased",
-    "zero-one-local-unbiased",
     "diloco",
     "torchft",
 )
@@ -38,11 +37,9 @@ OURS = (
     "zero-one",
     "zero-one-local",
     "zero-one-unbiased",
-    "zero-one-local-unbiased",
 )
 LOCAL = (  # methods whose ranks do not always have the same parameters
     "zero-one-local",
-    "zero-one-local-unbiased",
     "diloco",
     "torchft",
 )

@@ -175,8 +175,10 @@ POWERSGD_SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of 
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
 MEAN_SIZE, UNBIASED = {**IN_BF16, "norm": "l1"}, {**IN_BF16, "norm": "unbiased"}
-SOON = {**IN_BF16, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
-SOON_LOCAL = {**IN_BF16, "var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 3}
+SOON = {**MEAN_SIZE, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
+SOON_LOCAL = {
+    **MEAN_SIZE, "var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 3,
+}  # fmt: skip
 LOCAL = {"var_freeze_step": lambda freeze: freeze, "local_step_scaler": lambda freeze: max(1, freeze // 3)}
 ZERO_ONE = {
     "dense": "zero-one-full", "full": "zero-one-full", "1 bit": "zero-one-bit", "local": "zero-one-alone",
@@ -261,7 +263,7 @@ VARIANTS: dict[str, Variant] = {
         parts=ZERO_ONE,
         kinds=local_kinds,
     ),
-    "zero-one-unbiased": Variant(
+    "zero-one-unbiased": Variant(  # timed as with mean sizes: messages are as long
         "0/1 Adam, bf16, norm unbiased",
         ZeroOneAdam,
         sends=BRAIN,
@@ -269,15 +271,6 @@ VARIANTS: dict[str, Variant] = {
         options=UNBIASED,
         parts=ZERO_ONE,
         kinds=zero_one_kinds,
-    ),
-    "zero-one-local-unbiased": Variant(
-        "0/1 Adam, bf16, norm unbiased, local steps",
-        ZeroOneAdam,
-        sends=BRAIN,
-        stage=2,
-        options={**LOCAL, **UNBIASED},
-        parts=ZERO_ONE,
-        kinds=local_kinds,
     ),
     "diloco-alone": Variant("DiLoCo-like, local step", DiLoCo, options={"every": 3}, times="local"),
     "diloco-sync": Variant("DiLoCo-like, outer step", DiLoCo, options={"every": 3}, times="sync"),
@@ -313,7 +306,6 @@ TRAINED = (
     SPACED,
     "zero-one-local",
     "zero-one-unbiased",
-    "zero-one-local-unbiased",
     "diloco",
 )  # of which losses
 TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time

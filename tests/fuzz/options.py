@@ -26,7 +26,7 @@ _SENSIBLE: dict[str, tuple[Any, ...]] = {
     "zero_variance": ("floor", "hold"),
     "variance_floor": (0.0, 0.01, 1.0),
     "scale": ("block", "tensor"),
-    "norm": ("l1", "l2", "unbiased"),
+    "norm": ("auto", "l1", "l2", "unbiased"),
     "block_size": (32, 64, 2048),
     "chunks": (1, 2, 3, "auto"),
     "master_weights": (True, False),
@@ -74,8 +74,9 @@ def _parameters(source: Source) -> list[nn.Parameter]:
 
 
 def _optimizer(source: Source) -> str:
-    kind = pick(source, (onebit.OneBitAdam, onebit.OneBitLamb))
-    names = {**_SENSIBLE, **(_LAMB if kind is onebit.OneBitLamb else {})}
+    kind = pick(source, (onebit.OneBitAdam, onebit.OneBitLamb, onebit.ZeroOneAdam))
+    names = {name: of for name, of in _SENSIBLE.items() if name not in kind.without_options}
+    names |= _LAMB if kind is onebit.OneBitLamb else {}
     params = _parameters(source)
     optimizer = kind(params, **_drawn(source, names, pick(source, (0.0, 0.3))))
     _steps(source, optimizer, params)

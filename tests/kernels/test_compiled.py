@@ -25,6 +25,7 @@ VARIANTS = [
     {},
     {"scale": "tensor", "norm": "l2", "dtype": torch.bfloat16, "masked": True, "scaled": True},
     {"norm": "l2", "dtype": torch.float16, "master": False, "packed": False, "block_size": 96},
+    {"norm": "unbiased", "masked": True},
 ]
 
 
@@ -49,7 +50,7 @@ def many_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16"])
+@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16", "unbiased"])
 def test_any_number_of_threads_gives_the_same_bits(options, many_threads):
     found = []
     for count in (1, 2, 4):
@@ -59,7 +60,7 @@ def test_any_number_of_threads_gives_the_same_bits(options, many_threads):
     assert found[2] == found[0]
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16"])
+@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16", "unbiased"])
 def test_what_is_decoded_past_the_caches_is_the_same(options, monkeypatch):
     found = []
     for large in (2**40, 0):
@@ -106,14 +107,14 @@ def test_two_python_threads_run_passes_at_once(many_threads):
     found = {}
 
     def run(index):
-        found[index] = [outputs(**VARIANTS[index % 3]) for _ in range(3)]
+        found[index] = [outputs(**VARIANTS[index % len(VARIANTS)]) for _ in range(3)]
 
-    callers = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+    callers = [threading.Thread(target=run, args=(i,)) for i in range(8)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join(120)
-    assert all(found[i] == [wanted[i % 3]] * 3 for i in range(6))
+    assert all(found[i] == [wanted[i % len(VARIANTS)]] * 3 for i in range(8))
 
 
 FORKS = """

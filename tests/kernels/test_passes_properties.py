@@ -35,10 +35,11 @@ class Compressor:
         self.hyper = hyper_table([hyper or Hyper()], self.device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    def __call__(self, values: np.ndarray) -> Messages:
+    def __call__(self, values: np.ndarray, live: torch.Tensor | None = None) -> Messages:
         out = self.form.empty(1, self.device)
         grads = Pointers.to(self.layout, [torch.from_numpy(values).to(self.device)], "gradient")
-        self.passes.compress(self.layout.all(), grads, None, self.residual, self.hyper, self.flags, out)
+        live = None if live is None else live.to(self.device)
+        self.passes.compress(self.layout.all(), grads, None, self.residual, self.hyper, self.flags, out, live=live)
         return out
 
     def left(self) -> np.ndarray:
@@ -115,6 +116,16 @@ def test_an_unbiased_scale_is_bounded_where_few_elements_are_not_zero(name):
     scales = compress(values).scales(0, compress.layout.all()).tolist()
     assert scales == [pytest.approx(2 * 3 / np.sqrt(32)), 0.0]
     assert np.isfinite(compress.left()).all()
+
+
+@ON_BACKENDS
+def test_the_bound_of_an_unbiased_scale_is_of_what_takes_part(name):
+    """Half of the block does not: the root mean square is that of the other half."""
+    values, live = np.zeros(32, np.float32), np.arange(32) < 16
+    values[[3, 20]] = 3.0, 100.0
+    compress = Compressor(name, 32, norm="unbiased")
+    scale = compress(values, torch.from_numpy(np.packbits(live, bitorder="little"))).scales(0, compress.layout.all())
+    assert scale.tolist() == [pytest.approx(2 * 3 / np.sqrt(16))]
 
 
 @pytest.mark.parametrize("writer", BACKENDS)

@@ -186,6 +186,13 @@ def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ra
     assert form.nbytes <= bits / 8 / ranks + 40 + (0 if ranks == 1 else 260)
 
 
+@pytest.mark.parametrize("norm, of_means", [("l1", "l1"), ("l2", "l2"), ("unbiased", "l2")])
+def test_means_that_are_compressed_once_more_have_no_unbiased_scales(norm, of_means):
+    form = Format(Layout([100, 7], block_size=32), norm=norm)
+    assert form.of_means(1) == Format(form.layout, norm=of_means) and form.of_means(1).nbytes == form.nbytes
+    assert form.of_means(2) == form.with_bits(2)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
