@@ -41,7 +41,8 @@ processes, over Gloo. A loss is that of the validation data after the last step,
 seeds, which decide the model's start and the data's order. "Difference" is between runs of the same seed. "Within": the
 mean is at most that of the baseline plus the baseline's standard deviation. Every run in the folder counts. Where
 `freeze_step="auto"`, `freeze_window` is 5 % of the steps. Where nothing else is said messages come back in 1 bit, as in
-the papers (`reply=1`); by default two ranks exchange them directly.
+the papers (`reply=1`), and scales are mean sizes (`norm="l1"`); by default two ranks exchange messages directly, and
+0/1 Adam's scales are unbiased.
 
 The data come with packages and are not in this repository:
 
