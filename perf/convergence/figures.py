@@ -110,7 +110,7 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
         axes.set_xticks([0, *(x for x in marked if left <= x <= 1.3 * right)], minor=False)
         axes.xaxis.set_major_formatter("{x:+g}")
         axes.set_xlim(left, 1.3 * right)
-        axes.set_yticks(range(len(names)), [VARIANTS[v].replace("1 bit ", "1 bit\n") for v in names], fontsize=8)
+        axes.set_yticks(range(len(names)), [VARIANTS[v] for v in names], fontsize=8)
         axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
         axes.grid(alpha=0.3, axis="x")
         axes.set(title="Final loss less the baseline's, a dot a seed", xlabel="difference, worse to the right")
