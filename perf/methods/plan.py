@@ -12,6 +12,7 @@ from perf.train_step.variants import VARIANTS, Shape, timed_variants
 MODELS = {"narrow": Shape(width=256, layers=8), "wide": Shape(width=512, layers=4)}
 LINKS = ("1gbit", "300mbit+10ms", "100mbit+50ms", "55mbit")
 HOSTS = (2, 4)
+OURS = ("adam-2", "adam-2-bf16", "lamb-2", "zero-one", "zero-one-local", "zero-one-unbiased")
 METHODS = (
     "fp32",
     "fp16",
@@ -20,29 +21,12 @@ METHODS = (
     "powersgd-4-soon",
     "powersgd-16-soon",
     "powersgd-4",
-    "adam-2",
-    "adam-2-bf16",
-    "lamb-2",
-    "zero-one",
-    "zero-one-local",
-    "zero-one-unbiased",
+    *OURS,
     "diloco",
     "torchft",
 )
 TRAINED_AS = {"torchft": "diloco"}  # the same steps, but for rounding
-OURS = (
-    "adam-2",
-    "adam-2-bf16",
-    "lamb-2",
-    "zero-one",
-    "zero-one-local",
-    "zero-one-unbiased",
-)
-LOCAL = (  # methods whose ranks do not always have the same parameters
-    "zero-one-local",
-    "diloco",
-    "torchft",
-)
+LOCAL = ("zero-one-local", "diloco", "torchft")  # methods whose ranks do not always have the same parameters
 STEPS, FREEZE = 300, 75
 CLIP = 1.0  # the norm of gradients, as is usual for language models; without overlap, since that can't be clipped
 REPEATS = 5  # steps in a median

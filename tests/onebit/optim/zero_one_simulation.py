@@ -188,6 +188,9 @@ def _check_alone(sim: ZeroOneSimulation, recorded: list[Recorded], i: int) -> bo
     before = [[x.copy() for x in own] for own in (o.own_x if not start else [o.x] * sim.ranks)]
     o.local(grads)
     summands = [_summands(sim, own, g) for own, g in zip(o.own_m, grads, strict=True)]
+    if start:  # m is what ranks have sent: a mean whose terms may cancel
+        terms = [np.concatenate([np.abs(part.decoded) for part in own]) for own in o.all_reduce.gathered]
+        summands = [own + sum(terms) / len(terms) for own in summands]
     weights = oracle.zero_one.momentum_weights(sim.hypers, o.step, sim.corrected)
     w = sim.layout.flatten([np.full(x.shape, w_p) for x, w_p in zip(o.x, weights, strict=True)])
     sizes = [np.abs(e) + 2 * w * own for e, own in zip(o.all_reduce.worker, summands, strict=True)]
