@@ -44,6 +44,10 @@ VARIANTS = {  # by how they are called in tables
     "local_8_adam": "0/1 Adam, exchanges up to 8 steps apart",
     "local_16_unbiased_adam": "0/1 Adam, norm unbiased, exchanges up to 16 steps apart",
     "local_16_adam": "0/1 Adam, exchanges up to 16 steps apart",
+    "beta_25_adam": "Adam, beta1 0.25",
+    "beta_0_adam": "Adam, beta1 0",
+    "direct_zero_one_unbiased_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25",
+    "direct_zero_one_unbiased_beta_0_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
@@ -69,6 +73,8 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_unbiased_1_adam": {"reply": "direct", "norm": "unbiased", "var_update_scaler": 1},
     "direct_zero_one_unbiased_2_adam": {"reply": "direct", "norm": "unbiased", "var_update_scaler": 2},
     "direct_zero_one_unbiased_256_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
+    "direct_zero_one_unbiased_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
+    "direct_zero_one_unbiased_beta_0_adam": {"reply": "direct", "norm": "unbiased"},
     "zero_one_unbiased_adam": {"reply": 1, "norm": "unbiased"},
     "direct_zero_one_8_adam": {"reply": "direct", "var_update_scaler": 8},
     "direct_zero_one_l2_8_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 8},
@@ -82,6 +88,13 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "local_16_unbiased_adam": {"local_step_clipper": 16, "norm": "unbiased"},
     "local_16_adam": {"local_step_clipper": 16},
 }
+BETA1 = {  # where it is not the task's; only of tasks that have betas of their own
+    "beta_25_adam": 0.25,
+    "beta_0_adam": 0.0,
+    "direct_zero_one_unbiased_beta_25_adam": 0.25,
+    "direct_zero_one_unbiased_beta_0_adam": 0.0,
+}
+BASELINES = ("adam", "beta_25_adam", "beta_0_adam", "lamb")  # uncompressed
 SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
 ONE_SEED = (
     "zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", "local_16_unbiased_adam",
@@ -217,7 +230,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE | SPACED_LAMB
+    return variant not in (*BASELINES, "naive_adam_start") and variant not in ZERO_ONE | SPACED_LAMB
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
@@ -257,7 +270,8 @@ def plan(
 
 def _variants(task: Task, sweep: str, chosen: Sequence[str]) -> list[str]:
     swept = reply_variants(task.families) if sweep == REPLY else SWEPT
-    return [v for v in chosen if family_of(v) in task.families and (sweep == MAIN or v in swept)]
+    here = [v for v in chosen if family_of(v) in task.families and (v not in BETA1 or task.betas != Task.betas)]
+    return here if sweep == MAIN else [v for v in here if v in swept]
 
 
 def reply_variants(families: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import WORD
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam, SpacedLamb
-from perf.convergence.plan import LOCAL, REPLIES, SPACED_LAMB, TASKS, VARIANTS, ZERO_ONE, Run, family_of
+from perf.convergence.plan import BETA1, LOCAL, REPLIES, SPACED_LAMB, TASKS, VARIANTS, ZERO_ONE, Run, family_of
 from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
@@ -36,11 +36,13 @@ def lr_at(run: Run, step: int) -> float:
 def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     """Outside DDP: each averages gradients itself as long as it does not compress."""
     params = list(model.parameters())
-    common: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": TASKS[run.task].betas}
+    beta1, beta2 = TASKS[run.task].betas
+    betas = (BETA1.get(run.variant, beta1), beta2)
+    common: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": betas}
     window = max(1, run.steps // 20) if run.freeze == "auto" else None
     staged = {**common, "freeze_step": run.freeze, "freeze_window": window, "chunks": 1}
     match run.variant:
-        case "adam":
+        case "adam" | "beta_25_adam" | "beta_0_adam":
             plain = torch.optim.AdamW(params, **common)
             transport = transport_for(None)
             plain.register_step_pre_hook(lambda *_: average_([p.grad for p in params if p.grad is not None], transport))

@@ -19,7 +19,7 @@ from onebit.cli.progress import Progress
 from perf.convergence import data, records, report, study
 from perf.convergence.data import DataMissing
 from perf.convergence.launch import launch
-from perf.convergence.plan import MAIN, ONE_SEED, SWEEPS, TASKS, VARIANTS, Run, plan
+from perf.convergence.plan import BETA1, MAIN, ONE_SEED, SWEEPS, TASKS, VARIANTS, Run, plan
 from perf.convergence.runs import batch_of, lr_at, share
 from perf.lab.processes import RankFailed
 
@@ -57,7 +57,7 @@ def write(out: Path, run: Run, loss: float, **more: Any) -> None:
 def test_the_plan_has_every_run_once_the_main_comparison_first() -> None:
     runs = list(plan(["lm", "images"], [MAIN, *SWEEPS], 3, 2))
     assert len({(run.task, run.name) for run in runs}) == len(set(runs)) == len(runs)
-    main = 2 * (3 * len(VARIANTS) - 2 * len(ONE_SEED))
+    main = 2 * (3 * (len(VARIANTS) - len(BETA1)) - 2 * len(ONE_SEED))
     assert all(run == Run.standard(run.task, run.variant, run.seed) for run in runs[:main])
     assert all(run != Run.standard(run.task, run.variant, run.seed) for run in runs[main:])
     assert {run.seed for run in runs if run.ranks == 8} == {0}

@@ -63,14 +63,23 @@ def test_samples_are_held_against_real_images() -> None:
     assert whole[1] == pytest.approx(float(right))
 
 
-@pytest.mark.parametrize("variant", ["adam", "onebit_adam", "direct_zero_one_adam"])
-def test_both_models_train_each_with_its_optimizer(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "beta1"),
+    [
+        ("adam", 0.5),
+        ("beta_25_adam", 0.25),
+        ("onebit_adam", 0.5),
+        ("direct_zero_one_adam", 0.5),
+        ("direct_zero_one_unbiased_beta_0_adam", 0.0),
+    ],
+)
+def test_both_models_train_each_with_its_optimizer(variant: str, beta1: float) -> None:
     given, run = prepared(), Run.standard("gan", variant, 0)
     model = TASK.model(given).train()
     optimizers = [build(run, part) for part in TASK.parts(model)]
     owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
     assert owned == [{id(p) for p in part.parameters()} for part in (model.discriminator, model.generator)]
-    assert all(group["betas"] == (0.5, 0.999) for o in optimizers for group in o.param_groups)
+    assert all(group["betas"] == (beta1, 0.999) for o in optimizers for group in o.param_groups)
     judge = bits(model.judge[0].state_dict().values())
     for _ in range(2):
         before = [bits(part.parameters()) for part in TASK.parts(model)]
