@@ -48,6 +48,7 @@ VARIANTS = {  # by how they are called in tables
     "beta_0_adam": "Adam, beta1 0",
     "direct_zero_one_unbiased_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25",
     "direct_zero_one_unbiased_beta_0_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0",
+    "direct_zero_one_unbiased_256_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256, beta1 0.25",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
@@ -75,6 +76,7 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_unbiased_256_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
     "direct_zero_one_unbiased_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_beta_0_adam": {"reply": "direct", "norm": "unbiased"},
+    "direct_zero_one_unbiased_256_beta_25_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
     "zero_one_unbiased_adam": {"reply": 1, "norm": "unbiased"},
     "direct_zero_one_8_adam": {"reply": "direct", "var_update_scaler": 8},
     "direct_zero_one_l2_8_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 8},
@@ -93,6 +95,7 @@ BETA1 = {  # where it is not the task's; only of tasks that have betas of their 
     "beta_0_adam": 0.0,
     "direct_zero_one_unbiased_beta_25_adam": 0.25,
     "direct_zero_one_unbiased_beta_0_adam": 0.0,
+    "direct_zero_one_unbiased_256_beta_25_adam": 0.25,
 }
 BASELINES = ("adam", "beta_25_adam", "beta_0_adam", "lamb")  # uncompressed
 SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
