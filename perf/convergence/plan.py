@@ -97,7 +97,6 @@ BETA1 = {  # where it is not the task's; only of tasks that have betas of their 
     "direct_zero_one_unbiased_beta_0_adam": 0.0,
     "direct_zero_one_unbiased_256_beta_25_adam": 0.25,
 }
-BASELINES = ("adam", "beta_25_adam", "beta_0_adam", "lamb")  # uncompressed
 SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
 ONE_SEED = (
     "zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", "local_16_unbiased_adam",
@@ -233,7 +232,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in (*BASELINES, "naive_adam_start") and variant not in ZERO_ONE | SPACED_LAMB
+    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE | SPACED_LAMB | BETA1
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:

@@ -64,6 +64,12 @@ def test_the_plan_has_every_run_once_the_main_comparison_first() -> None:
     assert {run.ranks for run in runs} == {1, 2, 4, 8} and "auto" in {run.freeze for run in runs}
 
 
+def test_only_tasks_with_betas_of_their_own_try_others() -> None:
+    tried = {task: {run.variant for run in plan([task], [MAIN], 1, 2)} & BETA1.keys() for task in ("lm", "gan")}
+    assert tried == {"lm": set(), "gan": BETA1.keys()}
+    assert all(run.freeze is None for run in plan(["gan"], [MAIN], 1, 2, list(BETA1)))
+
+
 def test_a_steps_global_batch_is_the_same_for_any_number_of_ranks() -> None:
     items = (torch.arange(100),)
     run = replace(RUN, batch=24)
