@@ -20,6 +20,7 @@ from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
 from onebit.kernels.data.wire import Scale
 from onebit.optim.fields import Field, Values
+from onebit.optim.param_groups import COMPRESS
 
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
@@ -99,7 +100,7 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
     for i, group in enumerate(groups):
         if lacks := {"lr", "betas", "eps", "weight_decay"} - group.keys():
             raise ValueError(f"param group {i} of the state has no {', '.join(sorted(lacks))}: {_DAMAGED}")
-        for name in ("maximize", "amsgrad"):
+        for name in ("maximize", "amsgrad", COMPRESS):
             if not isinstance(group.get(name, False), (bool, type(None))):
                 raise TypeError(f"{name} of param group {i} is neither true nor false: {_DAMAGED}")
 

@@ -31,7 +31,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
 from onebit.optim.memory_order import flattened, reordered
 from onebit.optim.options import check_group, is_known_key
-from onebit.optim.param_groups import betas_of
+from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import local
@@ -53,8 +53,10 @@ def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> 
     saved = {p: _present(state_dict["state"].get(key, {})) for key, p in zip(keys, params, strict=True)}
     merged = merged_options(setup, groups)
     numbers = _numbers(setup, progress_of(groups), saved)
+    if numbers["compressing"]:
+        _check_compressed_alike(setup, groups)
     betas = [betas_of(group) for group in merged]
-    return merged, _Restoration(setup, numbers, saved, betas).snapshot(len(current.parts))
+    return merged, _Restoration(setup, numbers, saved, betas).snapshot(len(current.compressed))
 
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
@@ -88,6 +90,7 @@ class _Restoration:
         self._residuals_missing = False
 
     def snapshot(self, dtypes: int) -> Snapshot:
+        """dtypes: of the parameters that are compressed."""
         setup, numbers, chunks = self._setup, self._numbers, self._numbers["chunks"]
         if self._compressing and len(chunks) != dtypes:
             raise ValueError(
@@ -95,7 +98,7 @@ class _Restoration:
                 f"stage 2 are made for each. Cast the model as it was when it was saved"
             )
         states = setup.flat_states(chunks if self._compressing else ())
-        parts = [self._part(state, i) for i, state in enumerate(states)]
+        parts = [self._part(state, sum(s.compressed for s in states[:i])) for i, state in enumerate(states)]
         rule = setup.freeze_rule(states)
         rule.restore(numbers["trace"])
         stages = Stages(
@@ -108,12 +111,13 @@ class _Restoration:
         return Snapshot(parts, stages, int(numbers["wire_bytes"]), self._residuals_missing)
 
     def _part(self, state: FlatState, index: int) -> Part:
-        part, saved = Part(state), self._saved_parts(state, index)
+        """index: of so many compressed states it comes after."""
+        part, saved, fields = Part(state), self._saved_parts(state, index), self._fields(state)
         for i, own in enumerate(saved):
             if own or self._compressing:
-                check_own(own, self._fields, state.shapes[i], self._setup.name_of(state.params[i]))
-        saved = [self._without_left_over(own) for own in saved]
-        if self._compressing:
+                check_own(own, fields, state.shapes[i], self._setup.name_of(state.params[i]))
+        saved = [self._without_left_over(own, fields) for own in saved]
+        if self._in_stage_2(state):
             asked = self._setup.options.chunks
             state.set_chunks(int(self._numbers["chunks"][index]) if asked == "auto" else asked)
         self._add_fields(state, saved)
@@ -122,9 +126,9 @@ class _Restoration:
                 self._load_fields(state, i, own)
         state.master_is_current = all(MASTER.name in own for own in saved)
         state.scratch = self._setup.algorithm.scratch(state)
-        if "optimizer" not in self._numbers and (steps := int(self._numbers["steps"])):
+        if "optimizer" not in self._numbers and state.compressed and (steps := int(self._numbers["steps"])):
             self._setup.algorithm.adopt_variance(state, steps, [self._betas[group][1] for group in state.groups])
-        if self._compressing:
+        if self._in_stage_2(state):
             clear_fields(state)
             part.start_reducer(self._setup)
             if any(DENSE in own for own in saved):
@@ -133,10 +137,12 @@ class _Restoration:
                 self._load_messages(part, saved, self._saved_cut(state, index))
         return part
 
-    @property
-    def _fields(self) -> tuple[Field, ...]:
+    def _in_stage_2(self, state: FlatState) -> bool:
+        return self._compressing and state.compressed
+
+    def _fields(self, state: FlatState) -> tuple[Field, ...]:
         algorithm = self._setup.algorithm
-        if not self._compressing:
+        if not self._in_stage_2(state):
             return (*algorithm.stage_1, MASTER)
         first = (FIRST_MOMENTUM,) if algorithm.needs_previous_momentum else ()
         return (*algorithm.stage_2, *first, MASTER)
@@ -147,7 +153,7 @@ class _Restoration:
             {name: local(value) if isinstance(value, Tensor) else value for name, value in self._saved[p].items()}
             for p in state.params
         ]
-        if not self._compressing:
+        if not self._in_stage_2(state):
             return saved
         topology, numbers = self._setup.topology, self._numbers
         of_shards = [is_by_element(dict(own)) for own in saved]
@@ -159,7 +165,7 @@ class _Restoration:
         if not any(of_shards):
             sizes = zip(saved, state.numels, strict=True)
             return [with_short_blocks(own, numbers, numel, self._way.reply_bits) for own, numel in sizes]
-        packed_fields = [field.name for field in self._fields if field.per == "bit"]
+        packed_fields = [field.name for field in self._fields(state) if field.per == "bit"]
         same_numbers = (numbers["scale"], numbers.get("reply")) == (self._setup.options.scale, self._setup.way.way)
         if not same_numbers or not same_cut(self._setup, numbers):
             ranks, here = int(numbers["ranks"]), topology.place
@@ -171,16 +177,16 @@ class _Restoration:
         size, bits = cut.layout.block_size, self._way.reply_bits
         return [as_it_was(dict(own), i, size, bits, packed_fields, shards, place) for i, own in enumerate(saved)]
 
-    def _without_left_over(self, own: Saved) -> Saved:
+    def _without_left_over(self, own: Saved, fields: Sequence[Field]) -> Saved:
         """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
         optimizer has beside them."""
         if not isinstance(names := self._numbers.get("fields"), str):  # which earlier versions did not write
             return own
-        others = {ORDER, *(field.name for field in self._fields)} - set(names.split())
+        others = {ORDER, *(field.name for field in fields)} - set(names.split())
         return {name: value for name, value in own.items() if name not in others}
 
     def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
-        for field in self._fields:
+        for field in self._fields(state):
             there = field.always or any(field.name in own for own in saved)
             if there and field is not MASTER:  # which a flat state has from the start, or does without
                 state.add(field)
@@ -450,11 +456,22 @@ def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[st
     return groups
 
 
+def _check_compressed_alike(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> None:
+    for i, (here, there) in enumerate(zip(setup.groups, groups, strict=True)):
+        if is_compressed(here) != is_compressed(there):
+            raise ValueError(
+                f"the state is one of stage 2, of a run with compress={is_compressed(there)} in param group {i}, and "
+                f"here it is {is_compressed(here)}: what the one keeps the other has no use for. Give the group what "
+                f"it had"
+            )
+
+
 def merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Options that this optimizer has, and what others (schedulers) have left in the groups."""
     merged = []
     for group, saved in zip(setup.groups, groups, strict=True):
         given = {k: v for k, v in saved.items() if k not in _NOT_OPTIONS}
+        given.pop(COMPRESS, None)  # in stage 1 it may be another from here on
         new = deepcopy({k: v for k, v in given.items() if k in group or is_known_key(k)})
         if unknown := sorted(given.keys() - new.keys()):
             warn(f"the state's param groups have {', '.join(unknown)}, with which nothing is done here: left out")

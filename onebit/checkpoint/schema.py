@@ -138,7 +138,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "steps": int(stages.counts[0]),
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
-        "chunks": [state.layout.chunks for state in current.states],
+        "chunks": [state.layout.chunks for state in current.compressed],
         "block_size": setup.options.block_size,
         "scale": setup.options.scale,
         "reply": setup.way.way,

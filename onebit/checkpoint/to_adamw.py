@@ -22,7 +22,7 @@ from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
 from onebit.collectives.reply import WAYS
 from onebit.optim.memory_order import in_shape
-from onebit.optim.param_groups import betas_of
+from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
 
 
@@ -40,17 +40,20 @@ def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     groups[0].pop(PROGRESS, None)
     of = dict(chain.from_iterable(((key, group) for key in group["params"]) for group in groups))
     state = {key: _moments(key, own, numbers, of[key]) for key, own in state_dict["state"].items() if own}
+    for group in groups:
+        group.pop(COMPRESS, None)
     return {"state": state, "param_groups": groups}
 
 
 def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("step", "exp_avg", "exp_avg_sq") if not numbers.get("compressing") else ("step",)
+    compressed = bool(numbers.get("compressing")) and is_compressed(group)
+    names = ("step",) if compressed else ("step", "exp_avg", "exp_avg_sq")
     if lacks := [name for name in names if name not in own]:
         raise ValueError(
             f"the state has no {', '.join(lacks)} for parameter {key}: it is no state of an optimizer that AdamW could "
             f"continue, or damaged"
         )
-    if not numbers.get("compressing"):
+    if not compressed:
         return {name: own[name] for name in names}
     root, (beta1, beta2) = _root(key, own, numbers, group), betas_of(group)
     m = _momentum(own, numbers, beta1, root)

@@ -105,6 +105,10 @@ class Algorithm(ABC):
         """What passes work in, for the layout as it is now."""
         return {}
 
+    def check_uncompressed(self) -> None:
+        """A ValueError where some param groups can't have compress=False."""
+        return None
+
     def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
         """A ValueError where stage 2 can't begin after `steps` steps. Nothing has changed yet."""
         return None

@@ -36,7 +36,8 @@ class Parts(Protocol):
 
 
 class FlatState:
-    """Layout, addresses and fields of the parameters of one dtype."""
+    """Layout, addresses and fields of the parameters of one dtype that are compressed in stage 2, or of those that are
+    not."""
 
     def __init__(
         self,
@@ -51,11 +52,14 @@ class FlatState:
         master_weights: bool = True,
         parts: Parts | None = None,
         held: Mapping[Tensor, Tensor] | None = None,
+        compressed: bool = True,
     ) -> None:
         """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
         slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
         room for. parts: what to ask where other ranks hold parts of these parameters. held: of parameters with a mask,
-        in the shape of this rank's part, which coordinates never move."""
+        in the shape of this rank's part, which coordinates never move. compressed: whether in stage 2; otherwise the
+        parameters stay in stage 1."""
+        self.compressed = compressed
         self.params, self.groups = list(params), list(groups)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.backend = backend(self.device)

@@ -35,7 +35,7 @@ class Gradients:
         self.ranks_agreed = False  # whether `flags` are those of all ranks
         self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
-        self._averaged: list[Version] | None = None
+        self._averaged: dict[str, list[Version]] = {}  # what, and as it was then
 
     def factor(self, unscale: Tensor | None) -> Tensor | None:
         """clip / scale, fp32 [1], unless both are 1."""
@@ -50,20 +50,21 @@ class Gradients:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         """In place, once. A missing gradient counts as zero."""
-        if copies.size == 1 or unchanged(self._averaged, states):
+        if copies.size == 1 or unchanged(self._averaged.get("whole"), states):
             return
         for state in states:
             grads = [g for g in state.stored(state.fill_missing_gradients()) if g is not None]
             average_(grads, copies, unscale, wire_dtype=wire_dtype)
-        self._averaged = versions_of(states)
+        self._averaged["whole"] = versions_of(states)
 
     def average_slices(
         self, states: Sequence[FlatState], node: Transport, unscale: Tensor | None, wire_dtype: torch.dtype | None
     ) -> None:
         """In place, once: in this rank's slices their mean over the ranks of the node. Other values stay its own."""
-        if self.node_mean or unchanged(self._averaged, states):
+        before = self._averaged.get("slices")
+        if self.node_mean or unchanged(before, states):
             return
-        if unchanged(self._averaged, states, in_place=False):
+        if unchanged(before, states, in_place=False):
             raise ValueError(
                 "gradients were changed in place after clip_grad_norm_ had averaged them over the node: in this rank's "
                 "slice they are the node's mean, elsewhere its own, and can't be averaged again. Change them before "
@@ -74,7 +75,7 @@ class Gradients:
             for chunk in range(state.layout.chunks):
                 slices = state.layout.slices(chunk, node.size)
                 average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)
-        self._averaged = versions_of(states)
+        self._averaged["slices"] = versions_of(states)
 
     def were_checked(self, states: Sequence[FlatState]) -> bool:
         """Whether `check_finite` has looked at these very gradients."""
@@ -87,13 +88,14 @@ class Gradients:
         hyper: Tensor,
         found_inf: Tensor | int | None,
         squares: Tensor | None = None,
-        by_slices: bool = False,
+        slices: int = 1,
         agree: bool = True,
     ) -> None:
         """Set `flags` if any gradient of any rank is not finite; add up this rank's squares, fp64 [1], if asked.
 
-        by_slices: this rank looks at its slices alone, and others of its node at theirs. agree: `flags` become those of
-        all ranks; without, of this one alone.
+        slices: of so many this rank looks at its own alone, and others of its node at theirs; of what is not cut into
+        slices each looks at the whole, and adds its share of the squares. agree: `flags` become those of all ranks;
+        without, of this one alone.
         """
         if not unchanged(self._checked, states, in_place=False):
             self._clip = None  # it was made for others
@@ -102,13 +104,14 @@ class Gradients:
             self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
         for state in states:
             state.bind_tensors()
-            for span in state.slice_spans if by_slices and state.slices > 1 else [state.layout.all()]:
+            is_cut = slices > 1 and state.slices > 1
+            for span in state.slice_spans if is_cut else [state.layout.all()]:
                 by_block = (
                     None if squares is None else torch.empty(span.count, dtype=torch.float32, device=state.device)
                 )
                 state.backend.scan(span, state.gradients, hyper, self.flags, by_block)
                 if squares is not None and by_block is not None:
-                    squares += by_block.sum(dtype=torch.float64)
+                    squares += by_block.sum(dtype=torch.float64) / (1 if is_cut else slices)
         if agree:
             everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
         self.ranks_agreed = agree

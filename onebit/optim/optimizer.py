@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -34,6 +34,7 @@ from onebit.collectives.waits import counted
 from onebit.optim import held, param_groups
 from onebit.optim.algorithm import Algorithm, Kind
 from onebit.optim.eager import eager
+from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.grad_scaler import report_to_scaler
 from onebit.optim.gradients import Gradients, HyperTable, reciprocal
@@ -48,6 +49,7 @@ from onebit.optim.options import (
     options_named,
     warn_if_early,
 )
+from onebit.optim.param_groups import COMPRESS
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import shard_group
 from onebit.optim.snapshot import Part, Snapshot
@@ -92,7 +94,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._built, self._at_last_sync = False, False
         self._room: tuple[dict[Tensor, dict[str, Tensor]], dict[str, Any]] | None = None
         self._held: dict[Tensor, Tensor] = {}
-        super().__init__(params, dict(defaults))
+        super().__init__(params, {**defaults, COMPRESS: True})
         device = param_groups.device_of(self.param_groups)
         automatic = isinstance(node_group, str) and node_group == "auto"
         shards = shard_group(self.param_groups)
@@ -491,7 +493,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.overlap.disable_if_gradients_changed()
         states = self.current.states
         if self.overlap.on and self.kind == "1 bit":
-            self.overlap.wait_for_replies(self.gradients.flags)
+            self.overlap.wait_for_replies()
+            self.gradients.flags.zero_()
+            if apart := self.current.uncompressed:  # their means are the same on all ranks, and so is what is found
+                self._average_and_check_gradients(agree=False, states=apart)
+            self.current.read_flags(self.gradients.flags)
             self.gradients.ranks_agreed = True
             for state in states:
                 state.bind_tensors()
@@ -499,25 +505,30 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._average_and_check_gradients(agree=self.kind != "1 bit" or not self.current.flags_travel(self.setup))
         return self.gradients.flags
 
-    def _average_and_check_gradients(self, squares: Tensor | None = None, agree: bool = True) -> None:
+    def _average_and_check_gradients(
+        self, squares: Tensor | None = None, agree: bool = True, states: Sequence[FlatState] | None = None
+    ) -> None:
         """Average them, where nobody else does, and find out if all are finite. A full-precision step: over all ranks;
-        a compressed one: over those of a node, of which each then has the mean of its slice, and what is finite over
-        all; a local one: both over the ranks that move alike."""
-        setup, states, kind = self.setup, self.current.states, self.kind
+        a compressed one: over those of a node, of which each then has the mean of its slice, what is not compressed
+        over all ranks, as what is finite; a local one: both over the ranks that move alike."""
+        setup, kind = self.setup, self.kind
+        states = self.current.states if states is None else states
         held.clear_gradients(states)
         unscale, found_inf = self._unscale(), getattr(self, "found_inf", None)
         wire, topology = setup.options.gradient_dtype, setup.topology
         if kind == "full":
             if not self.gradients.averaged_in_backward:
                 self.gradients.average(states, topology.copies, unscale, wire)
-        elif topology.node is not None:
-            if kind == "1 bit":
-                self.gradients.average_slices(states, topology.node, unscale, wire)
-            elif not self.gradients.node_mean:
-                self.gradients.average(states, topology.node, unscale, wire)
+        elif kind == "1 bit":
+            self.gradients.average([s for s in states if not s.compressed], topology.copies, unscale, wire)
+            if topology.node is not None:
+                self.gradients.average_slices([s for s in states if s.compressed], topology.node, unscale, wire)
+        elif topology.node is not None and not self.gradients.node_mean:
+            self.gradients.average(states, topology.node, unscale, wire)
         alike = topology.everyone if kind in ("full", "1 bit") else topology.sender
         hyper = self.write_hyper(unscale)
-        self.gradients.check_finite(states, alike, hyper, found_inf, squares, by_slices=kind == "1 bit", agree=agree)
+        slices = topology.slices if kind == "1 bit" else 1
+        self.gradients.check_finite(states, alike, hyper, found_inf, squares, slices=slices, agree=agree)
 
     def _unscale(self) -> Tensor | None:
         """1 / GradScaler's scale, unless gradients are as they should be. What backward has averaged over ranks whose
@@ -536,7 +547,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             found = made_report(self.pay_off, self.setup, current, not self.averaged_in_backward)
             self.after_step.append(partial(logger.info, "%s", found))
         alone = kind in ("local", "sync")
-        current.stages.count(flags, current.states, len(self.param_groups), alone=alone, read=self._reads_steps)
+        current.stages.count(flags, current.compressed, len(self.param_groups), alone=alone, read=self._reads_steps)
         self.gradients.reset()
         self.leave_out_buckets(self._next_sends_momentum)
         for state in current.states:
@@ -620,13 +631,23 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._check_sharding()
         if self.compressing:
             raise ValueError(
-                "the parameters changed after the freeze (one was added or removed, or its requires_grad or its memory "
-                "format was switched): stage 2 has no variance for others, and messages are in the order of the "
-                "memory. Put them back, or build a new optimizer"
+                "the parameters changed after the freeze (one was added or removed, or its requires_grad, its memory "
+                "format or its group's compress was switched): stage 2 has no variance for others, and messages are in "
+                "the order of the memory. Put them back, or build a new optimizer"
             )
         for group in self.param_groups:
             param_groups.check_parameters(group["params"])
         self._build()
+
+    def _check_compressed(self, states: Sequence[FlatState]) -> None:
+        apart = [state for state in states if not state.compressed]
+        if apart and len(apart) == len(states):
+            raise ValueError(
+                "every param group that trains has compress=False: nothing would be compressed. Leave it out of some "
+                "group, or take torch.optim.AdamW"
+            )
+        if apart:
+            self.setup.algorithm.check_uncompressed()
 
     def _check_sharding(self) -> None:
         if self._built and (shard_group(self.param_groups) is None) != (self.setup.topology.shard is None):
@@ -638,6 +659,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """State for the parameters as they are now; that of parameters known before is kept."""
         states, before = self.setup.flat_states(), {}
+        self._check_compressed(states)
         for state in states:
             self.setup.add_stage_1_fields(state)
         if self._built:

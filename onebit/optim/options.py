@@ -16,7 +16,7 @@ from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Scale, check_scale
-from onebit.optim.param_groups import beta_of
+from onebit.optim.param_groups import COMPRESS, beta_of
 from onebit.warning import warn
 
 ZeroVariance = Literal["floor", "hold"]
@@ -224,6 +224,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
     if not is_finite(decay, LARGEST_FLOAT) or decay < 0:
         raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
+    if not isinstance(group[COMPRESS], bool):
+        raise ValueError(
+            f"compress={group[COMPRESS]!r}: a param group's parameters are compressed in stage 2 (True) or averaged "
+            f"uncompressed in every step (False)"
+        )
 
 
 def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from onebit.optim.sharding import is_sharded
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
+COMPRESS = "compress"  # of a group: whether stage 2 compresses what its parameters send, as it does unless told not to
 
 
 def check_parameters(params: Sequence[Tensor]) -> None:
@@ -77,22 +78,38 @@ def name_of(parameter: Tensor, groups: Groups, names: Mapping[Tensor, str]) -> s
     return "unknown"
 
 
-def by_dtype(groups: Groups) -> list[tuple[list[Tensor], list[int]]]:
-    """Of every dtype the parameters that train, in the order of the groups, and the group of each."""
-    found: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}
+class Members(NamedTuple):
+    """The parameters of one flat state, in the order of the groups, and the group of each."""
+
+    compressed: bool
+    params: list[Tensor]
+    groups: list[int]
+
+
+def by_flat_state(groups: Groups) -> list[Members]:
+    """The parameters that train: of every dtype those that are compressed, then those that are not."""
+    found: dict[tuple[str, bool], Members] = {}
     for i, group in enumerate(groups):
         for p in group["params"]:
             if p.requires_grad:
-                params, indices = found.setdefault(p.dtype, ([], []))
-                params.append(p)
-                indices.append(i)
-    return [found[dtype] for dtype in sorted(found, key=str)]
+                compressed = is_compressed(group)
+                own = found.setdefault((str(p.dtype), not compressed), Members(compressed, [], []))
+                own.params.append(p)
+                own.groups.append(i)
+    return [found[key] for key in sorted(found)]
 
 
-def identities(groups: Groups) -> list[list[tuple[int, bool, Order]]]:
-    """Equal for equal sets of parameters that train and lie in the same order."""
+def is_compressed(group: Group) -> bool:
+    return bool(group.get(COMPRESS, True))
+
+
+def identities(groups: Groups) -> list[tuple[bool, list[tuple[int, bool, Order]]]]:
+    """Equal for equal sets of parameters that train, lie in the same order and are compressed alike."""
     return [
-        [(id(p), p.requires_grad, order_of(p) if p.requires_grad else None) for p in group["params"]]
+        (
+            is_compressed(group),
+            [(id(p), p.requires_grad, order_of(p) if p.requires_grad else None) for p in group["params"]],
+        )
         for group in groups
     ]
 

@@ -72,21 +72,22 @@ class Setup:
         return max(param_groups.betas_of(group)[1] for group in self.groups)
 
     def freeze_rule(self, states: Sequence[FlatState]) -> FreezeRule:
-        return self.algorithm.freeze_rule(self.options, self.window, states)
+        return self.algorithm.freeze_rule(self.options, self.window, [s for s in states if s.compressed])
 
     def flat_states(self, chunks: Sequence[int] = ()) -> list[FlatState]:
-        """Empty ones for the parameters as they are now, a dtype each, with room for any number of chunks that may be
-        chosen, and for `chunks`."""
+        """Empty ones for the parameters as they are now, with room for any number of chunks that may be chosen, and for
+        `chunks`."""
         found = []
-        for params, groups in param_groups.by_dtype(self.groups):
+        for compressed, params, groups in param_groups.by_flat_state(self.groups):
+            topology, counts = self.topology, [*self._possible_chunks(sum(p.numel() for p in params)), *chunks]
+            cut = {"ranks": self.shards, "slices": topology.slices, "slice_index": topology.slice_index}
             state = FlatState(
                 params,
                 groups,
                 block_size=self.options.block_size,
-                ranks=self.shards,
-                slices=self.topology.slices,
-                slice_index=self.topology.slice_index,
-                chunk_counts=[*self._possible_chunks(sum(p.numel() for p in params)), *chunks],
+                compressed=compressed,
+                **(cut if compressed else {"ranks": 1}),
+                chunk_counts=counts if compressed else (1,),
                 master_weights=self.options.master_weights,
                 parts=None if self.topology.shard is None else self.topology,
                 held=self.held,

@@ -29,10 +29,10 @@ ZeroCounts = list[tuple[str, int, int]]  # parameters with coordinates that had 
 
 @dataclass
 class Part:
-    """The parameters of one dtype: their state, and in stage 2 their reducer."""
+    """One flat state, and in stage 2 its reducer."""
 
     state: FlatState
-    reducer: MomentumReducer | None = None
+    reducer: MomentumReducer | None = None  # None too in stage 2, where the state is not compressed
     local: LocalSteps | None = None  # once this process has taken one
     fold_momentum_again: Callable[[], None] | None = None  # after a load: puts m into a residual that was cleared
 
@@ -75,8 +75,18 @@ class Snapshot:
         return [part.state for part in self.parts]
 
     @property
+    def compressed(self) -> list[FlatState]:
+        """Those that stage 2 is for."""
+        return [state for state in self.states if state.compressed]
+
+    @property
+    def uncompressed(self) -> list[FlatState]:
+        """Those that stay in stage 1 for good: of param groups with compress=False."""
+        return [state for state in self.states if not state.compressed]
+
+    @property
     def reducers(self) -> list[MomentumReducer]:
-        """In the order of `parts`; none in stage 1."""
+        """Of the compressed parts, in their order; none in stage 1."""
         return [part.reducer for part in self.parts if part.reducer is not None]
 
     @property
@@ -90,8 +100,10 @@ class Snapshot:
 
     @property
     def reads_steps(self) -> bool:
-        """Whether the host has to know of every step: in stage 1, and until the first compressed step was taken."""
-        return not self.stages.compressing or any(FIRST_MOMENTUM.name in state for state in self.states)
+        """Whether the host has to know of every step: in stage 1, in which some parameters stay, and until the first
+        compressed step was taken."""
+        in_stage_1 = not self.stages.compressing or bool(self.uncompressed)
+        return in_stage_1 or any(FIRST_MOMENTUM.name in state for state in self.states)
 
     def flags_travel(self, setup: Setup) -> bool:
         """Whether messages are so small that they leave before anyone has asked for the other ranks' flags. Ranks with
@@ -111,8 +123,13 @@ class Snapshot:
 
             reducer.keep_previous_momentum()
             reducer.exchange.run(compress, chunks=undo.chunks)
-        read_flags([reducer.exchange for reducer in reducers], flags)
-        for reducer in reducers:
+        self.read_flags(flags)
+
+    def read_flags(self, flags: Tensor) -> None:
+        """After all messages of a compressed step, which had flags of their own: those of all ranks, and `flags` as
+        they are. The exchange is made."""
+        read_flags([reducer.exchange for reducer in self.reducers], flags)
+        for reducer in self.reducers:
             reducer.mark_arrived()
 
     def restore(self, flags: Tensor) -> None:
@@ -123,10 +140,10 @@ class Snapshot:
     def freeze(self, setup: Setup) -> ZeroCounts:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""
         steps, algorithm = self.stages.steps, setup.algorithm
-        algorithm.check_freeze(self.states, steps)
+        algorithm.check_freeze(self.compressed, steps)
         rows = setup.hyper_rows(max(1, steps))
         zeros: ZeroCounts = []
-        for part in self.parts:
+        for part in (part for part in self.parts if part.state.compressed):
             state = part.state
             state.set_chunks(setup.choose_chunks(state))
             held.clear_fields(state)
@@ -142,7 +159,7 @@ class Snapshot:
 
     def without_variance(self, setup: Setup, step: int) -> ZeroCounts:
         """After a full-precision step of stage 2, if it was the last one."""
-        found = [(state, setup.algorithm.without_variance(state, step)) for state in self.states]
+        found = [(state, setup.algorithm.without_variance(state, step)) for state in self.compressed]
         return [one for state, without in found for one in _named(setup, state, without)]
 
     def drop_first_momentum(self) -> bool:

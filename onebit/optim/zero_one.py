@@ -35,7 +35,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, FreezeRule
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
-from onebit.optim.param_groups import Group, betas_of
+from onebit.optim.param_groups import Group, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 
@@ -155,6 +155,8 @@ class ZeroOne(Adam):
 
     def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:
         h, beta2 = super().hyper(group, step, bias_correction), betas_of(group)[1]
+        if not is_compressed(group):  # every step is one in full precision
+            return h
         b, weight = self.schedule.decay(step, beta2), self.schedule.weight(step, beta2)
         return h._replace(beta2=b, one_minus_beta2=1 - b, bias2=weight**-0.5 if bias_correction else 1.0)
 
@@ -172,6 +174,13 @@ class ZeroOne(Adam):
         blocks = torch.tensor([b - a for a, b in pairwise(ends)], dtype=torch.int64, device=state.device)
         counts = torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)
         return {**super().scratch(state), "counts": counts, "groups": groups, "blocks": blocks}
+
+    def check_uncompressed(self) -> None:
+        if self.syncs is not None:
+            raise ValueError(
+                "a param group has compress=False, which sends gradients in every step, and local_step_scaler is there "
+                "to have steps that send nothing. Leave out one of them"
+            )
 
     def settings(self) -> Mapping[str, float | str]:
         syncs = self.syncs

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit.collectives.flags import read_flags
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
 from onebit.optim.algorithm import Kind
@@ -93,8 +92,8 @@ class Overlap:
             reducer.exchange.agree()
         self._snapshot = current
         self._undo = [Undo(reducer.exchange) for reducer in current.reducers]
-        self._means = [NodeMeans(state) if state.slices > 1 else None for state in current.states]
-        self._place = {p: (s, i) for s, state in enumerate(current.states) for i, p in enumerate(state.params)}
+        self._means = [NodeMeans(state) if state.slices > 1 else None for state in current.compressed]
+        self._place = {p: (s, i) for s, state in enumerate(current.compressed) for i, p in enumerate(state.params)}
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         ready = partial(_gradient_ready, weakref.ref(self))
         self._hooks = [p.register_post_accumulate_grad_hook(ready) for p in self._place]
@@ -125,13 +124,9 @@ class Overlap:
                 "step in optimizer.no_sync() (or DDP's), or pass overlap=False"
             )
 
-    def wait_for_replies(self, flags: Tensor) -> None:
-        """Every reply is there, and `flags` and all of them say whether the step must not be taken."""
+    def wait_for_replies(self) -> None:
+        """Every reply is there, and says of its own chunk whether the step must not be taken."""
         self._finish(self._flight or self._start())
-        assert self._snapshot is not None
-        read_flags([reducer.exchange for reducer in self._snapshot.reducers], flags)
-        for reducer in self._snapshot.reducers:
-            reducer.mark_arrived()
 
     def restore(self, flags: Tensor | None = None) -> None:
         """Where the step was not taken, or always: all state as it was before it."""

@@ -13,6 +13,7 @@ from onebit.checkpoint.restore import clear_residuals
 from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
 from onebit.collectives.exchange import facts
 from onebit.optim import held
+from onebit.optim.param_groups import COMPRESS
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
@@ -53,10 +54,11 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "master_weights",
         "overlap", "check_every", "on_divergence",
     )  # fmt: skip
+    of_groups = ("lr", "betas", "eps", "weight_decay", COMPRESS)
     return {
         **facts(numels, o.block_size, o.chunks, o.scale, setup.norm, setup.way.way, setup.topology.node is not None),
         **{name: getattr(o, name) for name in names},
-        **{name: _short([_number(g[name]) for g in groups]) for name in ("lr", "betas", "eps", "weight_decay")},
+        **{name: _short([_number(g[name]) for g in groups]) for name in of_groups},
         **setup.algorithm.settings(),
         "optimizer": setup.name,
         "gradient_dtype": str(o.gradient_dtype),

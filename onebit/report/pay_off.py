@@ -158,15 +158,17 @@ def made_report(
     """waits_known: whether those of uncompressed steps are; DDP averages while backward runs."""
     topology, taken, wire = setup.topology, pay_off.taken, setup.options.gradient_dtype
     ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
-    numels = [(sum(state.numels), state.dtype) for state in current.states]
-    elements = ring * sum(n for n, _ in numels)
-    uncompressed = ring * sum(n * narrower(dtype, wire).itemsize for n, dtype in numels)
+    elements = ring * sum(sum(state.numels) for state in current.states)
+    uncompressed, apart = (
+        ring * sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
+        for states in (current.states, current.uncompressed)
+    )
     return Report(
         uncompressed=pay_off.steps("uncompressed", waits_here=waits_known),
         compressed=pay_off.steps("1 bit", waits_here=True),
         local=pay_off.steps("local", waits_here=True),
         skipped=skipped,
-        sent=current.wire_bytes - current.bytes_before + taken["uncompressed"] * uncompressed,
+        sent=current.wire_bytes - current.bytes_before + taken["uncompressed"] * uncompressed + taken["1 bit"] * apart,
         sent_by_fp32=sum(taken.values()) * 4 * elements,
         sent_by_fp16=sum(taken.values()) * 2 * elements,
     )

@@ -109,6 +109,10 @@ class Samples(Task):
     def parts(self, model: Any) -> list[nn.Module]:
         return [model.discriminator, model.generator]
 
+    def last_layer(self, part: nn.Module) -> list[nn.Parameter]:
+        """The discriminator's."""
+        return list(part.body[-1].parameters()) if isinstance(part, Discriminator) else []
+
     def loss(self, model: Any, items: Items) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("two models have two losses: see step")
 

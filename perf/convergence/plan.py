@@ -49,6 +49,9 @@ VARIANTS = {  # by how they are called in tables
     "direct_zero_one_unbiased_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25",
     "direct_zero_one_unbiased_beta_0_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0",
     "direct_zero_one_unbiased_256_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256, beta1 0.25",
+    "direct_zero_one_unbiased_last_adam": "0/1 Adam, direct replies, norm unbiased, last layer uncompressed",
+    "direct_zero_one_unbiased_last_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25, last layer "
+    "uncompressed",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
@@ -77,6 +80,8 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_unbiased_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_beta_0_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_256_beta_25_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
+    "direct_zero_one_unbiased_last_adam": {"reply": "direct", "norm": "unbiased"},
+    "direct_zero_one_unbiased_last_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "zero_one_unbiased_adam": {"reply": 1, "norm": "unbiased"},
     "direct_zero_one_8_adam": {"reply": "direct", "var_update_scaler": 8},
     "direct_zero_one_l2_8_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 8},
@@ -90,13 +95,16 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "local_16_unbiased_adam": {"local_step_clipper": 16, "norm": "unbiased"},
     "local_16_adam": {"local_step_clipper": 16},
 }
-BETA1 = {  # where it is not the task's; only of tasks that have betas of their own
+BETA1 = {  # where it is not the task's
     "beta_25_adam": 0.25,
     "beta_0_adam": 0.0,
     "direct_zero_one_unbiased_beta_25_adam": 0.25,
     "direct_zero_one_unbiased_beta_0_adam": 0.0,
     "direct_zero_one_unbiased_256_beta_25_adam": 0.25,
+    "direct_zero_one_unbiased_last_beta_25_adam": 0.25,
 }
+LAST_LAYER = ("direct_zero_one_unbiased_last_adam", "direct_zero_one_unbiased_last_beta_25_adam")
+GAN_ALONE = {*BETA1, *LAST_LAYER}  # whose tasks have betas of their own, and a discriminator with a last layer
 SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
 ONE_SEED = (
     "zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", "local_16_unbiased_adam",
@@ -272,7 +280,7 @@ def plan(
 
 def _variants(task: Task, sweep: str, chosen: Sequence[str]) -> list[str]:
     swept = reply_variants(task.families) if sweep == REPLY else SWEPT
-    here = [v for v in chosen if family_of(v) in task.families and (v not in BETA1 or task.betas != Task.betas)]
+    here = [v for v in chosen if family_of(v) in task.families and (v not in GAN_ALONE or task.betas != Task.betas)]
     return here if sweep == MAIN else [v for v in here if v in swept]
 
 

@@ -18,7 +18,18 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels.data.layout import WORD
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam, SpacedLamb
-from perf.convergence.plan import BETA1, LOCAL, REPLIES, SPACED_LAMB, TASKS, VARIANTS, ZERO_ONE, Run, family_of
+from perf.convergence.plan import (
+    BETA1,
+    LAST_LAYER,
+    LOCAL,
+    REPLIES,
+    SPACED_LAMB,
+    TASKS,
+    VARIANTS,
+    ZERO_ONE,
+    Run,
+    family_of,
+)
 from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
@@ -58,7 +69,10 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             options = {"norm": "l1", **ZERO_ONE[variant]}
             if "local_step_clipper" in options:
                 options |= {name: round(share * run.steps) for name, share in LOCAL.items()}
-            return ZeroOneAdam(params, **common, chunks=1, **options)
+            apart = TASKS[run.task].last_layer(model) if variant in LAST_LAYER else []
+            own = {id(p) for p in apart}
+            groups = [{"params": [p for p in params if id(p) not in own]}, {"params": apart, "compress": False}]
+            return ZeroOneAdam(groups, **common, chunks=1, **options)
         case "frozen_adam":
             return FrozenAdam(params, **staged, reply=1)
         case "naive_adam":
@@ -184,9 +198,12 @@ def ratios(optimizer: OneBitLamb) -> list[float]:
 def volume(
     run: Run, parts: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], uncompressed: int
 ) -> dict[str, Any]:
-    """Elements, and those that blocks of their own make of them; bytes that a rank has sent compressed."""
+    """Elements, and those that blocks of their own make of them; bytes that a rank has sent in compressed steps."""
     numels = [p.numel() for part in parts for p in part.parameters()]
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, OneBitOptimizer)]
+    apart = sum(sum(state.numels) for optimizer in ours for state in optimizer.current.uncompressed)
     own = float(sum(getattr(optimizer, "wire_bytes", 0) for optimizer in optimizers))
+    own += (run.steps - uncompressed) * apart * 4 * 2 * (run.ranks - 1) / run.ranks
     sent = mean_over_ranks([own])[0] if run.ranks > 1 else 0.0
     return {
         "elements": sum(numels),

@@ -65,6 +65,10 @@ class Task(ABC):
         """What has an optimizer of its own."""
         return [model]
 
+    def last_layer(self, part: nn.Module) -> list[nn.Parameter]:
+        """Of such a part: what some variants leave uncompressed."""
+        return []
+
     def step(self, model: nn.Module, optimizers: Sequence[Optimizer], items: Items) -> Tensor:
         """A training step on this rank's items; its loss."""
         (optimizer,) = optimizers

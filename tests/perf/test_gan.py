@@ -71,6 +71,7 @@ def test_samples_are_held_against_real_images() -> None:
         ("onebit_adam", 0.5),
         ("direct_zero_one_adam", 0.5),
         ("direct_zero_one_unbiased_beta_0_adam", 0.0),
+        ("direct_zero_one_unbiased_last_beta_25_adam", 0.25),
     ],
 )
 def test_both_models_train_each_with_its_optimizer(variant: str, beta1: float) -> None:
@@ -80,6 +81,8 @@ def test_both_models_train_each_with_its_optimizer(variant: str, beta1: float) -
     owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
     assert owned == [{id(p) for p in part.parameters()} for part in (model.discriminator, model.generator)]
     assert all(group["betas"] == (beta1, 0.999) for o in optimizers for group in o.param_groups)
+    apart = [sum(sum(state.numels) for state in o.current.uncompressed) for o in optimizers if "last" in variant]
+    assert apart == ([64 * 49 + 1, 0] if "last" in variant else [])
     judge = bits(model.judge[0].state_dict().values())
     for _ in range(2):
         before = [bits(part.parameters()) for part in TASK.parts(model)]
