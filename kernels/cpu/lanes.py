@@ -10,12 +10,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
 from numba.extending import lower_builtin, models, register_model, type_callable
 
 WIDTH = 16
+ZERO = np.float32(0)
 intrinsic: Any = extending.intrinsic  # what it decorates is called without its first argument
 FLOAT, INT, LONG, PACKED = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(WIDTH)
 FLOATS = ir.VectorType(FLOAT, WIDTH)

@@ -24,6 +24,7 @@ from onebit.kernels.reference.blocks import (
     scatter,
     signed,
 )
+from onebit.kernels.reference.rotation import rotated, rotated_back
 
 
 def compress(
@@ -63,11 +64,8 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     out.flags.copy_((received.flags != 0).any().expand(out.rows))
     if bool(out.flags.any()):
         return
-    total = torch.zeros(span.count, span.layout.block_size, dtype=torch.float32, device=received.buffer.device)
-    for i in range(received.rows):
-        total = total + message_values(span, received.slice(i, 1))
     encode = _encode if out.format.bits == 1 else _encode_two_bits
-    encode(span, total * (1 / received.rows), residual, out, live)
+    encode(span, _mean_of_rows(span, received), residual, out, live)
 
 
 def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
@@ -97,10 +95,14 @@ def message_values(span: Span, messages: Messages) -> Tensor:
             values = signed(planes[:, 0], torch.where(planes[:, 1], scales[:, 1:], scales[:, :1]))
         else:
             values = signed(planes[:, 0], scales[:, None])
-        if messages.copies == 1:
-            return values
-        total = total + values
-    return total * (1 / messages.copies)
+        total = values if messages.copies == 1 else total + values
+    mean = total if messages.copies == 1 else total * (1 / messages.copies)
+    return rotated_back(mean, inside.sum(1)) if messages.format.rotated else mean
+
+
+def _mean_of_rows(span: Span, received: Messages) -> Tensor:
+    """fp32 [blocks, block_size], of messages that all hold this shard."""
+    return message_values(span, Messages(received.buffer, received.format, received.rows))
 
 
 def momentum_values(span: Span, momentum: Tensor | Messages) -> Tensor:
@@ -152,6 +154,9 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tens
     if residual.scale is not None:
         e = e - signed(e >= 0, of_blocks(span, residual.scale)[:, None])
     c = torch.where(mask, y + e, 0)
+    if out.format.rotated:
+        _encode_rotated(span, c, mask, residual, out)
+        return
     magnitude = (c * c if out.format.norm == "l2" else c.abs()).sum(1)
     count = mask.sum(1)
     if residual.scale is not None:
@@ -161,9 +166,7 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tens
     if out.format.norm == "l2":
         scale = scale.sqrt()
     elif out.format.norm == "unbiased":
-        squares = (c * c).sum(1)
-        scale = torch.where(magnitude > 0, squares / magnitude, 0)
-        scale = torch.minimum(scale, MOST * (squares / count.clamp(min=1)).sqrt())
+        scale = _unbiased(c, count)
     bits = (c >= 0) & mask
     _put_scales(span, out, scale)
     _put_bits(span, out, bits[:, None])
@@ -172,6 +175,26 @@ def _encode(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tens
     else:
         residual.value.copy_(flat(span, c))
         residual.scale.copy_(scale)
+
+
+def _unbiased(c: Tensor, count: Tensor) -> Tensor:
+    """[blocks]: ||c||_2^2 / ||c||_1 of each row, at most MOST times the root mean square of `count` elements."""
+    sizes, squares = c.abs().sum(1), (c * c).sum(1)
+    scale = torch.where(sizes > 0, squares / sizes, 0)
+    return torch.minimum(scale, MOST * (squares / count.clamp(min=1)).sqrt())
+
+
+def _encode_rotated(span: Span, c: Tensor, mask: Tensor, residual: Residual, out: Messages) -> None:
+    """c, 0 where the mask has nothing."""
+    inside = room(span, c.device)
+    lengths = inside.sum(1)
+    z = torch.where(inside, rotated(c, lengths), 0)
+    scale = _unbiased(z, lengths) / (lengths & -lengths)
+    bits = z >= 0
+    _put_scales(span, out, scale)
+    _put_bits(span, out, bits[:, None])
+    left = c - rotated_back(signed(bits, scale[:, None]), lengths)
+    residual.value.copy_(flat(span, torch.where(mask, left, 0)))
 
 
 def _encode_two_bits(span: Span, y: Tensor, residual: Residual, out: Messages, live: Tensor | None) -> None:

@@ -86,7 +86,7 @@ class Workload:
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format(self.layout, scale, norm)
-        self.reply_format = self.format.of_means(reply_bits)
+        self.reply_format = self.format if copies > 1 else self.format.of_means(reply_bits)
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far, by the name of their method
 

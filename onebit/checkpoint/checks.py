@@ -80,6 +80,8 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         reply = numbers.get("reply", 1)
         if not is_one_of(reply, ("direct",)) and not (is_whole(reply) and reply in WAYS):
             raise ValueError(f"reply is {_shown(reply)} in the state: {_DAMAGED}")
+        if not isinstance(numbers.get("rotated", False), bool):
+            raise TypeError(f"rotated is {_shown(numbers['rotated'])} in the state, neither true nor false: {_DAMAGED}")
         check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
         if not is_one_of(numbers.get("scale"), get_args(Scale)):
             raise ValueError(f"scale is {_shown(numbers.get('scale'))} in the state: {_DAMAGED}")

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from onebit.checkpoint.names import ORDER
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.reference.rotation import rotated_back
 from onebit.optim.memory_order import Order
 
 
@@ -20,7 +21,7 @@ def saved_order(own: Mapping[str, Any]) -> Order:
     return tuple(own[ORDER].tolist()) if ORDER in own else None
 
 
-def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: int) -> Tensor:
+def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: int, is_rotated: bool = False) -> Tensor:
     """fp32 [messages, numel] of one parameter's bits and scales, of one message or several; size: of a block."""
     positive, *large = unpacked(planes_of(bits, per_element, numel, size)).unbind(-2)
     lengths = lengths_of(numel, size).to(scales.device)
@@ -29,7 +30,14 @@ def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: in
         scale = torch.where(large[0], of_large, of_small)
     else:
         scale = scales.repeat_interleave(lengths, -1)
-    flat = ((positive.float() * 2 - 1) * scale)[..., :numel]
+    flat = (positive.float() * 2 - 1) * scale
+    if is_rotated:
+        inside = torch.arange(size, device=flat.device) < lengths[:, None]
+        rows = flat.new_zeros((*flat.shape[:-1], *inside.shape))
+        rows[..., inside] = flat
+        back = rotated_back(rows.view(-1, size), lengths.expand(*rows.shape[:-1]).reshape(-1))
+        flat = back.view(rows.shape)[..., inside]
+    flat = flat[..., :numel]
     return flat if flat.ndim == 2 else flat[None]
 
 

@@ -88,7 +88,8 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     if BITS in own:
         numel, per_element = like.numel(), WAYS[numbers.get("reply", 1)].reply_bits
         own = with_short_blocks(own, numbers, numel, per_element)
-        messages = decoded(own[BITS], own[SCALES], per_element, numel, int(numbers["block_size"])).double()
+        size, is_rotated = int(numbers["block_size"]), bool(numbers.get("rotated"))
+        messages = decoded(own[BITS], own[SCALES], per_element, numel, size, is_rotated).double()
         m = in_shape(messages.mean(0), like.shape, saved_order(own))
     else:
         parts = [value.double() for name, value in own.items() if message_of(name) is not None]

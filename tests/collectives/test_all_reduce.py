@@ -114,7 +114,7 @@ def test_without_a_group_this_process_alone():
     assert recorded.states[-1]["wire_bytes"] == 0
 
 
-@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased"])
+@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased", "rotated"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_chunks_change_no_bit_with_block_scales(size, norm):
     cases = [Case((1000, 63, 129), chunks=chunks, norm=norm) for chunks in (1, 2, 3, 5)]
@@ -138,7 +138,7 @@ def telescopes(draw):
         block_size=draw(st.sampled_from([32, 96])),
         chunks=draw(st.sampled_from([1, 2, 3])),
         scale=scale,
-        norm=draw(st.sampled_from(["l1", "l2", "unbiased"] if scale == "block" else ["l1", "l2"])),
+        norm=draw(st.sampled_from(["l1", "l2", "unbiased", "rotated"] if scale == "block" else ["l1", "l2"])),
         reply=draw(st.sampled_from([1, 2, "direct"])),
         steps=draw(st.integers(1, 12)),
         seed=draw(st.integers(0, 2**31)),
@@ -201,6 +201,7 @@ def replace_steps(run, chosen):
         ("block", "l1", 3e38),
         ("block", "l2", 1e25),
         ("block", "unbiased", 1e25),
+        ("block", "rotated", 1e25),
         ("tensor", "l1", 3e38),
         ("tensor", "l2", 1e25),
     ],

@@ -26,7 +26,7 @@ _SENSIBLE: dict[str, tuple[Any, ...]] = {
     "zero_variance": ("floor", "hold"),
     "variance_floor": (0.0, 0.01, 1.0),
     "scale": ("block", "tensor"),
-    "norm": ("auto", "l1", "l2", "unbiased"),
+    "norm": ("auto", "l1", "l2", "unbiased", "rotated"),
     "block_size": (32, 64, 2048),
     "chunks": (1, 2, 3, "auto"),
     "master_weights": (True, False),

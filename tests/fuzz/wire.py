@@ -47,7 +47,8 @@ class Wire:
         ranks, chunks = int(source.integers(1, 4)), int(source.integers(1, 3))
         layout = Layout(numels, block_size=pick(source, (32, 64, 96)), ranks=ranks, chunks=chunks)
         scale = pick(source, ("block", "tensor"))
-        form = Format(layout, scale, pick(source, ("l1", "l2", "unbiased") if scale == "block" else ("l1", "l2")))
+        norms = ("l1", "l2", "unbiased", "rotated") if scale == "block" else ("l1", "l2")
+        form = Format(layout, scale, pick(source, norms))
         chunk = int(source.integers(chunks))
         span, shard = layout.chunk(chunk), layout.shard(chunk, int(source.integers(ranks)))
         work, copies = pick(source, (_decode, _update, _average)), 1

@@ -88,6 +88,8 @@ CASES = {
     "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", momentum="packed"),
     "unbiased-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", groups=2, grain=2),
     "unbiased-bf16-chunks": Case((2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, missing=(1,)),
+    "rotated-96": Case((500, 63, 1, 192), 96, 2, norm="rotated", momentum="packed", groups=2, grain=2),
+    "rotated-bf16-chunks": Case((1030, 40), 512, 2, 2, norm="rotated", param=BF16, grad=BF16, missing=(1,)),
     "more-ranks-than-blocks": Case((5, 40), ranks=3, chunks=2, scale="tensor", norm="l1"),
 }
 GRID = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -103,9 +105,12 @@ FEW = (
     "chunks",
     "chunks-tensor",
     "unbiased-96",
+    "rotated-96",
 )
 FEW_GRID = pytest.mark.parametrize("case", [CASES[name] for name in FEW], ids=FEW)
-PAIRS = (("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("tensor", "l1"), ("tensor", "l2"))
+PAIRS = (
+    ("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("block", "rotated"), ("tensor", "l1"), ("tensor", "l2"),
+)  # fmt: skip
 SCALES_AND_NORMS = pytest.mark.parametrize("scale, norm", PAIRS)
 ON_BACKENDS = pytest.mark.parametrize("name", BACKENDS)
 ON_FUSED = pytest.mark.parametrize("name", FUSED)
@@ -280,7 +285,9 @@ class World:
         for row, shard in enumerate(shards):
             bits, scales = messages.bits(row, shard), messages.scales(row, shard)
             bits.copy_(torch.from_numpy(rng.integers(0, 256, len(bits), dtype=np.uint8)))
-            scales.copy_(torch.from_numpy(rng.uniform(0.1, 2.0, len(scales))))
+            exact = self.case.norm == "rotated"  # powers of two: fp32 holds all that such messages decode to
+            sizes = 2.0 ** rng.integers(-8, -4, len(scales)) if exact else rng.uniform(0.1, 2.0, len(scales))
+            scales.copy_(torch.from_numpy(sizes))
             if row == len(shards) - 1 and (row > 1 or len(scales) > 2):
                 scales[-1] = 0
         return messages
@@ -314,6 +321,13 @@ def numpy(tensor: Tensor) -> np.ndarray:
 def decoded_rows(messages: Messages, lengths: list[int]) -> np.ndarray:
     """Messages of one shard: the values of each."""
     return np.stack([contents(messages, row, lengths).values for row in range(messages.rows)])
+
+
+def decoded_size(case: Case, scales: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Of every element of some blocks, how large what its block's scale decodes to is: of a rotated one nearly always
+    below this, which is what its rounding is measured by."""
+    mixed = 4 * np.sqrt([oracle.mixed(int(n)) for n in lengths]) if case.norm == "rotated" else np.ones(len(lengths))
+    return np.repeat(scales.ravel() * mixed, lengths)
 
 
 def gathered(pointers: Pointers) -> oracle.Arrays:

@@ -26,12 +26,13 @@ VARIANTS = [
     {"scale": "tensor", "norm": "l2", "dtype": torch.bfloat16, "masked": True, "scaled": True},
     {"norm": "l2", "dtype": torch.float16, "master": False, "packed": False, "block_size": 96},
     {"norm": "unbiased", "masked": True},
+    {"norm": "rotated", "ranks": 1, "copies": 2},
 ]
 
 
 def outputs(**options):
     """What all passes leave, in bytes. NaN is equal to NaN here."""
-    workload = Workload(NUMELS, ranks=2, **options)
+    workload = Workload(NUMELS, **{"ranks": 2, **options})
     for work in workload.passes(cpu).values():
         work.run()
     return {name: t.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, t in workload.outputs().items()}
@@ -50,7 +51,7 @@ def many_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16", "unbiased"])
+@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16", "unbiased", "rotated"])
 def test_any_number_of_threads_gives_the_same_bits(options, many_threads):
     found = []
     for count in (1, 2, 4):
@@ -60,12 +61,12 @@ def test_any_number_of_threads_gives_the_same_bits(options, many_threads):
     assert found[2] == found[0]
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16", "unbiased"])
+@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "bf16", "fp16", "unbiased", "rotated"])
 def test_what_is_decoded_past_the_caches_is_the_same(options, monkeypatch):
     found = []
     for large in (2**40, 0):
         monkeypatch.setattr(codec, "LARGE", large)
-        workload = Workload(NUMELS, ranks=2, **options)
+        workload = Workload(NUMELS, **{"ranks": 2, **options})
         workload.passes(cpu)["decode"].run()
         found.append([t.view(torch.uint8).tolist() for t in workload.decoded().tensors])
     assert found[0] == found[1]

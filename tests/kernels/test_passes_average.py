@@ -20,6 +20,7 @@ from tests.kernels.cases import (
     assert_close,
     assert_guards,
     decoded_rows,
+    decoded_size,
     frozen_bits,
     numpy,
     rounded,
@@ -96,7 +97,7 @@ def test_average_agrees_with_the_reference_bit_for_bit(name, case, masked, monke
         assert ours.bits_of(shard).tolist() == theirs.bits_of(shard).tolist()
         scales = numpy(theirs.scales_of(shard)[0])
         assert_close(numpy(ours.scales_of(shard)[0]), scales, ELEMENTWISE)
-        size = np.repeat(scales, shard.lengths())
+        size = decoded_size(case, scales, shard.lengths())
         assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
 
 

@@ -21,6 +21,7 @@ from tests.kernels.cases import (
     World,
     assert_close,
     assert_guards,
+    decoded_size,
     frozen_bits,
     numpy,
     rounded,
@@ -103,12 +104,15 @@ def check_message(
     assert_close(found.scales, expected.scales, SUMMED)
     bits = found.bits
     sure = expected.sure(ELEMENTWISE * size)
-    assert sure.sum() >= 0.99 * valid.sum()
+    assert sure.sum() >= (0.65 if case.norm == "rotated" else 0.99) * valid.sum()  # of a rotated block all or nothing
     assert (bits == expected.bits)[sure].all()
-    assert not bits[~valid].any()
+    assert case.norm == "rotated" or not bits[~valid].any()
     assert not value[~valid].any()
     left = c if case.scale == "tensor" else expected.error
-    assert_close(value[sure], left[sure], SUMMED, (size + np.abs(expected.decoded))[sure])
+    reach = size + np.abs(expected.decoded)
+    if case.norm == "rotated":  # rounding of one element is in all that it is mixed with
+        reach = np.repeat([reach[block].max() for block in oracle.blocks(lengths)], lengths)
+    assert_close(value[sure], left[sure], SUMMED, reach[sure])
     if scale is not None:
         assert_close(scale, expected.scales[0], SUMMED)
 
@@ -197,7 +201,7 @@ def test_compress_agrees_with_the_reference_bit_for_bit(name, case, extras, monk
             assert numpy(ours_left.value).tolist() == numpy(theirs_left.value).tolist()
             assert_close(numpy(ours_left.scale), numpy(theirs_left.scale), ELEMENTWISE)
         else:
-            size = np.repeat(scales.ravel(), span.lengths())
+            size = decoded_size(case, scales, span.lengths())
             assert_close(numpy(ours_left.value), numpy(theirs_left.value), ELEMENTWISE, size)
 
 

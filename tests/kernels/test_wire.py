@@ -13,7 +13,7 @@ from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import MAGIC, NONFINITE, Format, MessageError, Messages
+from onebit.kernels.data.wire import MAGIC, NONFINITE, NORMS, Format, MessageError, Messages
 from tests import oracle
 
 FORMS = st.builds(
@@ -21,7 +21,7 @@ FORMS = st.builds(
     st.lists(st.integers(0, 300), min_size=1, max_size=9),
     st.sampled_from([32, 64, 96, 2048]),
     st.integers(1, 4),
-    st.sampled_from([("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("tensor", "l1"), ("tensor", "l2")]),
+    st.sampled_from([*(("block", norm) for norm in NORMS), ("tensor", "l1"), ("tensor", "l2")]),
 )
 
 
@@ -74,10 +74,12 @@ def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
     for i, part in enumerate(plan.shards()):
         lengths = plan.lengths_in(part)
         bits = rng.integers(0, 2, sum(lengths)).astype(bool)
-        scales = rng.uniform(0, 2, len(lengths) if form.scale == "block" else 1).astype(np.float32)
+        count = len(lengths) if form.scale == "block" else 1
+        scales = (2.0 ** rng.integers(-9, 2, count) if form.rotated else rng.uniform(0, 2, count)).astype(np.float32)
         rows.append(sent(form, len(lengths), bits, scales, flags=i % 2))
         of_blocks = np.resize(scales, len(lengths))
-        wanted.append(np.where(bits, 1, -1) * np.repeat(of_blocks, lengths))
+        values = np.where(bits, 1, -1) * np.repeat(of_blocks, lengths)
+        wanted.append(oracle.rotated_back(values, lengths) if form.rotated else values)
         all_bits.append(bits)
         all_scales += of_blocks.tolist()
     messages = form.empty(len(rows))
@@ -186,7 +188,7 @@ def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ra
     assert form.nbytes <= bits / 8 / ranks + 40 + (0 if ranks == 1 else 260)
 
 
-@pytest.mark.parametrize("norm, of_means", [("l1", "l1"), ("l2", "l2"), ("unbiased", "l2")])
+@pytest.mark.parametrize("norm, of_means", [("l1", "l1"), ("l2", "l2"), ("unbiased", "l2"), ("rotated", "l2")])
 def test_means_that_are_compressed_once_more_have_no_unbiased_scales(norm, of_means):
     form = Format(Layout([100, 7], block_size=32), norm=norm)
     assert form.of_means(1) == Format(form.layout, norm=of_means) and form.of_means(1).nbytes == form.nbytes
@@ -199,6 +201,7 @@ def test_means_that_are_compressed_once_more_have_no_unbiased_scales(norm, of_me
         ({"scale": "row"}, ["scale", "block", "tensor", "row"]),
         ({"norm": "l3"}, ["norm", "l1", "l2", "l3"]),
         ({"norm": "unbiased", "scale": "tensor"}, ["unbiased", "tensor", 'scale="block"']),
+        ({"norm": "rotated", "scale": "tensor"}, ["rotated", "tensor", 'scale="block"']),
     ],
 )
 def test_a_wrong_format_says_what_and_what_to_do(change, words):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -159,6 +159,26 @@ class Message:
         return unsure
 
 
+@dataclass(frozen=True)
+class RotatedMessage(Message):
+    """Bits are signs of z, each block's c rotated, of which padding is a part too."""
+
+    z: np.ndarray = field(kw_only=True)
+
+    @property
+    def decoded(self) -> np.ndarray:
+        return np.where(self.valid, rotated_back(np.where(self.bits, self.scale, -self.scale), self.lengths), 0.0)
+
+    def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
+        """The valid elements of blocks in which rounding turns no sign: one that turns changes all that are mixed.
+        Errors of elements are taken to be independent."""
+        allowed, sure = np.broadcast_to(tolerance, self.c.shape), np.zeros(self.c.shape, bool)
+        for block in blocks(self.lengths):
+            most = np.sqrt((allowed[block] ** 2).sum())
+            sure[block] = (np.abs(self.z[block]) > most).all() or not self.z[block].any()
+        return self.valid & sure
+
+
 def blocks(lengths: Sequence[int]) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(np.cumsum([0, *lengths]).tolist())]
 
@@ -199,9 +219,44 @@ def compress(
     counted = valid if counted is None else counted & valid
     if scale not in ("block", "tensor"):
         raise ValueError(scale)
+    if norm == "rotated":
+        return _compress_rotated(np.where(counted, c, 0.0), counted, lengths)
     lengths = [c.size] if scale == "tensor" else lengths
     scales = [magnitude(c[block][counted[block]], norm) for block in blocks(lengths)]
     return Message(c, sigma(c) > 0, np.array(scales), valid, lengths)
+
+
+def _compress_rotated(c: np.ndarray, counted: np.ndarray, lengths: Sequence[int]) -> Message:
+    z = np.concatenate([np.zeros(0), *(rotation(block.stop - block.start) @ c[block] for block in blocks(lengths))])
+    found = [magnitude(z[block], "unbiased") / mixed(block.stop - block.start) for block in blocks(lengths)]
+    return RotatedMessage(c, sigma(z) > 0, np.array(found), counted, lengths, z=z)
+
+
+def rotated_back(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """What a block's signs, times its scale, stand for."""
+    found = [rotation(block.stop - block.start).T @ values[block] for block in blocks(lengths)]
+    return np.concatenate([np.zeros(0), *found])
+
+
+def mixed(length: int) -> int:
+    """The largest power of two that divides it."""
+    return math.gcd(length, 2**20)
+
+
+@cache
+def rotation(length: int) -> np.ndarray:
+    """H D of a block, [length, length]: Sylvester's matrix for every so many elements, after some signs were turned."""
+    matrix, one = np.ones((1, 1)), np.array([[1.0, 1.0], [1.0, -1.0]])
+    while len(matrix) < mixed(length):
+        matrix = np.kron(one, matrix)
+    return np.kron(np.eye(length // len(matrix)), matrix) * np.array([turned(i) for i in range(length)])
+
+
+def turned(place: int) -> float:
+    """-1 where the sign of the element at a place of its block is turned, else 1."""
+    x = (place * 40503 + 12345) % 2**32
+    x = ((x ^ x // 2**5) % 2**16) * 29989
+    return -1.0 if (x ^ x // 2**11) // 2**7 % 2 else 1.0
 
 
 def compress_two_bits(
@@ -268,7 +323,7 @@ class SimulatedAllReduce:
                 continue
             reply = self._compress(
                 total / len(ys) + self.server[shard], valid[shard], shard, self.reply_bits,
-                "l2" if self.norm == "unbiased" else self.norm,
+                "l2" if self.norm in ("unbiased", "rotated") else self.norm,
             )  # fmt: skip
             self.server[shard] = reply.error
             self.scattered.append(reply)

@@ -53,7 +53,7 @@ def counters(optimizer):
     return optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio
 
 
-def decoded(own, numel, block_size=64):
+def decoded(own, numel, block_size=64, rotated=False):
     """m; with direct replies the mean of what each rank's message says."""
     lengths = oracle.Layout((numel,), block_size).lengths[: -(-numel // block_size)]
     scales = own["momentum_scales"].double().numpy()
@@ -61,7 +61,8 @@ def decoded(own, numel, block_size=64):
     messages = np.atleast_2d(np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little") == 1)
     of_messages = scales.reshape(len(messages), *scales.shape[-1 if per_element == 1 else -2 :])
     values = [of_bits(b, s.ravel(), per_element, lengths)[2] for b, s in zip(messages, of_messages, strict=True)]
-    return np.mean(values, axis=0)[:numel]
+    mean = np.mean(values, axis=0)
+    return (oracle.rotated_back(mean, lengths) if rotated else mean)[:numel]
 
 
 def meaning(states, case):
@@ -100,7 +101,7 @@ def meaning(states, case):
         for r in range(1, size):
             assert same(snapshot(own[r]["momentum_bits"]), own[0]["momentum_bits"])
             assert same(snapshot(own[r]["momentum_scales"]), own[0]["momentum_scales"])
-        m.append(decoded(own[0], numel, plan.block_size) / gamma)
+        m.append(decoded(own[0], numel, plan.block_size, not served and case.options.get("norm") == "rotated") / gamma)
         d.append(own[0]["denominator"].double().numpy().ravel() * gamma)
     e, server, m, d = (np.concatenate(parts) for parts in (e, server, m, d))
     assert all(np.isfinite(a).all() for a in (e, server, m, d))

@@ -46,6 +46,12 @@ MOVES = {
     "one bit to two, 3 to 2": (3, 2, {"chunks": 2}, {"reply": 2}),
     "direct to two bits": (2, 2, {"reply": "direct"}, {"reply": 2}),
     "two bits to direct, tensor": (2, 2, {"reply": 2, "scale": "tensor"}, {"reply": "direct"}),
+    "rotated, 2 to 3": (2, 3, {"reply": "direct", "norm": "rotated"}, {}),
+    "rotated, blocks 64 to 96": (2, 2, {"reply": "direct", "norm": "rotated"}, {"block_size": 96}),
+    "rotated to mean sizes": (2, 2, {"reply": "direct", "norm": "rotated"}, {"norm": "l1"}),
+    "mean sizes to rotated, 3 to 2": (3, 2, {"reply": "direct"}, {"norm": "rotated"}),
+    "rotated, direct to two phases": (2, 2, {"reply": "direct", "norm": "rotated"}, {"reply": 1}),
+    "rotated, two phases to direct": (2, 2, {"norm": "rotated"}, {"reply": "direct"}),
     "tensor, 4 to 2": (4, 2, {"scale": "tensor"}, {}),
     "tensor, 2 to 3, two chunks": (2, 3, {"scale": "tensor", "chunks": 2}, {}),
     "tensor, 1 to 2": (1, 2, {"scale": "tensor"}, {}),
@@ -70,7 +76,7 @@ def test_other_ranks_keep_the_mean_residual(kind, move):
     served = replies[1] != "direct"  # else what servers had left out is sent with the rest
     assert_near(before.server, saved.server if served else 0 * saved.server)
     e = saved.e if served else saved.e + saved.server
-    blocks_fit = not {"block_size", "scale"} & here.keys() and case.options.get("scale") != "tensor"
+    blocks_fit = not {"block_size", "scale", "norm"} & here.keys() and case.options.get("scale") != "tensor"
     messages_fit = replies[0] == replies[1] and (served or there == size)
     if blocks_fit and messages_fit:
         assert_near(before.m, saved.m)

@@ -56,6 +56,7 @@ def resume_at_every_step(rank, size, case, folder, ahead=2):
     return stages, numbers[-1]
 
 
+ROTATED = {"reply": "direct", "norm": "rotated", "chunks": 2}
 RESUMES = {  # options, more of the case, sizes
     "int": ({"freeze_step": 4}, {}, (1, 2, 3)),
     "auto": (AUTO, {"steps": 14}, (1, 2, 3)),
@@ -87,7 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, size, name, tmp_path):
 
 @kinds
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"scale": "tensor", "chunks": 2}, {"reply": "direct", "chunks": 2}])
+@pytest.mark.parametrize("options", [{}, {"scale": "tensor", "chunks": 2}, {"reply": "direct", "chunks": 2}, ROTATED])
 def test_resume_is_bit_exact_with_skipped_steps_before_and_after(kind, size, options, tmp_path):
     """Also the first after a resume, also the first that would have compressed: that one leaves exp_avg in e."""
     bad = tuple((step, step % size, value) for step, value in ((2, nan), (5, inf), (7, nan), (8, nan)))

@@ -48,7 +48,7 @@ WRONG = [
     ("freeze_window", 2.5, ["freeze_window=2.5", "1 or more"]),
     ("zero_variance", "alive", ["zero_variance='alive'", "floor", "hold"]),
     ("scale", "row", ["scale", "'row'", "block", "tensor"]),
-    ("norm", "l3", ["norm", "'l3'", "l1", "l2", "unbiased"]),
+    ("norm", "l3", ["norm", "'l3'", "l1", "l2", "unbiased", "rotated"]),
     ("chunks", 0, ["chunks=0", "positive", '"auto"']),
     ("chunks", 1.5, ["chunks=1.5", "positive", '"auto"']),
     ("chunks", "many", ["chunks='many'", '"auto"']),
@@ -208,6 +208,7 @@ def test_dead_is_the_old_name_of_zero_variance(kind, old, new):
         ("ZeroOneAdam", {"scale": "tensor"}, "l1"),
         ("ZeroOneAdam", {"norm": "l2"}, "l2"),
         ("OneBitAdam", {"norm": "unbiased"}, "unbiased"),
+        ("OneBitLamb", {"norm": "rotated"}, "rotated"),
     ],
 )
 def test_what_a_scale_is_made_of_where_nothing_is_said_is_the_optimizers_own(kind, options, norm):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
-from tests.onebit.runs import adam_first, bits, build
+from tests.onebit.runs import adam_first, bits, build, same, snapshot
 from tests.ranks import run_ranks_once
 
 AT = (24, 30, 110)  # steps after which runs are compared
@@ -202,6 +202,8 @@ def refused(rank: int, size: int, case: str) -> str:
         options["node_group"] = mesh.get_group("shard")
     elif case == "overlap":
         options["overlap"] = True
+    elif case == "rotated":
+        options["norm"] = "rotated"
     try:
         build("OneBitAdam", net.parameters(), **options)
     except ValueError as error:
@@ -213,6 +215,7 @@ REFUSED = {
     "two dimensions": "mesh['shard']",
     "the shard group": "process_group is the group that the parameters are sharded over",
     "plain FSDP": "the parameters are sharded over all 4 ranks",
+    "rotated": 'Pass norm="unbiased"',
     "everyone": "process_group has rank",
     "in part": "is whole where others are sharded",
     "node_group": "Leave it out",
@@ -228,6 +231,31 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     for texts in run_ranks_once(4, refused_all):
         for text, says in zip(texts, REFUSED.values(), strict=True):
             assert says in text
+
+
+def with_a_layer_apart(rank: int, size: int, kind: str) -> tuple[bytes, bytes]:
+    """In DDP's place FSDP's hook averages in stage 1, and the optimizer does without; then a state of stage 2 loads."""
+    mesh, ends = mesh_of(2, 2), []
+    for attached in (True, False):
+        net = sharded(model(), mesh)
+        layers = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]  # type: ignore[index]
+        optimizer = build(kind, layers, process_group=mesh.get_group("replicate"), **OPTIONS)
+        if attached:
+            onebit.attach(net, optimizer)
+        trained(rank, net, optimizer, 20, lambda: None)
+        assert optimizer.compressing and len(optimizer.current.uncompressed) == 1
+        ends.append(bits(whole(net)))
+    state = snapshot(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert same(snapshot(optimizer.state_dict()), state)
+    trained(rank, net, optimizer, 2, lambda: None)
+    assert ends[0] == ends[1]
+    return ends[0], bits(whole(net))
+
+
+@adam_first
+def test_a_layer_that_stays_uncompressed(kind: str) -> None:
+    assert len(set(run_ranks_once(4, with_a_layer_apart, (kind,)))) == 1
 
 
 def attached_to_the_wrong(rank: int, size: int) -> str:
