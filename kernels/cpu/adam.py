@@ -15,7 +15,6 @@ from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
     ALL,
-    ZERO,
     any_flag,
     at,
     first_bits,
@@ -35,7 +34,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, not_zero, root, splat, total, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, root, splat, total, where
 from onebit.kernels.cpu.memory import bits_at, float_at, int_at, load, long_at, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span

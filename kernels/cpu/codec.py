@@ -28,7 +28,6 @@ from onebit.kernels.cpu.blocks import (
     ONE,
     ROTATED,
     UNBIASED,
-    ZERO,
     any_flag,
     at,
     clear,
@@ -58,7 +57,7 @@ from onebit.kernels.cpu.blocks import (
     write_header,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, magnitude, ones, splat, total, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, magnitude, ones, splat, total, where
 from onebit.kernels.cpu.memory import (
     bits_at,
     fill,

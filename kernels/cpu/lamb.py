@@ -16,7 +16,6 @@ from onebit.kernels.cpu.adam import direction
 from onebit.kernels.cpu.blocks import (
     ALL,
     ONE,
-    ZERO,
     at,
     blocks_of,
     first_bits,
@@ -29,7 +28,7 @@ from onebit.kernels.cpu.blocks import (
     table,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, splat, total, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, splat, total, where
 from onebit.kernels.cpu.memory import float_at, int_at, load, long_at, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.lamb_state import LambState

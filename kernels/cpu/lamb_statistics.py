@@ -18,7 +18,6 @@ from torch import Tensor
 from onebit.kernels.cpu.blocks import (
     ALL,
     ONE,
-    ZERO,
     any_flag,
     at,
     blocks_of,
@@ -37,7 +36,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, largest, root, splat, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, largest, root, splat, where
 from onebit.kernels.cpu.memory import bits_at, float_at, load, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.lamb_state import LambState

@@ -16,7 +16,6 @@ from torch import Tensor
 from onebit.kernels.cpu.blocks import (
     ALL,
     FP32,
-    ZERO,
     any_flag,
     at,
     first_bits,
@@ -35,7 +34,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, not_zero, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, where
 from onebit.kernels.cpu.memory import copy, float_at, int_at, load, long_at, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.cpu.zero_one import moved, used_root

@@ -13,7 +13,6 @@ from torch import Tensor
 from onebit.kernels.cpu.blocks import (
     ALL,
     FP32,
-    ZERO,
     at,
     hyper_of,
     locate,
@@ -24,7 +23,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, magnitude, splat, total
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, magnitude, splat, total
 from onebit.kernels.cpu.memory import load, long_at, set_float, set_int
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data import hyper as limits

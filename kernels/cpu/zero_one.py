@@ -16,7 +16,6 @@ from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
     ALL,
-    ZERO,
     any_flag,
     at,
     first_bits,
@@ -37,7 +36,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, not_zero, ones, root, splat, total, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, ones, root, splat, total, where
 from onebit.kernels.cpu.memory import bits_at, fill, float_at, int_at, load, long_at, set_bits, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span

@@ -4,8 +4,8 @@
     average    C = mean_i decode(message_i) + E;            bit = sigma(C);  scale = ||C||_1 / count;  E = C - scale bit
     decode     x = scale sigma
 
-Scales are those of norm "l1"; `onebit.kernels.data.wire` has the others. With "rotated" the signs are those of z = H D c,
-and scale sigma is turned back (`rotation`).
+Scales are those of norm "l1"; `onebit.kernels.data.wire` has the others. With "rotated" the signs are those of
+z = H D c, and scale sigma is turned back (`rotation`).
 
 compress does momentum, error compensation, sign, scale and packing in one pass, and average unpacking, mean, error
 compensation and packing: each element of the residual is read once and written once. `onebit.kernels.passes` has the
