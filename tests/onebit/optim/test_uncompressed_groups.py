@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from tests.onebit.runs import (
     Case,
+    adam_first,
     assert_message,
     bits,
     build,
@@ -76,7 +77,7 @@ def all_alike(found: list[dict[str, Any]]) -> None:
         assert own["sent"][0] == own["sent"][1]
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"reply": "direct"}, {"scale": "tensor"}], ids=str)
 def test_both_are_what_they_are_alone(kind: str, size: int, options: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def test_between_full_precision_steps(options: dict[str, Any]) -> None:
     all_alike(run_ranks(2, beside_two, case))
 
 
-@kinds
+@adam_first
 def test_nodes_of_two_ranks(kind: str) -> None:
     all_alike(run_ranks(4, beside_two, CASE.but(kind=kind, each=2)))
 
@@ -142,7 +143,7 @@ def backward(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], 
     sum(terms).backward()  # type: ignore[union-attr]
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("place", ["compressed", "others"])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"chunks": 1, "reply": "direct"}], ids=str)
 def test_a_bad_gradient_of_either_stops_both(kind: str, place: str, options: dict[str, Any]) -> None:
@@ -168,7 +169,7 @@ def overlapped(rank: int, size: int, case: Case) -> tuple[bytes, bool]:
     return found[0][0], early
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("each", [1, 2])
 def test_messages_may_leave_in_backward(kind: str, each: int) -> None:
     found = run_ranks(2 * each, overlapped, CASE.but(kind=kind, each=each))
@@ -195,7 +196,7 @@ def clipped(rank: int, size: int, case: Case) -> list[tuple[float, float]]:
     return found
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("each", [1, 2])
 def test_one_norm_of_both(kind: str, each: int) -> None:
     for found in run_ranks(2 * each, clipped, CASE.but(kind=kind, each=each)):
@@ -228,7 +229,7 @@ def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> li
     return found
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("overlap", [False, True])
 def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
     """Of two ranks a mean is the same, whoever adds."""
@@ -256,7 +257,7 @@ def resumed(rank: int, size: int, case: Case, at: int, folder: str) -> None:
     assert bits(params) == bits(again)
 
 
-@kinds
+@adam_first
 @pytest.mark.parametrize("at", [3, 4, 7])
 def test_a_run_goes_on_bit_for_bit(kind: str, at: int, tmp_path: Path) -> None:
     run_ranks(2, resumed, CASE.but(kind=kind, options={**OPTIONS, "chunks": "auto"}), at, str(tmp_path))
