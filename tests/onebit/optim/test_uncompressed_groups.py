@@ -390,6 +390,19 @@ def test_diagnostics_have_all(kind: str) -> None:
     assert all(own["variance_norm"] > 0 for own in found[2:])
 
 
+@kinds
+def test_nobody_is_warned_of_coordinates_that_have_a_variance_to_come(kind: str) -> None:
+    case = CASE.but(kind=kind, untouched=((1, 3, 99),))  # of the second group
+    params = case.parameters()
+    optimizer = case.build(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(case, 0, optimizer, params, 1, 8)
+    other = case.but(untouched=((0, 3, 99),))
+    with pytest.warns(UserWarning, match="coordinates without a variance"):
+        run(other, 0, other.build(again := other.parameters()), again, 1, 8)
+
+
 # Errors
 
 
