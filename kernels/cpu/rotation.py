@@ -8,7 +8,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from onebit.kernels.cpu.compile import routine, tile
-from onebit.kernels.cpu.lanes import INT, LANES, WIDTH, WORDS, ZERO, intrinsic, where
+from onebit.kernels.cpu.lanes import FLOATS, INT, LANES, WIDTH, WORDS, ZERO, intrinsic, where
 from onebit.kernels.cpu.memory import bits_at, fill, load, store
 
 
@@ -18,10 +18,11 @@ def _stage(h):
     @intrinsic
     def mix(typing_context, value):
         def generate(context, builder, signature, arguments):
-            lanes = range(WIDTH)
-            x, first = arguments[0], ir.Constant(ir.VectorType(ir.IntType(1), WIDTH), [not i & h for i in lanes])
+            x, lanes = arguments[0], range(WIDTH)
             other = builder.shuffle_vector(x, x, ir.Constant(WORDS, [ir.Constant(INT, i ^ h) for i in lanes]))
-            return builder.select(first, builder.fadd(x, other), builder.fsub(other, x))
+            signs = ir.Constant(WORDS, [ir.Constant(INT, -(2**31) if i & h else 0) for i in lanes])
+            turned = builder.bitcast(builder.xor(builder.bitcast(x, WORDS), signs), FLOATS)  # -x where it is b
+            return builder.fadd(other, turned)
 
         return LANES(LANES), generate
 
@@ -37,22 +38,37 @@ def turned(flips, i, x):
     return where(bits_at(flips + i // 8), ZERO - x, x)
 
 
+@tile
+def _two_stages(at, h):
+    """h and 2 h of four times sixteen lanes, h elements apart."""
+    a, b, c, d = load(at), load(at + 4 * h), load(at + 8 * h), load(at + 12 * h)
+    a, b, c, d = a + b, a - b, c + d, c - d
+    store(at, a + c)
+    store(at + 4 * h, b + d)
+    store(at + 8 * h, a - c)
+    store(at + 12 * h, b - d)
+
+
 @routine
 def mix(values, length):
-    """H, in place."""
+    """H, in place, two stages at a time."""
     for i in range(0, length, 2 * WIDTH):
         a, b = load(values + 4 * i), load(values + 4 * (i + WIDTH))
         a, b = _eight(_four(_two(_one(a)))), _eight(_four(_two(_one(b))))
         store(values + 4 * i, a + b)
         store(values + 4 * (i + WIDTH), a - b)
     h = 2 * WIDTH
-    while length % (2 * h) == 0:
+    while length % (4 * h) == 0:
+        for start in range(0, length, 4 * h):
+            for i in range(start, start + h, WIDTH):
+                _two_stages(values + 4 * i, h)
+        h = 4 * h
+    if length % (2 * h) == 0:
         for start in range(0, length, 2 * h):
             for i in range(start, start + h, WIDTH):
                 a, b = load(values + 4 * i), load(values + 4 * (i + h))
                 store(values + 4 * i, a + b)
                 store(values + 4 * (i + h), a - b)
-        h = 2 * h
 
 
 @routine
