@@ -1,10 +1,12 @@
 # `make demo` and `make test` need only Python (>= 3.10) and make: the first run installs into .venv, later runs are quick.
-#   make test PYTEST_ARGS="-k wire -x"     make test WORKERS=0     make demo PYTHON=python3.12
+#   make test PYTEST_ARGS="-k wire -x"     make test FOCUS=kernels/cpu/adam.py     make demo PYTHON=python3.12
 
 PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
+FOCUS ?=
+BUDGET ?= 300
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
@@ -21,8 +23,12 @@ demo: $(STAMP)  ## train with 1 bit and without, side by side; DEMO_ARGS="--opti
 	@mkdir -p build
 	@$(BIN)/onebit demo --out build/onebit-demo.png $(DEMO_ARGS)
 
-test: $(STAMP)  ## run the tests but the slow ones: six minutes at most on two quiet cores
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests that fit in three minutes on two quiet cores; FOCUS=FILE: those for a change of that file
+ifdef FOCUS
+	@$(BIN)/python -m pytest --focus $(FOCUS) $(PYTEST_ARGS)
+else
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --budget $(BUDGET) $(PYTEST_ARGS)
+endif
 
 test-all: $(STAMP)  ## run all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
@@ -30,7 +36,7 @@ test-all: $(STAMP)  ## run all tests
 check: $(STAMP) types  ## lint, formatting, types, layering
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python -m pytest -q tests/test_layering.py
+	@$(BIN)/python -m pytest -q tests/test_structure.py
 
 types: $(STAMP)  ## type-check the three folders, laid out as they install
 	@rm -rf build/types && mkdir -p build/types/onebit

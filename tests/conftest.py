@@ -1,12 +1,17 @@
 """What every test needs: Triton's interpreter where there is no GPU, few threads, repeatable hypothesis runs.
 
-`make test` leaves out what is marked as slow, and what took long when `pytest --write-slow` last wrote slow.txt.
+    --budget SECONDS     leaves out the longest tests, so that the others take so long by tests/seconds.json
+    --focus PATH         tests for a change of this file of the product, 15 seconds of them
+    --write-seconds      writes how long tests take into tests/seconds.json
+
+Workers get files of tests by their recorded seconds, the longest first.
 """
 
 import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 # A background job of a shell starts with Ctrl-C ignored, and so would what the tests start to interrupt it.
@@ -26,6 +31,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import full, reach, schedule
+
 # Triton decides at the definition of a kernel whether it will be interpreted: must stand before triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -36,32 +43,81 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 hypothesis.settings.register_profile("onebit", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("onebit")
 
-SLOW = 2.0  # seconds
-SLOW_LIST = Path(__file__).with_name("slow.txt")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-slow", action="store_true", help=f"list the tests that take over {SLOW:g} s in slow.txt")
+    parser.addoption("--budget", type=float, default=float("inf"), help="seconds of tests, by tests/seconds.json")
+    parser.addoption("--focus", default="", help="a file of the product that has changed")
+    parser.addoption("--write-seconds", action="store_true", help="write how long tests take")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if (focus := config.getoption("--focus")) and collection_path.suffix == ".py":
+        name = collection_path.relative_to(config.rootpath).as_posix()
+        return collection_path.name.startswith("test_") and name not in _files_for(focus)
+    return None
+
+
+def _files_for(product: str) -> list[str]:
+    try:
+        return schedule.files_for(product)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--write-slow"):
-        slow = set(SLOW_LIST.read_text().splitlines())
-        for item in items:
-            if item.nodeid in slow:
-                item.add_marker("slow")
+    left_out = _left_out(config)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _left_out(config: pytest.Config) -> set[str]:
+    if focus := config.getoption("--focus"):
+        return schedule.slow_in(_files_for(focus))
+    return schedule.over(config.getoption("--budget"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
+        """The first files that are asked for are those that take longest."""
+
+        def _assign_work_unit(self, node: object) -> None:
+            for scope in schedule.longest_first(self.workqueue, _left_out(config)):
+                self.workqueue.move_to_end(scope)
+            super()._assign_work_unit(node)
+
+    return LongestFirst(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with reach.recording(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+    """What is set up once for a file counts for all of its tests."""
+    file = schedule.file_of(reach.this_test() or "")
+    with reach.recording(file if fixturedef.scope in ("module", "session") else None):
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.getoption("--write-slow"):
-        seconds: Counter[str] = Counter()
-        for report in (each for of in terminalreporter.stats.values() for each in of if hasattr(each, "duration")):
-            seconds[report.nodeid] += report.duration
-        others = set(SLOW_LIST.read_text().splitlines()) - seconds.keys()  # that did not run now
-        lines = sorted(others | {test for test, took in seconds.items() if took >= SLOW})
-        SLOW_LIST.write_text("".join(f"{line}\n" for line in lines))
-        terminalreporter.write_line(
-            f"{len(lines)} tests are slow, of those that ran and those listed before: {SLOW_LIST}"
-        )
+    seconds: Counter[str] = Counter()
+    for report in (each for of in terminalreporter.stats.values() for each in of if hasattr(each, "duration")):
+        seconds[report.nodeid] += report.duration
+    files: Counter[str] = Counter()
+    for test, took in seconds.items():
+        files[schedule.file_of(test)] += took
+    if len(files) > 10:
+        terminalreporter.section("the ten slowest files")
+        for name, took in files.most_common(10):
+            terminalreporter.write_line(f"{took:7.1f} s  {name}")
+        terminalreporter.write_line(f"{sum(files.values()):7.1f} s  of all {len(files)}")
+        for line in full.outdated():
+            terminalreporter.write_line(line)
+    if config.getoption("--write-seconds"):
+        schedule.write(seconds)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from onebit.kernels import cpu
 from onebit.kernels.tuning.workload import Workload
+from tests import reach
 from tests.limits import HUNG
 
 SIZES = (1, 2, 3, 4, 8)
@@ -140,7 +141,7 @@ class Ranks:
         timeout: float,
         expect_dead: Collection[int] = (),
     ) -> list[Any]:
-        task = pickle.dumps((size, work, args))
+        task = pickle.dumps((size, work, args, reach.this_test()))
         for pipe in self.pipes[:size]:
             pipe.send_bytes(task)
         return self._answers(size, timeout, expect_dead)
@@ -248,5 +249,6 @@ def _join(rank: int, size: int, sizes: tuple[int, ...], port: int, timeout: time
 
 def _work(rank: int, task: bytes) -> Any:
     global _size
-    _size, work, args = pickle.loads(task)
-    return work(rank, _size, *args)
+    _size, work, args, test = pickle.loads(task)
+    with reach.recording(test):
+        return work(rank, _size, *args)

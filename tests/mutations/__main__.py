@@ -1,0 +1,147 @@
+"""Are the tests sharp? Puts faults into the product, one at a time, and runs the tests that reach each.
+
+    python -m tests.mutations                     records what tests reach, once; 300 mutants; goes on where it ended
+    python -m tests.mutations --minutes 20        no longer than this
+    python -m tests.mutations --only kernels/cpu  those of a folder or file
+    python -m tests.mutations --record            records anew, and writes tests/reached.json
+
+A mutant is killed when a test fails or does not end. Copies of the repository are under --out; nothing else is touched.
+Survivors are equal programs, or show a test that is missing. Exit status 1 if the share is below --least percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutations.mutants import FOLDERS, Mutant, sample
+from tests.mutations.reached import Reached
+from tests.mutations.tree import Tree, import_all
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MOST = 60.0  # seconds of tests for one mutant, as they were recorded
+HUNG = 120.0  # seconds beyond them after which a mutant counts as one that hangs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.mutations", description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a path that mutants begin with")
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
+    parser.add_argument("--record", action="store_true", help="run all tests once, and write down what they reach")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout: its code and its tests")
+    parser.add_argument("--tests", default="", help="options for pytest: which tests there are")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutations")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    reached = Reached(options.out / "reached")
+    if options.record or not reached.exists():
+        print("Recording what each test reaches", flush=True)
+        reached.record(options.tree, options.tests.split(), options.workers)
+        if options.tree == ROOT:
+            reached.write_focus(ROOT / "tests" / "reached.json")
+    results = options.out / "results.jsonl"
+    mutants = [m for m in sample(options.tree, options.count, options.seed) if m.path.startswith(options.only)]
+    run(mutants, reached, results, options)
+    return report(mutants, known(results), options.least)
+
+
+def known(results: Path) -> dict[str, dict[str, str]]:
+    """By mutant: what became of it, and the test that found it."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return {each["mutant"]: each for each in map(json.loads, lines)}
+
+
+def run(mutants: list[Mutant], reached: Reached, results: Path, options: argparse.Namespace) -> None:
+    """Each worker is a process with a tree of its own, and gets the next mutant when it is free."""
+    done = known(results)
+    left = [mutant for mutant in mutants if mutant.id not in done]
+    total = len(left)
+    import_all()
+    context = multiprocessing.get_context("fork")
+    todo, found = context.SimpleQueue(), context.SimpleQueue()
+    stop, at_work = time.monotonic() + 60 * options.minutes, 0
+    for number in range(min(options.workers, total)):
+        args = (options.tree, options.out / f"tree-{number}", reached, todo, found)
+        context.Process(target=_work, args=args, daemon=True).start()
+        todo.put(left.pop(0))
+        at_work += 1
+    while at_work:
+        mutant, outcome, by, seconds = found.get()
+        if outcome == "stale":
+            sys.exit("tests have other names than were recorded: run this with --record")
+        line = {"mutant": mutant.id, "folder": mutant.folder, "outcome": outcome, "by": by}
+        with results.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+        more = bool(left) and time.monotonic() < stop
+        at_work += more - 1
+        todo.put(left.pop(0) if more else None)
+        place, at = f"{mutant.path}:{mutant.line}", total - len(left) - at_work
+        print(f"{at:4}/{total} {outcome:9} {seconds:4.0f} s  {place} {mutant.change}", flush=True)
+
+
+def _work(source: Path, root: Path, reached: Reached, todo: Any, found: Any) -> None:
+    tree = Tree(source, root)
+    while (mutant := todo.get()) is not None:
+        began = time.monotonic()
+        outcome, by = attempt(mutant, tree, reached)
+        found.put((mutant, outcome, by, time.monotonic() - began))
+
+
+def attempt(mutant: Mutant, tree: Tree, reached: Reached) -> tuple[str, str]:
+    """killed, hangs, survived or unreached; and by which test."""
+    tests = reached.tests_of(mutant.path, mutant.function, mutant.line, MOST)
+    if not tests:
+        return "unreached", ""
+    path, output = tree.root / mutant.path, tree.root / "output.txt"
+    before = path.read_bytes()
+    names = tree.root / "tests.txt"
+    names.write_text("\n".join(tests) + "\n", encoding="utf-8")
+    path.write_bytes(mutant.applied(before))
+    try:
+        status = tree.pytest(["-x", "--timeout=60", f"@{names}"], MOST + HUNG, output)
+    finally:
+        path.write_bytes(before)
+    if status is None:
+        return "hangs", ""
+    if status == pytest.ExitCode.OK:
+        return "survived", ""
+    said = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    if any("no match in any of" in line for line in said):
+        return "stale", ""
+    return "killed", next((line.split(" ")[1] for line in said if line.startswith(("FAILED ", "ERROR "))), "")
+
+
+def report(mutants: list[Mutant], found: dict[str, dict[str, str]], least: float) -> int:
+    tried = [mutant for mutant in mutants if mutant.id in found]
+    by_folder: dict[str, Counter[str]] = defaultdict(Counter)
+    for mutant in tried:
+        alive = found[mutant.id]["outcome"] in ("survived", "unreached")
+        for folder in (mutant.folder, "all"):
+            by_folder[folder].update(["alive" if alive else "killed"])
+        if alive:
+            print(f"{found[mutant.id]['outcome']}: {mutant.path}:{mutant.line} {mutant.id}")
+    print(f"{'folder':20} killed   of  percent")
+    for folder in (*FOLDERS, "all"):
+        killed, of = by_folder[folder]["killed"], by_folder[folder].total()
+        if of:
+            print(f"{folder:20} {killed:6} {of:4} {100 * killed / of:7.1f}")
+    share = 100 * by_folder["all"]["killed"] / max(1, by_folder["all"].total())
+    if len(tried) < len(mutants):
+        print(f"{len(mutants) - len(tried)} mutants are left: run it again")
+    return int(share < least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Which tests reach which function, and how long each takes: recorded once, by one run of all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from functools import cached_property
+from pathlib import Path
+
+from tests import reach
+from tests.mutations.tree import Tree
+
+RANKS = 2.0  # seconds that a test counts more for the processes that it works with
+
+
+class Reached:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def exists(self) -> bool:
+        return (self.folder / "tests.json").exists()
+
+    def record(self, source: Path, options: list[str], workers: int) -> None:
+        tree = Tree(source, self.folder.parent / "tree-0")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        raw = self.folder / "raw"
+        raw.mkdir(parents=True)
+        tree.pytest(
+            ["-n", str(workers), "--dist", "loadfile", f"--junitxml={self.folder / 'run.xml'}", *options],
+            3 * 3600, self.folder / "run.txt", PYTHONPATH=str(tree.root / "tests" / "mutations" / "site"),
+            ONEBIT_REACH=str(raw), ONEBIT_REACH_ROOT=str(tree.root),
+        )  # fmt: skip
+        found, ranked = reach.read(raw)
+        seconds = {
+            test: took + RANKS * (test in ranked)
+            for test, took in _seconds(self.folder / "run.xml").items()
+            if test in found
+        }
+        reached = {test: sorted(functions) for test, functions in found.items()}
+        (self.folder / "tests.json").write_text(json.dumps({"seconds": seconds, "reached": reached}))
+        shutil.rmtree(raw)
+
+    @cached_property
+    def _record(self) -> dict[str, dict[str, object]]:
+        return json.loads((self.folder / "tests.json").read_text(encoding="utf-8"))
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Of the tests that pass."""
+        return self._record["seconds"]
+
+    @cached_property
+    def functions(self) -> dict[str, set[reach.Function]]:
+        """By test. What the fixtures of a file reach counts for every test of it."""
+        found = {
+            name: {(path, function, line) for path, function, line in each}
+            for name, each in self._record["reached"].items()
+        }
+        shared = {name: each for name, each in found.items() if "::" not in name}
+        return {test: found.get(test, set()) | shared.get(test.partition("::")[0], set()) for test in self.seconds}
+
+    def tests_of(self, path: str, function: str, line: int, most: float) -> list[str]:
+        """Tests that reach a function, the cheap and the narrow first, as many as take `most` seconds. Where none does,
+        which is so of what is compiled or runs at import: those that reach the file, or files that import it."""
+        name = function.rpartition(".")[2]
+        inner = {
+            t
+            for t, found in self.functions.items()
+            if any(f[0] == path and f[1] == name and f[2] <= line for f in found)
+        }
+        return self._cheap(inner or self._reaching({path}), most)
+
+    def _reaching(self, paths: set[str]) -> set[str]:
+        seen: set[str] = set()
+        while paths:
+            found = {test for test, reached in self.functions.items() if any(each[0] in paths for each in reached)}
+            if found:
+                return found
+            seen |= paths
+            paths = {path for path in self.importers if self.importers[path] & seen} - seen
+        return set()
+
+    def _cheap(self, tests: set[str], most: float) -> list[str]:
+        chosen, total = [], 0.0
+        for test in sorted(tests, key=lambda each: self.seconds[each] + len(self.functions[each]) / 500):
+            total += self.seconds[test]
+            if total > most or len(chosen) == 250:
+                break
+            chosen.append(test)
+        return chosen
+
+    @cached_property
+    def importers(self) -> dict[str, set[str]]:
+        """By file of the product: the files that it imports."""
+        found = {}
+        for top in reach.PRODUCT:
+            for path in sorted((reach.ROOT / top).rglob("*.py")):
+                text = path.read_text(encoding="utf-8")
+                names = re.findall(r"^\s*from (onebit[\w.]*|perf[\w.]*) import \(?([\w, \n]*)", text, re.M)
+                modules = {m for m, _ in names} | {f"{m}.{n.strip()}" for m, many in names for n in many.split(",")}
+                found[path.relative_to(reach.ROOT).as_posix()] = {_file(module) for module in modules}
+        return found
+
+    def write_focus(self, path: Path) -> None:
+        """For every file of the product the files of tests to run after a change of it: the narrowest first."""
+        breadth: dict[str, set[reach.Function]] = defaultdict(set)
+        for test, functions in self.functions.items():
+            breadth[test.partition("::")[0]] |= functions
+        lines = {}
+        for product in sorted(self.importers):
+            reaching = {test.partition("::")[0] for test in self._reaching({product})}
+            own = {name: sum(each[0] == product for each in breadth[name]) for name in reaching}
+            order = sorted(reaching, key=lambda name: (-own[name] / (20 + len(breadth[name])), name))
+            if order:
+                lines[product] = order[:6]
+        text = ",\n".join(f" {json.dumps(product)}: {json.dumps(tests)}" for product, tests in lines.items())
+        path.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+
+
+def _file(module: str) -> str:
+    parts = module.split(".")
+    if parts[:2] in (["onebit", "kernels"], ["onebit", "collectives"]):
+        parts = parts[1:]
+    path = "/".join(parts)
+    return f"{path}.py" if (reach.ROOT / f"{path}.py").exists() else f"{path}/__init__.py"
+
+
+def _seconds(xml: Path) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(xml).iter("testcase"):
+        if any(child.tag in ("failure", "error", "skipped") for child in case):
+            continue
+        name = case.get("classname", "").replace(".", "/") + ".py::" + case.get("name", "")
+        found[name] += float(case.get("time", 0))
+    return dict(found)

@@ -1,0 +1,90 @@
+"""How long tests take, as recorded, and what follows: which fit a budget, who gets which file, what a change needs.
+
+tests/seconds.json   {"files": seconds of each file of tests, "slow": seconds of each test of LONG or more}
+tests/reached.json   for every file of the product the files of tests to run after a change of it, the narrowest first
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LONG = 1.0
+FOCUS = 15.0  # seconds that the tests of a change may take
+HERE = Path(__file__).parent
+SECONDS, REACHED = HERE / "seconds.json", HERE / "reached.json"
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def seconds() -> dict[str, float]:
+    """Of each file of tests, as it was recorded."""
+    return _read(SECONDS).get("files", {})
+
+
+def over(budget: float) -> set[str]:
+    """The tests to leave out so that the others take `budget` seconds: the longest."""
+    left_out, total = set(), sum(seconds().values())
+    for test, took in sorted(_read(SECONDS).get("slow", {}).items(), key=lambda each: (-each[1], each[0])):
+        if total <= budget:
+            break
+        left_out.add(test)
+        total -= took
+    return left_out
+
+
+def files_for(product: str) -> list[str]:
+    """The files of tests for a change of a file of the product: as many as fit FOCUS, one at least."""
+    if product not in _read(REACHED):
+        known = "\n  ".join(sorted(name for name in _read(REACHED) if Path(name).name == Path(product).name))
+        raise ValueError(
+            f"{product} is no file of the product that a test is known to reach. Name one by its path in the "
+            f"repository, such as kernels/cpu/adam.py" + (f". Meant was perhaps:\n  {known}" if known else "")
+        )
+    chosen, total = [], 0.0
+    for name in _read(REACHED)[product]:
+        took = seconds().get(name, 0.0) - sum(s for test, s in _read(SECONDS)["slow"].items() if file_of(test) == name)
+        if not chosen or total + took <= FOCUS:
+            chosen.append(name)
+            total += took
+    return chosen
+
+
+def slow_in(files: Iterable[str]) -> set[str]:
+    names = set(files)
+    return {test for test in _read(SECONDS).get("slow", {}) if file_of(test) in names}
+
+
+def longest_first(scopes: Mapping[str, Any], left_out: set[str]) -> list[str]:
+    """Files of tests in the order in which workers get them; a new one, of which nothing is known, first."""
+    took = dict(seconds())
+    for test in left_out:
+        took[file_of(test)] -= _read(SECONDS)["slow"][test]
+    return sorted(scopes, key=lambda scope: (-took.get(file_of(scope), float("inf")), scope))
+
+
+def write(found: Mapping[str, float]) -> None:
+    """Replace what is known of the files that have run."""
+    files, slow = dict(seconds()), dict(_read(SECONDS).get("slow", {}))
+    ran: dict[str, float] = defaultdict(float)
+    for test, took in found.items():
+        ran[file_of(test)] += took
+    files = {name: took for name, took in (files | ran).items() if (HERE.parent / name).exists()}
+    slow = {test: took for test, took in slow.items() if file_of(test) in files and file_of(test) not in ran}
+    slow |= {test: took for test, took in found.items() if took >= LONG}
+    rows = {
+        "files": {name: round(took, 1) for name, took in sorted(files.items())},
+        "slow": {test: round(took, 1) for test, took in sorted(slow.items())},
+    }
+    SECONDS.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")

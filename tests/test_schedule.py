@@ -1,0 +1,68 @@
+"""Which tests run, and in what order, follows from recorded seconds; what is run by hand has a record."""
+
+import json
+
+import pytest
+
+from tests import full, schedule
+
+RECORDED = {
+    "files": {"tests/a.py": 10.0, "tests/b.py": 6.0, "tests/c.py": 1.0},
+    "slow": {"tests/a.py::x": 8.0, "tests/b.py::y": 5.0},
+}
+NARROW = {"kernels/cpu/adam.py": ["tests/c.py", "tests/a.py", "tests/b.py"], "onebit/optim/adam.py": ["tests/b.py"]}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch, tmp_path):
+    for name, content in (("SECONDS", RECORDED), ("REACHED", NARROW)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(content))
+        monkeypatch.setattr(schedule, name, path)
+
+
+@pytest.mark.parametrize(
+    ("budget", "left_out"),
+    [(17, set()), (16.9, {"tests/a.py::x"}), (9, {"tests/a.py::x"}), (1, {"tests/a.py::x", "tests/b.py::y"})],
+)
+def test_the_longest_tests_are_left_out_until_the_rest_fits(budget, left_out):
+    assert schedule.over(budget) == left_out
+
+
+def test_workers_get_the_longest_files_first_without_what_is_left_out():
+    scopes = dict.fromkeys(["tests/c.py", "tests/b.py", "tests/a.py", "tests/new.py"])
+    assert schedule.longest_first(scopes, set()) == ["tests/new.py", "tests/a.py", "tests/b.py", "tests/c.py"]
+    assert schedule.longest_first(scopes, {"tests/a.py::x"})[1:] == ["tests/b.py", "tests/a.py", "tests/c.py"]
+
+
+def test_a_change_runs_the_narrowest_files_that_fit(monkeypatch):
+    monkeypatch.setattr(schedule, "FOCUS", 3.5)
+    assert schedule.files_for("kernels/cpu/adam.py") == ["tests/c.py", "tests/a.py"]  # 1 s, and 2 without the slow one
+    with pytest.raises(ValueError, match=r"Meant was perhaps:\n  kernels/cpu/adam\.py"):
+        schedule.files_for("adam.py")
+
+
+def test_seconds_of_a_file_that_ran_again_replace_what_was_known(monkeypatch):
+    monkeypatch.setattr(schedule, "HERE", schedule.SECONDS.parent)  # where none of the files is any more
+    schedule.write({"SECONDS.json::z": 2.0, "SECONDS.json::fast": 0.25})
+    written = json.loads(schedule.SECONDS.read_text())
+    assert written["slow"] == {"SECONDS.json::z": 2.0}
+
+
+def test_a_long_command_has_a_record_or_is_named(monkeypatch, tmp_path):
+    """The repository's records are of commands there are. One of other code, that failed or is missing is named."""
+    assert set(full.records()) <= set(full.COMMANDS)
+    record = full.Record("2026-01-01", "0" * 12, "a machine", 1, "passed")
+    good, other, failed = full.Command("good", (), ""), full.Command("other", (), ""), full.Command("failed", (), "")
+    monkeypatch.setattr(full, "COMMANDS", {"good": good, "failed": failed, "other": other, "new": good})
+    known = {
+        "good": record,
+        "other": record,
+        "failed": full.Record("2026-01-02", "1" * 12, "a machine", 1, "failed with 1"),
+    }
+    monkeypatch.setattr(full, "records", lambda: known)
+    counts = iter(["0", "3"])
+    monkeypatch.setattr(full, "_git", lambda *words: next(counts))
+    lines = full.outdated.__wrapped__()
+    assert [line.partition(" ")[0] for line in lines] == ["failed", "other", "new"]
+    assert "3 commits" in lines[1]
