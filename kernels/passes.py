@@ -1,15 +1,14 @@
 """Every pass: its signature, its equation, the bytes it moves, and which backend a device gets.
 
-A pass is one function that a backend runs over one span of blocks. Three backends have the same functions:
+A pass is one function that a backend runs over one span of blocks. Two backends have the same functions:
 
-    reference   a few lines of plain PyTorch, on any device: what the others are tested against
-    cpu         CPU tensors, in place
-    gpu         Triton, for CUDA and ROCm tensors
+    cpu     Numba, for CPU tensors, in place
+    gpu     Triton, for CUDA and ROCm tensors
 
 Adding a pass `p` takes:
 
     kernels/passes.py                    a method of Backend, a line in PASSES, a case in bytes_per_element
-    kernels/reference/, cpu/, gpu/       the function, in the file it belongs to, re-exported in __init__.py
+    kernels/cpu/, gpu/                   the function, in the file it belongs to, re-exported in __init__.py
     kernels/tuning/workload.py           synthetic arguments to run it on: an entry in Workload.passes
     kernels/tuning/tuner.py              each Triton kernel it launches, named <what>_kernel: PASS_OF, and
                                          SUMMING_KERNELS where it sums, _FLOAT32_ONLY where it reads no 16 bits
@@ -24,7 +23,6 @@ sigma(c) = +1 where c >= 0 and -1 elsewhere; d = 1 / (sqrt(v_T) + eps) with v_T 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -40,11 +38,11 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
-BackendName = Literal["reference", "cpu", "gpu"]
+BackendName = Literal["cpu", "gpu"]
 
 
 class Backend(Protocol):
-    """The functions that each of onebit.kernels.reference, .cpu and .gpu has.
+    """The functions that each of onebit.kernels.cpu and .gpu has.
 
     Arguments that several passes share:
 
@@ -373,9 +371,6 @@ def bytes_per_element(
     raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
 
 
-logger = logging.getLogger("onebit")
-
-
 class Passes:
     """A backend whose passes show up in profiles as `onebit.<name>`: in torch.profiler's, and as NVTX ranges by
     torch.autograd.profiler.emit_nvtx.
@@ -417,12 +412,9 @@ def backend(device: torch.device) -> Backend:
         return load(names[device.type])
     except ImportError as error:
         if device.type == "cpu" and not (error.name or "").startswith("onebit"):
-            logger.warning(
-                "Numba cannot be imported (%s): the slow reference does the passes on CPU tensors. "
-                "For compiled ones: pip install numba",
-                error,
-            )
-            return load("reference")
+            raise ModuleNotFoundError(
+                f"tensors on {device} need Numba, which cannot be imported ({error}): pip install numba", name="numba"
+            ) from error
         if error.name != "triton":
             raise
         raise ModuleNotFoundError(

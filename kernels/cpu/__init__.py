@@ -1,13 +1,12 @@
 """The passes for CPU tensors: loops over blocks, compiled by Numba when a pass is first used."""
 
 from onebit.kernels.cpu.adam import adam_update, adam_warmup
-from onebit.kernels.cpu.codec import average, compress, decode
+from onebit.kernels.cpu.codec import average, compress, decode, restore
 from onebit.kernels.cpu.lamb import lamb_warmup
 from onebit.kernels.cpu.lamb_statistics import lamb_statistics
 from onebit.kernels.cpu.local_steps import zero_one_local, zero_one_sync
 from onebit.kernels.cpu.scan import scan
 from onebit.kernels.cpu.zero_one import zero_one_full, zero_one_update
-from onebit.kernels.reference.codec import restore
 
 __all__ = [
     "adam_update", "adam_warmup", "average", "compress", "decode", "lamb_statistics", "lamb_warmup", "restore",

@@ -149,7 +149,7 @@ def adam_warmup(
     flags: Tensor,
     sums: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.adam_warmup` in one loop."""
+    """`onebit.kernels.passes.Backend.adam_warmup` in one loop."""
     arguments = (
         *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(master),
         at(sums),
@@ -166,7 +166,7 @@ def adam_update(
     hyper: Tensor,
     coefficient: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.adam_update` in one loop."""
+    """`onebit.kernels.passes.Backend.adam_update` in one loop."""
     arguments = (
         *over(span), *table(params), at(hyper), at(coefficient), *messages_at(replies), at(d), at(master),
     )  # fmt: skip

@@ -346,7 +346,7 @@ def compress(
     live: Tensor | None = None,
     gamma: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.compress` in one loop."""
+    """`onebit.kernels.passes.Backend.compress` in one loop."""
     form = out.format
     arguments = (
         *over(span), *table(grads), at(hyper), at(flags), at(gamma), *momentum_at(momentum), at(live),
@@ -358,7 +358,7 @@ def compress(
 
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
-    """`onebit.kernels.reference.average` in one loop."""
+    """`onebit.kernels.passes.Backend.average` in one loop."""
     form = out.format
     arguments = (
         *over(span), at(received.buffer), received.format.nbytes, int(received.format.scale == "tensor"),
@@ -386,6 +386,12 @@ def _finish_scales(span: Span, residual: Residual, out: Messages) -> None:
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """`onebit.kernels.reference.decode` in one loop."""
+    """`onebit.kernels.passes.Backend.decode` in one loop."""
     arguments = (*over(span), *table(out), *messages_at(messages), int(span.elements >= LARGE))
     over_blocks(_decode, span, arguments, scratch_blocks=1)
+
+
+def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
+    """`onebit.kernels.passes.Backend.restore`."""
+    if int(flags):
+        now.copy_(kept)

@@ -156,7 +156,7 @@ def lamb_warmup(
     max_coeff: float,
     between: Callable[[], None] | None = None,
 ) -> None:
-    """`onebit.kernels.reference.lamb_warmup` in two loops: the norms are needed whole before x moves."""
+    """`onebit.kernels.passes.Backend.lamb_warmup` in two loops: the norms are needed whole before x moves."""
     of_x, of_u = state.partial
     blocks, parameters, size = over(span)
     norms = (

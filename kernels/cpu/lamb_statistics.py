@@ -168,7 +168,7 @@ def lamb_statistics(
     live: Tensor | None = None,
     gamma: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.lamb_statistics` in one loop."""
+    """`onebit.kernels.passes.Backend.lamb_statistics` in one loop."""
     blocks, parameters, size = over(span)
     arguments = (
         blocks, parameters, size, at(hyper), replies.rows, *messages_at(replies), *momentum_at(previous), at(d),

@@ -138,7 +138,7 @@ def zero_one_local(
     least_root: Tensor,
     root_at_zero: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_local` in one loop."""
+    """`onebit.kernels.passes.Backend.zero_one_local` in one loop."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = (
         *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(value),
@@ -161,7 +161,7 @@ def zero_one_sync(
     decay: Tensor,
     factor: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_sync` in one loop."""
+    """`onebit.kernels.passes.Backend.zero_one_sync` in one loop."""
     arguments = (
         *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg), at(exp_avg_sq), at(anchor),
         at(master), at(least_root), at(root_at_zero), at(decay), at(factor),

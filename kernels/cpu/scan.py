@@ -105,6 +105,6 @@ def _scan(
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
-    """`onebit.kernels.reference.scan` in one loop."""
+    """`onebit.kernels.passes.Backend.scan` in one loop."""
     arguments = (*over(span), *table(grads), at(hyper), at(flags), at(squares))
     over_blocks(_scan, span, arguments, scratch_blocks=1)

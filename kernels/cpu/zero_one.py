@@ -172,7 +172,7 @@ def zero_one_full(
     sums: Tensor,
     counts: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_full` in one loop."""
+    """`onebit.kernels.passes.Backend.zero_one_full` in one loop."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = (
         *over(span), *table(params), *table(grads), at(hyper), at(flags), *messages_at(replies), at(exp_avg_sq),
@@ -191,7 +191,7 @@ def zero_one_update(
     least_root: Tensor,
     root_at_zero: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_update` in one loop."""
+    """`onebit.kernels.passes.Backend.zero_one_update` in one loop."""
     arguments = (
         *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg_sq), at(master), at(least_root),
         at(root_at_zero),

@@ -1,4 +1,4 @@
-"""The Triton passes under one name, as `cpu` and `reference` have them."""
+"""The Triton passes under one name, as `cpu` has them."""
 
 from onebit.kernels.gpu.adam import adam_update, adam_warmup
 from onebit.kernels.gpu.codec import average, compress, decode

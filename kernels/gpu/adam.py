@@ -97,7 +97,7 @@ def adam_warmup(
     flags: Tensor,
     sums: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.adam_warmup` in one launch."""
+    """`onebit.kernels.passes.Backend.adam_warmup` in one launch."""
     arguments = {
         **span_arguments(span, exp_avg.device),
         "p_addresses": params.addresses,
@@ -123,7 +123,7 @@ def adam_update(
     hyper: Tensor,
     coefficient: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.adam_update` in one launch."""
+    """`onebit.kernels.passes.Backend.adam_update` in one launch."""
     arguments = {
         **span_arguments(span, d.device),
         **replies_arguments(span, replies),

@@ -174,7 +174,7 @@ def compress(
     live: Tensor | None = None,
     gamma: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.compress` in one launch."""
+    """`onebit.kernels.passes.Backend.compress` in one launch."""
     arguments = {
         **span_arguments(span, residual.value.device),
         **momentum_arguments(momentum, "m_"),
@@ -193,7 +193,7 @@ def compress(
 
 
 def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
-    """`onebit.kernels.reference.average` in one launch."""
+    """`onebit.kernels.passes.Backend.average` in one launch."""
     arguments = {
         **span_arguments(span, residual.value.device),
         **encoding_arguments(residual, out),
@@ -210,7 +210,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
 
 
 def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """`onebit.kernels.reference.decode` in one launch."""
+    """`onebit.kernels.passes.Backend.decode` in one launch."""
     arguments = {
         **span_arguments(span, messages.buffer.device),
         **replies_arguments(span, messages),

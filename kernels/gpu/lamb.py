@@ -228,7 +228,7 @@ def lamb_warmup(
     max_coeff: float,
     between: Callable[[], None] | None = None,
 ) -> None:
-    """`onebit.kernels.reference.lamb_warmup` in two launches: the norms are needed whole before x moves."""
+    """`onebit.kernels.passes.Backend.lamb_warmup` in two launches: the norms are needed whole before x moves."""
     shared: dict[str, Any] = {
         **_of_whole_layout(span_arguments(span, exp_avg.device)),
         "p_addresses": params.addresses,
@@ -275,7 +275,7 @@ def lamb_statistics(
     live: Tensor | None = None,
     gamma: Tensor | None = None,
 ) -> None:
-    """`onebit.kernels.reference.lamb_statistics` in one launch."""
+    """`onebit.kernels.passes.Backend.lamb_statistics` in one launch."""
     arguments = {
         **_of_whole_layout({**span_arguments(span, d.device), **replies_arguments(span, replies)}),
         **momentum_arguments(previous, "prev_"),

@@ -110,7 +110,7 @@ def zero_one_local(
     least_root: Tensor,
     root_at_zero: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_local` in one launch."""
+    """`onebit.kernels.passes.Backend.zero_one_local` in one launch."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = {
         **span_arguments(span, exp_avg.device),
@@ -147,7 +147,7 @@ def zero_one_sync(
     decay: Tensor,
     factor: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_sync` in one launch."""
+    """`onebit.kernels.passes.Backend.zero_one_sync` in one launch."""
     arguments = {
         **span_arguments(span, exp_avg.device),
         **replies_arguments(span, replies),

@@ -38,7 +38,7 @@ def scan_kernel(
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
-    """`onebit.kernels.reference.scan` in one launch."""
+    """`onebit.kernels.passes.Backend.scan` in one launch."""
     arguments = {
         **span_arguments(span, flags.device),
         "addresses": grads.addresses,

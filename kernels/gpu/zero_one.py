@@ -136,7 +136,7 @@ def zero_one_full(
     sums: Tensor,
     counts: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_full` in one launch."""
+    """`onebit.kernels.passes.Backend.zero_one_full` in one launch."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = {
         **span_arguments(span, exp_avg_sq.device),
@@ -171,7 +171,7 @@ def zero_one_update(
     least_root: Tensor,
     root_at_zero: Tensor,
 ) -> None:
-    """`onebit.kernels.reference.zero_one_update` in one launch."""
+    """`onebit.kernels.passes.Backend.zero_one_update` in one launch."""
     arguments = {
         **span_arguments(span, exp_avg_sq.device),
         **replies_arguments(span, replies),

@@ -88,10 +88,12 @@ class Workload:
         self.format = Format(self.layout, scale, norm)
         self.reply_format = self.format if copies > 1 else self.format.of_means(reply_bits)
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
+        # a small model is the same on every device, so that backends can be compared
+        self.drawn_on = torch.device("cpu") if self.layout.elements < 2**20 else self.device
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far, by the name of their method
 
     def passes(self, backend: Backend) -> dict[str, Pass]:
-        """Every pass of a backend (`cpu`, `gpu` or `reference`), in the order of a step."""
+        """Every pass of a backend (`cpu` or `gpu`), in the order of a step."""
         w = self
         runs: dict[str, Callable[[], None]] = {
             "scan": lambda: backend.scan(w.span, w.grads(), w.hyper(), w.flags(), w.squares()),
@@ -208,7 +210,8 @@ class Workload:
     def gamma(self) -> Tensor | None:
         if not self.scaled:
             return None
-        return torch.rand(self.layout.parameters, generator=self._generator("gamma"), device=self.device).add_(0.5)
+        drawn = torch.rand(self.layout.parameters, generator=self._generator("gamma"), device=self.drawn_on)
+        return drawn.add_(0.5).to(self.device)
 
     @_made_once
     def params(self) -> Pointers:
@@ -328,21 +331,22 @@ class Workload:
         return torch.cat([flat[s.offset : s.offset + s.stop - s.start] for s in span.segments()])
 
     def _generator(self, name: str) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return torch.Generator(self.drawn_on).manual_seed(zlib.crc32(name.encode()))
 
     def _pointers(self, what: str) -> Pointers:
         source = self._generator(what)
         tensors = [
-            torch.randn(n, generator=source, device=self.device).to(self.dtype) for n in self.layout.numel.tolist()
+            torch.randn(n, generator=source, device=self.drawn_on).to(self.device, self.dtype)
+            for n in self.layout.numel.tolist()
         ]
         return Pointers.to(self.layout, tensors, what)
 
     def _flat(self, name: str, span: Span) -> Tensor:
-        return torch.randn(span.elements, generator=self._generator(name), device=self.device)
+        return torch.randn(span.elements, generator=self._generator(name), device=self.drawn_on).to(self.device)
 
     def _mask(self, name: str, span: Span) -> Tensor:
-        packed = torch.empty(span.elements // 8, dtype=torch.uint8, device=self.device)
-        return packed.random_(0, 256, generator=self._generator(name))
+        packed = torch.empty(span.elements // 8, dtype=torch.uint8, device=self.drawn_on)
+        return packed.random_(0, 256, generator=self._generator(name)).to(self.device)
 
     def _residual(self, name: str, span: Span, form: Format) -> Residual:
         residual = Residual.zeros(span, form, self.device)
@@ -355,13 +359,14 @@ class Workload:
         """One message a rank, as `span` (the whole layout, or the shard that all of them are for) is cut."""
         source = self._generator(name)
         messages = form.empty(self.layout.ranks * copies, self.device, copies)
-        messages.buffer.random_(0, 256, generator=source)
+        drawn = torch.empty_like(messages.buffer, device=self.drawn_on)
+        messages.buffer.copy_(drawn.random_(0, 256, generator=source))
         messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
         shards = self.span.shards() if span is self.span else [self.shard] * self.layout.ranks
         for row in range(messages.rows):
             shard = shards[row // copies]
             scales = messages.scales(row, shard)
-            scales.copy_(torch.rand(scales.shape, generator=source, device=self.device).add_(0.5).mul_(0.1))
+            scales.copy_(torch.rand(scales.shape, generator=source, device=self.drawn_on).add_(0.5).mul_(0.1))
             messages.bits(row, shard).bitwise_and_(self._valid_bits(shard, form))
         return messages
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from onebit.checkpoint.names import ORDER
+from onebit.kernels.data import rotation
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
-from onebit.kernels.reference.rotation import rotated_back
 from onebit.optim.memory_order import Order
 
 
@@ -35,10 +35,24 @@ def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: in
         inside = torch.arange(size, device=flat.device) < lengths[:, None]
         rows = flat.new_zeros((*flat.shape[:-1], *inside.shape))
         rows[..., inside] = flat
-        back = rotated_back(rows.view(-1, size), lengths.expand(*rows.shape[:-1]).reshape(-1))
+        back = _rotated_back(rows.view(-1, size), lengths.expand(*rows.shape[:-1]).reshape(-1))
         flat = back.view(rows.shape)[..., inside]
     flat = flat[..., :numel]
     return flat if flat.ndim == 2 else flat[None]
+
+
+def _rotated_back(rows: Tensor, lengths: Tensor) -> Tensor:
+    """D H z of each row, of which the first `lengths` elements are a block (`onebit.kernels.data.rotation`)."""
+    size, h = rows.shape[-1], 1
+    while 2 * h <= size:
+        whole = size // (2 * h) * 2 * h
+        first, second = rows[:, :whole].unflatten(1, (-1, 2, h)).unbind(2)
+        mixed = torch.stack([first + second, first - second], 2).flatten(1)
+        own = (lengths % (2 * h) == 0)[:, None]
+        rows = torch.cat([torch.where(own, mixed, rows[:, :whole]), rows[:, whole:]], 1)
+        h *= 2
+    flips = torch.from_numpy(rotation.flips()[:size].copy()).to(rows.device)
+    return torch.where(flips, 0 - rows, rows)
 
 
 def encoded(values: Tensor, size: int, per_element: int) -> tuple[Tensor, Tensor]:

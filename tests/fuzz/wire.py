@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onebit.kernels import cpu, reference
+from onebit.kernels import cpu
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, MessageError, Messages
 from tests.fuzz.mutate import Source, pick
+from tests.wire import contents
 
 _GUARD = 64
 _MARK = 0x7FC0BEEF  # a NaN that no pass makes
@@ -98,23 +99,28 @@ def _check_header(messages: Messages, good: bool) -> str:
 
 def _decode(source: Source, layout: Layout, span: Any, messages: Messages) -> None:
     out = Guarded(source, [int(n) for n in layout.numel])
-    other, before = out.copy(), messages.buffer.clone()
+    before, expected = messages.buffer.clone(), _values(span, messages)
     cpu.decode(span, messages, Pointers.to(layout, out.tensors))
-    reference.decode(span, messages, Pointers.to(layout, other.tensors))
-    _compare(out.tensors, other.tensors)
-    _unharmed(messages, before, out, other)
+    if _moderate(messages, span.shards()):
+        for s in span.segments():
+            part = slice(s.offset, s.offset + s.stop - s.start)
+            _compare(out.tensors[s.parameter][s.start : s.stop], expected[part], expected)
+    _unharmed(messages, before, out)
 
 
 def _update(source: Source, layout: Layout, span: Any, messages: Messages) -> None:
     params = Guarded(source, [int(n) for n in layout.numel])
     d = Guarded(source, [span.elements])
-    other, before = params.copy(), messages.buffer.clone()
-    hyper = hyper_table([Hyper(lr=0.1, weight_decay=pick(source, (0.0, 0.5)))])
+    start, before = params.copy(), messages.buffer.clone()
+    m, decay = _values(span, messages), pick(source, (0.0, 0.5))
+    hyper = hyper_table([Hyper(lr=0.1, weight_decay=decay)])
     cpu.adam_update(span, Pointers.to(layout, params.tensors), d.tensors[0], messages, master=None, hyper=hyper)
-    reference.adam_update(span, Pointers.to(layout, other.tensors), d.tensors[0], messages, master=None, hyper=hyper)
     if _moderate(messages, span.shards()):
-        _compare(params.tensors, other.tensors, exact=False)
-    _unharmed(messages, before, params, other, d)
+        for s in span.segments():
+            part, x = slice(s.offset, s.offset + s.stop - s.start), start.tensors[s.parameter].numpy()[s.start : s.stop]
+            moved = x - 0.1 * (m[part] * d.tensors[0].numpy()[part] + decay * x)
+            _compare(params.tensors[s.parameter][s.start : s.stop], np.where(np.isnan(m[part]), x, moved), m)
+    _unharmed(messages, before, params, start, d)
 
 
 def _average(source: Source, layout: Layout, shard: Any, messages: Messages) -> None:
@@ -123,31 +129,38 @@ def _average(source: Source, layout: Layout, shard: Any, messages: Messages) -> 
     for s in shard.segments():
         valid[s.offset : s.offset + s.stop - s.start] = True
     kept.tensors[0].masked_fill_(~valid, 0)  # as it is past a valid count
-    other, before = kept.copy(), messages.buffer.clone()
-    outs, form = [], messages.format.with_bits(pick(source, (1, 2)))
-    for backend, own in ((cpu, kept), (reference, other)):
-        residual = Residual.zeros(shard, form, value=own.tensors[0])
-        outs.append(form.empty(1))
-        outs[-1].buffer.zero_()
-        backend.average(shard, messages, residual, outs[-1])
-    if _moderate(messages, [shard] * messages.rows):
-        _compare([outs[0].scales(0, shard)], [outs[1].scales(0, shard)], exact=False)
-    _unharmed(messages, before, kept, other)
+    before, form = messages.buffer.clone(), messages.format.with_bits(pick(source, (1, 2)))
+    residual, out = Residual.zeros(shard, form, value=kept.tensors[0]), form.empty(1)
+    c = _values(shard, Messages(messages.buffer, messages.format, messages.rows)) + residual.left_out().numpy()
+    out.buffer.zero_()
+    cpu.average(shard, messages, residual, out)
+    if _moderate(messages, [shard] * messages.rows) and not bool(out.flags.any()):
+        left = residual.left_out().numpy()  # nothing is lost
+        sent = contents(out, 0, shard.lengths().tolist()).values
+        _compare(torch.from_numpy((sent + left)[valid.numpy()]), c[valid.numpy()], c)
+    _unharmed(messages, before, kept)
+
+
+def _values(span: Span, messages: Messages) -> np.ndarray:
+    """What messages of a span's shards stand for, by numpy: the mean over copies, NaN where one has a flag."""
+    copies, found = messages.copies, []
+    for k, shard in enumerate(span.shards()):
+        rows = range(k * copies, (k + 1) * copies)
+        mean = np.mean([contents(messages, row, shard.lengths().tolist()).values for row in rows], axis=0)
+        found.append(np.full_like(mean, np.nan) if any(int(messages.flags[row]) for row in rows) else mean)
+    return np.concatenate(found)
 
 
 def _moderate(messages: Messages, shards: list[Span]) -> bool:
-    """Whether the order of operations can't decide what overflows."""
+    """Whether nothing overflows, squares included."""
     scales = [messages.scales(row, shards[row // messages.copies]) for row in range(messages.rows)]
-    return all(bool((each.abs() < 1e30).all()) for each in scales)
+    return all(bool((each.abs() < 1e15).all()) for each in scales)
 
 
-def _compare(ours: list[Tensor], theirs: list[Tensor], exact: bool = True) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        a, b = one.numpy(), other.numpy()
-        if exact or np.array_equal(a, b, equal_nan=True):
-            np.testing.assert_array_equal(a, b)
-        else:
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+def _compare(found: Tensor, expected: np.ndarray, of: np.ndarray) -> None:
+    """To rounding, of what is as large as the largest of `of`: a rotation mixes a block's elements."""
+    largest = np.nanmax(np.abs(of), initial=1.0)
+    np.testing.assert_allclose(found.double().numpy(), expected, rtol=1e-4, atol=1e-5 * largest)
 
 
 def _unharmed(messages: Messages, before: Tensor, *guarded: Guarded) -> None:

@@ -1,4 +1,4 @@
-"""adam_warmup and adam_update of every backend against the float64 oracle, and against the reference."""
+"""adam_warmup and adam_update of every backend against the float64 oracle, and Triton against the CPU."""
 
 import numpy as np
 import pytest
@@ -117,7 +117,7 @@ def test_bias_correction_is_that_of_the_step(name, step, bias_correction):
 
 @ON_FUSED
 @SMALL_GRID
-def test_warmup_agrees_with_the_reference(name, case, monkeypatch):
+def test_warmup_agrees_with_the_cpu(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     ours, theirs = Warmup(World(case, name)), Warmup(World(case))
     for chunk in range(case.chunks):
@@ -225,7 +225,7 @@ def test_update_agrees_with_the_oracle(name, case, coefficient, monkeypatch):
 
 @ON_FUSED
 @SMALL_GRID
-def test_update_agrees_with_the_reference(name, case, monkeypatch):
+def test_update_agrees_with_the_cpu(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     ours, theirs = Update(World(case, name), True), Update(World(case), True)
     for chunk in range(case.chunks):

@@ -1,4 +1,4 @@
-"""average and decode of every backend against the float64 oracle, and against the reference."""
+"""average and decode of every backend against the float64 oracle, and Triton against the CPU."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_average_leaves_out_coordinates_that_take_no_part(name, case, monkeypatc
 @ON_FUSED
 @SMALL_GRID
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_average_agrees_with_the_reference_bit_for_bit(name, case, masked, monkeypatch):
+def test_average_agrees_with_the_cpu_bit_for_bit(name, case, masked, monkeypatch):
     use_grain(monkeypatch, case)
     world, other = World(case, name), World(case)
     live = world.live if masked else None

@@ -1,4 +1,4 @@
-"""compress of every backend against the float64 oracle, and against the reference."""
+"""compress of every backend against the float64 oracle, and Triton against the CPU."""
 
 import numpy as np
 import pytest
@@ -185,7 +185,7 @@ def test_a_coordinate_that_takes_no_part_stays_zero_however_many_steps_go_by(nam
 @ON_FUSED
 @SMALL_GRID
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "masked and scaled"])
-def test_compress_agrees_with_the_reference_bit_for_bit(name, case, extras, monkeypatch):
+def test_compress_agrees_with_the_cpu_bit_for_bit(name, case, extras, monkeypatch):
     use_grain(monkeypatch, case)
     for chunk in range(case.chunks):
         world = World(case, name)

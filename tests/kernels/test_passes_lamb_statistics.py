@@ -1,4 +1,4 @@
-"""lamb_statistics of every backend against the float64 oracle, and against the reference."""
+"""lamb_statistics of every backend against the float64 oracle, and Triton against the CPU."""
 
 import numpy as np
 import pytest
@@ -166,7 +166,7 @@ def test_the_limits_have_the_last_word_over_the_threshold(name):
 @RATIOS
 @SMALL_GRID
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "masked and scaled"])
-def test_statistics_agree_with_the_reference(name, ratio, case, extras, monkeypatch):
+def test_statistics_agree_with_the_cpu(name, ratio, case, extras, monkeypatch):
     use_grain(monkeypatch, case)
     ours, theirs = Statistics(World(case, name), extras=extras), Statistics(World(case), extras=extras)
     ours.run(ratio)

@@ -1,4 +1,4 @@
-"""lamb_warmup of every backend against the float64 oracle, and against the reference."""
+"""lamb_warmup of every backend against the float64 oracle, and Triton against the CPU."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def test_coefficients_lie_on_both_limits_and_between(name):
 
 @ON_FUSED
 @SMALL_GRID
-def test_warmup_agrees_with_the_reference(name, case, monkeypatch):
+def test_warmup_agrees_with_the_cpu(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     ours, theirs = Warmup(World(case, name)), Warmup(World(case))
     ours.run()

@@ -1,10 +1,10 @@
-"""Replies of 2 bits an element: average against the float64 oracle and the reference, and all that read them."""
+"""Replies of 2 bits an element: average against the float64 oracle, Triton against the CPU, and all that read them."""
 
 import numpy as np
 import pytest
 import torch
 
-from onebit.kernels import reference
+from onebit.kernels import cpu
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import ABOVE, MAGIC, NONFINITE
 from onebit.kernels.tuning.workload import Workload
@@ -90,7 +90,7 @@ def test_a_reply_agrees_with_the_oracle(name, case, masked, monkeypatch):
 
 @ON_FUSED
 @SMALL_GRID
-def test_a_reply_agrees_with_the_reference_bit_for_bit(name, case, monkeypatch):
+def test_a_reply_agrees_with_the_cpu_bit_for_bit(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     world, other = World(case, name), World(case)
     for rank in range(case.ranks):
@@ -147,10 +147,10 @@ def test_what_is_large_is_above_the_bound(name):
 
 @ON_FUSED
 @pytest.mark.parametrize("options", READERS.values(), ids=READERS.keys())
-def test_readers_agree_with_the_reference(name, options):
+def test_readers_agree_with_the_cpu(name, options):
     options = {"block_size": 32, "reply_bits": 2, **options}
     ours = outputs(Workload(NUMELS, device_of(name), **options), backend(name))
-    theirs = outputs(Workload(NUMELS, **options), reference)
+    theirs = outputs(Workload(NUMELS, **options), cpu)
     assert_same(ours, theirs, half=options.get("dtype") == torch.float16)
 
 

@@ -1,4 +1,4 @@
-"""0/1 Adam's four passes of every backend against float64, and against the reference."""
+"""0/1 Adam's four passes of every backend against float64, and Triton against the CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DECAY, FACTOR = (0.9, 1.0, 0.5), (0.7, 3.0, 0.1)
 class Run:
     """The tensors of one run of a pass. Every fifth v is 0, and every third gradient of those too."""
 
-    def __init__(self, case: Case, name: str = "reference", residual: bool = True) -> None:
+    def __init__(self, case: Case, name: str = "cpu", residual: bool = True) -> None:
         self.world = world = World(case, name)
         self.v64 = [v.copy() for v in world.v]
         for v, g in zip(self.v64, world.g, strict=True):
@@ -212,7 +212,7 @@ def test_an_update_agrees_with_float64(name, case, monkeypatch):
 
 @ON_FUSED
 @SMALL_GRID
-def test_both_agree_with_the_reference(name, case, monkeypatch):
+def test_both_agree_with_the_cpu(name, case, monkeypatch):
     use_grain(monkeypatch, case)
     for each in ("full", "update"):
         ours, theirs = Run(case, name), Run(case)
@@ -333,7 +333,7 @@ def test_a_sync_leaves_what_decode_gives_times_a_factor_as_momentum(name, case, 
 
 @ON_FUSED
 @SMALL_GRID
-def test_local_steps_and_syncs_agree_with_the_reference(name, case, monkeypatch):
+def test_local_steps_and_syncs_agree_with_the_cpu(name, case, monkeypatch):
     """Where no root is taken, to the last bit; Triton has no -0 in what a scale of 0 stands for."""
     use_grain(monkeypatch, case)
     for each in ("local", "sync"):

@@ -13,32 +13,9 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
-from onebit.kernels.reference.rotation import rotated, rotated_back
 from tests import oracle
 from tests.kernels.cases import ON_BACKENDS, backend, device_of
 from tests.kernels.test_passes_properties import FEW, Compressor, sent_values
-
-LENGTHS = (32, 64, 96, 160, 512, 1088, 2048)
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_it_is_that_of_the_oracle_and_comes_back(length: int) -> None:
-    c = np.random.default_rng(length).normal(size=length)
-    rows, lengths = torch.from_numpy(c)[None].float(), torch.tensor([length])
-    z = rotated(rows, lengths)
-    assert np.allclose(z[0].numpy(), oracle.rotation(length) @ c, atol=1e-4)
-    back = rotated_back(z, lengths)[0].numpy() / rotation.elements_mixed(length)
-    assert np.allclose(back, c, atol=1e-5)
-    assert np.isclose((z.double() ** 2).sum(), oracle.mixed(length) * (c**2).sum())
-
-
-def test_rows_of_several_lengths() -> None:
-    """What lies past a block's length is no part of it."""
-    rows = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
-    lengths = torch.tensor([96, 32, 64, 96])
-    found = rotated(rows, lengths)
-    for row, length, own in zip(rows, lengths.tolist(), found, strict=True):
-        assert torch.equal(own[:length], rotated(row[None, :length], torch.tensor([length]))[0])
 
 
 def test_the_signs_that_are_turned_look_random() -> None:

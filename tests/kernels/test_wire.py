@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebit.kernels import reference
+from onebit.kernels import cpu
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
@@ -91,7 +91,7 @@ def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
     assert np.array_equal(bits, np.concatenate(all_bits))
     out = [torch.zeros(n) for n in plan.numels]
     messages.flags.zero_()
-    reference.decode(layout.all(), messages, Pointers.to(layout, out))
+    cpu.decode(layout.all(), messages, Pointers.to(layout, out))
     for found, expected in zip(out, plan.unflatten(np.concatenate(wanted)), strict=True):
         assert found.tolist() == expected.tolist()
 
@@ -123,7 +123,7 @@ def compressed(layout: Layout, form: Format, values: torch.Tensor) -> Messages:
     out, residual = form.empty(layout.ranks), Residual.zeros(layout.all(), form)
     flags = torch.zeros(1, dtype=torch.int32)
     grads = Pointers.to(layout, [values], "gradient")
-    reference.compress(layout.all(), grads, None, residual, hyper_table([Hyper()]), flags, out)
+    cpu.compress(layout.all(), grads, None, residual, hyper_table([Hyper()]), flags, out)
     return out
 
 
