@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,9 @@ def variants() -> dict[str, Workload]:
     }
 
 
-def report(targets: Sequence[str] = tuple(TARGETS)) -> list[dict[str, Any]]:
+def report(
+    targets: Sequence[str] = tuple(TARGETS), wanted: Callable[[str, str], bool] = lambda variant, kernel: True
+) -> list[dict[str, Any]]:
     """One row a kernel, variant and target: what was compiled, its wide accesses and its spills."""
     rows = []
     for variant, workload in variants().items():
@@ -152,7 +154,7 @@ def report(targets: Sequence[str] = tuple(TARGETS)) -> list[dict[str, Any]]:
             for each in workload.passes(gpu).values():
                 each.run()
             gpu.restore(workload.exp_avg(), workload.exp_avg_sq(), workload.flags())
-        for launch in launches:
+        for launch in (each for each in launches if wanted(variant, each.kernel.__name__)):
             for target in targets:
                 compiled = compile_launch(launch, target)
                 row = {"kernel": compiled.kernel, "variant": variant, "target": target, "warps": launch.config.warps}

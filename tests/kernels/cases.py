@@ -1,4 +1,4 @@
-"""What the tests of the passes share: the backends, a covering set of cases, and inputs made from a case.
+"""What the tests of the passes share: the cases, the inputs made from one, and how results are compared.
 
 Inputs are made twice from the same numbers: float64 for the oracle, tensors for a backend. What a pass must not read
 would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters and gradients lie between
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
 
 import numpy as np
@@ -30,7 +29,6 @@ from tests import oracle
 from tests.wire import contents
 
 BACKENDS = ("cpu", "triton")
-FUSED = ("triton",)  # beside the CPU's
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -50,7 +48,8 @@ def device_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the grid. `grain`: blocks a Triton program takes, or at least a CPU thread."""
+    """One point of the grid. `copies`, `reply_bits`: the messages that replies and packed momentum have of a block, and
+    the bits of an element. `grain`: blocks a Triton program takes, or at least a CPU thread."""
 
     numels: tuple[int, ...]
     block_size: int = 32
@@ -62,104 +61,113 @@ class Case:
     grad: torch.dtype = F32
     master: bool = False
     momentum: str = "dense"  # or "packed" or "none"
+    copies: int = 1
+    reply_bits: int = 1
     missing: tuple[int, ...] = ()
     unaligned: bool = False
     groups: int = 1
     grain: int = 1
 
 
-TINY = tuple(1 + i % 5 for i in range(300))
+# Every scale, norm, dtype, form of momentum and kind of reply, with tails, several messages, chunks and groups.
 CASES = {
-    "one-element": Case((1,), momentum="none"),
-    "seven": Case((7,), block_size=2048, norm="l2"),
-    "three-groups-tensor": Case((63, 7, 1), ranks=2, scale="tensor", momentum="packed", groups=3),
-    "bf16-master-96": Case((1000,), 96, 3, norm="l2", param=BF16, grad=BF16, master=True, grain=4),
+    "three-groups-tensor": Case((63, 7, 1), ranks=2, scale="tensor", momentum="packed", copies=3, groups=3),
     "fp16-master-2049": Case(
         (2049,), 2048, 2, scale="tensor", norm="l2", param=F16, grad=F16, master=True, momentum="packed"
     ),
-    "full-blocks": Case((2048, 4096), 2048, momentum="packed", groups=2),
-    "full-blocks-bf16-tensor": Case((4096, 2048), 2048, scale="tensor", param=BF16, grad=BF16, grain=2),
-    "full-blocks-mixed": Case((256, 64), 64, norm="l2", param=F16, grad=F32, master=True, momentum="none"),
-    "unaligned": Case((256, 64, 33), missing=(1,), unaligned=True, groups=3, grain=3),
-    "unaligned-bf16-96": Case((192, 100), 96, param=BF16, grad=BF16, momentum="packed", unaligned=True),
+    "unaligned-bf16-96": Case(
+        (192, 100), 96, norm="l2", param=BF16, grad=BF16, momentum="packed", reply_bits=2, unaligned=True
+    ),
     "chunks": Case((500, 63, 1, 129), 32, 2, 3, momentum="packed", missing=(3,), groups=2, grain=2),
-    "chunks-tensor": Case((500, 200), 96, 3, 2, "tensor", "l2", param=F16, grad=F16),
-    "300-parameters": Case(TINY, 32, 3, 2, momentum="none", missing=(0, 150, 299), groups=3, grain=16),
-    "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", momentum="packed"),
-    "unbiased-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", groups=2, grain=2),
-    "unbiased-bf16-chunks": Case((2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, missing=(1,)),
-    "rotated-96": Case((500, 63, 1, 192), 96, 2, norm="rotated", momentum="packed", groups=2, grain=2),
-    "rotated-bf16-chunks": Case((1030, 40), 512, 2, 2, norm="rotated", param=BF16, grad=BF16, missing=(1,)),
-    "more-ranks-than-blocks": Case((5, 40), ranks=3, chunks=2, scale="tensor", norm="l1"),
+    "rotated-96": Case((500, 63, 1, 192), 96, 2, norm="rotated", momentum="packed", copies=2, groups=2, grain=2),
+    "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", param=F16, momentum="none"),
+    "unbiased-bf16-chunks": Case(
+        (2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, master=True, copies=2, missing=(1,)
+    ),
 }
 GRID = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-# Without the case that takes Triton's interpreter seconds: the oracle sees that one.
-SMALL = {name: case for name, case in CASES.items() if len(case.numels) < 300}
-SMALL_GRID = pytest.mark.parametrize("case", SMALL.values(), ids=SMALL.keys())
-# Both scales, all norms, tails, several messages and chunks.
-FEW = (
-    "three-groups-tensor",
-    "bf16-master-96",
-    "fp16-master-2049",
-    "full-blocks",
-    "chunks",
-    "chunks-tensor",
-    "unbiased-96",
-    "rotated-96",
-)
-FEW_GRID = pytest.mark.parametrize("case", [CASES[name] for name in FEW], ids=FEW)
-PAIRS = (
-    ("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("block", "rotated"), ("tensor", "l1"), ("tensor", "l2"),
-)  # fmt: skip
-SCALES_AND_NORMS = pytest.mark.parametrize("scale, norm", PAIRS)
 ON_BACKENDS = pytest.mark.parametrize("name", BACKENDS)
-ON_FUSED = pytest.mark.parametrize("name", FUSED)
+SCALES = pytest.mark.parametrize("scale", ["block", "tensor"])
 
 
-def use_grain(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Have Triton programs take `case.grain` blocks, and cut CPU loops into runs of as many, on three threads."""
-    config = tuner.Config(blocks_per_program=case.grain, warps=8)
+def use_grain(monkeypatch: pytest.MonkeyPatch, grain: int, block_size: int) -> None:
+    """Have Triton programs take `grain` blocks, and cut CPU loops into runs of as many, on three threads."""
+    config = tuner.Config(blocks_per_program=grain, warps=8)
     monkeypatch.setattr(tuner, "lookup", lambda *_: config)
-    monkeypatch.setattr(threads, "LEAST", case.grain * case.block_size)
+    monkeypatch.setattr(threads, "LEAST", grain * block_size)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
-def group_hypers() -> list[oracle.LambHyper]:
-    return [
-        oracle.LambHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.01),
-        oracle.LambHyper(lr=0.02, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.0),
-        oracle.LambHyper(lr=1.5, beta1=0.0, beta2=0.999, eps=1e-8, weight_decay=0.3),
-    ]
-
-
+HYPERS = (
+    oracle.LambHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.01),
+    oracle.LambHyper(lr=0.02, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.0),
+    oracle.LambHyper(lr=1.5, beta1=0.0, beta2=0.999, eps=1e-8, weight_decay=0.3),
+)
 GRAD_SCALES = (0.5, 1.0, 3.0)
+# 0/1 Adam's, by parameter: every third holds what has no variance, the others give it that of the mean.
+LEAST, AT_ZERO, DECAY, FACTOR = (0.3, 2.0, 0.0), (0.0, 1.5, 0.7), (0.9, 1.0, 0.5), (0.7, 3.0, 0.1)
 
 
-class World:
-    """The inputs of one case: `x`, `g`, ... are float64 lists for the oracle, methods make fresh tensors."""
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk as the passes take it: the part of a flat array that it is, its blocks and its messages."""
 
-    def __init__(self, case: Case, name: str = "cpu", seed: int = 0) -> None:
-        self.case, self.name, self.device = case, name, torch.device(device_of(name))
+    index: int
+    span: Span
+    part: slice
+    blocks: slice
+    rows: slice
+
+    def bits(self) -> slice:
+        return slice(self.part.start // 8, self.part.stop // 8)
+
+
+class Inputs:
+    """The numbers of one case: lists of float64 arrays, one a parameter, that the tensors can hold.
+
+    `masked`: some coordinates take no part, and messages hold gamma times the momentum. `zeros`: every fifth v is 0,
+    and every third gradient of those too. Every seventh d is 0.
+    """
+
+    def __init__(self, case: Case, name: str = "cpu", *, masked: bool = False, zeros: bool = False) -> None:
+        self.case, self.name, self.device, self.masked = case, name, torch.device(device_of(name)), masked
         self.passes = backend(name)
-        self.rng = np.random.default_rng(seed)
-        self.groups = [p % case.groups for p in range(len(case.numels))]
+        self.rng = rng = np.random.default_rng(0)
+        groups = [p % case.groups for p in range(len(case.numels))]
         self.layout = Layout(
-            case.numels,
-            groups=self.groups,
-            block_size=case.block_size,
-            ranks=case.ranks,
-            chunks=case.chunks,
+            case.numels, groups=groups, block_size=case.block_size, ranks=case.ranks, chunks=case.chunks
         )
         self.plan = oracle.Layout(case.numels, case.block_size, case.ranks, case.chunks)
         self.form = Format(self.layout, case.scale, case.norm)
-        self.hypers = [group_hypers()[group] for group in self.groups]
-        self.grad_scales = [GRAD_SCALES[group] for group in self.groups]
+        self.hypers = [HYPERS[group] for group in groups]
+        self.grad_scales = [GRAD_SCALES[group] for group in groups]
         self.x = self._normal(case.param if not case.master else F32)
-        self.g = self._normal(case.grad)
-        self.g = [None if p in case.missing else g_p for p, g_p in enumerate(self.g)]
+        self.g: list[np.ndarray | None] = list(self._normal(case.grad))
+        self.g = [None if p in case.missing else g for p, g in enumerate(self.g)]
         self.m, self.e = self._normal(F32), self._normal(F32)
-        self.v = [rounded(self.rng.uniform(0.5, 1.5, n) * s * s, F32) for n, s in self._sizes()]
-        self.scaled_g = [None if g_p is None else s * g_p for g_p, s in zip(self.g, self.grad_scales, strict=True)]
+        self.v = [rounded(rng.uniform(0.5, 1.5, n) * s * s, F32) for n, s in self._sizes()]
+        for v, g in zip(self.v, self.g, strict=True) if zeros else ():
+            v[::5] = 0.0
+            if g is not None:
+                g[::15] = 0.0
+        self.live = np.ones(self.elements, bool)
+        self.gamma = np.ones(len(self.x))
+        if masked:
+            self.live = rng.random(self.elements) < 0.6
+            first, second, *_ = [*self.plan.lengths, 0]
+            self.live[first : first + second] = False  # nothing of the second block
+            self.gamma = rounded(rng.uniform(0.2, 5.0, len(self.x)), F32)
+        frozen = [v * rng.uniform(0.5, 4.0, v.size) for v in self.v]
+        parts = zip(frozen, self.hypers, self.gamma, strict=True)
+        self.d64 = [rounded(1 / ((np.sqrt(f) + h.eps) * gamma), F32) for f, h, gamma in parts]
+        for d in self.d64:
+            d[3::7] = 0.0
+        self.c64 = rounded(rng.uniform(0.01, 0.3, len(self.x)), F32)
+        self.scales64 = rounded(rng.uniform(0.1, 0.4, self.rows), F32)  # of residuals, with a tensor scale
+        self.anchor64 = [rounded(x + 0.3 * m, F32) for x, m in zip(self.x, self.m, strict=True)]
+        self.least64, self.at_zero64, self.decay64, self.factor64 = (
+            rounded(np.resize(values, len(self.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR)
+        )
 
     def _sizes(self) -> Iterator[tuple[int, float]]:
         """Elements and magnitude of each parameter: from 0.1 to 10."""
@@ -169,8 +177,21 @@ class World:
         return [rounded(s * self.rng.normal(size=n), dtype) for n, s in self._sizes()]
 
     @property
+    def scaled_g(self) -> list[np.ndarray | None]:
+        return [None if g is None else s * g for g, s in zip(self.g, self.grad_scales, strict=True)]
+
+    @property
     def elements(self) -> int:
         return self.layout.elements
+
+    @property
+    def rows(self) -> int:
+        return self.case.ranks * self.case.chunks
+
+    @property
+    def counted(self) -> np.ndarray:
+        """bool over the whole space: which elements take part."""
+        return self.plan.valid & self.live
 
     @property
     def half_place(self) -> float:
@@ -180,82 +201,48 @@ class World:
         cut_off = self.name == "triton" and GPU == "cpu" and self.case.param == BF16
         return HALF_PLACE[self.case.param] * (2 if cut_off else 1)
 
-    def spans(self) -> list[tuple[Span, slice]]:
-        """The chunks as the passes take them, with the part of a flat array that each is."""
-        spans = [self.layout.chunk(j) for j in range(self.case.chunks)]
-        ends = [(self.plan.shard(j, 0).start, self.plan.shard(j, self.case.ranks - 1).stop) for j in range(len(spans))]
-        return [(span, slice(*end)) for span, end in zip(spans, ends, strict=True)]
-
     def hyper(self, step: int = STEP, bias_correction: bool = True) -> Tensor:
         rows = [
             Hyper.at_step(
-                step,
-                lr=h.lr,
-                betas=(h.beta1, h.beta2),
-                eps=h.eps,
-                weight_decay=h.weight_decay,
-                bias_correction=bias_correction,
-                grad_scale=scale,
+                step, lr=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay,
+                bias_correction=bias_correction, grad_scale=scale,
             )
-            for h, scale in zip(group_hypers(), GRAD_SCALES, strict=True)
-        ]
+            for h, scale in zip(HYPERS, GRAD_SCALES, strict=True)
+        ]  # fmt: skip
         return hyper_table(rows[: self.case.groups], self.device)
 
-    def flags(self, value: int = 0) -> Tensor:
-        return torch.tensor([value], dtype=torch.int32, device=self.device)
+    def chunks(self, only: int | None = None) -> list[Chunk]:
+        found, ranks = [], self.case.ranks
+        for j in range(self.case.chunks) if only is None else [only]:
+            span = self.layout.chunk(j)
+            part = slice(self.plan.shard(j, 0).start, self.plan.shard(j, ranks - 1).stop)
+            found.append(
+                Chunk(j, span, part, slice(span.first, span.first + span.count), slice(j * ranks, (j + 1) * ranks))
+            )
+        return found
+
+    def unpadded(self, flat: Tensor) -> oracle.Arrays:
+        return self.plan.unflatten(numpy(flat))
 
     def tensors(self, values: list[np.ndarray | None], dtype: torch.dtype) -> list[Tensor | None]:
         """One tensor a parameter, each inside a longer one whose other elements are SENTINEL."""
-        start = 1 if self.case.unaligned else GUARD
-        made: list[Tensor | None] = []
+        start, made = 1 if self.case.unaligned else GUARD, []
         for value in values:
             if value is None:
                 made.append(None)
                 continue
             longer = torch.full((start + value.size + GUARD,), SENTINEL, dtype=dtype, device=self.device)
-            tensor = longer[start : start + value.size]
-            tensor.copy_(torch.from_numpy(value))
-            made.append(tensor)
+            made.append(longer[start : start + value.size].copy_(torch.from_numpy(value)))
         return made
 
-    def params(self) -> Pointers:
-        return self._point(self.tensors(list(self.x), self.case.param), self.case.param, "parameter")
-
-    def grads(self) -> Pointers:
-        return self._point(self.tensors(self.g, self.case.grad), self.case.grad, "gradient")
-
-    def _point(self, tensors: list[Tensor | None], dtype: torch.dtype, what: str) -> Pointers:
+    def pointers(self, values: list[np.ndarray | None], dtype: torch.dtype, what: str) -> Pointers:
         pointers = Pointers(self.layout, self.device, dtype, what)
-        pointers.bind_tensors(tensors)
+        pointers.bind_tensors(self.tensors(values, dtype))
         return pointers
 
     def flat(self, arrays: oracle.Arrays, padding: float = float("nan")) -> Tensor:
         """A flat state buffer with NaN where nothing is valid."""
         return torch.from_numpy(self.plan.flatten(arrays, padding)).to(self.device, F32)
-
-    def master(self) -> Tensor | None:
-        return self.flat(self.x) if self.case.master else None
-
-    def residual(self, span: Span, values: oracle.Arrays, scales: np.ndarray | None = None) -> Residual:
-        """A residual of `span` with `values`; with a tensor scale they are c, and `scales` the last ones."""
-        made = Residual.zeros(span, self.form, self.device)
-        made.value.copy_(span.of(self.flat(values)))
-        if made.scale is not None:
-            made.scale.copy_(torch.from_numpy(scales if scales is not None else np.zeros(len(made.scale))))
-            made.partial.fill_(float("nan"))
-        return made
-
-    @cached_property
-    def live(self) -> np.ndarray:
-        """bool over the whole space, padding too: over half, and nothing of the second block."""
-        live = np.random.default_rng(11).random(self.elements) < 0.6
-        first, second, *_ = [*self.plan.lengths, 0]
-        live[first : first + second] = False
-        return live
-
-    @cached_property
-    def gamma(self) -> np.ndarray:
-        return rounded(np.random.default_rng(12).uniform(0.2, 5.0, len(self.x)), F32)
 
     def packed(self, mask: np.ndarray) -> Tensor:
         """A mask as the passes take it."""
@@ -264,24 +251,27 @@ class World:
     def per_parameter(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, F32)
 
-    def lamb_state(self) -> LambState:
-        state = LambState.initial(self.layout, self.device)
-        state.partial.fill_(float("nan"))
-        return state
+    def flags(self, value: int = 0) -> Tensor:
+        return torch.tensor([value], dtype=torch.int32, device=self.device)
 
-    def fresh(self, rows: int) -> Messages:
-        messages = self.form.empty(rows, self.device)
+    def residual(self, span: Span, first_row: int, form: Format) -> Residual:
+        """A residual of `span` with e; with a tensor scale e is c, and `scales64` the last ones."""
+        made = Residual.zeros(span, form, self.device)
+        made.value.copy_(span.of(self.flat(self.e)))
+        if made.scale is not None:
+            made.scale.copy_(torch.from_numpy(self.scales64[first_row:][: len(made.scale)]))
+            made.partial.fill_(float("nan"))
+        return made
+
+    def fresh(self, rows: int, form: Format | None = None) -> Messages:
+        messages = (form or self.form).empty(rows, self.device)
         messages.buffer.fill_(0xFF)
         return messages
 
-    @cached_property
-    def rows(self) -> int:
-        return self.case.ranks * self.case.chunks
-
-    def random_messages(self, shards: list[Span], seed: int = 1) -> Messages:
+    def random_messages(self, shards: list[Span], seed: int = 1, bits: int = 1) -> Messages:
         """Of these shards, with random bits (in padding too) and random scales, one of them 0."""
-        rng, messages = np.random.default_rng(seed), self.fresh(len(shards))
-        messages.header.copy_(torch.tensor(self.form.header, dtype=torch.int32))
+        rng, messages = np.random.default_rng(seed), self.fresh(len(shards), self.form.with_bits(bits))
+        messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
         for row, shard in enumerate(shards):
             bits, scales = messages.bits(row, shard), messages.scales(row, shard)
             bits.copy_(torch.from_numpy(rng.integers(0, 256, len(bits), dtype=np.uint8)))
@@ -293,12 +283,10 @@ class World:
         return messages
 
     def all_messages(self, seed: int = 1) -> Messages:
-        """One of every shard."""
-        return self.random_messages(self.layout.all().shards(), seed)
-
-    def received(self, chunk: int, rank: int, seed: int = 1) -> Messages:
-        """What a rank gets for its shard, from each."""
-        return self.random_messages([self.layout.shard(chunk, rank)] * self.case.ranks, seed)
+        """Those of every shard, as replies are."""
+        shards, copies = self.layout.all().shards(), self.case.copies
+        found = self.random_messages([s for s in shards for _ in range(copies)], seed, self.case.reply_bits)
+        return Messages(found.buffer, found.format, copies)
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -323,18 +311,7 @@ def decoded_rows(messages: Messages, lengths: list[int]) -> np.ndarray:
     return np.stack([contents(messages, row, lengths).values for row in range(messages.rows)])
 
 
-def decoded_size(case: Case, scales: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Of every element of some blocks, how large what its block's scale decodes to is: of a rotated one nearly always
-    below this, which is what its rounding is measured by."""
-    mixed = 4 * np.sqrt([oracle.mixed(int(n)) for n in lengths]) if case.norm == "rotated" else np.ones(len(lengths))
-    return np.repeat(scales.ravel() * mixed, lengths)
-
-
-def gathered(pointers: Pointers) -> oracle.Arrays:
-    return [numpy(t) for t in pointers.tensors]
-
-
-def frozen_bits(*things: Tensor | Residual | LambState | Messages | Pointers | None) -> list[bytes]:
+def frozen_bits(*things: object) -> list[bytes]:
     """Every byte of these, so that a test can say that nothing changed."""
     found = []
     for thing in things:
@@ -347,8 +324,8 @@ def frozen_bits(*things: Tensor | Residual | LambState | Messages | Pointers | N
                 found += frozen_bits(thing.buffer)
             case Residual() | LambState():
                 found += frozen_bits(*vars(thing).values())
-            case None:
-                pass
+            case list() | tuple():
+                found += frozen_bits(*thing)
     return found
 
 
@@ -361,6 +338,12 @@ def assert_close(actual: object, expected: object, tolerance: float, size: objec
     where = np.argwhere(wrong)[:5].tolist()
     values = f"{actual[wrong][:5]} for {expected[wrong][:5]}"
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size} differ, first at {where}: {values}"
+
+
+def assert_all_close(actual: oracle.Arrays, expected: oracle.Arrays, tolerance: float, sizes: object = 0.0) -> None:
+    """The same of lists of arrays; sizes: one number, or one array a parameter."""
+    for p, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(got, want, tolerance, sizes[p] if isinstance(sizes, list) else sizes)
 
 
 def assert_guards(pointers: Pointers) -> None:

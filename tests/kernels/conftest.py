@@ -1,22 +1,7 @@
 """Memory that nobody has written yet holds NaN in every test of the kernels."""
 
-from pathlib import Path
-
 import pytest
 import torch
-
-from tests.kernels.cases import Case
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes Triton's interpreter seconds is slow: 300 parameters, and several steps on 3 ranks."""
-    for item in items:
-        given = getattr(getattr(item, "callspec", None), "params", {})
-        case, here = given.get("case"), item.path.parent == Path(__file__).parent
-        if here and given.get("name") == "triton" and isinstance(case, Case):
-            several_steps = item.path.stem == "test_passes_together"
-            if len(case.numels) >= 300 or (several_steps and case.ranks >= 3):
-                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -1,33 +1,186 @@
-"""Every backend has every pass, with one signature; no function of the kernels imports."""
+"""Triton's passes against the CPU's, which are held by a float64 oracle; both have every pass, with one signature."""
 
 import ast
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from onebit.kernels.data.layout import Span
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import PASSES, Backend
-from tests.kernels.cases import ON_BACKENDS, backend
+from tests import oracle
+from tests.kernels.cases import (
+    BF16,
+    CASES,
+    GRID,
+    ON_BACKENDS,
+    assert_all_close,
+    assert_close,
+    backend,
+    frozen_bits,
+    numpy,
+    use_grain,
+)
+from tests.kernels.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "kernels").rglob("*.py"))
 METHODS = [*(name for name in PASSES if name != "lamb_update"), "restore"]
+ROUNDED = 1e-6  # another order of the same sum
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_function_imports(path):
-    functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)]
-    assert not [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+@dataclass(frozen=True)
+class Pass:
+    """How a pass is compared: tensors that are equal bit for bit, those that rounding of a sum is in, and how near x
+    comes. x is equal bit for bit where this is 0, but that Triton's interpreter cuts bf16 off where others round."""
+
+    exact: Callable[[World], list[torch.Tensor]] = lambda w: []
+    close: Callable[[World], list[torch.Tensor]] = lambda w: []
+    x: float = 0.0
+    masked: bool = False
+
+
+def moments(world: World) -> list[torch.Tensor]:
+    return [world.exp_avg, world.exp_avg_sq]
+
+
+def ratios(world: World) -> list[torch.Tensor]:
+    some = torch.tensor(world.case.numels) > 0
+    return [world.exp_avg_sq, *(of.cpu()[some] for of in (world.state.ratio, world.state.coefficient))]
+
+
+def coefficients(world: World) -> list[torch.Tensor]:
+    some = torch.tensor(world.case.numels) > 0
+    return [of.cpu()[some] for of in (world.state.coefficient, world.state.average)]
+
+
+COMPARED = {
+    "scan": Pass(lambda w: [w.flag], lambda w: [w.squares]),
+    "decode": Pass(),
+    "adam_warmup": Pass(moments, lambda w: [w.sums]),
+    "adam_update": Pass(),
+    "lamb_update": Pass(),
+    "lamb_warmup": Pass(moments, coefficients, x=2 * ROUNDED),
+    "lamb_statistics": Pass(ratios),
+    "lamb_statistics, masked and scaled": Pass(ratios, masked=True),
+    "zero_one_full": Pass(lambda w: [w.exp_avg_sq, left(w), w.written_live, w.counts], lambda w: [w.sums]),
+    "zero_one_update": Pass(),
+    "zero_one_local": Pass(lambda w: [w.exp_avg, left(w)]),
+    "zero_one_sync": Pass(lambda w: [w.exp_avg] + ([] if w.case.param == BF16 and not w.case.master else [w.anchor])),
+}
+
+
+def left(world: World) -> torch.Tensor:
+    return torch.cat([residual.value for residual in world.residuals])
+
+
+def valid(world: World, tensor: torch.Tensor) -> np.ndarray:
+    """Of flat state what is not padding."""
+    found = numpy(tensor)
+    return found[world.plan.valid] if len(found) == world.elements else found
+
+
+@pytest.mark.parametrize("each", COMPARED)
+@GRID
+def test_triton_agrees_with_the_cpu(each, case, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    how = COMPARED[each]
+    ours, theirs = (
+        World(case, name, masked=how.masked, zeros=each.startswith("zero_one")) for name in ("triton", "cpu")
+    )
+    for world in (ours, theirs):
+        getattr(world, each.partition(",")[0])()
+    for got, want in zip(how.exact(ours), how.exact(theirs), strict=True):
+        assert np.array_equal(valid(ours, got) + 0.0, valid(theirs, want) + 0.0)  # + 0: a scale of 0 may stand for -0
+    for got, want in zip(how.close(ours), how.close(theirs), strict=True):
+        assert_close(numpy(got), numpy(want), ROUNDED)
+    places = 2 * theirs.half_place if case.param == BF16 or how.x else 0.0
+    lr = [10 * h.lr if how.x else np.abs(x) for h, x in zip(theirs.hypers, theirs.x, strict=True)]
+    assert_all_close(ours.moved(), theirs.moved(), how.x + places, lr)
+    assert not ours.state.counter.any()
+
+
+def assert_same_messages(ours: Messages, theirs: Messages, span: Span) -> np.ndarray:
+    """Headers and bits bit for bit, scales to rounding: they are sums. Returns the scales."""
+    assert ours.header.tolist() == theirs.header.tolist()
+    assert ours.bits_of(span).tolist() == theirs.bits_of(span).tolist()
+    scales = numpy(theirs.scales_of(span))
+    assert_close(numpy(ours.scales_of(span)), scales, ROUNDED)
+    return scales
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked and scaled"])
+@GRID
+def test_triton_compresses_as_the_cpu_does(case, masked, monkeypatch):
+    """Residuals are what scales leave out; with a tensor scale they are c, bit for bit."""
+    use_grain(monkeypatch, case.grain, case.block_size)
+    ours, theirs = (World(case, name, masked=masked) for name in ("triton", "cpu"))
+    for world in (ours, theirs):
+        world.compress()
+    whole = ours.layout.all()
+    size = decoded_size(ours, assert_same_messages(ours.sent, theirs.sent, whole), whole)
+    for chunk in ours.chunks():
+        residuals = ours.residuals[chunk.index], theirs.residuals[chunk.index]
+        assert_same_residuals(*residuals, size[chunk.part])
+    for row in range(ours.rows):
+        chunk, rank = divmod(row, case.ranks)
+        for bits in (1, 2):
+            (got, got_left), (want, want_left) = (world.average(chunk, rank, bits) for world in (ours, theirs))
+            shard = ours.layout.shard(chunk, rank)
+            size = decoded_size(ours, assert_same_messages(got, want, shard), shard)
+            assert_same_residuals(got_left, want_left, size)
+
+
+def decoded_size(world: World, scales: np.ndarray, span: Span) -> np.ndarray:
+    """Of every element how large what its block's scale decodes to is: of a rotated one nearly always below this."""
+    sizes, lengths = scales[0] if scales.ndim == 2 else scales[0].max(1), span.lengths()
+    if world.case.norm == "rotated" and scales.ndim == 2:
+        sizes = sizes * 4 * np.sqrt([oracle.mixed(int(n)) for n in lengths])
+    return np.repeat(sizes, lengths)
+
+
+def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray) -> None:
+    if theirs.scale is None:
+        assert_close(numpy(ours.value), numpy(theirs.value), ROUNDED, size)
+    else:
+        assert numpy(ours.value).tolist() == numpy(theirs.value).tolist()
+        assert_close(numpy(ours.scale), numpy(theirs.scale), ROUNDED)
+        assert not ours.counter.any()
+
+
+def test_results_do_not_depend_on_how_many_blocks_a_program_takes(monkeypatch):
+    for name in ("three-groups-tensor", "chunks"):
+        found = []
+        for grain in (1, 3, 64):
+            world = World(replace(CASES[name], grain=grain), "triton")
+            use_grain(monkeypatch, grain, world.case.block_size)
+            world.compress()
+            world.lamb_statistics()
+            world.lamb_warmup()
+            world.adam_update()
+            found.append(frozen_bits(world.sent, world.residuals, world.params, world.exp_avg, world.exp_avg_sq))
+            found[-1] += frozen_bits(world.state.coefficient, world.state.average, world.state.ratio)
+        assert found[0] == found[1] == found[2]
+
+
+def test_no_function_imports():
+    for path in FILES:
+        functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)]
+        found = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+        assert not found, path
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("function", METHODS)
-def test_every_backend_has_every_pass_with_its_signature(name, function):
-    declared = inspect.signature(getattr(Backend, function))
-    parameters = list(declared.parameters.values())[1:]  # without self
-    assert inspect.signature(getattr(backend(name), function)) == declared.replace(parameters=parameters)
-
-
-def test_the_passes_are_the_methods_of_the_protocol():
+def test_every_backend_has_every_pass_with_its_signature(name):
+    for function in METHODS:
+        declared = inspect.signature(getattr(Backend, function))
+        parameters = list(declared.parameters.values())[1:]  # without self
+        assert inspect.signature(getattr(backend(name), function)) == declared.replace(parameters=parameters), function
     found = {name for name in vars(Backend) if inspect.isfunction(getattr(Backend, name)) and name[0] != "_"}
     assert found == set(METHODS)

@@ -1,275 +1,184 @@
-"""adam_warmup and adam_update of every backend against the float64 oracle, and Triton against the CPU."""
+"""scan, adam_warmup and adam_update: the CPU's against the float64 oracle, and what stops them on every backend."""
 
 import numpy as np
 import pytest
-import torch
 
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.wire import NONFINITE, Messages
+from onebit.kernels.data.hyper import LARGEST
+from onebit.kernels.data.wire import NONFINITE
 from tests import oracle
 from tests.kernels.cases import (
+    BF16,
     F16,
     F32,
     GRID,
     ON_BACKENDS,
-    ON_FUSED,
-    SMALL_GRID,
-    STEP,
     Case,
-    World,
+    assert_all_close,
     assert_close,
     assert_guards,
-    frozen_bits,
-    gathered,
     numpy,
-    rounded,
-    stored,
     use_grain,
 )
+from tests.kernels.world import ELEMENTWISE, World
 from tests.wire import values_of
 
-ELEMENTWISE = 2e-6  # a dozen fp32 roundings, and hyper-parameters in fp32
-AGREEMENT = 1e-6  # another order of the same operations
+
+@GRID
+def test_scan_sums_the_squares_of_the_scaled_gradients_of_each_block(case, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    world = World(case)
+    world.scan()
+    flat = world.plan.flatten(world.scaled_g)
+    assert_close(numpy(world.squares), [(block**2).sum() for block in world.plan.of_blocks(flat)], 4e-6)
+    assert int(world.flag) == 0
+    assert_guards(world.grads)
 
 
-def check_parameters(
-    world: World, params: Pointers, master: torch.Tensor | None, expected: oracle.Arrays, size: oracle.Arrays
-) -> None:
-    """x, and the master copy that x is rounded from, where there is one."""
-    assert_guards(params)
-    if master is None:
-        for x, want, s in zip(gathered(params), expected, size, strict=True):
-            assert_close(x, want, ELEMENTWISE + world.half_place, s)
-        return
-    for x, copy, want, s in zip(gathered(params), world.plan.unflatten(numpy(master)), expected, size, strict=True):
-        assert_close(copy, want, ELEMENTWISE, s)
-        assert x.tolist() == stored(copy, world.case.param, world.name).tolist()
-
-
-def updated(world: World, params: Pointers, master: torch.Tensor | None) -> oracle.Arrays:
-    return gathered(params) if master is None else world.plan.unflatten(numpy(master))
-
-
-class Warmup:
-    """The tensors of one run of adam_warmup."""
-
-    def __init__(self, world: World, *, with_sums: bool = True) -> None:
-        self.world = world
-        self.params, self.grads, self.master = world.params(), world.grads(), world.master()
-        self.exp_avg, self.exp_avg_sq = world.flat(world.m), world.flat(world.v)
-        self.sums = torch.full((world.layout.blocks,), float("nan"), device=world.device)
-        self.with_sums = with_sums
-
-    def run(self, chunk: int, flag: int = 0, **options: object) -> None:
-        world = self.world
-        span, part = world.spans()[chunk]
-        blocks = slice(span.first, span.first + span.count)
-        world.passes.adam_warmup(
-            span,
-            self.params,
-            self.grads,
-            self.exp_avg[part],
-            self.exp_avg_sq[part],
-            None if self.master is None else self.master[part],
-            world.hyper(**options),
-            world.flags(flag),
-            self.sums[blocks] if self.with_sums else None,
-        )
-
-    def x(self) -> oracle.Arrays:
-        return updated(self.world, self.params, self.master)
-
-    def all_bytes(self) -> list[bytes]:
-        return frozen_bits(self.params, self.grads, self.exp_avg, self.exp_avg_sq, self.master, self.sums)
+@pytest.mark.parametrize("numel", [1000, 256, 320])
+def test_scan_of_four_blocks_at_a_time(numel):
+    """On the CPU, of fp32 gradients: each sum and each flag is that of its own block."""
+    world = World(Case((numel, 40)))
+    world.scan()
+    flat = world.plan.flatten(world.scaled_g)
+    assert_close(numpy(world.squares), [(block**2).sum() for block in world.plan.of_blocks(flat)], 4e-6)
+    for element in range(0, numel, 31):
+        bad = World(Case((numel, 40)))
+        bad.g[0][element] = np.nan
+        bad.scan()
+        assert int(bad.flag) == 1, element
 
 
 @ON_BACKENDS
+@pytest.mark.parametrize("parameter, element, value, grad", [
+    (0, 0, np.inf, F32), (0, 69, -np.inf, F16), (1, 2, np.nan, BF16), (2, 63, np.inf, BF16), (2, 5, np.nan, F16),
+])  # fmt: skip
+def test_one_element_that_is_not_finite_sets_the_flag(name, parameter, element, value, grad):
+    world = World(Case((70, 3, 64), grad=grad, param=grad, groups=2), name)
+    world.g[parameter][element] = value
+    world.scan()
+    assert int(world.flag) == 1
+    world.flag.zero_()
+    world.passes.scan(world.layout.all(), world.grads, world.hyper(), world.flag)
+    assert int(world.flag) == 1
+
+
+@ON_BACKENDS
+def test_a_gradient_that_is_too_large_when_scaled_sets_the_flag_which_stays_set(name):
+    """Group 2 has a gradient scale of 3. Only the gradients of the span are looked at; one that is None is 0."""
+    world = World(Case((5, 40, 5), groups=3, chunks=2, missing=(0,)), name)
+    world.g[1][3] = 0.7 * LARGEST
+    world.scan()
+    assert int(world.flag) == 0 and float(world.squares[0]) == 0
+    large = World(Case((5, 5, 40), groups=3, chunks=2), name)
+    large.g[2][39] = 0.7 * LARGEST
+    large.scan(0)
+    assert int(large.flag) == 0
+    large.scan(1)
+    assert int(large.flag) == 1
+    large.scan(0)
+    assert int(large.flag) == 1
+
+
 @GRID
-def test_warmup_agrees_with_the_oracle(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
-    run = Warmup(world)
-    for chunk in range(case.chunks):
-        run.run(chunk)
-    x, m, v = oracle.adamw_step(world.x, world.scaled_g, world.m, world.v, world.hypers, STEP)
+def test_warmup_agrees_with_the_oracle(case, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    world = World(case)
+    world.adam_warmup()
+    x, m, v = oracle.adamw_step(world.x, world.scaled_g, world.m, world.v, world.hypers, 7)
     terms = [np.abs(a) + np.abs(b) for a, b in zip(m, world.m, strict=True)]
-    for got, want, size in zip(world.plan.unflatten(numpy(run.exp_avg)), m, terms, strict=True):
-        assert_close(got, want, ELEMENTWISE, size)
-    for got, want in zip(world.plan.unflatten(numpy(run.exp_avg_sq)), v, strict=True):
-        assert_close(got, want, ELEMENTWISE)
+    assert_all_close(world.unpadded(world.exp_avg), m, ELEMENTWISE, terms)
+    assert_all_close(world.unpadded(world.exp_avg_sq), v, ELEMENTWISE)
     moved = [np.abs(a) + np.abs(b - a) + 10 * h.lr for a, b, h in zip(world.x, x, world.hypers, strict=True)]
-    check_parameters(world, run.params, run.master, x, moved)
-    sums = [block.sum() for block in world.plan.of_blocks(world.plan.flatten(v))]
-    assert_close(numpy(run.sums), sums, 4e-6)
+    world.check_parameters(x, moved)
+    assert_close(numpy(world.sums), [block.sum() for block in world.plan.of_blocks(world.plan.flatten(v))], 4e-6)
 
 
-@ON_BACKENDS
-@pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize("bias_correction", [True, False])
-def test_bias_correction_is_that_of_the_step(name, step, bias_correction):
-    world = World(Case((45, 3), groups=2), name)
-    run = Warmup(world, with_sums=False)
-    run.run(0, step=step, bias_correction=bias_correction)
-    x, _, _ = oracle.adamw_step(world.x, world.scaled_g, world.m, world.v, world.hypers, step, bias_correction)
-    for got, want, before in zip(gathered(run.params), x, world.x, strict=True):
-        assert_close(got, want, ELEMENTWISE, np.abs(want - before) + 1)
-
-
-@ON_FUSED
-@SMALL_GRID
-def test_warmup_agrees_with_the_cpu(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    ours, theirs = Warmup(World(case, name)), Warmup(World(case))
-    for chunk in range(case.chunks):
-        ours.run(chunk)
-        theirs.run(chunk)
-    plan = ours.world.plan
-    for a, b in ((ours.exp_avg, theirs.exp_avg), (ours.exp_avg_sq, theirs.exp_avg_sq)):
-        for got, want in zip(plan.unflatten(numpy(a)), plan.unflatten(numpy(b)), strict=True):
-            assert_close(got, want, AGREEMENT, 0.1)
-    for got, want, h in zip(ours.x(), theirs.x(), ours.world.hypers, strict=True):
-        assert_close(got, want, AGREEMENT + 2 * theirs.world.half_place, 10 * h.lr)
-
-
-@ON_BACKENDS
-@pytest.mark.parametrize("master", [True, False])
-def test_warmup_with_a_flag_set_changes_nothing(name, master):
-    world = World(Case((70, 5), param=F16, grad=F16, master=master), name)
-    world.g[0][3] = np.inf
-    run = Warmup(world)
-    before = run.all_bytes()
-    run.run(0, flag=NONFINITE)
-    assert run.all_bytes() == before
-
-
-@ON_BACKENDS
-def test_warmup_of_one_chunk_leaves_the_others_alone(name):
-    """A parameter that two chunks share moves in one of them only."""
-    world = World(Case((160, 40), ranks=1, chunks=2), name)
-    run = Warmup(world)
-    run.run(1)
-    boundary = world.plan.shard(1, 0).start
-    same = np.concatenate(gathered(run.params))[:boundary] == np.concatenate(world.x)[:boundary]
-    assert boundary == 96
-    assert same.all()
-    assert (gathered(run.params)[0][boundary:] != world.x[0][boundary:]).all()
-    assert numpy(run.exp_avg)[:boundary].tolist() == world.m[0][:boundary].tolist()
-
-
-@ON_BACKENDS
-def test_warmup_carries_its_state_over_three_steps(name):
-    world = World(Case((100, 7), groups=2, missing=(1,)), name)
-    run = Warmup(world)
+def test_warmup_carries_its_state_over_steps_each_with_its_bias_correction(bias_correction):
+    world = World(Case((100, 7), groups=2, missing=(1,)))
     x, m, v = world.x, world.m, world.v
-    for step in (1, 2, 3):
-        run.run(0, step=step)
-        x, m, v = oracle.adamw_step(x, world.scaled_g, m, v, world.hypers, step)
-    for got, want in zip(gathered(run.params), x, strict=True):
-        assert_close(got, want, 3 * ELEMENTWISE, 1)
+    for step in (1, 2, 1000):
+        world.adam_warmup(step=step, bias_correction=bias_correction)
+        x, m, v = oracle.adamw_step(x, world.scaled_g, m, v, world.hypers, step, bias_correction)
+    assert_all_close(world.moved(), x, 3 * ELEMENTWISE, 1)
 
 
-class Update:
-    """The tensors of one run of adam_update. Every seventh d is 0."""
-
-    def __init__(self, world: World, coefficient: bool) -> None:
-        self.world = world
-        self.params, self.master = world.params(), world.master()
-        self.d64 = [rounded(1 / np.sqrt(v), F32) for v in world.v]
-        for d in self.d64:
-            d[3::7] = 0.0
-        self.d, self.replies = world.flat(self.d64), world.all_messages()
-        self.c64 = rounded(np.random.default_rng(2).uniform(0.01, 0.3, len(world.x)), F32)
-        self.coefficient = torch.from_numpy(self.c64).to(world.device, F32) if coefficient else None
-
-    def run(self, chunk: int, replies: Messages | None = None) -> None:
-        world = self.world
-        span, part = world.spans()[chunk]
-        world.passes.adam_update(
-            span,
-            self.params,
-            self.d[part],
-            (self.replies if replies is None else replies).slice(chunk * world.case.ranks, world.case.ranks),
-            None if self.master is None else self.master[part],
-            world.hyper(),
-            self.coefficient,
-        )
-
-    def x(self) -> oracle.Arrays:
-        return updated(self.world, self.params, self.master)
-
-    def expected(self) -> tuple[oracle.Arrays, oracle.Arrays]:
-        world = self.world
-        m = world.plan.unflatten(values_of(self.replies, world.plan))
-        hypers = world.hypers
-        if self.coefficient is not None:
-            hypers = [
-                oracle.Hyper(h.lr * c, h.beta1, h.beta2, h.eps, h.weight_decay)
-                for h, c in zip(hypers, self.c64, strict=True)
-            ]
-        x = oracle.onebit_adam_update(world.x, m, self.d64, hypers)
-        return x, [np.abs(a) + np.abs(b - a) for a, b in zip(world.x, x, strict=True)]
-
-
-@ON_BACKENDS
-@pytest.mark.parametrize("coefficient", [False, True])
 @GRID
-def test_update_agrees_with_the_oracle(name, case, coefficient, monkeypatch):
-    use_grain(monkeypatch, case)
-    world = World(case, name)
-    run = Update(world, coefficient)
-    for chunk in range(case.chunks):
-        run.run(chunk)
-    x, size = run.expected()
-    check_parameters(world, run.params, run.master, x, size)
-
-
-@ON_FUSED
-@SMALL_GRID
-def test_update_agrees_with_the_cpu(name, case, monkeypatch):
-    use_grain(monkeypatch, case)
-    ours, theirs = Update(World(case, name), True), Update(World(case), True)
-    for chunk in range(case.chunks):
-        ours.run(chunk)
-        theirs.run(chunk)
-    _, size = theirs.expected()
-    for got, want, s in zip(ours.x(), theirs.x(), size, strict=True):
-        assert_close(got, want, AGREEMENT + 2 * theirs.world.half_place, s)
-
-
-@ON_BACKENDS
-@pytest.mark.parametrize("master", [True, False])
-@pytest.mark.parametrize("groups", [1, 3])
-def test_a_coordinate_with_d_zero_never_moves(name, master, groups):
-    """Weight decay does not move it either, whatever the group."""
-    world = World(Case((64, 30, 21), groups=groups, master=master), name)
-    run = Update(world, False)
-    for _ in range(3):
-        run.run(0)
-    for got, start, d in zip(run.x(), world.x, run.d64, strict=True):
+@pytest.mark.parametrize("each", ["adam_update", "lamb_update"])
+def test_update_agrees_with_the_oracle(each, case, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    world = World(case)
+    getattr(world, each)()
+    factors = world.c64 if each == "lamb_update" else np.ones(len(world.x))
+    hypers = [oracle.Hyper(h.lr * c, weight_decay=h.weight_decay) for h, c in zip(world.hypers, factors, strict=True)]
+    m = world.plan.unflatten(values_of(world.replies, world.plan))
+    x = oracle.onebit_adam_update(world.x, m, world.d64, hypers)
+    world.check_parameters(x, [np.abs(a) + np.abs(b - a) for a, b in zip(world.x, x, strict=True)])
+    for got, start, d in zip(world.moved(), world.x, world.d64, strict=True):  # weight decay does not move it either
         assert (got[d == 0] == start[d == 0]).all()
-        assert (got[d != 0] != start[d != 0]).all()
+
+
+STOPPED_BY_A_FLAG = ["adam_warmup", "lamb_warmup", "zero_one_full", "zero_one_local"]
 
 
 @ON_BACKENDS
-def test_update_leaves_blocks_of_a_flagged_reply_alone(name):
-    world = World(Case((64, 64), ranks=2, master=True), name)
-    run = Update(world, False)
-    x, _ = run.expected()
-    run.replies.flags[0] = NONFINITE
-    run.replies.scales(0, world.layout.shard(0, 0)).fill_(float("nan"))
-    run.run(0)
-    got = run.x()
-    assert got[0].tolist() == world.x[0].tolist()
-    assert_close(got[1], x[1], ELEMENTWISE, 10)
-    assert gathered(run.params)[0].tolist() == world.x[0].tolist()
+@pytest.mark.parametrize("master, scale", [(True, "block"), (False, "tensor")])
+@pytest.mark.parametrize("each", STOPPED_BY_A_FLAG)
+def test_a_set_flag_changes_nothing(name, each, master, scale):
+    world = World(Case((70, 5), param=F16, grad=F16, master=master, scale=scale), name)
+    world.g[0][3] = np.inf
+    world.flag.fill_(NONFINITE)
+    before = world.everything()
+    getattr(world, each)()
+    assert world.everything() == before
 
 
 @ON_BACKENDS
-def test_update_of_one_chunk_leaves_the_others_alone(name):
-    world = World(Case((160, 40), chunks=2), name)
-    run = Update(world, False)
-    run.run(0)
-    assert gathered(run.params)[0][96:].tolist() == world.x[0][96:].tolist()
-    assert gathered(run.params)[1].tolist() == world.x[1].tolist()
-    x, size = run.expected()
-    assert_close(gathered(run.params)[0][:96], x[0][:96], ELEMENTWISE, size[0][:96])
+@pytest.mark.parametrize("param, master, copies", [(F32, False, 1), (F16, True, 2), (F16, False, 3)])
+@pytest.mark.parametrize("each", ["adam_update", "zero_one_update", "zero_one_sync"])
+def test_a_flagged_reply_leaves_its_blocks_alone(name, each, param, master, copies):
+    """Whichever of its copies has the flag."""
+    case = Case((64, 64), ranks=2, param=param, grad=param, master=master, copies=copies)
+    stopped, plain = World(case, name), World(case, name)
+    stopped.replies.flags[copies - 1] = NONFINITE
+    stopped.replies.scales(0, stopped.layout.shard(0, 0)).fill_(float("nan"))
+    for world in (stopped, plain):
+        getattr(world, each)()
+    for found, whole, start in (
+        (stopped.moved(), plain.moved(), stopped.x),
+        (stopped.unpadded(stopped.anchor), plain.unpadded(plain.anchor), stopped.anchor64),
+        (stopped.unpadded(stopped.exp_avg), plain.unpadded(plain.exp_avg), stopped.m),
+    ):
+        assert found[0].tolist() == start[0].tolist()
+        assert found[1].tolist() == whole[1].tolist()
+    assert stopped.moved()[1].tolist() != stopped.x[1].tolist()
+    assert_guards(stopped.params)
+
+
+PADDED = ["adam_warmup", "lamb_warmup", "lamb_statistics", "zero_one_full", "zero_one_local", "zero_one_sync"]
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("each", PADDED)
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_padding_stays_as_it_is(name, each, scale):
+    world = World(Case((70, 5), ranks=2, param=F16, grad=F16, master=True, scale=scale), name)
+    states = [world.exp_avg, world.exp_avg_sq, world.anchor, world.d, world.master, world.residuals[0].value]
+    for state in states:
+        state.nan_to_num_(nan=2.5)  # what a NaN is added to would not show
+    getattr(world, each)()
+    for state in states:
+        assert (numpy(state)[~world.plan.valid] == 2.5).all()
+
+
+@ON_BACKENDS
+def test_a_pass_over_one_chunk_leaves_the_others_alone(name):
+    """A parameter that two chunks share moves in one of them only."""
+    for each in ("adam_warmup", "adam_update", "zero_one_full", "zero_one_update", "zero_one_local", "zero_one_sync"):
+        world = World(Case((160, 40), chunks=2), name)
+        getattr(world, each)(1)
+        assert world.chunks()[1].part.start == 96
+        (whole, last), m = world.moved(), world.unpadded(world.exp_avg)[0]
+        assert whole[:96].tolist() == world.x[0][:96].tolist() and m[:96].tolist() == world.m[0][:96].tolist()
+        stays = world.d64[0][96:] == 0 if each == "adam_update" else np.zeros(64, bool)
+        assert ((whole[96:] != world.x[0][96:]) != stays).all() and (last != world.x[1]).any()

@@ -30,28 +30,15 @@ class CountingTensor(torch.Tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_addresses_are_those_of_the_tensors(dtype):
+def test_addresses_are_those_of_the_tensors_and_zero_of_none(dtype):
     made = tensors(dtype)
     pointers = Pointers.to(LAYOUT, made)
-    assert pointers.dtype == dtype
-    assert pointers.addresses.dtype == torch.int64
+    assert pointers.dtype == dtype and pointers.addresses.dtype == torch.int64
     assert pointers.addresses.tolist() == [t.data_ptr() for t in made]
-
-
-def test_none_has_address_zero():
-    made = [None, torch.zeros(4), None]
-    pointers = Pointers.to(LAYOUT, made, "gradient")
-    assert pointers.addresses.tolist() == [0, made[1].data_ptr(), 0]
-    assert pointers.tensors[0] is None and pointers.tensors[2] is None
-
-
-def test_a_tensor_that_becomes_none_has_address_zero():
-    made = tensors()
-    pointers = Pointers.to(LAYOUT, made, "gradient")
     pointers.bind_tensors([None, *made[1:]])
-    assert pointers.addresses.tolist()[0] == 0
+    assert pointers.addresses.tolist() == [0, *(t.data_ptr() for t in made[1:])] and pointers.tensors[0] is None
     pointers.bind_tensors(made)
-    assert pointers.addresses.tolist()[0] == made[0].data_ptr()
+    assert pointers.addresses.tolist() == [t.data_ptr() for t in made]
 
 
 def test_addresses_are_written_only_when_one_changed():
@@ -61,35 +48,22 @@ def test_addresses_are_written_only_when_one_changed():
     pointers.bind_tensors(made)
     pointers.bind_tensors([t.view_as(t) for t in made])
     assert pointers.addresses.writes == 0
-    other = [made[0], torch.zeros(4), made[2]]
-    pointers.bind_tensors(other)
+    pointers.bind_tensors([made[0], torch.zeros(4), made[2]])
     assert pointers.addresses.writes == 1
-    assert pointers.addresses.tolist() == [t.data_ptr() for t in other]
 
 
-def test_a_view_into_a_bigger_tensor_points_to_its_first_element():
+def test_views_gradients_that_are_not_contiguous_and_empty_tensors():
+    """A view points to its own first element; what is not contiguous is copied in logical order."""
     bucket = torch.zeros(20)
-    pointers = Pointers.to(LAYOUT, [bucket[1:7].view(2, 3), bucket[7:11], bucket[11:14]])
+    pointers = Pointers.to(LAYOUT, [bucket[1:7].view(2, 3), bucket[7:11], bucket[11:14].requires_grad_()], "parameter")
     assert [a - bucket.data_ptr() for a in pointers.addresses.tolist()] == [4, 28, 44]
-
-
-def test_a_gradient_that_is_not_contiguous_is_copied_in_logical_order():
+    assert not any(t.requires_grad for t in pointers.tensors)
     gradient = torch.arange(6.0).view(3, 2).t()
     pointers = Pointers.to(LAYOUT, replaced(0, gradient), "gradient")
     copy = pointers.tensors[0]
     assert copy.is_contiguous() and copy.flatten().tolist() == [0, 2, 4, 1, 3, 5]
     assert pointers.addresses[0] == copy.data_ptr() != gradient.data_ptr()
-
-
-def test_parameters_are_kept_without_their_graph():
-    pointers = Pointers.to(LAYOUT, [t.requires_grad_() for t in tensors()], "parameter")
-    assert not any(t.requires_grad for t in pointers.tensors)
-
-
-def test_an_empty_tensor_is_no_trouble():
-    layout = Layout([0, 2], block_size=32)
-    pointers = Pointers.to(layout, [torch.zeros(0), torch.zeros(2)])
-    assert pointers.tensors[0].numel() == 0
+    assert Pointers.to(Layout([0, 2], block_size=32), [torch.zeros(0), torch.zeros(2)]).tensors[0].numel() == 0
 
 
 WRONG = {

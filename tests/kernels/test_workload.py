@@ -70,9 +70,9 @@ def test_only_valid_elements_count_and_average_works_on_a_shard():
     assert passes["average"].bytes == round((2 / 8 + 8.125) * (1 + 2049 + 1024))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "dtype, scale, packed", [(torch.float32, "block", True), (torch.bfloat16, "tensor", False)], ids=str
+)
 def test_values_stay_of_their_size(dtype, scale, packed):
     """Nothing overflows, and nothing decays to zeros or denormals."""
     workload = Workload([7, 3000], dtype=dtype, scale=scale, packed=packed, ranks=2)
@@ -112,17 +112,6 @@ def test_every_pass_writes():
     assert all(torch.equal(tensor, unread[name]) for name, tensor in inputs.items())
 
 
-def test_lamb_update_is_adam_update_with_lambs_coefficient():
-    workload = Workload(3000, ranks=2)
-    passes = workload.passes(cpu)
-    workload.statistics_state().coefficient.zero_()
-    (x,) = (t.clone() for t in workload.params().tensors)
-    passes["lamb_update"].run()
-    assert torch.equal(workload.params().tensors[0], x)
-    passes["adam_update"].run()
-    assert not torch.equal(workload.params().tensors[0], x)
-
-
 def test_two_workloads_are_equal_and_random():
     """So that two backends can be compared; the order in which the buffers are made does not matter."""
     one, other = Workload([5, 4100], ranks=2), Workload([5, 4100], ranks=2)
@@ -132,29 +121,4 @@ def test_two_workloads_are_equal_and_random():
     assert all(torch.equal(left[k].nan_to_num(), right[k].nan_to_num()) for k in left)
     assert torch.equal(one.received().buffer, other.received().buffer)
     assert torch.equal(one.d(), other.d())
-    for tensor in (one.grads().tensors[1], one.exp_avg(), one.exp_avg_sq(), one.d()):
-        assert tensor is not None and tensor.std() > 0.01
     assert not torch.equal(one.params().tensors[1], one.grads().tensors[1])
-
-
-def test_messages_are_well_formed():
-    """Padding bits are 0 and headers accepted, in the messages of a shard as in those of the whole."""
-    workload = Workload([3, 1025], ranks=2, block_size=1024)
-    whole, shard = workload.replies(), workload.received()
-    assert whole.header.tolist() == [list(workload.format.header)] * 2
-    bits = whole.bits_of(workload.span)[0]
-    assert len(bits) == 4 + 128 + 4  # blocks of 32, 1,024 and 32 elements
-    assert 0 < bits[0] < 8 and bits[1:4].max() == 0  # 3 of them
-    assert bits[4:132].max() > 0
-    assert bits[132] < 2 and bits[133:].max() == 0  # 1 of them
-    for row in range(2):  # of the first shard, which is the first block
-        bits = shard.bits(row, workload.shard)
-        assert len(bits) == 4 and 0 < bits[0] < 8 and bits[1:].max() == 0
-    assert whole.scales_of(workload.span).min() > 0
-
-
-def test_a_pass_makes_only_the_buffers_that_it_needs():
-    workload = Workload(4096, ranks=2)
-    workload.passes(cpu)["decode"].run()
-    assert "decoded" in workload.buffers and "replies" in workload.buffers
-    assert not {"grads", "params", "exp_avg", "d", "master"} & workload.buffers.keys()

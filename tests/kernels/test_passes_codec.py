@@ -1,0 +1,296 @@
+"""compress, average, decode, restore: the CPU's against the float64 oracle, and on every backend what odd values do."""
+
+import numpy as np
+import pytest
+import torch
+
+from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.wire import ABOVE, MAGIC, NONFINITE, Messages
+from onebit.kernels.tuning.workload import Workload
+from tests import oracle
+from tests.kernels.cases import (
+    BF16,
+    GRID,
+    HALF_PLACE,
+    ON_BACKENDS,
+    SCALES,
+    Case,
+    assert_close,
+    assert_guards,
+    backend,
+    decoded_rows,
+    device_of,
+    frozen_bits,
+    numpy,
+    stored,
+    use_grain,
+)
+from tests.kernels.world import World
+from tests.wire import contents, values_of
+
+ELEMENTWISE = 1e-6  # a handful of fp32 roundings
+SUMMED = 4e-6  # and one more for each level of a sum
+MASKED = pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked and scaled"])
+FORMS = [
+    ("block", "l1"),
+    ("block", "l2"),
+    ("block", "unbiased"),
+    ("block", "rotated"),
+    ("tensor", "l1"),
+    ("tensor", "l2"),
+]
+
+
+def expected_c(world: World) -> tuple[np.ndarray, np.ndarray]:
+    """c of the whole space in float64, and the size of what was added up to it. gamma scales what is added to m."""
+    m = np.zeros(world.elements)
+    if world.momentum is not None:
+        packed = isinstance(world.momentum, Messages)
+        m = values_of(world.momentum, world.plan) if packed else world.plan.flatten(world.m)
+    g = [None if g is None else gamma * g for gamma, g in zip(world.gamma, world.scaled_g, strict=True)]
+    y = world.plan.flatten(oracle.local_momentum(g, world.plan.unflatten(m), world.hypers))
+    e = before = world.plan.flatten(world.e)
+    if world.case.scale == "tensor":
+        e = e - oracle.sigma(e) * np.repeat(world.scales64, [part.stop - part.start for part in world.plan.shards()])
+    size = np.abs(world.plan.flatten(g)) + np.abs(m) + np.abs(before) + np.abs(e)
+    return np.where(world.counted, y + e, 0.0), size
+
+
+def check_message(
+    world: World, out: Messages, row: int, part: slice, left: np.ndarray, scale: float | None, c: np.ndarray,
+    size: np.ndarray,
+) -> None:  # fmt: skip
+    """One message, of a part of the space, and the residual it leaves (`left`, `scale`), against the oracle's of c."""
+    lengths, counts, bits = world.plan.lengths_in(part), world.counted[part], out.format.bits
+    rotated, allowed = out.format.norm == "rotated", ELEMENTWISE * size
+    if bits == 2:
+        expected = oracle.compress_two_bits(c, counts, lengths=lengths)
+    else:
+        expected = oracle.compress(c, counts, lengths=lengths, scale=out.format.scale, norm=out.format.norm)
+    found, unsure = contents(out, row, lengths), expected.unsure_blocks(allowed)
+    assert out.header[row].tolist() == [MAGIC + bits - 1, 0, out.format.fingerprint, world.layout.shard_blocks]
+    sure = expected.sure(allowed) & ~unsure
+    least = 0.65 if rotated else 0.99 if bits == 1 else 0.95  # of a rotated block all are sure or none
+    assert sure.sum() >= least * counts.sum()
+    assert (found.bits == expected.bits)[sure].all()
+    assert rotated or not found.bits[~counts].any()
+    certain = slice(None)
+    if bits == 2:
+        certain = ~unsure[np.cumsum([0, *lengths[:-1]])]
+        assert (found.large == expected.large)[sure].all() and not found.large[~counts].any()
+    assert_close(found.scales[certain], expected.scales[certain], SUMMED)
+    assert not left[~counts].any()
+    reach = size + np.abs(expected.decoded)
+    if rotated:  # rounding of one element is in all that it is mixed with
+        reach = np.repeat([reach[block].max() for block in oracle.blocks(lengths)], lengths)
+    assert_close(left[sure], (expected.error if scale is None else c)[sure], SUMMED, reach[sure])
+    if scale is not None:
+        assert_close(scale, expected.scales[0], SUMMED)
+    elif not rotated:  # nothing is lost
+        assert_close((found.values + left)[counts], c[counts], SUMMED, (size + np.abs(found.values))[counts])
+
+
+@MASKED
+@GRID
+def test_compress_agrees_with_the_oracle(case, masked, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    world = World(case, masked=masked)
+    c, size = expected_c(world)
+    world.compress()
+    assert_guards(world.grads)
+    for chunk in world.chunks():
+        residual = world.residuals[chunk.index]
+        for rank in range(case.ranks):
+            part, row = world.plan.shard(chunk.index, rank), chunk.rows.start + rank
+            left = numpy(residual.value)[part.start - chunk.part.start : part.stop - chunk.part.start]
+            scale = None if residual.scale is None else float(residual.scale[rank])
+            check_message(world, world.sent, row, part, left, scale, c[part], size[part])
+
+
+@MASKED
+@pytest.mark.parametrize("bits", [1, 2])
+@GRID
+def test_average_agrees_with_the_oracle(case, bits, masked, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    world = World(case, masked=masked)
+    for row, part in enumerate(world.plan.shards()):
+        chunk, rank = divmod(row, case.ranks)
+        values = decoded_rows(world.received(chunk, rank), world.plan.lengths_in(part))
+        e = world.plan.flatten(world.e)[part]
+        if case.scale == "tensor" and bits == 1:
+            e = e - oracle.sigma(e) * world.scales64[row]
+        out, residual = world.average(chunk, rank, bits)
+        scale = None if residual.scale is None else float(residual.scale[0])
+        c = np.where(world.counted[part], values.mean(0) + e, 0.0)
+        size = np.abs(values).sum(0) + np.abs(e) + world.scales64[row]
+        check_message(world, out, 0, part, numpy(residual.value), scale, c, size)
+
+
+@GRID
+def test_decode_writes_each_sign_times_its_scale_and_nothing_else(case, monkeypatch):
+    use_grain(monkeypatch, case.grain, case.block_size)
+    world = World(case)
+    values = world.plan.unflatten(values_of(world.replies, world.plan))
+    for chunk in world.chunks():
+        before = world.plan.flatten([numpy(t) for t in world.params.tensors])
+        world.decode(chunk.index)
+        after = world.plan.flatten([numpy(t) for t in world.params.tensors])
+        before[chunk.part] = after[chunk.part]
+        assert (after == before).all()
+    for tensor, value in zip(world.params.tensors, values, strict=True):
+        if case.copies == 1:
+            assert numpy(tensor).tolist() == stored(value, case.param, "cpu").tolist()
+        else:
+            assert_close(numpy(tensor), value, ELEMENTWISE + HALF_PLACE[case.param], 1)
+    assert_guards(world.params)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale, norm", FORMS)
+def test_all_live_is_no_mask_and_gamma_one_is_no_gamma_bit_for_bit(name, scale, norm):
+    found = []
+    for masked in (False, True):
+        world = World(Case((100, 7, 96, 33), 96, 2, scale=scale, norm=norm, groups=3), name)
+        world.masked = masked
+        world.compress()
+        world.lamb_statistics()
+        averages = [world.average(0, 1, bits) for bits in (1, 2)]
+        found.append(frozen_bits(world.sent, world.residuals, averages, world.state, world.exp_avg_sq))
+    assert found[0] == found[1]
+
+
+@ON_BACKENDS
+@SCALES
+def test_a_coordinate_that_takes_no_part_stays_zero_however_many_steps_go_by(name, scale):
+    """NaN included. With a tensor scale the last step's scale would make e = -s of c = 0."""
+    world = World(Case((5,), scale=scale, momentum="none"), name)
+    world.g, world.e = [np.array([1.0, np.nan, 3.0, np.nan, -2.0])], [np.array([0.0, np.nan, 0.0, 0.0, 0.0])]
+    world.masked, world.live, world.scales64 = True, np.array([1, 0, 1, 0, 1, 1, 1, 1] * 4, bool), np.zeros(1)
+    span = world.layout.all()
+    for step in range(3):
+        world.compress()
+        assert numpy(world.residuals[0].value)[[1, 3]].tolist() == [0, 0]
+        found = world.sent.bits(0, span).tolist()
+        assert not any(byte & ~valid for byte, valid in zip(found, [0b10101, 0, 0, 0], strict=True))
+        assert step > 0 or world.sent.scales(0, span).item() == pytest.approx(2.0 * 0.5 * (1 - 0.9))
+
+
+@ON_BACKENDS
+@SCALES
+def test_a_set_flag_goes_into_every_header_and_nothing_else_changes(name, scale):
+    """Whatever else a flagged message holds, NaN included."""
+    world = World(Case((100, 5), ranks=3, scale=scale, momentum="packed"), name)
+    world.flag.fill_(NONFINITE)
+    before = frozen_bits(world.residuals)
+    world.compress()
+    assert frozen_bits(world.residuals) == before
+    for flagged, bits in ((0, 1), (2, 1), (1, 2)):
+        received = world.received(0, 1)
+        received.flags[flagged] = NONFINITE
+        received.scales(flagged, world.layout.shard(0, 1)).fill_(float("nan"))
+        out, residual = world.average(0, 1, bits, received)
+        assert frozen_bits(residual) == frozen_bits(world.residual(world.layout.shard(0, 1), 1, out.format))
+        assert out.header.tolist() == [[MAGIC + bits - 1, NONFINITE, out.format.fingerprint, world.layout.shard_blocks]]
+        assert bool((out.buffer[:, 16:] == 0xFF).all())
+    assert world.sent.header.tolist() == [[MAGIC, NONFINITE, world.form.fingerprint, world.layout.shard_blocks]] * 3
+    assert bool((world.sent.buffer[:, 16:] == 0xFF).all())
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("scale, norm", FORMS)
+def test_zeros_of_either_sign_are_positive_and_give_scale_zero_and_no_nan(name, scale, norm):
+    world = World(Case((40, 3), ranks=2, scale=scale, norm=norm, momentum="none"), name)
+    world.g = world.e = [np.resize([0.0, -0.0, -0.0], n) for n in (40, 3)]
+    world.scales64 = np.zeros(2)
+    world.compress()
+    assert not bool(world.sent.scales_of(world.layout.all()).any())
+    assert not numpy(world.residuals[0].value)[world.plan.valid].any()
+    if norm != "rotated":
+        assert np.unpackbits(world.sent.bits_of(world.layout.all())[0].cpu().numpy()).sum() == 43
+
+
+@ON_BACKENDS
+def test_opposite_signs_average_to_a_zero_that_counts_as_positive(name):
+    world = World(Case((16,), ranks=2), name)
+    world.e = [np.zeros(16)]
+    received, shard = world.received(0, 0), world.layout.shard(0, 0)
+    for row, byte in enumerate((0b00001111, 0b00111100)):
+        received.scales(row, shard).fill_(0.75)
+        received.bits(row, shard).fill_(byte)
+    out, residual = world.average(0, 0, received=received)
+    assert out.bits(0, shard).tolist() == [0b00111111, 0b00111111, 0, 0]
+    assert_close(numpy(out.scales(0, shard)), [0.75 * 4 / 8], 0)
+    assert_close(numpy(residual.value)[:8], [-0.375] * 2 + [0.375] * 2 + [-0.375] * 4, 0, 1)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("sizes", [[0.5] * 16, [1.0] * 12 + [1.25, 1.3, 3.0, 4.0]], ids=["one size", "several"])
+def test_what_is_large_is_above_the_bound(name, sizes):
+    """Of elements that are all of one size none is."""
+    sizes, world = np.array(sizes), World(Case((16,), ranks=1), name)
+    world.e = [np.where(np.arange(16) % 3 == 0, -sizes, sizes)]
+    received = world.received(0, 0)
+    received.scales(0, world.layout.all()).zero_()
+    out, _ = world.average(0, 0, 2, received)
+    large, found = sizes > ABOVE * sizes.mean(), contents(out, 0, [32])
+    assert large.sum() == (0 if sizes.max() == 0.5 else 2)
+    assert found.large[:16].tolist() == large.tolist()
+    assert found.bits[:16].tolist() == [i % 3 != 0 for i in range(16)]
+    assert_close(found.scales[0], [sizes[~large].mean(), sizes[large].mean() if large.any() else 0.0], SUMMED)
+
+
+@ON_BACKENDS
+def test_a_flagged_message_decodes_to_nan_and_a_tensor_that_is_none_is_passed_over(name):
+    """NaN, as an uncompressed mean would have."""
+    world = World(Case((64, 40, 33), ranks=3, param=BF16, copies=2), name)
+    world.replies.flags[1] = NONFINITE
+    kept = world.params.tensors[1].clone()
+    out = Pointers(world.layout, world.device, BF16, "parameter")
+    out.bind_tensors([world.params.tensors[0], None, world.params.tensors[2]])
+    world.passes.decode(world.layout.all(), world.replies, out)
+    assert np.isnan(numpy(world.params.tensors[0])).all()
+    assert torch.equal(world.params.tensors[1], kept)
+    last = world.plan.unflatten(values_of(world.replies, world.plan))[2]
+    assert_close(numpy(world.params.tensors[2]), last, ELEMENTWISE + world.half_place, 1)
+    assert_guards(world.params)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("flagged", [False, True])
+@pytest.mark.parametrize("options", [{}, {"scale": "tensor"}, {"block_size": 96}, {"reply_bits": 2}])
+def test_compress_and_average_keep_residuals_as_they_were(name, options, flagged):
+    kept, plain = (Workload([300, 7, 2049], device_of(name), ranks=2, kept=k, **options) for k in (True, False))
+    before = {r: getattr(kept, r)().value.clone() for r in ("residual", "server_residual")}
+    for work in (kept, plain):
+        if flagged:
+            work.flags().fill_(1)
+            work.received().flags[1] = 1
+        work.passes(backend(name))["compress"].run()
+        work.passes(backend(name))["average"].run()
+    for residual, was in before.items():
+        written = getattr(kept, residual)()
+        assert torch.equal(written.before, was)
+        assert torch.equal(written.value, was) == flagged
+        assert torch.equal(written.value, getattr(plain, residual)().value)
+    assert torch.equal(kept.sent().buffer, plain.sent().buffer)
+    assert torch.equal(kept.reply().buffer, plain.reply().buffer)
+
+
+@ON_BACKENDS
+@pytest.mark.parametrize("dtype, count", [
+    (torch.int32, 4), (torch.uint8, 1000), (torch.float32, 8192), (torch.float32, 20_001), (torch.uint8, 20_004),
+])  # fmt: skip
+def test_restore_copies_bits_where_the_flag_is_set(name, dtype, count):
+    """Also of what is not a number."""
+    whole = (torch.arange(count + 8, dtype=torch.int64, device=device_of(name)) % 100).to(dtype)
+    now, kept = whole[4:-4], torch.full((count,), 77, dtype=dtype, device=whole.device)
+    if dtype == torch.float32:
+        kept.view(torch.int32)[::7] = 0x7FC01234
+    expected, flags = frozen_bits(whole), torch.zeros(1, dtype=torch.int32, device=whole.device)
+    backend(name).restore(now, kept, flags)
+    assert frozen_bits(whole) == expected
+    flags.fill_(1)
+    outside = frozen_bits(whole[:4], whole[-4:])
+    backend(name).restore(now, kept, flags)
+    assert frozen_bits(now) == frozen_bits(kept)
+    assert frozen_bits(whole[:4], whole[-4:]) == outside
