@@ -196,18 +196,17 @@ class CompressedAllReduce:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
-        names = {"rank", "chunks", "format", "wire_bytes"}
-        _check_names(state, names)
-        residuals, unsaid = dict(state), {"reply": "1", "slice": 0, "slices": 1, "sender": state["rank"]}
+        names, residuals = ("rank", "chunks", "format", "wire_bytes"), dict(state)
+        _check_names(state, {*names, *self._place})
         for name, here in self._place.items():
-            if (there := residuals.pop(name, unsaid[name])) != here:
+            if (there := residuals.pop(name)) != here:
                 raise ValueError(
                     f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are kept by the "
                     f"place of a rank and by reply. Build the all-reduce as it was when it was saved"
                 )
         if state["chunks"] != 0:
             _check_names(state, {"residual"} if self._way is Direct else {"residual", "server_residual"})
-        numbers = [residuals.pop(name) for name in ("rank", "chunks", "format", "wire_bytes")]
+        numbers = [residuals.pop(name) for name in names]
         if not all(map(is_whole, numbers)):
             raise ValueError(f"rank, chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
         rank, chunks, form, wire_bytes = numbers

@@ -56,7 +56,7 @@ Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2", "unbiased", "rotated"]
 Bits = Literal[1, 2]
 
-MAGIC = 0x03424231  # "1BB", or "2BB" with 2 bits, and the version of this layout
+MAGIC = 0x01424231  # "1BB", or "2BB" with 2 bits, and the version of this layout
 MOST = 2.0  # times the root mean square of a block: the largest scale with norm="unbiased" or "rotated"
 NORMS: dict[Norm, int] = {"l1": 0, "l2": 1, "unbiased": 2, "rotated": 3}  # as kernels have them
 ABOVE = 1.23  # times the mean size of a block: a larger element is one of the large ones

@@ -25,7 +25,10 @@ from onebit.optim.param_groups import COMPRESS
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
 Kind = Values | Literal["bits"]
-_NUMBERS = {"optimizer", "ranks", "steps", "skipped_steps", "compressing", "chunks", "wire_bytes", "trace"}
+_NUMBERS = {
+    "optimizer", "ranks", "slices", "shards", "steps", "skipped_steps", "compressing", "chunks", "block_size", "scale",
+    "reply", "rotated", "wire_bytes", "settings", "fields", "trace",
+}  # fmt: skip
 
 
 def check_structure(state_dict: object) -> None:
@@ -55,10 +58,10 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     if not numbers:
         return
     version = numbers.get("version")
-    if not is_whole(version, 1, VERSION):
+    if not is_whole(version, VERSION, VERSION):
         raise ValueError(
-            f"the state has version {_shown(version)}, this onebit reads 1 to {VERSION}: load it with the onebit that "
-            f"saved it"
+            f"the state has version {_shown(version)} of the format, this onebit reads {VERSION}: load it with the "
+            f"onebit that saved it"
         )
     if lacks := _NUMBERS - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
@@ -68,8 +71,8 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         whole_number(numbers[name], name, least, most)
     if not isinstance(numbers["compressing"], bool) or not isinstance(numbers["optimizer"], str):
         raise TypeError(f"the state does not say in which stage of which optimizer it was saved: {_DAMAGED}")
-    slices = whole_number(numbers.get("slices", 1), "slices", 1, MOST_RANKS)
-    whole_number(numbers.get("shards", 1), "shards", 1, MOST_RANKS)
+    slices = whole_number(numbers["slices"], "slices", 1, MOST_RANKS)
+    whole_number(numbers["shards"], "shards", 1, MOST_RANKS)
     if int(numbers["ranks"]) % slices:
         raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {slices}: {_DAMAGED}")
     if not isinstance(numbers["chunks"], (list, tuple)):
@@ -77,16 +80,19 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     for chunks in numbers["chunks"]:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
     if numbers["compressing"]:
-        reply = numbers.get("reply", 1)
+        reply = numbers["reply"]
         if not is_one_of(reply, ("direct",)) and not (is_whole(reply) and reply in WAYS):
             raise ValueError(f"reply is {_shown(reply)} in the state: {_DAMAGED}")
-        if not isinstance(numbers.get("rotated", False), bool):
+        if not isinstance(numbers["rotated"], bool):
             raise TypeError(f"rotated is {_shown(numbers['rotated'])} in the state, neither true nor false: {_DAMAGED}")
-        check_block_size(numbers.get("block_size"))  # type: ignore[arg-type]
-        if not is_one_of(numbers.get("scale"), get_args(Scale)):
-            raise ValueError(f"scale is {_shown(numbers.get('scale'))} in the state: {_DAMAGED}")
-    if not isinstance(settings := numbers.get("settings", {}), Mapping):
-        raise TypeError(f"settings is a dict, not {_shown(settings)}: {_DAMAGED}")
+        check_block_size(numbers["block_size"])
+        if not is_one_of(numbers["scale"], get_args(Scale)):
+            raise ValueError(f"scale is {_shown(numbers['scale'])} in the state: {_DAMAGED}")
+    if not isinstance(numbers["settings"], Mapping) or not isinstance(numbers["fields"], str):
+        raise TypeError(
+            f"settings is a dict and fields a string, not {_shown(numbers['settings'])} and "
+            f"{_shown(numbers['fields'])}: {_DAMAGED}"
+        )
     _check_trace(numbers["trace"])
 
 
@@ -161,8 +167,7 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
     value = own[what]
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} of parameter {name} is a {type(value).__name__}, not a tensor: {_DAMAGED}")
-    vector = shape == () and tuple(value.shape) == (1,)  # as earlier versions saved a scalar's
-    if shape is not None and tuple(value.shape) != shape and not vector:
+    if shape is not None and tuple(value.shape) != shape:
         raise ValueError(
             f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
             f"state is another model's, or damaged"

@@ -166,6 +166,6 @@ def _nothing_in(folder: Path) -> str:
     if (folder / ".metadata").exists():
         return (
             f"{folder} holds no optimizer that onebit.save wrote (it has no {MANIFEST}): torch.distributed.checkpoint "
-            f"wrote it, or an older onebit. Load it with dcp.load, if you trust its .metadata, which is a pickle"
+            f"wrote it. Load it with dcp.load, if you trust its .metadata, which is a pickle"
         )
     return f"{folder} holds no checkpoint (it has no {MANIFEST}): was the run ended before its first save was whole?"

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.earlier import layout_of, with_short_blocks
 from onebit.checkpoint.elements import decoded, lengths_of, saved_order, scattered
 from onebit.checkpoint.names import BITS, DENSE, ORDER, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
-from onebit.checkpoint.schema import VERSION, Saved, progress, progress_of
+from onebit.checkpoint.schema import Saved, progress, progress_of
 from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
@@ -163,13 +162,12 @@ class _Restoration:
                 "model without FSDP"
             )
         if not any(of_shards):
-            sizes = zip(saved, state.numels, strict=True)
-            return [with_short_blocks(own, numbers, numel, self._way.reply_bits) for own, numel in sizes]
+            return saved
         packed_fields = [field.name for field in self._fields(state) if field.per == "bit"]
-        same_numbers = (numbers["scale"], numbers.get("reply")) == (self._setup.options.scale, self._setup.way.way)
+        same_numbers = (numbers["scale"], numbers["reply"]) == (self._setup.options.scale, self._setup.way.way)
         if not same_numbers or not same_cut(self._setup, numbers):
             ranks, here = int(numbers["ranks"]), topology.place
-            same = (ranks, numbers.get("shards", 1)) == (topology.nodes * topology.slices, topology.shards)
+            same = (ranks, numbers["shards"]) == (topology.nodes * topology.slices, topology.shards)
             place = here if same and topology.slices == 1 else None
             return [as_folded(dict(own), packed_fields, ranks, place, here) for own in saved]
         cut = self._saved_cut(state, index)
@@ -180,9 +178,9 @@ class _Restoration:
     def _without_left_over(self, own: Saved, fields: Sequence[Field]) -> Saved:
         """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
         optimizer has beside them."""
-        if not isinstance(names := self._numbers.get("fields"), str):  # which earlier versions did not write
+        if "fields" not in self._numbers:  # AdamW's
             return own
-        others = {ORDER, *(field.name for field in fields)} - set(names.split())
+        others = {ORDER, *(field.name for field in fields)} - set(self._numbers["fields"].split())
         return {name: value for name, value in own.items() if name not in others}
 
     def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
@@ -212,20 +210,20 @@ class _Restoration:
 
     def _saved_cut(self, state: FlatState, index: int) -> _SavedCut:
         n = self._numbers
-        ranks, slices = int(n["ranks"]), int(n.get("slices", 1))
+        ranks, slices = int(n["ranks"]), int(n["slices"])
         shards = slices * self._way.shards(ranks // slices)
-        layout = layout_of(n)(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
+        layout = Layout(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
         return _SavedCut(layout, ranks // slices, slices, self._way is not Direct)
 
     @property
     def _way(self) -> type[Exchange]:
         """Of the exchange that saved the state."""
-        return WAYS[self._numbers.get("reply", 1)]
+        return WAYS[self._numbers["reply"]]
 
     @property
     def _rotated(self) -> bool:
         """Whether blocks of the messages that were saved are."""
-        return bool(self._numbers.get("rotated"))
+        return bool(self._numbers["rotated"])
 
     def _load_messages(self, part: Part, saved: Sequence[Saved], cut: _SavedCut) -> None:
         state, reducer, setup, there = part.state, part.reducer, self._setup, cut.layout
@@ -341,13 +339,12 @@ def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
     """Whether a state is cut as this optimizer would cut it, so that every rank's residuals are its own."""
     options, topology = setup.options, setup.topology
     return (
-        numbers.get("ranks") == topology.nodes * topology.slices
-        and numbers.get("slices", 1) == topology.slices
-        and numbers.get("shards", 1) == topology.shards
-        and (topology.slices == 1 or numbers.get("reply") == setup.way.way)  # which decides where slices begin
+        numbers["ranks"] == topology.nodes * topology.slices
+        and numbers["slices"] == topology.slices
+        and numbers["shards"] == topology.shards
+        and (topology.slices == 1 or numbers["reply"] == setup.way.way)  # which decides where slices begin
         and numbers["block_size"] == setup.options.block_size
         and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
-        and (numbers["version"] == VERSION or (topology.slices == 1 and numbers.get("reply") == "direct"))
     )
 
 
@@ -496,7 +493,7 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
     if numbers and numbers["compressing"]:
         if numbers["optimizer"] != setup.name:
             raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it")
-        setup.algorithm.check_saved_settings(numbers.get("settings", {}), int(numbers["steps"]))
+        setup.algorithm.check_saved_settings(numbers["settings"], int(numbers["steps"]))
         if any("step" in own for own in saved.values()) and _steps_of(saved) != numbers["steps"]:
             raise ValueError(
                 f"the state is one of step {numbers['steps']}, and its parameters have taken {_steps_of(saved)}: it is "
@@ -505,7 +502,7 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
         return numbers
     steps = _steps_of(saved)
     if numbers and numbers["steps"] == steps and numbers["optimizer"] == setup.name:
-        setup.algorithm.check_saved_settings(numbers.get("settings", {}), steps)
+        setup.algorithm.check_saved_settings(numbers["settings"], steps)
         return numbers
     return {
         "ranks": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [], "wire_bytes": 0,

@@ -147,7 +147,7 @@ def _numbers(saved: _Saved, names: Mapping[str, Tensor]) -> dict[str, Any]:
             f"come: the state is no onebit optimizer's, or another model's. Give the one that was saved"
         )
     paths = min(groups.items(), key=lambda each: each[0] != "0")[1]
-    numbers: dict[str, Any] = {"trace": []}  # which earlier versions had as a list: an empty one is not written
+    numbers: dict[str, Any] = {}
     for key, value in saved.read(paths).items():
         set_element(numbers, paths[key], value)
     check_numbers(progress_of([{PROGRESS: numbers}]))

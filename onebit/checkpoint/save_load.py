@@ -156,7 +156,7 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         found |= source.read(k for k in paths if k not in found and k not in others)
     else:
         found |= source.read(k for k in paths if k not in found and k not in others)
-        found |= _mean_residuals(source, residuals, int(numbers["ranks"]), int(numbers.get("slices", 1)))
+        found |= _mean_residuals(source, residuals, int(numbers["ranks"]), int(numbers["slices"]))
     return source.ranks.on_all(lambda: _nested({paths[k]: v for k, v in found.items()}))
 
 

@@ -50,7 +50,7 @@ from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-VERSION = 2  # 1: of blocks of equal lengths, see earlier.py
+VERSION = 1
 
 Saved = Mapping[str, Any]  # one parameter's
 
@@ -162,12 +162,12 @@ def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise TypeError(
             f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: it is damaged"
         )
-    numbers = dict(numbers)
-    if isinstance(trace := numbers.get("trace"), str):  # states of before have the list itself
+    numbers = {"settings": {}, **numbers} if numbers else {}  # full states of torch leave out an empty dict
+    if "trace" in numbers:
         try:
-            numbers["trace"] = json.loads(trace)
-        except ValueError as error:
-            raise ValueError(f"trace is {trace!r:.60} in the state: it is damaged. Load another") from error
+            numbers["trace"] = json.loads(numbers["trace"])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"trace is no JSON in the state ({error!s:.60}): it is damaged. Load another") from error
     return numbers
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_structure
-from onebit.checkpoint.earlier import with_short_blocks
 from onebit.checkpoint.elements import decoded, saved_order
 from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
@@ -67,14 +66,14 @@ def _root(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[st
     if "denominator" in own:
         d = own["denominator"].double() * _number(own, "gamma")
         return (1 / d - group["eps"]).clamp(min=0).masked_fill(d == 0, 0)
-    settings = numbers.get("settings", {})
-    if "exp_avg_sq" not in own or "var_update_scaler" not in settings:
+    settings = numbers["settings"]
+    if "exp_avg_sq" not in own or not {"var_update_scaler", "var_freeze_step"} <= settings.keys():
         raise ValueError(
             f"the state has no variance for parameter {key}: it is one of {numbers['optimizer']}, which AdamW can't "
             f"continue"
         )
-    last = settings.get("var_freeze_step", "none")
-    schedule = VarianceSchedule(int(settings["var_update_scaler"]), None if last == "none" else int(last))
+    scaler, last = settings["var_update_scaler"], settings["var_freeze_step"]
+    schedule = VarianceSchedule(int(scaler), None if last == "none" else int(last))
     v = own["exp_avg_sq"].double()
     root = (v / schedule.weight(int(numbers["steps"]), betas_of(group)[1])).sqrt()
     root = torch.maximum(root, _number(own, "least_root"))
@@ -86,10 +85,8 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     if "first_momentum" in own:
         return own["first_momentum"].double()
     if BITS in own:
-        numel, per_element = like.numel(), WAYS[numbers.get("reply", 1)].reply_bits
-        own = with_short_blocks(own, numbers, numel, per_element)
-        size, is_rotated = int(numbers["block_size"]), bool(numbers.get("rotated"))
-        messages = decoded(own[BITS], own[SCALES], per_element, numel, size, is_rotated).double()
+        per_element, size = WAYS[numbers["reply"]].reply_bits, int(numbers["block_size"])
+        messages = decoded(own[BITS], own[SCALES], per_element, like.numel(), size, numbers["rotated"]).double()
         m = in_shape(messages.mean(0), like.shape, saved_order(own))
     else:
         parts = [value.double() for name, value in own.items() if message_of(name) is not None]

@@ -57,7 +57,6 @@ class OptionArguments(TypedDict, total=False):
     check_every: int
     on_divergence: OnDivergence
     gradient_dtype: torch.dtype | None
-    dead: Literal["floor", "freeze"]
     foreach: bool | None
     capturable: bool | None
     fused: bool | None
@@ -119,18 +118,8 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], without: Collection[str] = ()) -> Options:
-        """From the keyword arguments of an optimizer, old names and AdamW's included. without: those that it does not
-        take."""
+        """From the keyword arguments of an optimizer, AdamW's included. without: those that it does not take."""
         arguments = _without_those_of_adamw(arguments)
-        if "dead" in arguments:
-            if "zero_variance" in arguments:
-                raise TypeError(
-                    "zero_variance and dead are one argument: dead is its old name. Pass zero_variance alone"
-                )
-            old = arguments.pop("dead")
-            new = {"freeze": "hold"}.get(old, old) if isinstance(old, str) else old
-            warn(f"dead is now called zero_variance: pass zero_variance={new!r} for dead={old!r}", DeprecationWarning)
-            arguments["zero_variance"] = new
         names = [each.name for each in fields(cls) if each.name not in without]
         unknown = sorted(arguments.keys() - set(names))
         if unknown:

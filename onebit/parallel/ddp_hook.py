@@ -114,10 +114,10 @@ class OneBitState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with residuals saved by the same rank of an equally large group. With nodes a collective call."""
         self._find_ranks(next(iter(self._names)).device)
-        if not {"block_size", "norm", "buckets"} <= state.keys():
+        if not {"block_size", "norm", "reply", "sent", "buckets"} <= state.keys():
             raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
         own = {"block_size": self.block_size, "norm": self.norm, "reply": self.reply}
-        saved = {name: state.get(name, 1) for name in own}  # a state without reply is of two phases
+        saved = {name: state[name] for name in own}
         check_reply(saved["reply"])
         if self._meaning(saved) != self._meaning(own):
             raise ValueError(
@@ -134,7 +134,7 @@ class OneBitState:
         unknown = {name for bucket in state["buckets"] for name in bucket["parameters"]} - known
         if unknown:
             raise ValueError(f"the model has no parameter {sorted(unknown)[0]!r}: the state is another model's")
-        self._reducers, self._loaded, self._sent = {}, list(state["buckets"]), int(state.get("sent", 0))
+        self._reducers, self._loaded, self._sent = {}, list(state["buckets"]), int(state["sent"])
         self._agreed = False
 
     def _meaning(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +152,7 @@ class OneBitState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group, self.node_group, self._topology, self._side = None, None, None, None
-        self.norm, self.block_size = state["norm"], state["block_size"]
-        self.reply = state.get("reply", 1)
+        self.norm, self.block_size, self.reply = state["norm"], state["block_size"], state["reply"]
         self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
         self._agreed = False
 

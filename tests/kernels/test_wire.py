@@ -49,7 +49,7 @@ def test_a_message_is_header_then_scales_then_bits_each_on_16_bytes_and_views_li
 def sent(form: Format, blocks: int, bits: np.ndarray, scales: np.ndarray, flags: int) -> bytes:
     """A message by hand: struct and numpy only."""
     most = max(shard.count for shard in form.layout.all().shards())
-    header = struct.pack("<4I", 0x03424231, flags, form.fingerprint, most)
+    header = struct.pack("<4I", 0x01424231, flags, form.fingerprint, most)
     parts = header + scales.astype("<f4").tobytes()
     parts += bytes(16 + aligned(4 * len(scales)) - len(parts)) + np.packbits(bits, bitorder="little").tobytes()
     return parts + bytes(form.nbytes - len(parts))
@@ -103,7 +103,7 @@ def test_what_was_put_is_read(form, bits, copies, seed):
 def test_the_header_has_the_words_that_the_format_says():
     form = Format(Layout([9000]))
     assert form.header == (MAGIC, 0, form.fingerprint, 5)
-    assert MAGIC.to_bytes(4, "little") == b"1BB\x03"
+    assert MAGIC.to_bytes(4, "little") == b"1BB\x01"
     assert 0 <= form.fingerprint < 2**31
     assert NONFINITE == 1
 

@@ -158,19 +158,6 @@ def test_wrappers_are_no_part_of_names() -> None:
         assert set(resumed.state[params[0]]) == set(optimizer.state[params[0]])
 
 
-def test_a_folder_of_an_earlier_version(tmp_path: Path) -> None:
-    """Its trace was a list, of which nothing is written where it is empty."""
-    case = Case(options={"freeze_step": 3}, groups=TWO_GROUPS)
-    params, optimizer = trained(case, 0, 6)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["onebit"]["trace"] = []
-    dcp.save({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
-    resumed = case.build(params)
-    onebit.make_room(tmp_path, as_model(params), resumed)
-    dcp.load({"optimizer": resumed}, checkpoint_id=tmp_path, no_dist=True)
-    assert same(snapshot(resumed.state_dict()), snapshot(optimizer.state_dict()))
-
-
 def new() -> tuple[Any, Any, Any]:
     case = Case(options={"freeze_step": 3})
     params = case.parameters()

@@ -222,22 +222,6 @@ def test_scalars_and_empty_parameters(kind: str, stage: str) -> None:
     assert [adamw.state[p]["exp_avg"].shape for p in theirs] == [p.shape for p in params]
 
 
-def test_a_scalar_of_a_state_that_has_it_as_a_vector_of_one() -> None:
-    """As states of before have them."""
-    for freeze_step in STAGES.values():
-        p = nn.Parameter(torch.tensor(2.0))
-        optimizer = build("OneBitAdam", [p], freeze_step=freeze_step)
-        for _ in range(START):
-            p.grad = torch.ones(())
-            optimizer.step()
-        state = snapshot(optimizer.state_dict())
-        for own in state["state"].values():
-            own |= {name: value.view(1) for name, value in own.items() if value.ndim == 0 and name != "step"}
-        other = build("OneBitAdam", [copy.deepcopy(p)], freeze_step=freeze_step)
-        other.load_state_dict(state)
-        assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
-
-
 # Schedulers
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

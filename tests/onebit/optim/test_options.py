@@ -181,19 +181,12 @@ def test_the_signature_and_the_help_show_every_option(kind):
 
 
 def test_the_typed_arguments_are_the_options():
-    others = {"dead", "foreach", "capturable", "fused", "amsgrad", "maximize", "differentiable"}
+    others = {"foreach", "capturable", "fused", "amsgrad", "maximize", "differentiable"}
     assert OptionArguments.__annotations__.keys() - others == {f.name for f in dataclasses.fields(Options)}
 
 
-@pytest.mark.parametrize(("old", "new"), [("floor", "floor"), ("freeze", "hold")])
 @pytest.mark.parametrize("kind", [onebit.OneBitAdam, onebit.OneBitLamb, onebit.ZeroOneAdam])
-def test_dead_is_the_old_name_of_zero_variance(kind, old, new):
-    with pytest.warns(DeprecationWarning, match=f"pass zero_variance='{new}' for dead='{old}'") as caught:
-        optimizer = kind([nn.Parameter(torch.ones(3))], dead=old)
-    assert optimizer.setup.options.zero_variance == new
-    assert caught[0].filename == __file__
-    with pytest.raises(TypeError, match="zero_variance and dead are one argument"):
-        kind([nn.Parameter(torch.ones(3))], dead=old, zero_variance=new)
+def test_an_unknown_argument_is_an_error(kind):
     with pytest.raises(TypeError, match="unexpected keyword argument 'fredze_step'"):
         kind([nn.Parameter(torch.ones(3))], fredze_step=3)
 

@@ -216,9 +216,7 @@ def test_a_key_of_a_loaded_state_that_is_unknown_is_left_out_with_a_warning() ->
 
 
 @kinds
-@pytest.mark.parametrize(
-    "name", ["freeze_step", "lr", "betas", "weight_decay", "overlap", "scale", "zero_variance", "dead"]
-)
+@pytest.mark.parametrize("name", ["freeze_step", "lr", "betas", "weight_decay", "overlap", "scale", "zero_variance"])
 def test_an_option_set_as_an_attribute_is_an_error(kind: str, name: str) -> None:
     optimizer = build(kind)
     with pytest.raises(AttributeError) as caught:
