@@ -199,7 +199,7 @@ class ZeroOne(Adam):
         """What decides of coming steps alone may differ."""
         here, last = self.settings(), self.schedule.last
         for name in _SETTINGS:
-            was = saved.get(name)
+            was: Any = saved.get(name)
             if name == "var_update_scaler":
                 still_to_come = is_whole(was, least=1) and steps <= min(was, self.schedule.kappa) + 1
             elif name == "var_freeze_step":
