@@ -254,7 +254,8 @@ def test_damage_to_lambs_own_state_is_refused() -> None:
         ("first_momentum", torch.zeros(3), "first_momentum .* shape"),
         ("counted_bits", torch.zeros(1, dtype=torch.uint8), "counted_bits .* shape"),
     ):
-        state = changed(saved("OneBitLamb", 6), (*NUMBERS, "fields"), lambda names: f"{names} {what} first_momentum")
+        fields = saved("OneBitLamb", 6)["param_groups"][0]["onebit"]["fields"]
+        state = changed(saved("OneBitLamb", 6), (*NUMBERS, "fields"), f"{fields} {what}")
         state["state"][0][what] = value
         assert_refused(loader("OneBitLamb", 6), state, match, (ValueError, TypeError))
 
