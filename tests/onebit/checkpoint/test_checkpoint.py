@@ -1,8 +1,9 @@
-"""One checkpoint of all ranks, in a folder: loaded by as many, and by another number."""
+"""onebit.save and load: one checkpoint of all ranks in a folder, with what else a run has, loaded by as many ranks and
+by other numbers."""
 
 from __future__ import annotations
 
-import os
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,43 +11,57 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import onebit
-from tests.checkpoints import Run
-from tests.onebit.runs import Case, arrays, bits, kinds, run, same, snapshot
+from tests.checkpoints import Holder, Run, written_files
+from tests.onebit.checkpoint.states import TWO_GROUPS
+from tests.onebit.runs import Case, arrays, bits, same, snapshot, take
 from tests.ranks import group, run_ranks
 
-
-class Holder(nn.Module):
-    """A module around a case's parameters."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.held = nn.ParameterList(params)
+CASE = Case(options={"freeze_step": 3})
+NESTED = {"epoch": 3, "order": [1, 2, (3, None)], 7: "seven"}
 
 
-def saving(rank: int, size: int, case: Case, folder: str, more: int) -> dict[str, Any]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, case.steps)
-    onebit.save(folder, Holder(params), optimizer)
-    state = snapshot(optimizer.state_dict())
-    residual = mean_residual(optimizer)
-    run(case, rank, optimizer, params, case.steps + 1, case.steps + more)
-    return {"state": state, "residual": residual, "params": bits(params)}
+class Training:
+    """A run with a schedule, a scaler, random noise and a place in the data."""
 
+    def __init__(self, case: Case, rank: int, seed: int = 0) -> None:
+        self.case, self.rank, self.params = case, rank, case.but(seed=seed).parameters()
+        self.optimizer = case.build(self.params, group())
+        self.model = Holder(self.params)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=30)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0 * (rank + 1))
+        self.random = torch.Generator().manual_seed(rank)
+        self.place = 100 * rank
 
-def loading(rank: int, size: int, case: Case, folder: str, more: int) -> dict[str, Any]:
-    params = [nn.Parameter(torch.randn_like(p)) for p in case.parameters()]
-    optimizer = case.build(params, group())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the state does not hold the residuals")
-        onebit.load(folder, Holder(params), optimizer)
-    state = snapshot(optimizer.state_dict())
-    residual = mean_residual(optimizer)
-    run(case, rank, optimizer, params, case.steps + 1, case.steps + more)
-    return {"state": state, "residual": residual, "params": bits(params), "end": arrays(params)}
+    def on(self, steps: int) -> None:
+        for _ in range(steps):
+            with torch.no_grad():
+                noise = torch.rand((), generator=self.random)
+            take(self.case, self.rank, self.optimizer, self.params, self.place % 100 + int(noise * 5) + 1)
+            self.schedule.step()
+            self.place += 1
+
+    def save(self, folder: str) -> None:
+        extra = {
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+            "random": self.random.get_state(),
+            "python": random.getstate(),
+            "place": self.place,
+            "nested": NESTED,
+        }
+        onebit.save(folder, self.model, self.optimizer, extra=extra)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        asked = {"schedule": self.schedule, "scaler": self.scaler}
+        found = onebit.load(folder, self.model, self.optimizer, extra=asked)
+        self.random.set_state(found["random"])
+        self.place = found["place"]
+        return found
+
+    def all(self) -> Any:
+        return bits(self.params), snapshot(self.optimizer.state_dict()), self.schedule.state_dict(), self.place
 
 
 def mean_residual(optimizer: Any) -> list[np.ndarray]:
@@ -61,55 +76,139 @@ def mean_residual(optimizer: Any) -> list[np.ndarray]:
     return found
 
 
-@kinds
-@pytest.mark.parametrize("freeze_step", [50, 4], ids=["stage 1", "stage 2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_same_ranks_go_on_bit_for_bit(kind: str, freeze_step: int, dtype: str, tmp_path: Path) -> None:
-    case = Case(
-        kind, dtype=dtype, steps=7, options={"freeze_step": freeze_step, "chunks": 2}, groups=({}, {"lr": 2e-3})
-    )
-    before = run_ranks(2, saving, case, str(tmp_path / "point"), 4)
-    after = run_ranks(2, loading, case, str(tmp_path / "point"), 4)
-    for one, other in zip(before, after, strict=True):
-        assert same(one["state"], other["state"])
-        assert one["params"] == other["params"]
+def residual_of(case: Case, optimizer: Any) -> Any:
+    return mean_residual(optimizer) if case.each == 1 and case.options.get("reply", 1) == 1 else None
 
 
-@kinds
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (2, 3), (1, 2), (3, 1)])
-def test_another_number_of_ranks_keeps_the_mean_residual(
-    kind: str, scale: str, saved: int, loaded: int, tmp_path: Path
+def saving(rank: int, size: int, case: Case, folder: str) -> Any:
+    """A run that is saved after 6 steps and goes on; the same one goes on from there in an optimizer that had begun."""
+    training = Training(case, rank)
+    training.on(6)
+    training.save(folder)
+    python = random.getstate()
+    state, residual = training.all(), residual_of(case, training.optimizer)
+    training.on(4)
+    again = Training(case, rank, seed=1)
+    again.on(2)
+    found = again.load(folder)
+    assert found["nested"] == NESTED and found["python"] == python
+    assert again.scaler.get_scale() == 256.0 * (rank + 1)
+    assert same(again.all(), state)
+    again.on(4)
+    assert same(again.all(), training.all())
+    return state, residual, training.all()
+
+
+def loading(rank: int, size: int, case: Case, folder: str) -> Any:
+    training = Training(case, rank, seed=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.load(folder)
+    texts = [str(w.message) for w in caught if "residuals" in str(w.message) or "extra was" in str(w.message)]
+    state, residual = training.all(), residual_of(case, training.optimizer)
+    training.on(4)
+    return state, residual, training.all(), arrays(training.params), texts
+
+
+ROWS: list[tuple[Case, int, tuple[tuple[int, int], ...]]] = [  # ranks there, and here; each with ranks a node
+    (Case("OneBitAdam", dtype="bfloat16", options={"freeze_step": 4, "chunks": 2}, groups=TWO_GROUPS), 2, ((3, 1),)),
+    (Case("OneBitAdam", options={"freeze_step": 4}), 4, ((2, 1), (1, 1))),
+    (Case("OneBitLamb", options={"freeze_step": 3, "scale": "tensor"}), 3, ((2, 1),)),
+    (Case("OneBitLamb", options={"freeze_step": 3}), 1, ((3, 1),)),
+    (Case("ZeroOneAdam", options={"freeze_step": 3}), 2, ((4, 1),)),
+    (Case("ZeroOneAdam", dtype="bfloat16", options={"freeze_step": 50}), 2, ((1, 1),)),
+    (Case("OneBitLamb", options={"freeze_step": 50}), 2, ()),
+    (Case("OneBitAdam", options={"freeze_step": 3, "gradient_dtype": torch.bfloat16, "reply": 2}), 2, ()),
+    (Case("OneBitAdam", options={"freeze_step": 3, "reply": 1}, each=2), 4, ((4, 1), (2, 1))),
+    (Case("OneBitLamb", options={"freeze_step": 3, "reply": "direct"}, each=2), 4, ((4, 1),)),
+    (Case("ZeroOneAdam", options={"freeze_step": 3, "reply": "direct"}, each=2), 4, ((2, 1),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "there", "others"),
+    ROWS,
+    ids=lambda row: f"{row.kind}, {row.options}" if isinstance(row, Case) else str(row),
+)
+def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(
+    case: Case, there: int, others: Any, tmp_path: Path
 ) -> None:
-    case = Case(kind, steps=9, options={"freeze_step": 3, "scale": scale})
-    before = run_ranks(saved, saving, case, str(tmp_path), 0)[0]
-    after = run_ranks(loaded, loading, case, str(tmp_path), 3)
-    for here, there in zip(after[0]["residual"], before["residual"], strict=True):
-        if scale == "block":
-            np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-6)
-        else:  # with the momentum, which no message of this number of ranks can hold
-            assert not np.allclose(here, there, rtol=1e-5, atol=1e-6)
-    for one in after:
-        assert one["params"] == after[0]["params"]
-        assert all(np.isfinite(x).all() for x in one["end"])
+    before = run_ranks(there, saving, case, str(tmp_path))
+    for (state, _, end), (its, _, its_end, _, texts) in zip(
+        before, run_ranks(there, loading, case, str(tmp_path)), strict=True
+    ):
+        assert same(its, state) and same(its_end, end) and texts == []
+    for size, each in others:
+        after = run_ranks(size, loading, case.but(each=each), str(tmp_path))
+        for rank, (state, residual, _, _, texts) in enumerate(after):
+            assert state[3] == 100 * (rank % there) + 6, "each has the extra of a rank"
+            expected = [f"extra was saved by {there} ranks, here are {size}"] if rank == 0 and size != there else []
+            assert [text.split(":")[0] for text in texts] == expected
+            if before[0][1] is None or residual is None:
+                continue
+            for here, was in zip(residual, before[0][1], strict=True):
+                if case.options.get("scale") != "tensor":
+                    np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
+                else:  # with the momentum, which no message of this number of ranks can hold
+                    assert not np.allclose(here, was, rtol=1e-5, atol=1e-6)
+        assert len({state[0] for state, *_ in after}) == 1
+        assert all(np.isfinite(x).all() for _, _, _, end, _ in after for x in end)
 
 
-@kinds
-def test_a_folder_without_a_checkpoint_is_an_error(kind: str, tmp_path: Path) -> None:
-    case = Case(kind)
-    params = case.parameters()
+class Picky:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("no such thing")
+
+
+def wrong_extra(rank: int, size: int, folder: str) -> list[str]:
+    training = Training(CASE, rank)
+    training.on(5)
+    model, optimizer = training.model, training.optimizer
+    found = []
+    for extra in ({"it": object() if rank else 1}, {3: 1}, [1]):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            onebit.save(folder, model, optimizer, extra=extra)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    assert not (Path(folder) / "checkpoint.json").exists()
+    onebit.save(folder, model, optimizer, extra={"picky": Picky(rank), "epoch": 1})
+    training.on(2)
+    before = training.all()
+    for asked in ({"schedule": training.schedule} if rank else {}, {"epoch": 2}):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            onebit.load(folder, model, optimizer, extra=asked)
+        found.append(str(caught.value))
+    assert same(training.all(), before)
+    return found
+
+
+def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    words = ("rank 1 of 2: extra 'it'", "by names", "by names", "no extra 'schedule'", "no load_state_dict")
+    for texts in run_ranks(2, wrong_extra, str(tmp_path)):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text
+
+
+def test_a_checkpoint_without_extra(tmp_path: Path) -> None:
+    run = Run(CASE, 5)
+    run.save(tmp_path)
+    assert onebit.load(tmp_path, run.model, run.optimizer) == {}
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda t: 1.0)
+    with pytest.raises(ValueError, match="it has none"):
+        onebit.load(tmp_path, run.model, run.optimizer, extra={"schedule": schedule})
+    for path in written_files(tmp_path):
+        assert b"extra" not in path.read_bytes()
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    run = Run(CASE, 0)
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        onebit.load(tmp_path, Holder(params), case.build(params))
-    os.makedirs(tmp_path / "other", exist_ok=True)
+        run.load(tmp_path)
     torch.distributed.checkpoint.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(ValueError, match="holds no optimizer"):
-        onebit.load(tmp_path / "other", Holder(params), case.build(params))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_run_with_narrower_gradients_is_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
-    case = Case(steps=5, options={"freeze_step": 3, "gradient_dtype": dtype})
-    saved, loaded = Run(case, 5), Run(case.but(seed=1), 0)
-    saved.save(tmp_path)
-    loaded.load(tmp_path)
-    assert loaded.all()[0] == saved.all()[0]
+        run.load(tmp_path / "other")
