@@ -1,15 +1,18 @@
-"""Checkpoints of sharded parameters: bit for bit on the same mesh, resharded to another with nothing lost."""
+"""Checkpoints of sharded parameters: bit for bit on the same mesh, resharded to another with nothing lost.
+
+Meshes are of all ranks there are: one world of four does what four can, one of two loads what that has saved.
+"""
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import onebit
@@ -17,15 +20,17 @@ from onebit.checkpoint.elements import decoded, encoded, lengths_of, packed, unp
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
 from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, sharded, whole
-from tests.onebit.runs import adam_first, bits, build, frozen_name
+from tests.onebit.runs import bits, build, frozen_name
 from tests.ranks import run_ranks_once
 from tests.wire import of_bits
 
 WIDTH = 21  # parts of different sizes; blocks that are not full
+ROWS = {"OneBitAdam": "direct", "OneBitLamb": 1, "ZeroOneAdam": 2}  # the reply of each
+SHAPES = ((1, 4), (4, 1))
 
 
-def made(mesh: Any, kind: str, **options: Any) -> tuple[Any, Any]:
-    net = sharded(model(WIDTH), mesh)
+def made(mesh: Any, kind: str, width: int = WIDTH, **options: Any) -> tuple[Any, Any]:
+    net = sharded(model(width), mesh)
     optimizer = build(kind, net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, **options})
     onebit.attach(net, optimizer)
     return net, optimizer
@@ -46,29 +51,121 @@ def tensors(optimizer: Any) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def values(net: Any) -> bytes:
-    return bits(whole(net))
-
-
-def saved(rank: int, size: int, kind: str, folder: str, shape: tuple[int, int], options: dict[str, Any]) -> Any:
-    net, optimizer = made(mesh_of(*shape), kind, **options)
-    train(rank, net, optimizer, range(16))
-    onebit.save(folder, net, optimizer)
-    before, at = tensors(optimizer), values(net)
+def seen(rank: int, net: Any, optimizer: Any) -> Any:
+    """State and parameters as they are now, and after four more steps."""
+    before, at = tensors(optimizer), bits(whole(net))
     train(rank, net, optimizer, range(16, 20))
-    return before, at, values(net)
+    return before, at, bits(whole(net))
 
 
-def loaded(rank: int, size: int, kind: str, folder: str, shape: tuple[int, int], options: dict[str, Any]) -> Any:
-    net, optimizer = made(mesh_of(*shape), kind, **options)
+def loaded(rank: int, folder: str, kind: str, shape: tuple[int, int], by_dcp: bool = False) -> Any:
+    net, optimizer = made(mesh_of(*shape), kind, reply=ROWS[kind])
     with torch.no_grad():
         for p in net.parameters():
             p.mul_(0.5)
-    onebit.load(folder, net, optimizer)
-    before, at = tensors(optimizer), values(net)
+    if by_dcp:
+        onebit.make_room(f"{folder}/{kind} by dcp", net, optimizer)
+        from_dcp(f"{folder}/{kind} by dcp", net, optimizer)
+    else:
+        onebit.load(f"{folder}/{kind}", net, optimizer)
     assert optimizer.compressing
+    return seen(rank, net, optimizer)
+
+
+def to_dcp(folder: str, net: Any, optimizer: Any) -> None:
+    model_state, state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+
+
+def from_dcp(folder: str, net: Any, optimizer: Any) -> None:
+    model_state, state = get_state_dict(net, optimizer)
+    found = {"model": model_state, "optimizer": state}
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+
+def by_name(rank: int, folder: str, steps: int) -> bool:
+    """Into an optimizer that has as much by now."""
+    mesh = mesh_of(2, 2)
+    (net, optimizer), (other, resumed) = made(mesh, "OneBitAdam"), made(mesh, "OneBitAdam", lr=1e-4)
+    train(rank, net, optimizer, range(steps))
+    to_dcp(folder, net, optimizer)
+    train(rank, other, resumed, range(100, 100 + steps))
+    from_dcp(folder, other, resumed)
+    for each in ((net, optimizer), (other, resumed)):
+        train(rank, *each, range(steps, steps + 3))
+    return bits(whole(net)) == bits(whole(other))
+
+
+def other_reply(rank: int, folder: str) -> Any:
+    """Saved with one bit by parts of different sizes, of which some serve nothing of a parameter."""
+    mesh = mesh_of(2, 2)
+    net, optimizer = made(mesh, "OneBitAdam", width=11, reply=1)
+    train(rank, net, optimizer, range(15))
+    onebit.save(folder, net, optimizer)
+
+    def another(reply: Any) -> Any:
+        options = {**OPTIONS, "reply": reply}
+        return build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **options)
+
+    found = []
+    for reply in (1, "direct"):
+        onebit.load(folder, net, other := another(reply))
+        found.append(tensors(other))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # a rank's own state keeps all there is, as each of the others loads its own
+        (alone := another(2)).load_state_dict(optimizer.state_dict())
+    found.append(tensors(alone))
+    return tensors(optimizer), found, [str(w.message) for w in caught]
+
+
+def to_whole(rank: int, folder: str, nodes: bool) -> bytes:
+    net = model(WIDTH)
+    node = transport_for(None).split(rank // 2) if nodes else None
+    optimizer = build("OneBitAdam", net.parameters(), node_group=node, **OPTIONS)
+    onebit.load(f"{folder}/OneBitAdam", net, optimizer)
     train(rank, net, optimizer, range(16, 20))
-    return before, at, values(net)
+    return bits(net.parameters())
+
+
+def on_four(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, reply in ROWS.items():
+        net, optimizer = made(mesh_of(2, 2), kind, reply=reply)
+        train(rank, net, optimizer, range(16))
+        onebit.save(f"{folder}/{kind}", net, optimizer)
+        to_dcp(f"{folder}/{kind} by dcp", net, optimizer)
+        found[kind] = seen(rank, net, optimizer)
+        for shape in ((2, 2), *SHAPES):
+            found[f"{kind} {shape}"] = loaded(rank, folder, kind, shape)
+    for shape in ((2, 2), (4, 1)):
+        found[f"OneBitLamb by dcp {shape}"] = loaded(rank, folder, "OneBitLamb", shape, by_dcp=True)
+    found["by name"] = [by_name(rank, f"{folder}/by name {steps}", steps) for steps in (4, 15)]
+    found["reply"] = other_reply(rank, f"{folder}/reply")
+    found["whole"] = to_whole(rank, folder, nodes=True)
+    return found
+
+
+def on_two(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found = {f"{kind} (2, 1)": loaded(rank, folder, kind, (2, 1)) for kind in ROWS}
+    found["OneBitLamb by dcp (2, 1)"] = loaded(rank, folder, "OneBitLamb", (2, 1), by_dcp=True)
+    return {**found, "whole": to_whole(rank, folder, nodes=False)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("sharded"))
+
+
+@pytest.fixture(scope="module")
+def four(folder: str) -> list[dict[str, Any]]:
+    return run_ranks_once(4, on_four, (folder,), timeout=HUNG)
+
+
+@pytest.fixture(scope="module")
+def two(folder: str, four: Any) -> list[dict[str, Any]]:
+    return run_ranks_once(2, on_two, (folder,), timeout=HUNG)
 
 
 def everything(states: list[list[dict[str, np.ndarray]]], beta1: float = 0.9) -> list[np.ndarray]:
@@ -83,139 +180,65 @@ def everything(states: list[list[dict[str, np.ndarray]]], beta1: float = 0.9) ->
     return found
 
 
-REPLIES = ["direct", pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+def assert_nothing_lost(here: list[Any], there: list[Any]) -> None:
+    for got, expected in zip(everything(here), everything(there), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
-@adam_first
-@pytest.mark.parametrize("reply", REPLIES)
-def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(kind: str, reply: Any, tmp_path: Any) -> None:
-    folder, options = str(tmp_path), {"reply": reply}
-    there = run_ranks_once(4, saved, (kind, folder, (2, 2), options), timeout=HUNG)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ROWS, "OneBitLamb by dcp"])
+def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(name: str, four: Any, two: Any) -> None:
+    kind = name.split()[0]
+    there = [own[kind] for own in four]
     assert all(end == there[0][2] for _, _, end in there)
-    again = run_ranks_once(4, loaded, (kind, folder, (2, 2), options), timeout=HUNG)
-    for (before, at, end), (theirs, there_at, there_end) in zip(again, there, strict=True):
+    for (before, at, end), (theirs, there_at, there_end) in zip(
+        [own[f"{name} (2, 2)"] for own in four], there, strict=True
+    ):
         assert at == there_at and end == there_end
         for own, other in zip(before, theirs, strict=True):
             assert own.keys() == other.keys()
-            assert all(np.array_equal(own[name], other[name]) for name in own)
-    for shape in ((1, 4), (4, 1), (2, 1)):
-        here = run_ranks_once(shape[0] * shape[1], loaded, (kind, folder, shape, options), timeout=HUNG)
+            assert all(np.array_equal(own[what], other[what]) for what in own)
+    others = [[own[f"{name} {shape}"] for own in four] for shape in SHAPES if f"{name} {shape}" in four[0]]
+    assert others
+    for here in (*others, [own[f"{name} (2, 1)"] for own in two]):
         assert all(at == there[0][1] for _, at, _ in here)
         assert all(end == here[0][2] for _, _, end in here)
-        for got, expected in zip(
-            everything([s for s, _, _ in here]), everything([s for s, _, _ in there]), strict=True
-        ):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+        assert_nothing_lost([s for s, _, _ in here], [s for s, _, _ in there])
         for got, expected in zip(here[0][0], there[0][0], strict=True):
             assert np.array_equal(got[frozen_name(kind)], expected[frozen_name(kind)])
 
 
-def by_name(rank: int, size: int, kind: str, folder: str, steps: int) -> tuple[bytes, bytes]:
-    mesh = mesh_of(2, 2)
-    net, optimizer = made(mesh, kind)
-    train(rank, net, optimizer, range(steps))
-    model_state, state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
-    train(rank, net, optimizer, range(steps, steps + 3))
-    other, resumed = made(mesh, kind, lr=1e-4)
-    train(rank, other, resumed, range(100, 100 + steps))
-    model_state, state = get_state_dict(other, resumed)
-    found = {"model": model_state, "optimizer": state}
-    dcp.load(found, checkpoint_id=folder)
-    set_state_dict(other, resumed, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    train(rank, other, resumed, range(steps, steps + 3))
-    return values(net), values(other)
+@pytest.mark.slow
+def test_dcp_carries_both_stages_by_name(four: Any) -> None:
+    assert [own["by name"] for own in four] == [[True, True]] * 4
 
 
-@adam_first
-@pytest.mark.parametrize("steps", [15, pytest.param(4, marks=pytest.mark.slow)])
-def test_dcp_by_name(kind: str, steps: int, tmp_path: Any) -> None:
-    for one, other in run_ranks_once(4, by_name, (kind, str(tmp_path), steps), timeout=HUNG):
-        assert one == other
-
-
-def saved_by_dcp(rank: int, size: int, kind: str, folder: str, shape: tuple[int, int], options: dict[str, Any]) -> Any:
-    net, optimizer = made(mesh_of(*shape), kind, **options)
-    train(rank, net, optimizer, range(16))
-    model_state, state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
-    before, at = tensors(optimizer), values(net)
-    train(rank, net, optimizer, range(16, 20))
-    return before, at, values(net)
-
-
-def loaded_by_dcp(rank: int, size: int, kind: str, folder: str, shape: tuple[int, int], options: dict[str, Any]) -> Any:
-    net, optimizer = made(mesh_of(*shape), kind, **options)
-    onebit.make_room(folder, net, optimizer)
-    model_state, state = get_state_dict(net, optimizer)
-    found = {"model": model_state, "optimizer": state}
-    dcp.load(found, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    before, at = tensors(optimizer), values(net)
-    train(rank, net, optimizer, range(16, 20))
-    return before, at, values(net)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
-def test_dcp_into_a_new_optimizer_of_a_mesh(shape: tuple[int, int], tmp_path: Any) -> None:
-    common = ("OneBitAdam", str(tmp_path))
-    there = run_ranks_once(4, saved_by_dcp, (*common, (2, 2), {"reply": 1}), timeout=HUNG)
-    here = run_ranks_once(shape[0] * shape[1], loaded_by_dcp, (*common, shape, {"reply": 1}), timeout=HUNG)
-    assert all(at == there[0][1] and end == here[0][2] for _, at, end in here)
-    if shape == (2, 2):
-        assert here[0][2] == there[0][2]
-    for got, expected in zip(everything([s for s, _, _ in here]), everything([s for s, _, _ in there]), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-
-
-def other_reply(rank: int, size: int, folder: str, shape: tuple[int, int]) -> Any:
-    """Saved with one bit by parts of different sizes, of which some serve nothing of a parameter."""
-    mesh = mesh_of(*shape)
-    net = sharded(model(11), mesh)
-    options = {**OPTIONS, "reply": 1}
-    optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **options)
-    onebit.attach(net, optimizer)
-    train(rank, net, optimizer, range(15))
-    onebit.save(folder, net, optimizer)
-    before = tensors(optimizer)
-    found = []
-    for reply in (1, "direct"):
-        other = build(
-            "OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, "reply": reply}
-        )
-        onebit.load(folder, net, other)
-        found.append(tensors(other))
-    own = optimizer.state_dict()
-    alone = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, "reply": 2})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        alone.load_state_dict(own)  # a rank's own state keeps all there is, as each of the others loads its own
-    found.append(tensors(alone))
-    return before, found, [str(w.message) for w in caught]
-
-
-@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
-def test_another_reply_loses_nothing(shape: tuple[int, int], tmp_path: Any) -> None:
-    runs = run_ranks_once(4, other_reply, (str(tmp_path), shape))
-    expected = everything([before for before, _, _ in runs])
+@pytest.mark.slow
+def test_another_reply_loses_nothing(four: Any) -> None:
+    runs = [own["reply"] for own in four]
     for k in range(3):
-        for got, wanted in zip(everything([found[k] for _, found, _ in runs]), expected, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
+        assert_nothing_lost([found[k] for _, found, _ in runs], [before for before, _, _ in runs])
     assert all(warned == [] for _, _, warned in runs)
 
 
-def of_one_replica(rank: int, size: int, folder: str) -> list[str]:
-    """Of all replicas the state of the first: what it has left out is not everyone's."""
+@pytest.mark.slow
+def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(four: Any, two: Any) -> None:
+    for ranks in (four, two):
+        assert len({own["whole"] for own in ranks}) == 1
+
+
+def of_one_replica(rank: int, size: int, folder: str) -> tuple[list[str], str]:
+    """Warnings where of all replicas the first's state is loaded: what it has left out is not everyone's. And the error
+    of whole parameters that are loaded into shards."""
     mesh = mesh_of(2, 1)
     net, optimizer = made(mesh, "OneBitAdam", reply=1)
     train(rank, net, optimizer, range(14))
     state = optimizer.state_dict()
-    path = f"{folder}/{rank}"
     parts = {
         p: {name: v.to_local() if hasattr(v, "to_local") else v for name, v in own.items()}
         for p, own in state["state"].items()
     }
-    torch.save(parts, path)
+    torch.save(parts, f"{folder}/{rank}")
     torch.distributed.barrier()
     saved = {"state": torch.load(f"{folder}/0", weights_only=True), "param_groups": state["param_groups"]}
     texts = []
@@ -226,65 +249,35 @@ def of_one_replica(rank: int, size: int, folder: str) -> list[str]:
             warnings.simplefilter("always")
             other.load_state_dict(saved)
         texts.append("".join(str(w.message) for w in caught))
-    return texts
-
-
-def test_one_replicas_residuals_are_not_everyones(tmp_path: Any) -> None:
-    first, second = run_ranks_once(2, of_one_replica, (str(tmp_path),))
-    assert first == ["", ""]
-    assert all("start from zero" in text for text in second)
-
-
-def to_whole(rank: int, size: int, folder: str, nodes: bool) -> Any:
-    net = model(WIDTH)
-    node = transport_for(None).split(rank // 2) if nodes else None
-    optimizer = build("OneBitAdam", net.parameters(), node_group=node, **OPTIONS)
-    onebit.load(folder, net, optimizer)
-    train(rank, net, optimizer, range(16, 20))
-    return bits(net.parameters())
-
-
-@pytest.mark.slow
-def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(tmp_path: Any) -> None:
-    run_ranks_once(4, saved, ("OneBitAdam", str(tmp_path), (2, 2), {}), timeout=HUNG)
-    for ranks, nodes in ((4, True), (2, False)):
-        ends = run_ranks_once(ranks, to_whole, (str(tmp_path), nodes))
-        assert ends == [ends[0]] * ranks
-
-
-def saved_whole(rank: int, size: int, folder: str) -> str:
     net = model(WIDTH)
     optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
     train(rank, net, optimizer, range(14))
-    onebit.save(folder, net, optimizer)
-    other, resumed = made(mesh_of(1, 2), "OneBitAdam")
-    try:
-        onebit.load(folder, other, resumed)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    onebit.save(f"{folder}/whole", net, optimizer)
+    with pytest.raises(ValueError) as error:
+        onebit.load(f"{folder}/whole", *made(mesh_of(1, 2), "OneBitAdam"))
+    return texts, str(error.value)
 
 
-def test_whole_parameters_of_stage_2_do_not_load_into_shards(tmp_path: Any) -> None:
-    for text in run_ranks_once(2, saved_whole, (str(tmp_path),)):
-        assert "one of whole parameters in stage 2" in text
+def test_one_replicas_residuals_are_not_everyones_and_whole_states_are_not_of_shards(tmp_path: Path) -> None:
+    first, second = run_ranks_once(2, of_one_replica, (str(tmp_path),))
+    assert first[0] == ["", ""]
+    assert all("start from zero" in text for text in second[0])
+    assert all("one of whole parameters in stage 2" in error for _, error in (first, second))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 64, 65, 130, 190])
 @pytest.mark.parametrize("per_element", [1, 2])
-def test_a_message_by_element_and_back(numel: int, per_element: int) -> None:
-    source = torch.Generator().manual_seed(numel)
-    lengths = lengths_of(numel, 64)
-    blocks, room = len(lengths), int(lengths.sum())
-    ones = torch.randint(0, 2, (per_element * room,), generator=source)
-    scales = torch.rand((blocks, 2) if per_element == 2 else (blocks,), generator=source) + 0.1
-    if per_element == 2:
-        scales = scales.sort(-1).values
-    form = packed(ones)
-    assert torch.equal(unpacked(form), ones.to(torch.uint8))
-    assert np.array_equal(form.numpy(), np.packbits(ones.numpy().astype(np.uint8), bitorder="little"))
-    values = decoded(form, scales, per_element, numel, 64)[0]
-    expected = of_bits(ones.numpy() == 1, scales.double().numpy().ravel(), per_element, lengths.tolist())[2][:numel]
-    assert np.array_equal(values.double().numpy(), expected)
-    again: Tensor = decoded(*encoded(values, 64, per_element), per_element, numel, 64)[0]
-    assert torch.equal(again, values)
+def test_a_message_by_element_and_back(per_element: int) -> None:
+    for numel in (0, 1, 31, 32, 33, 64, 65, 130, 190):
+        source = torch.Generator().manual_seed(numel)
+        lengths = lengths_of(numel, 64)
+        ones = torch.randint(0, 2, (per_element * int(lengths.sum()),), generator=source)
+        scales = torch.rand((len(lengths), 2) if per_element == 2 else (len(lengths),), generator=source) + 0.1
+        if per_element == 2:
+            scales = scales.sort(-1).values
+        form = packed(ones)
+        assert torch.equal(unpacked(form), ones.to(torch.uint8))
+        assert np.array_equal(form.numpy(), np.packbits(ones.numpy().astype(np.uint8), bitorder="little"))
+        values = decoded(form, scales, per_element, numel, 64)[0]
+        expected = of_bits(ones.numpy() == 1, scales.double().numpy().ravel(), per_element, lengths.tolist())[2]
+        assert np.array_equal(values.double().numpy(), expected[:numel])
+        assert torch.equal(decoded(*encoded(values, 64, per_element), per_element, numel, 64)[0], values)
