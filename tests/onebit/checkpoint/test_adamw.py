@@ -65,20 +65,6 @@ def test_adamw_continues_in_stage_1(kind, name):
     assert [int(own["step"]) for own in optimizer.state_dict()["state"].values()] == [9] * 4
 
 
-@kinds
-def test_adamw_continues_in_stage_1_after_its_freeze_step_came(kind):
-    """Its steps count: 5 of them, and two more to the freeze."""
-    case = Case(kind, options={"freeze_step": 7})
-    theirs, adamw = adamw_run(case, 5)
-    optimizer = case.build(theirs)
-    optimizer.load_state_dict(adamw.state_dict())
-    stages = []
-    for step in range(6, 9):
-        take(case, 0, optimizer, theirs, step)
-        stages.append(optimizer.compressing)
-    assert stages == [False, False, True]
-
-
 def test_adamw_in_bf16_continues_in_stage_1():
     case = Case(dtype="bfloat16", options={"freeze_step": 20, "master_weights": False})
     theirs, adamw = adamw_run(case, 5)

@@ -148,6 +148,9 @@ def test_another_models_checkpoint_is_refused(written: Path) -> None:
         ({"kind": "ZeroOneAdam"}, "OneBitAdam"),
     ):
         assert_refused(written, match, run=Run(CASE.but(**change), 5))
+    run = Run(CASE, 0)
+    run.optimizer = CASE.build(run.params[::-1])
+    assert_refused(written, "in another order", run=run)
 
 
 # On several ranks
