@@ -5,7 +5,7 @@ within rounding of 0) changes nothing that is compared later.
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,24 +59,6 @@ def lr_factor(step):
     return 1 / (1 + step / 10)
 
 
-@dataclass(frozen=True)
-class Warm:
-    """Stage 1's results, float64, in the order of `case.shapes`."""
-
-    x: list[np.ndarray]
-    p: list[np.ndarray]
-    exp_avg: list[np.ndarray]
-    exp_avg_sq: list[np.ndarray]
-    bits: bytes
-
-
-def warm(params, optimizer):
-    states = [optimizer.state[p] for p in params]
-    x = [s.get("master", p) for p, s in zip(params, states, strict=True)]
-    moments = (arrays([s[name] for s in states]) for name in ("exp_avg", "exp_avg_sq"))
-    return Warm(arrays(x), arrays(params), *moments, bits(params))
-
-
 def assert_close(got, expected, sizes=None, what="parameter"):
     """To CLOSE relative to the largest of `sizes`, which are the values themselves if not given."""
     for i, (a, b, size) in enumerate(zip(got, expected, sizes or expected, strict=True)):
@@ -90,43 +72,63 @@ def oracle_hyper(lr, betas, eps, weight_decay):
 
 @dataclass(frozen=True)
 class Recorded:
-    """One rank's run. Flat arrays are float64 and cover the space: see oracle.Layout."""
+    """One rank's run, float64, in the order of the flat space. Flat arrays cover it: see oracle.Layout."""
 
-    warm: Warm
-    denominator: list[np.ndarray]  # in the order of `case.shapes`, as x
-    e: list[np.ndarray]  # after each step of stage 2: this rank's residual
-    E: list[np.ndarray]  # the servers', of all ranks
-    m: list[np.ndarray]  # what was received
-    x: list[list[np.ndarray]]
-    bits: list[bytes]  # parameters after every step of both stages
+    x0: list[np.ndarray]  # at the end of stage 1: parameters, moments, LAMB's average of coefficients as accumulated
+    m0: list[np.ndarray]
+    v0: list[np.ndarray]
+    average0: np.ndarray | None
+    e: list[np.ndarray] = field(default_factory=list)  # after each step of stage 2: this rank's residual
+    E: list[np.ndarray] = field(default_factory=list)  # the servers', of all ranks
+    m: list[np.ndarray] = field(default_factory=list)  # what was received
+    x: list[list[np.ndarray]] = field(default_factory=list)
+    fields: list[dict[str, np.ndarray]] = field(default_factory=list)  # of the state, alike on all ranks
+    bits: list[bytes] = field(default_factory=list)  # parameters after every step of both stages
+
+
+FIELDS = ("denominator", "exp_avg_sq", "ratio", "coefficient", "coefficient_average", "gamma")  # those that there are
 
 
 def both_stages(rank, size, case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # other tests are of these
-        params = case.parameters()
+        params, every = case.parameters(), []
+        recorded: Any = None
         optimizer = case.build(params, group_or_none(size))
-        recorded: dict[str, list[Any]] = {name: [] for name in ("e", "E", "m", "x", "bits")}
-        before: Any = None
         for step in range(1, case.steps + 1):
             take(case, rank, optimizer, params, step)
+            every.append(bits(params))
             assert optimizer.compressing == (step > case.options["freeze_step"])
-            recorded["bits"].append(bits(params))
+            [part] = optimizer.current.parts
             if optimizer.compressing:
-                record(recorded, optimizer, params)
-            else:
-                before = warm(params, optimizer)
-    return Recorded(before, arrays([optimizer.state[p]["denominator"] for p in params]), **recorded)
+                record(recorded, optimizer, part)
+            elif step == case.options["freeze_step"]:
+                own = [optimizer.state[p] for p in part.state.params]
+                moments = [arrays([s[name] for s in own]) for name in ("exp_avg", "exp_avg_sq")]
+                average = part.state.get("coefficient_average")
+                start = updated_values(part.state.params, optimizer)
+                recorded = Recorded(start, *moments, None if average is None else as_numpy(average), bits=every)
+    return recorded
 
 
-def record(recorded, optimizer, params):
-    [reducer] = optimizer.current.reducers
-    recorded["e"].append(reducer.exchange.residual.left_out().double().numpy().copy())
-    recorded["E"].append(server_residual(reducer.exchange))
-    recorded["m"].append(decoded(reducer.exchange))
-    recorded["x"].append(arrays([optimizer.state[p].get("master", p) for p in params]))
-    for p in params:
+def record(recorded, optimizer, part):
+    exchange, state = part.reducer.exchange, part.state
+    recorded.e.append(as_numpy(exchange.residual.left_out()))
+    recorded.E.append(server_residual(exchange))
+    recorded.m.append(decoded(exchange))
+    recorded.x.append(updated_values(state.params, optimizer))
+    recorded.fields.append({name: as_numpy(state[name]) for name in FIELDS if name in state})
+    for p in state.params:
         assert torch.equal(p, optimizer.state[p].get("master", p).to(p.dtype))
+
+
+def updated_values(params, optimizer):
+    """What the optimizer moves: fp32 parameters, or their copy."""
+    return arrays([optimizer.state[p].get("master", p) for p in params])
+
+
+def as_numpy(tensor):
+    return tensor.detach().double().numpy().copy()
 
 
 def server_residual(exchange):
@@ -153,6 +155,8 @@ class Simulation:
     """The paper's steps for a case in float64. Lists are in the order of the flat space."""
 
     norm = "l1"  # of scales, where a case does not say it
+    gamma: Any = 1.0  # what messages and residuals have of the momentum, which is `m`
+    same_denominator = 1e-6
 
     def __init__(self, case, ranks):
         """ranks: to the network, which are nodes with two levels."""
@@ -176,13 +180,33 @@ class Simulation:
     def shaped(self, flat):
         return [part.reshape(s) for part, s in zip(self.layout.unflatten(flat), self.shapes, strict=True)]
 
-    def freeze(self, m, v):
+    def stage_1(self):
+        """Its steps, and the freeze. What parameters are then."""
+        x = self.ordered(arrays(self.case.parameters()))
+        m, v = oracle.zeros(x), oracle.zeros(x)
+        for step in range(1, self.freeze_step + 1):
+            mean = [g.numpy() for g in self.ordered(averaged(self.case, self.ranks, step))]
+            x, m, v = oracle.adamw_step(x, mean, m, v, self.hypers, step)
+        self.freeze(m, v)
+        return x
+
+    def freeze(self, m, v, average=None):
         """Stage 2 begins with m, nothing left out, and d."""
         options = self.case.options
         self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
+        self.begin(m)
+
+    def begin(self, m):
         self.has_variance = self.layout.flatten(self.d) > 0
         self.all_reduce = self.simulated_all_reduce()
         self.m = m
+
+    def check_freeze(self, first):
+        """What is kept for good."""
+        d = self.layout.flatten(self.d) / self.gamma
+        found, valid = [own["denominator"] for own in first.fields], self.layout.valid
+        np.testing.assert_allclose(found[0][valid], d[valid], rtol=self.same_denominator)
+        assert all(np.array_equal(later, found[0]) for later in found)
 
     def simulated_all_reduce(self):
         options = self.case.options
@@ -200,11 +224,25 @@ class Simulation:
         m = [np.abs(part) for part in self.m]
         gradients = [[None if g is None else np.abs(g) for g in own] for own in self.gradients(step)]
         ys = [self.layout.flatten(oracle.local_momentum(own, m, self.hypers)) for own in gradients]
-        return [y + np.abs(e) for y, e in zip(ys, self.all_reduce.worker, strict=True)]
+        return [self.gamma * y + np.abs(e) for y, e in zip(ys, self.all_reduce.worker, strict=True)]
 
     def step(self, x, step):
         x, self.m = oracle.onebit_adam_step(x, self.gradients(step), self.m, self.d, self.hypers, self.all_reduce)
         return x
+
+    def check_followed(self, fields):
+        """What there is beside parameters, after a step that was not synced."""
+
+    def check_step(self, first, i, x, before, step):
+        """x - lr (m d + wd x) with the m that was received. `before`: the simulation's m, and all that LAMB has."""
+        half_place = 0.0 if self.case.options.get("master_weights", True) else HALF_PLACE[self.case.dtype]
+        moved = oracle.onebit_adam_update(x, self.m, self.d, self.hypers)
+        rounding = [h.lr * d * m for h, d, m in zip(self.hypers, self.d, rounding_of_mean(self), strict=True)]
+        for a, old, b, still, of_mean in zip(first.x[i], x, moved, self.d, rounding, strict=True):
+            allowed = 1e-6 * (np.abs(old) + np.abs(b - old)) + half_place * np.abs(b) + of_mean
+            assert np.all(np.abs(a - b) <= allowed), f"parameters after step {step}"
+            assert np.array_equal(a[still == 0], old[still == 0]), f"what cannot move has moved in step {step}"
+        return set()
 
 
 def whole_scale(messages):
@@ -249,33 +287,57 @@ def of_senders(case, recorded):
     return [replace(own[0], e=[whole(es) for es in zip(*(r.e for r in own), strict=True)]) for own in nodes]
 
 
-def check(case, recorded):
-    """Every step of stage 2 on every rank against the simulation, re-synced before each."""
-    assert all(r.bits == recorded[0].bits for r in recorded), "the ranks have other parameters"
+def check(case, recorded, of=Simulation):
+    """Every step of stage 2 on every rank against the simulation, re-synced before each. Returns how LAMB's ratios came
+    about."""
+    for own in recorded:
+        assert own.bits == recorded[0].bits, "the ranks have other parameters"
+        for mine, theirs in zip(own.fields, recorded[0].fields, strict=True):
+            assert all(np.array_equal(mine[name], theirs[name]) for name in theirs), "the ranks have other states"
     recorded = of_senders(case, recorded)
-    first, sim = recorded[0], Simulation(case, len(recorded))
-    sim.freeze(sim.ordered(first.warm.exp_avg), sim.ordered(first.warm.exp_avg_sq))
-    for d, expected in zip(sim.ordered(first.denominator), sim.d, strict=True):
-        np.testing.assert_allclose(d, expected, rtol=1e-6)
-    has_variance, x, compared = sim.has_variance, sim.ordered(first.warm.x), 0
+    first, sim = recorded[0], of(case, len(recorded))
+    sim.freeze(first.m0, first.v0, first.average0)
+    sim.check_freeze(first)
+    x, compared, reasons = first.x0, 0, set()
     for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
-        reduce, sizes = sim.all_reduce, sim.sizes(step)
-        server_size = sum(sizes) / sim.ranks + np.abs(reduce.server)
-        sim.step(x, step)
-        flipped = False
-        for rank, messages in enumerate(reduce.gathered):
-            size = sizes[rank] + whole_scale(messages)
-            what = f"what rank {rank} has left out in step {step}"
-            flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, has_variance, what)
-        if not flipped:  # the flipped sign is in this step's average
-            flipped = check_reply(sim, first, i, server_size, sim.layout.flatten(sim.m), step)
-            compared += not flipped
-        sim.m = sim.shaped(np.where(has_variance, first.m[i], 0.0))
-        check_update(sim, x, sim.ordered(first.x[i]), step)
-        x = sim.ordered(first.x[i])
-        reduce.worker = [np.where(has_variance, r.e[i], 0.0) for r in recorded]
-        reduce.server = np.where(has_variance, first.E[i], 0.0)
+        before = vars(sim).copy()
+        compared += check_exchange(sim, recorded, i, x, step)
+        sim.m = sim.shaped(np.where(sim.has_variance, first.m[i] / sim.gamma, 0.0))
+        reasons |= sim.check_step(first, i, x, before, step)
+        x = first.x[i]
+        sim.all_reduce.worker = [np.where(sim.has_variance, r.e[i], 0.0) for r in recorded]
+        sim.all_reduce.server = np.where(sim.has_variance, first.E[i], 0.0)
     assert compared >= 0.9 * (case.steps - sim.freeze_step), f"only {compared} steps could be compared"
+    return reasons
+
+
+def check_exchange(sim, recorded, i, x, step):
+    """Messages and residuals. Returns whether all of it could be compared."""
+    reduce, sizes = sim.all_reduce, sim.sizes(step)
+    server_size = sum(sizes) / sim.ranks + np.abs(reduce.server)
+    sim.step(x, step)
+    flipped = False
+    for rank, messages in enumerate(reduce.gathered):
+        size, what = sizes[rank] + whole_scale(messages), f"what rank {rank} has left out in step {step}"
+        flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, sim.has_variance, what)
+    if flipped:  # the flipped sign is in this step's average
+        return False
+    return not check_reply(sim, recorded[0], i, server_size, sim.gamma * sim.layout.flatten(sim.m), step)
+
+
+def follow(case, recorded, sim):
+    """A simulation that is never synced, from the first step of stage 1 on, until |c| is within rounding of 0 anywhere.
+    For how many steps of stage 2."""
+    x = sim.stage_1()
+    for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
+        x = sim.step(x, step)
+        messages = [*sim.all_reduce.gathered, sim.all_reduce.scattered]
+        if any((sim.has_variance & (np.abs(whole_c(ms)) <= ROUNDING * whole_scale(ms))).any() for ms in messages):
+            return i
+        for got, expected in zip(recorded.x[i], x, strict=True):
+            assert np.abs(got - expected).max(initial=0.0) <= ROUNDING * np.abs(expected).max(initial=0.0)
+        sim.check_followed(recorded.fields[i])
+    return case.steps - sim.freeze_step
 
 
 def check_reply(sim, first, i, server_size, m, step):
@@ -296,17 +358,6 @@ def rounding_of_mean(sim):
     """What adding up N messages in fp32 may change of m, whose terms may cancel: N roundings of what is added."""
     size = sum(map(whole_scale, sim.all_reduce.gathered)) / sim.ranks if sim.direct else np.zeros(sim.layout.size)
     return sim.shaped(2.0**-24 * sim.ranks * size)
-
-
-def check_update(sim, x, got, step):
-    """x - lr (m d + wd x) with the m that was received."""
-    half_place = 0.0 if sim.case.options.get("master_weights", True) else HALF_PLACE[sim.case.dtype]
-    moved = oracle.onebit_adam_update(x, sim.m, sim.d, sim.hypers)
-    rounding = [h.lr * d * m for h, d, m in zip(sim.hypers, sim.d, rounding_of_mean(sim), strict=True)]
-    for a, before, b, still, of_mean in zip(got, x, moved, sim.d, rounding, strict=True):
-        allowed = 1e-6 * (np.abs(before) + np.abs(b - before)) + half_place * np.abs(b) + of_mean
-        assert np.all(np.abs(a - b) <= allowed), f"parameters after step {step}"
-        assert np.array_equal(a[still == 0], before[still == 0]), f"what cannot move has moved in step {step}"
 
 
 def options(case, **more):

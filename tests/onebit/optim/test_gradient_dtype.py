@@ -7,54 +7,48 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit import runs as optimizers
-from tests.onebit.runs import arrays, bits, kinds
+from tests.onebit import runs
+from tests.onebit.runs import arrays, bits
 from tests.ranks import group, run_ranks
 
 FREEZE = 6
-HOW = pytest.mark.parametrize("how", ["alone", "DDP"])
-WIRE = pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
-def build(kind, how, dtype=torch.float32, **options):
+def trained(rank, size, kind, ddp, wire, dtype=torch.float32, factor=1.0, too_large=0):
+    """The averaged gradients of the last step of stage 1, the parameters at its end and after stage 2. In step
+    `too_large` rank 1's gradients are finite in fp32 and too large for fp16: it is skipped."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-    common = {"lr": 1e-2, "eps": 1e-4, "freeze_step": FREEZE, "block_size": 32, "process_group": group()}
-    optimizer = optimizers.build(kind, net.parameters(), **common, **options)
-    if how == "alone":
-        return net, net, optimizer
-    model = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
-    onebit.attach(model, optimizer)
-    return net, model, optimizer
-
-
-def backward(model, optimizer, rank, step, factor=1.0):
-    source = torch.Generator().manual_seed(100 * step + rank)
-    dtype = next(model.parameters()).dtype
-    x, y = torch.randn(8, 10, generator=source).to(dtype), torch.randn(8, 3, generator=source).to(dtype)
-    optimizer.zero_grad()
-    ((model(x) - y) ** 2).mean().mul(factor).backward()
-
-
-def trained(rank, size, kind, how, wire, dtype=torch.float32, factor=1.0):
-    """The averaged gradients of the last step of stage 1, and the parameters at its end and after stage 2."""
-    net, model, optimizer = build(kind, how, dtype, gradient_dtype=wire)
+    net = model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    own = {"lr": 1e-2, "eps": 1e-4, "freeze_step": FREEZE, "block_size": 32, "gradient_dtype": wire}
+    optimizer = runs.build(kind, net.parameters(), process_group=group(), **own)
+    if ddp:
+        model = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+        onebit.attach(model, optimizer)
     for step in range(1, FREEZE + 5):
-        backward(model, optimizer, rank, step, factor)
+        before, source = bits(net.parameters()), torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(8, 10, generator=source).to(dtype), torch.randn(8, 3, generator=source).to(dtype)
+        optimizer.zero_grad()
+        larger = 1e8 if step == too_large and rank == 1 else factor
+        ((model(x) - y) ** 2).mean().mul(larger).backward()
         optimizer.step()
-        assert optimizer.compressing == (step > FREEZE)
+        assert (bits(net.parameters()) == before) == (step == too_large)
         if step == FREEZE:
-            grads = [p.grad.detach().clone() for p in net.parameters()]
-            warm = arrays(net.parameters())
+            grads, warm = [p.grad.detach().clone() for p in net.parameters()], arrays(net.parameters())
+    assert optimizer.compressing and optimizer.skipped_steps == (too_large > 0)
     return grads, warm, bits(net.parameters())
 
 
-@WIRE
-@HOW
-@kinds
-def test_the_mean_is_rounded_to_the_dtype_and_little_else_changes(kind, how, wire):
-    plain = run_ranks(3, trained, kind, how, None)
-    found = run_ranks(3, trained, kind, how, wire)
+@pytest.mark.parametrize(
+    ("kind", "ddp", "wire"),
+    [
+        ("OneBitAdam", False, torch.float16),
+        ("OneBitAdam", True, torch.bfloat16),
+        ("OneBitLamb", False, torch.bfloat16),
+        ("ZeroOneAdam", True, torch.float16),
+    ],
+)
+def test_the_mean_is_rounded_to_the_dtype_and_little_else_changes(kind, ddp, wire):
+    plain, found = (run_ranks(3, trained, kind, ddp, dtype) for dtype in (None, wire))
     for (grads, warm, end), (exact, plainly_warm, _) in zip(found, plain, strict=True):
         assert all(torch.equal(g, g.to(wire).float()) for g in grads)
         assert not all(torch.equal(g, g.to(wire).float()) for g in exact)
@@ -63,27 +57,11 @@ def test_the_mean_is_rounded_to_the_dtype_and_little_else_changes(kind, how, wir
         assert end == found[0][2]
 
 
-@HOW
-def test_parameters_that_have_16_bits_already_are_left_as_they_are(how):
-    def ends(wire):  # float16 would not hold gradients as large
-        return [end for *_, end in run_ranks(2, trained, "OneBitAdam", how, wire, torch.bfloat16, 1e8)]
-
-    assert ends(torch.float16) == ends(None)
-
-
-def too_large(rank, size, how):
-    """Rank 1's gradients at step 3 are finite in fp32 and too large for fp16."""
-    net, model, optimizer = build("OneBitAdam", how, gradient_dtype=torch.float16)
-    for step in range(1, 5):
-        before = bits(net.parameters())
-        backward(model, optimizer, rank, step, factor=1e8 if (rank, step) == (1, 3) else 1.0)
-        optimizer.step()
-        assert (bits(net.parameters()) == before) == (step == 3)
-    return optimizer.skipped_steps, bits(net.parameters())
-
-
-@HOW
-def test_a_gradient_beyond_the_range_of_float16_skips_the_step_on_every_rank(how):
-    found = run_ranks(2, too_large, how)
-    assert [skipped for skipped, _ in found] == [1, 1]
-    assert found[0][1] == found[1][1]
+@pytest.mark.parametrize("ddp", [False, True])
+def test_parameters_of_16_bits_are_left_as_they_are_and_what_is_beyond_the_range_skips_the_step(ddp):
+    ends = [  # float16 would not hold gradients as large
+        run_ranks(2, trained, "OneBitAdam", ddp, wire, torch.bfloat16, 1e8)[0][2] for wire in (torch.float16, None)
+    ]
+    assert ends[0] == ends[1]
+    one, other = run_ranks(2, trained, "OneBitAdam", ddp, torch.float16, torch.float32, 1.0, 3)
+    assert one[2] == other[2]

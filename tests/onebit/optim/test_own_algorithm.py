@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,10 @@ from torch import nn
 
 import onebit
 from tests import oracle
-from tests.onebit.runs import Case, arrays, bits, run, snapshot, take, unchanged
-from tests.ranks import group, run_ranks
+from tests.onebit.optim.contract import options, overlaps, resumes, skips, started
+from tests.onebit.optim.simulation import group_or_none
+from tests.onebit.runs import Case, arrays, bits, run, take
+from tests.ranks import run_ranks
 from tests.test_structure import touched
 
 
@@ -52,13 +53,14 @@ class OneBitMomentum(onebit.OneBitOptimizer):
         super().__init__(params, defaults, Momentum(), **options)
 
 
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "block_size": 32, "chunks": 1, "reply": 1}
-CASE = Case(steps=12, options={"freeze_step": 4})
+@dataclass(frozen=True)
+class Own(Case):
+    def build(self, params: list[nn.Parameter], group: Any = None) -> Any:
+        return OneBitMomentum(params, **OPTIONS, **self.options, process_group=group)
 
 
-def build(case: Case, **more: Any) -> tuple[Any, list[nn.Parameter]]:
-    params = case.parameters()
-    return OneBitMomentum(params, **{**OPTIONS, **case.options, "process_group": group(), **more}), params
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "block_size": 32, "reply": 1}
+CASE = Own(steps=9, options={"freeze_step": 4, "chunks": 1})
 
 
 def test_it_is_short() -> None:
@@ -66,18 +68,14 @@ def test_it_is_short() -> None:
     assert len(text.splitlines()) < 60 and not list(touched(ast.parse(text)))
 
 
-# Numbers
-
-
 def expected(case: Case, ranks: int) -> list[list[np.ndarray]]:
     """Parameters after every step, in float64."""
-    x = [p.detach().double().numpy().copy() for p in case.parameters()]
+    x = arrays(case.parameters())
     plan = oracle.Layout(tuple(a.size for a in x), block_size=32, ranks=ranks)
     reduce, beta, lr, decay = oracle.SimulatedAllReduce(plan), 0.9, OPTIONS["lr"], OPTIONS["weight_decay"]
     m, found = [np.zeros_like(a) for a in x], []
     for step in range(1, case.steps + 1):
-        own = [[np.zeros_like(a) if g is None else g.double().numpy() for a, g in zip(x, gs, strict=True)] for gs in
-               (case.gradients(rank, step) for rank in range(ranks))]  # fmt: skip
+        own = [[g.double().numpy() for g in case.gradients(rank, step)] for rank in range(ranks)]
         if step <= case.options["freeze_step"]:
             m = [beta * a + (1 - beta) * np.mean(gs, axis=0) for a, gs in zip(m, zip(*own, strict=True), strict=True)]
         else:
@@ -90,8 +88,8 @@ def expected(case: Case, ranks: int) -> list[list[np.ndarray]]:
 
 
 def trained(rank: int, size: int, case: Case) -> list[list[np.ndarray]]:
-    optimizer, params = build(case)
-    found = []
+    params, found = case.parameters(), []
+    optimizer = case.build(params, group_or_none(size))
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         assert optimizer.compressing == (step > case.options["freeze_step"])
@@ -99,7 +97,7 @@ def trained(rank: int, size: int, case: Case) -> list[list[np.ndarray]]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 def test_both_stages_are_those_of_the_equations(size: int) -> None:
     """Until a sign of a value near 0 falls the other way in fp32, which these steps do not meet."""
     case = CASE.but(steps=7)
@@ -109,42 +107,43 @@ def test_both_stages_are_those_of_the_equations(size: int) -> None:
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-# Everything else
+def flipped(rank: int, size: int, case: Case) -> str:
+    params, optimizer = started(options(case, check_every=1), 5, rank, size)
+    if rank == 1:
+        params[0].data.view(torch.int32).view(-1)[0] ^= 1
+    with pytest.raises(onebit.DivergenceError) as caught:
+        take(case, rank, optimizer, params, 6)
+    return str(caught.value)
 
 
-def resumed(rank: int, size: int, case: Case, at: int) -> bool:
-    optimizer, params = build(case)
-    run(case, rank, optimizer, params, 1, at)
-    state, again = snapshot(optimizer.state_dict()), build(case)
-    for p, q in zip(again[1], params, strict=True):
-        p.data.copy_(q.data)
-    again[0].load_state_dict(state)
-    for one, theirs in ((optimizer, params), again):
-        run(case, rank, one, theirs, at + 1, case.steps)
-    return bits(params) == bits(again[1]) and unchanged(optimizer.state_dict(), again[0].state_dict())
+def test_all_that_is_promised_of_others_holds() -> None:
+    """Skipped steps, resumes, messages that leave in backward, and the watch."""
+    bad = ((3, 1, math.nan), (5, 0, math.inf), (7, 1, math.nan))
+    assert len(set(run_ranks(2, skips, CASE, bad))) == 1
+    assert len(set(run_ranks(2, resumes, CASE, (2, 4, 7)))) == 1
+    assert len(set(run_ranks(2, resumes, CASE.but(dtype="bfloat16"), (2, 4, 7)))) == 1
+    for _, early in run_ranks(2, overlaps, options(CASE, chunks=3)):
+        assert early == [6, 7, 8, 9]  # hooks are set in the first compressed step
+    for error in run_ranks(3, flipped, CASE):
+        assert "parameter 0 of group 0" in error and "rank 1" in error
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("at", [2, 4, 7])
-def test_a_resume_is_bit_exact(at: int, dtype: str) -> None:
-    assert run_ranks(2, resumed, CASE.but(dtype=dtype), at) == [True, True]
-
-
-def saved(rank: int, size: int, case: Case, folder: str) -> dict[str, Any]:
-    optimizer, params = build(case)
-    run(case, rank, optimizer, params, 1, case.steps)
+def saved(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray]]:
+    params, optimizer = started(CASE, CASE.steps, rank, size)
     onebit.save(folder, nn.ParameterList(params), optimizer)
-    return {"params": bits(params), "total": momentum_and_residuals(optimizer)}
+    return bits(params), momentum_and_residuals(optimizer)
 
 
-def loaded(rank: int, size: int, case: Case, folder: str) -> dict[str, Any]:
-    optimizer, params = build(case)
+def loaded(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray], bytes]:
+    params = CASE.parameters()
+    optimizer = CASE.build(params, group_or_none(size))
     for p in params:
         p.data.zero_()
     onebit.load(folder, nn.ParameterList(params), optimizer)
-    found = {"params": bits(params), "total": momentum_and_residuals(optimizer)}
-    run(case, rank, optimizer, params, case.steps + 1, case.steps + 3)
-    return {**found, "compressing": optimizer.compressing, "end": bits(params)}
+    assert optimizer.compressing
+    found = bits(params), momentum_and_residuals(optimizer)
+    run(CASE, rank, optimizer, params, CASE.steps + 1, CASE.steps + 3)
+    return *found, bits(params)
 
 
 def momentum_and_residuals(optimizer: Any) -> list[np.ndarray]:
@@ -157,76 +156,22 @@ def momentum_and_residuals(optimizer: Any) -> list[np.ndarray]:
     return [(e + 0.9 * m).double().numpy() for e, m in zip(parts, reducer.momentum(), strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 3), (3, 1)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")
-def test_a_checkpoint_loads_on_any_number_of_ranks(ranks: tuple[int, int], tmp_path: Path) -> None:
-    before, after = (run_ranks(n, work, CASE, str(tmp_path)) for n, work in zip(ranks, (saved, loaded), strict=True))
-    assert all(one["params"] == before[0]["params"] and one["compressing"] for one in after)
-    assert len({one["end"] for one in after}) == 1
-    for one in after:
-        for got, want in zip(one["total"], before[0]["total"], strict=True):
+def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    before, after = run_ranks(2, saved, str(tmp_path)), run_ranks(3, loaded, str(tmp_path))
+    assert len({end for *_, end in after}) == 1
+    for values, total, _ in after:
+        assert values == before[0][0]
+        for got, want in zip(total, before[0][1], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def overlapping(rank: int, size: int, case: Case) -> tuple[list[bool], bool]:
-    early, (optimizer, params), (plain, others) = [], build(case, overlap=True, chunks=3), build(case, chunks=3)
-    for step in range(1, case.steps + 1):
-        for one, theirs in ((optimizer, params), (plain, others)):
-            one.zero_grad()
-            grads = case.gradients(rank, step)
-            sum((p * g).sum() for p, g in zip(theirs, grads, strict=True) if g is not None).backward()
-        early.append(optimizer.overlap.in_flight)
-        optimizer.step()
-        plain.step()
-    return early, bits(params) == bits(others)
-
-
-def test_overlap_sends_early_and_changes_not_a_bit() -> None:
-    for early, equal in run_ranks(2, overlapping, CASE.but(steps=8)):
-        assert equal and early == [False] * 5 + [True] * 3  # hooks are set in the first compressed step
-
-
-def flipped(rank: int, size: int, case: Case) -> str:
-    optimizer, params = build(case, check_every=1)
-    run(case, rank, optimizer, params, 1, 5)
-    if rank == 1:
-        params[0].data.view(torch.int32).view(-1)[0] ^= 1
-    try:
-        take(case, rank, optimizer, params, 6)
-    except onebit.DivergenceError as error:
-        return str(error)
-    return ""
-
-
-def test_the_watch_finds_a_flipped_bit() -> None:
-    for error in run_ranks(3, flipped, CASE):
-        assert "parameter 0 of group 0" in error and "rank 1" in error
-
-
-def skipping(rank: int, size: int, case: Case, at: int) -> SimpleNamespace:
-    optimizer, params = build(case)
-    run(case, rank, optimizer, params, 1, at - 1)
-    optimizer.begin_step()  # the freeze, where it is due, is no part of the skipped step
-    before = snapshot(optimizer.state_dict()), bits(params)
-    take(case, rank, optimizer, params, at)
-    same = unchanged(before[0], optimizer.state_dict()) and before[1] == bits(params)
-    return SimpleNamespace(same=same, skipped=optimizer.skipped_steps)
-
-
-@pytest.mark.parametrize("at", [3, 5, 7], ids=["stage 1", "the first compressed step", "stage 2"])
-def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(at: int) -> None:
-    for found in run_ranks(2, skipping, CASE.but(bad=((at, 1, math.nan),)), at):
-        assert found.same and found.skipped == 1
 
 
 def test_diagnostics_and_bytes() -> None:
     def names(optimizer: Any) -> set[str]:
         return {name for own in optimizer.diagnostics().values() for name in own}
 
-    params: Sequence[nn.Parameter] = CASE.parameters()
-    optimizer = OneBitMomentum(params, **OPTIONS, freeze_step=2)
-    run(CASE, 0, optimizer, list(params), 1, 2)
+    params, optimizer = started(options(CASE, freeze_step=2), 2)
     assert names(optimizer) == set()
-    run(CASE, 0, optimizer, list(params), 3, 4)
+    run(CASE, 0, optimizer, params, 3, 4)
     assert names(optimizer) == {"residual_norm", "server_residual_norm", "momentum_scale"}
     with pytest.raises(ValueError, match="no rule for it"):
         OneBitMomentum(params, **OPTIONS)

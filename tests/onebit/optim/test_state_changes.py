@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import onebit
+from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, assert_message, bits, build, kinds, parameters, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -19,9 +19,9 @@ CASE = Case(options={"freeze_step": 50, "weight_decay": 0.1})
 
 def pair() -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
     """1-bit Adam and AdamW after four steps of stage 1."""
-    params, theirs = CASE.parameters(), CASE.parameters()
-    optimizer, adamw = CASE.build(params), torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
-    run(CASE, 0, optimizer, params, 1, 4)
+    params, optimizer = started(CASE, 4)
+    theirs = CASE.parameters()
+    adamw = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
     run(CASE, 0, adamw, theirs, 1, 4)
     return params, optimizer, theirs, adamw
 
@@ -87,9 +87,7 @@ def test_it_holds_for_what_is_saved_at_once() -> None:
 
 def cleared(rank: int, size: int, kind: str) -> None:
     case = Case(kind, options={"freeze_step": 3})
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 6)
+    params, optimizer = started(case, 6, rank, size)
     values = [p.detach().clone() for p in params]
     optimizer.state.clear()
     run(case, rank, optimizer, params, 7, 12)
@@ -105,17 +103,10 @@ def test_clearing_after_the_freeze_begins_anew(kind: str) -> None:
     run_ranks(2, cleared, kind)
 
 
-def in_stage_2(kind: str) -> tuple[Case, list[nn.Parameter], Any]:
-    case = Case(kind, options={"freeze_step": 3})
-    params = case.parameters()
-    optimizer = case.build(params)
-    run(case, 0, optimizer, params, 1, 6)
-    return case, params, optimizer
-
-
 @kinds
 def test_other_changes_after_the_freeze_are_errors(kind: str) -> None:
-    case, params, optimizer = in_stage_2(kind)
+    case = Case(kind, options={"freeze_step": 3})
+    params, optimizer = started(case, 6)
     before, kept = bits(params), optimizer.state[params[1]]
     optimizer.state[params[1]] = {"step": torch.tensor(3.0)}
     for what in (lambda: take(case, 0, optimizer, params, 7), optimizer.state_dict):
@@ -127,32 +118,30 @@ def test_other_changes_after_the_freeze_are_errors(kind: str) -> None:
     take(case, 0, optimizer, params, 7)
 
 
-def test_state_taken_from_one_parameter_is_an_error() -> None:
+def state(**changes: Any) -> dict[str, Any]:
+    own = {"step": torch.tensor(4.0), "exp_avg": torch.zeros(33), "exp_avg_sq": torch.zeros(33), **changes}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (state(step=None), ["no step"]),
+        (state(step=torch.tensor(1.0)), ["different"]),
+        (state(exp_avg=torch.zeros(3)), ["shape"]),
+        ([1], ["not a dict"]),
+        (None, ["nothing for parameter 1", "same steps for all", "state.clear()"]),
+    ],
+    ids=["no step", "other steps", "another shape", "no dict", "taken away"],
+)
+def test_what_is_no_state_is_an_error(value: Any, parts: list[str]) -> None:
     params, optimizer, _, _ = pair()
-    del optimizer.state[params[2]]
-    with pytest.raises(ValueError) as caught:
-        take(CASE, 0, optimizer, params, 5)
-    assert_message(caught, "nothing for parameter 2", "same steps for all", "state.clear()")
-
-
-WRONG = {
-    "no step": ({"exp_avg": torch.zeros(33), "exp_avg_sq": torch.zeros(33)}, "no step"),
-    "other steps": (
-        {"step": torch.tensor(1.0), "exp_avg": torch.zeros(33), "exp_avg_sq": torch.zeros(33)},
-        "different",
-    ),
-    "another shape": ({"step": torch.tensor(4.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(33)}, "shape"),
-    "no dict": ([1], "not a dict"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_state_is_an_error(name: str) -> None:
-    params, optimizer, _, _ = pair()
-    value, match = WRONG[name]
     optimizer.state[params[1]] = value
-    with pytest.raises((ValueError, TypeError), match=match):
+    if value is None:
+        del optimizer.state[params[1]]
+    with pytest.raises((ValueError, TypeError)) as caught:
         take(CASE, 0, optimizer, params, 5)
+    assert_message(caught, *parts)
 
 
 def test_reading_the_state_of_others_changes_nothing() -> None:
@@ -167,38 +156,34 @@ def test_reading_the_state_of_others_changes_nothing() -> None:
 # Param groups
 
 
-@kinds
-@pytest.mark.parametrize(
-    ("key", "value"), [("exp_avg_mask", torch.ones(40)), ("momentum", 0.9), ("maximize", True), ("amsgrad", True)]
-)
-def test_a_key_that_would_be_passed_over_is_an_error(kind: str, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=key):
-        build(kind, [{"params": parameters((40,)), key: value}])
-    params = parameters((40,))
-    optimizer = build(kind, params, freeze_step=3)
-    with pytest.raises(ValueError, match=key):
-        optimizer.add_param_group({"params": parameters((4,)), key: value})
-    assert len(optimizer.param_groups) == 1
-    optimizer.param_groups[0][key] = value
-    params[0].grad = torch.ones(40)
-    before = bits(params)
-    with pytest.raises(ValueError, match=key):
+def test_a_key_that_would_be_passed_over_is_an_error() -> None:
+    for key, value in (("exp_avg_mask", torch.ones(40)), ("momentum", 0.9), ("maximize", True), ("amsgrad", True)):
+        with pytest.raises(ValueError, match=key):
+            build("OneBitAdam", [{"params": parameters((40,)), key: value}])
+        params = parameters((40,))
+        optimizer = build("OneBitAdam", params, freeze_step=3)
+        with pytest.raises(ValueError, match=key):
+            optimizer.add_param_group({"params": parameters((4,)), key: value})
+        assert len(optimizer.param_groups) == 1
+        optimizer.param_groups[0][key] = value
+        params[0].grad = torch.ones(40)
+        before = bits(params)
+        with pytest.raises(ValueError, match=key):
+            optimizer.step()
+        assert bits(params) == before
+        del optimizer.param_groups[0][key]
         optimizer.step()
-    assert bits(params) == before
-    del optimizer.param_groups[0][key]
-    optimizer.step()
 
 
-@kinds
-def test_keys_of_schedulers_and_of_adamw_that_change_nothing_may_be_there(kind: str) -> None:
+def test_keys_of_schedulers_and_of_adamw_that_change_nothing_may_be_there() -> None:
     params = parameters((40,))
     more = {"name": "all", "lr_scale": 0.5, "maximize": False, "amsgrad": False, "foreach": None, "fused": True}
-    optimizer = build(kind, [{"params": params, **more}], freeze_step=3)
+    optimizer = build("OneBitAdam", [{"params": params, **more}], freeze_step=3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=5)
     params[0].grad = torch.ones(40)
     optimizer.step()
     scheduler.step()
-    other = build(kind, parameters((40,)), freeze_step=3)
+    other = build("OneBitAdam", parameters((40,)), freeze_step=3)
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["max_lr"] == 1e-2
 
@@ -215,20 +200,15 @@ def test_a_key_of_a_loaded_state_that_is_unknown_is_left_out_with_a_warning() ->
 # Attributes
 
 
-@kinds
-@pytest.mark.parametrize("name", ["freeze_step", "lr", "betas", "weight_decay", "overlap", "scale", "zero_variance"])
-def test_an_option_set_as_an_attribute_is_an_error(kind: str, name: str) -> None:
-    optimizer = build(kind)
-    with pytest.raises(AttributeError) as caught:
-        setattr(optimizer, name, 3)
-    where = "param_groups" if name in ("lr", "betas", "weight_decay") else f"{kind}(..., {name}=...)"
-    assert_message(caught, name, "would change nothing", where)
-
-
-def test_so_are_those_of_one_optimizer() -> None:
-    for kind, name in (("OneBitLamb", "coeff_beta"), ("ZeroOneAdam", "var_freeze_step")):
-        with pytest.raises(AttributeError, match=name):
-            setattr(build(kind), name, 0.5)
-    optimizer = onebit.OneBitAdam(parameters((3,)))
+def test_an_option_set_as_an_attribute_is_an_error() -> None:
+    own = {"OneBitAdam": "freeze_step", "OneBitLamb": "coeff_beta", "ZeroOneAdam": "var_freeze_step"}
+    for kind, first in own.items():
+        optimizer = build(kind)
+        for name in (first, "lr", "betas", "weight_decay", "overlap", "scale", "zero_variance"):
+            with pytest.raises(AttributeError) as caught:
+                setattr(optimizer, name, 3)
+            where = "param_groups" if name in ("lr", "betas", "weight_decay") else f"{kind}(..., {name}=...)"
+            assert_message(caught, name, "would change nothing", where)
+    optimizer = build("OneBitAdam")
     optimizer.coeff_beta = 0.5  # which is no option of 1-bit Adam's
     optimizer.note = "mine"

@@ -6,21 +6,19 @@ Two optimizers stand beside the one: one with the compressed parameters alone, o
 
 from __future__ import annotations
 
-import math
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.onebit.optim.contract import options
 from tests.onebit.runs import (
     Case,
-    adam_first,
     assert_message,
     bits,
     build,
@@ -28,11 +26,9 @@ from tests.onebit.runs import (
     options_of,
     parameters,
     run,
-    same,
     snapshot,
     take,
 )
-from tests.onebit.runs import unchanged as as_it_was
 from tests.ranks import group, run_ranks
 
 APART = {"compress": False}
@@ -49,8 +45,8 @@ def halves(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def apart_alone(case: Case, params: list[nn.Parameter]) -> Any:
     kind = "OneBitLamb" if case.kind == "OneBitLamb" else "OneBitAdam"
-    options = {k: v for k, v in case.options.items() if k not in SPACED}
-    alone = case.but(kind=kind, groups=({},), options={**options, "freeze_step": 10**6, "overlap": False})
+    own = {k: v for k, v in case.options.items() if k not in SPACED}
+    alone = case.but(kind=kind, groups=({},), options={**own, "freeze_step": 10**6, "overlap": False})
     return alone.build(params, group())
 
 
@@ -71,34 +67,26 @@ def beside_two(rank: int, size: int, case: Case) -> dict[str, Any]:
     return {"bits": bits(one), "sent": (optimizer.wire_bytes, first.wire_bytes)}
 
 
-def all_alike(found: list[dict[str, Any]]) -> None:
+ALONE = {  # ranks and the case
+    "Adam": (3, CASE),
+    "Adam, direct": (2, options(CASE, reply="direct")),
+    "Adam, tensor scale": (1, options(CASE, scale="tensor")),
+    "Adam, 16 bits, some missing": (2, CASE.but(dtype="bfloat16", missing=((6, 0, 1), (7, 1, 0)))),
+    "LAMB, tensor scale": (2, options(CASE.but(kind="OneBitLamb"), scale="tensor")),
+    "LAMB of nodes": (4, CASE.but(kind="OneBitLamb", each=2)),
+    "0/1 Adam, one level, 16 bits": (2, CASE.but(kind="ZeroOneAdam", dtype="bfloat16")),
+    "0/1 Adam": (3, options(CASE.but(kind="ZeroOneAdam", steps=16), **SPACED)),
+    "0/1 Adam, direct": (2, options(CASE.but(kind="ZeroOneAdam", steps=16), reply="direct", **SPACED)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_both_are_what_they_are_alone(name: str) -> None:
+    size, case = ALONE[name]
+    found = run_ranks(size, beside_two, case)
     assert len({own["bits"] for own in found}) == 1
     for own in found:
         assert own["sent"][0] == own["sent"][1]
-
-
-@adam_first
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"reply": "direct"}, {"scale": "tensor"}], ids=str)
-def test_both_are_what_they_are_alone(kind: str, size: int, options: dict[str, Any]) -> None:
-    all_alike(run_ranks(size, beside_two, CASE.but(kind=kind, options={**OPTIONS, **options})))
-
-
-@kinds
-def test_of_16_bits_and_with_gradients_that_are_missing(kind: str) -> None:
-    case = CASE.but(kind=kind, dtype="bfloat16", missing=((6, 0, 1), (7, 1, 0)))
-    all_alike(run_ranks(2, beside_two, case))
-
-
-@pytest.mark.parametrize("options", [{}, {"reply": "direct"}], ids=str)
-def test_between_full_precision_steps(options: dict[str, Any]) -> None:
-    case = CASE.but(kind="ZeroOneAdam", steps=16, options={**OPTIONS, **SPACED, **options})
-    all_alike(run_ranks(2, beside_two, case))
-
-
-@adam_first
-def test_nodes_of_two_ranks(kind: str) -> None:
-    all_alike(run_ranks(4, beside_two, CASE.but(kind=kind, each=2)))
 
 
 def beside_adamw(rank: int, size: int, case: Case) -> float:
@@ -120,90 +108,6 @@ def test_the_others_are_adamws(kind: str) -> None:
     assert max(run_ranks(2, beside_adamw, case)) < 2e-6
 
 
-# Steps
-
-
-def skipped(rank: int, size: int, case: Case) -> bytes:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    for step in range(1, case.steps + 1):
-        optimizer.zero_grad()
-        before, values = snapshot(optimizer.state_dict()), bits(params)
-        backward(case, rank, optimizer, params, step)
-        optimizer.step()
-        is_bad = step in {when for when, _, _ in case.bad}
-        assert (bits(params) == values) == is_bad, f"step {step}"
-        assert not is_bad or as_it_was(snapshot(optimizer.state_dict()), before), f"step {step}"
-    assert optimizer.skipped_steps == len(case.bad)
-    return bits(params)
-
-
-def backward(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int) -> None:
-    terms = [(p * g).sum() for p, g in zip(params, case.gradients(rank, step), strict=True) if g is not None]
-    sum(terms).backward()  # type: ignore[union-attr]
-
-
-@adam_first
-@pytest.mark.parametrize("place", ["compressed", "others"])
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"chunks": 1, "reply": "direct"}], ids=str)
-def test_a_bad_gradient_of_either_stops_both(kind: str, place: str, options: dict[str, Any]) -> None:
-    """The last parameter's, which is in the second group."""
-    groups = GROUPS if place == "others" else GROUPS[::-1]
-    bad = ((3, 0, math.inf), (7, 1, math.nan), (9, 0, -math.inf))
-    case = CASE.but(kind=kind, groups=groups, bad=bad, options={**OPTIONS, **options})
-    assert len(set(run_ranks(2, skipped, case))) == 1
-
-
-def overlapped(rank: int, size: int, case: Case) -> tuple[bytes, bool]:
-    found, early = [], False
-    for overlap in (True, False):
-        params = case.parameters()
-        optimizer = case.but(options={**case.options, "overlap": overlap}).build(params, group())
-        for step in range(1, case.steps + 1):
-            optimizer.zero_grad()
-            backward(case, rank, optimizer, params, step)
-            early |= optimizer.overlap.in_flight
-            optimizer.step()
-        found.append((bits(params), snapshot(optimizer.state_dict())))
-    assert found[0][0] == found[1][0] and as_it_was(found[0][1], found[1][1])
-    return found[0][0], early
-
-
-@adam_first
-@pytest.mark.parametrize("each", [1, 2])
-def test_messages_may_leave_in_backward(kind: str, each: int) -> None:
-    found = run_ranks(2 * each, overlapped, CASE.but(kind=kind, each=each))
-    assert len({own for own, _ in found}) == 1 and all(early for _, early in found)
-
-
-def clipped(rank: int, size: int, case: Case) -> list[tuple[float, float]]:
-    """The norm that the optimizer finds in each step, and that of the equations."""
-    params, found = case.parameters(), []
-    optimizer = case.build(params, group())
-    for step in range(1, case.steps + 1):
-        for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = g
-        norm = float(optimizer.clip_grad_norm_(1.0))
-        nodes = [case.node_gradients(node, step) for node in range(size // case.each)]
-        mean = [np.mean([np.asarray(of[i]) for of in nodes], axis=0) for i in range(len(params))]
-        squares = sum(float((a**2).sum()) for a in halves(mean)[1])
-        if step <= case.options["freeze_step"]:
-            squares += sum(float((a**2).sum()) for a in halves(mean)[0])
-        else:
-            squares += np.mean([sum(float((np.asarray(g) ** 2).sum()) for g in halves(of)[0]) for of in nodes])
-        found.append((norm, math.sqrt(squares)))
-        optimizer.step()
-    return found
-
-
-@adam_first
-@pytest.mark.parametrize("each", [1, 2])
-def test_one_norm_of_both(kind: str, each: int) -> None:
-    for found in run_ranks(2 * each, clipped, CASE.but(kind=kind, each=each)):
-        for norm, expected in found:
-            assert norm == pytest.approx(expected, rel=1e-5)
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
@@ -212,8 +116,8 @@ def model() -> nn.Sequential:
 def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> list[bytes]:
     net = model()
     groups = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]
-    options = options_of(kind, {**OPTIONS, **(SPACED if kind == "ZeroOneAdam" else {})})
-    optimizer = build(kind, groups, lr=1e-2, block_size=32, overlap=overlap, process_group=group(), **options)
+    own = options_of(kind, {**OPTIONS, **(SPACED if kind == "ZeroOneAdam" else {})})
+    optimizer = build(kind, groups, lr=1e-2, block_size=32, overlap=overlap, process_group=group(), **own)
     module: nn.Module = net
     if attached:
         module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003)
@@ -229,8 +133,7 @@ def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> li
     return found
 
 
-@adam_first
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("OneBitLamb", False), ("ZeroOneAdam", True)])
 def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
     """Of two ranks a mean is the same, whoever adds."""
     within, without = run_ranks(2, in_ddp, kind, True, overlap), run_ranks(2, in_ddp, kind, False, False)
@@ -238,29 +141,6 @@ def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
 
 
 # States
-
-
-def resumed(rank: int, size: int, case: Case, at: int, folder: str) -> None:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, at)
-    state = snapshot(optimizer.state_dict())
-    assert optimizer.compressing == (at > 4)
-    again = [nn.Parameter(p.detach().clone()) for p in params]
-    other = case.build(again, group())
-    file = Path(folder) / f"{rank}.pt"
-    torch.save(state, file)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert same(snapshot(other.state_dict()), state)
-    run(case, rank, optimizer, params, at + 1, at + 4)
-    run(case, rank, other, again, at + 1, at + 4)
-    assert bits(params) == bits(again)
-
-
-@adam_first
-@pytest.mark.parametrize("at", [3, 4, 7])
-def test_a_run_goes_on_bit_for_bit(kind: str, at: int, tmp_path: Path) -> None:
-    run_ranks(2, resumed, CASE.but(kind=kind, options={**OPTIONS, "chunks": "auto"}), at, str(tmp_path))
 
 
 def saved(rank: int, size: int, case: Case) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -284,30 +164,21 @@ def loaded(
 
 
 @kinds
-def test_another_number_of_ranks_keeps_the_moments(kind: str) -> None:
+def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str) -> None:
     case = CASE.but(kind=kind)
     found = run_ranks(2, saved, case)
     states, values = [state for state, _ in found], found[0][1]
+    assert any("residual" in name for name in states[0]["state"][0])
+    theirs = onebit.adamw_state(states[0])
+    assert not any("compress" in g for g in theirs["param_groups"])
+    torch.optim.AdamW([{"params": list(half)} for half in halves(CASE.parameters())]).load_state_dict(theirs)
     later = run_ranks(3, loaded, case, states, values)
     assert len({end for _, end in later}) == 1
-    for state, _ in later:
+    for state in (theirs, *(state for state, _ in later)):
         for key in (2, 3):  # in the order of the groups
             for name in ("exp_avg", "exp_avg_sq"):
                 assert bits([state["state"][key][name]]) == bits([states[0]["state"][key][name]])
             assert not any("residual" in name or "momentum_bits" in name for name in state["state"][key])
-    assert any("residual" in name for name in states[0]["state"][0])
-
-
-@kinds
-def test_adamw_goes_on_with_their_moments(kind: str) -> None:
-    (state, _), _ = run_ranks(2, saved, CASE.but(kind=kind))
-    theirs = onebit.adamw_state(state)
-    for key in (2, 3):
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert bits([theirs["state"][key][name]]) == bits([state["state"][key][name]])
-    assert not any("compress" in g for g in theirs["param_groups"])
-    params = CASE.parameters()
-    torch.optim.AdamW([{"params": list(half)} for half in halves(params)]).load_state_dict(theirs)
 
 
 def saved_to_a_folder(rank: int, size: int, case: Case, folder: str) -> None:
@@ -323,9 +194,8 @@ def saved_to_a_folder(rank: int, size: int, case: Case, folder: str) -> None:
     assert bits(params) == bits(again)
 
 
-@kinds
-def test_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    run_ranks(2, saved_to_a_folder, CASE.but(kind=kind), str(tmp_path))
+def test_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, saved_to_a_folder, CASE, str(tmp_path))
 
 
 def another_choice(rank: int, size: int, kind: str, at: int) -> None:
@@ -343,8 +213,7 @@ def another_choice(rank: int, size: int, kind: str, at: int) -> None:
         assert_message(caught, "compress=False in param group 1", "it is True", "Give the group what it had")
 
 
-@kinds
-@pytest.mark.parametrize("at", [3, 7])
+@pytest.mark.parametrize(("kind", "at"), [("OneBitAdam", 3), ("OneBitAdam", 7), ("OneBitLamb", 7), ("ZeroOneAdam", 7)])
 def test_a_state_of_another_choice_is_for_stage_1_alone(kind: str, at: int) -> None:
     run_ranks(2, another_choice, kind, at)
 
@@ -406,12 +275,11 @@ def test_nobody_is_warned_of_coordinates_that_have_a_variance_to_come(kind: str)
 # Errors
 
 
-@kinds
 @pytest.mark.parametrize("value", [None, 1, "no", 0.5])
-def test_true_or_false(kind: str, value: Any) -> None:
+def test_true_or_false(value: Any) -> None:
     first, second = parameters((3,), (4,))
     with pytest.raises(ValueError) as caught:
-        build(kind, [{"params": [first]}, {"params": [second], "compress": value}])
+        build("OneBitAdam", [{"params": [first]}, {"params": [second], "compress": value}])
     assert_message(caught, f"compress={value!r}", "True", "False")
 
 

@@ -1,0 +1,153 @@
+"""What holds for every optimizer, as work for ranks: each tries one case, and returns where the rank's parameters end.
+
+tests/onebit/optim/test_contract.py has the library's optimizers do it, test_own_algorithm.py one of a user's.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from onebit.optim.param_groups import is_compressed
+from tests.onebit.optim.simulation import group_or_none
+from tests.onebit.runs import Case, arrays, bits, run, same, snapshot, take, unchanged
+
+
+def options(case: Any, **more: Any) -> Any:
+    return case.but(options={**case.options, **more})
+
+
+def started(case: Case, steps: int, rank: int = 0, size: int = 1) -> tuple[list[nn.Parameter], Any]:
+    """After so many steps."""
+    params = case.parameters()
+    optimizer = case.build(params, group_or_none(size))
+    run(case, rank, optimizer, params, 1, steps)
+    return params, optimizer
+
+
+def give(case: Case, params: list[nn.Parameter], step: int, rank: int = 0) -> None:
+    """The gradients of a step."""
+    for p, g in zip(params, case.gradients(rank, step), strict=True):
+        p.grad = g
+
+
+def backward(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """The same gradients, by autograd."""
+    optimizer.zero_grad()
+    grads = case.gradients(rank, step)
+    terms = [(p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None and p.numel()]
+    sum(terms[1:], terms[0]).backward()
+
+
+def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float], ...]) -> bytes:
+    """Before each of some steps, (step, rank, value), that rank's gradient has a value that is not finite: the step is
+    not taken, nothing changes, and the run is one that never saw it."""
+    params, before = case.parameters(), {step: (who, value) for step, who, value in tries}
+    optimizer = case.build(params, group_or_none(size))
+    for step in range(1, case.steps + 1):
+        if step in before:
+            optimizer.begin_step()  # the freeze, where it is due, is no part of the skipped step
+            state, values, schedule = snapshot(optimizer.state_dict()), bits(params), _schedule(optimizer)
+            backward(case.but(bad=((step, *before[step]),)), rank, optimizer, params, step)
+            optimizer.step()
+            assert bits(params) == values, f"the step before step {step} was taken"
+            assert unchanged(state, snapshot(optimizer.state_dict())), f"before step {step}"
+            assert _schedule(optimizer) == schedule
+        backward(case, rank, optimizer, params, step)
+        optimizer.step()
+    assert optimizer.skipped_steps == len(tries) and optimizer.compressing
+    others, other = started(case, case.steps, rank, size)
+    assert bits(params) == bits(others) and unchanged(optimizer.state_dict(), other.state_dict())
+    assert all(bool(p.isfinite().all()) for p in params)
+    return bits(params)
+
+
+def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...]) -> bytes:
+    """From what was written to a file after each of these steps: the same states at once, and the same run to its end.
+    Skipped steps (`case.bad`) are part of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coordinates without a variance")
+        return _resumes(rank, size, case, stops)
+
+
+def _resumes(rank: int, size: int, case: Case, stops: tuple[int, ...]) -> bytes:
+    params, files = case.parameters(), {}
+    optimizer = case.build(params, group_or_none(size))
+    for step in range(1, case.steps + 1):
+        take(case, rank, optimizer, params, step)
+        if step in stops:
+            files[step] = io.BytesIO()
+            torch.save([[p.detach() for p in params], optimizer.state_dict(), _schedule(optimizer)], files[step])
+    for stop, file in files.items():
+        file.seek(0)
+        with torch.serialization.safe_globals([type(_schedule(optimizer))]):
+            values, state, schedule = torch.load(file, weights_only=True)
+        again = [nn.Parameter(v) for v in values]
+        other = case.build(again, group_or_none(size))
+        other.load_state_dict(state)
+        assert same(snapshot(other.state_dict()), state) and _schedule(other) == schedule
+        run(case, rank, other, again, stop + 1, case.steps)
+        assert bits(again) == bits(params), f"resumed after step {stop}"
+        if other.synchronized:
+            assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict())), f"resumed after step {stop}"
+    return bits(params)
+
+
+def overlaps(rank: int, size: int, case: Case) -> tuple[bytes, list[int]]:
+    """Messages that leave while backward computes change no bit. Also the steps whose messages did."""
+    found, early = [], []
+    for overlap in (False, True):
+        params = case.parameters()
+        optimizer = options(case, overlap=overlap).build(params, group_or_none(size))
+        for step in range(1, case.steps + 1):
+            backward(case, rank, optimizer, params, step)
+            early += [step] * optimizer.overlap.in_flight
+            optimizer.step()
+        found.append((bits(params), snapshot(optimizer.state_dict()) if optimizer.synchronized else None))
+    assert found[0][0] == found[1][0], "overlap has changed bits"
+    assert found[0][1] is None or unchanged(found[0][1], found[1][1])
+    return found[0][0], early
+
+
+def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
+    """The norm is that of the equations, and steps are those of gradients that were multiplied beforehand."""
+    params, plain = case.parameters(), case.parameters()
+    optimizer, other = (case.build(own, group_or_none(size)) for own in (params, plain))
+    apart = [not is_compressed(case.groups[case.group_of(p)]) for p in range(len(params))]
+    clipped = 0
+    for step in range(1, case.steps + 1):
+        give(case, params, step, rank)
+        found = float(optimizer.clip_grad_norm_(max_norm))
+        norm = _norm(case, size, step, [optimizer.averages_gradients or own for own in apart])
+        np.testing.assert_allclose(found, norm, rtol=1e-5)
+        coefficient = min(1.0, max_norm / (norm + 1e-6))
+        clipped += coefficient < 1
+        for p, g in zip(plain, case.gradients(rank, step), strict=True):
+            p.grad = None if g is None else g * coefficient
+        optimizer.step()
+        other.step()
+    assert optimizer.compressing and clipped in (0, case.steps)
+    for a, b in zip(arrays(params), arrays(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    return bits(params)
+
+
+def _norm(case: Case, size: int, step: int, averaged: list[bool]) -> float:
+    """Of the averaged gradient where it is averaged, elsewhere the root mean square of the ranks'."""
+    nodes = [case.node_gradients(node, step) for node in range(size // case.each)]
+    square = 0.0
+    for mean, of in zip(averaged, zip(*nodes, strict=True), strict=True):
+        own = [np.asarray(g, dtype=np.float64) for g in of]
+        square += float((np.mean(own, 0) ** 2).sum() if mean else np.mean([(g**2).sum() for g in own]))
+    return math.sqrt(square)
+
+
+def _schedule(optimizer: Any) -> Any:
+    """What the coming steps of 0/1 Adam are."""
+    return getattr(optimizer, "schedule", None)

@@ -1,0 +1,199 @@
+"""0/1 Adam within DDP and FSDP2, with gradients that a GradScaler scales, with local steps and without."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from tests.limits import HUNG
+from tests.onebit.optim.test_zero_one import CASE, LOCAL
+from tests.onebit.parallel import test_fsdp as fsdp
+from tests.onebit.runs import Case, bits, nodes_of
+from tests.ranks import group, run_ranks, run_ranks_once
+
+KINDS = ["full"] * 3 + ["1 bit", "full"] * 2 + ["1 bit"] * 3 + ["full", "1 bit"]
+LOCAL_KINDS = ["full"] * 3 + ["1 bit", "full"] + ["1 bit"] * 3 + ["local", "sync"] * 2 + ["local"] * 3 + ["sync"]
+
+
+def trained(
+    rank: int, size: int, ddp: bool, schedule: dict[str, Any], own: dict[str, Any], clip: float | None, each: int
+) -> dict[str, Any]:
+    """12 or 16 steps of two accumulated backward passes: where they end, what they were, and what was sent."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    wrapped: nn.Module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if ddp else net
+    ranks = nodes_of(group(), each) if each > 1 else group()
+    optimizer = onebit.ZeroOneAdam(
+        net.parameters(), lr=1e-2, block_size=32, chunks=2, process_group=ranks, **schedule, **own
+    )
+    if ddp:
+        onebit.attach(wrapped, optimizer)
+    source, norms, kinds = torch.Generator().manual_seed(rank), [], []
+    for _ in range(16 if "local_step_scaler" in schedule else 12):
+        kind, before = optimizer.schedule.kind, optimizer.wire_bytes
+        optimizer.zero_grad()
+        for last in (False, True):
+            held = nullcontext() if last else wrapped.no_sync() if ddp else optimizer.no_sync()  # type: ignore[operator]
+            with held:
+                wrapped(torch.randn(8, 20, generator=source)).square().mean().backward()
+        if clip is not None:
+            norms.append(float(optimizer.clip_grad_norm_(clip)))
+        optimizer.step()
+        assert (optimizer.wire_bytes > before) == (kind in ("1 bit", "sync"))
+        kinds.append(kind)
+    assert optimizer.skipped_steps == 0
+    return {"end": bits(net.parameters()), "norms": norms, "kinds": kinds}
+
+
+TRAINED: list[tuple[dict[str, Any], dict[str, Any], float | None, int]] = [
+    (CASE.options, {}, 0.05, 1),
+    (CASE.options, {"overlap": True}, None, 1),
+    (CASE.options, {"gradient_dtype": torch.bfloat16}, None, 1),
+    (CASE.options, {"overlap": True}, None, 2),
+    (LOCAL.options, {}, 0.05, 1),
+    (LOCAL.options, {"overlap": True}, None, 1),
+    (LOCAL.options, {"overlap": True}, None, 2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "own", "clip", "each"), TRAINED, ids=lambda value: str(value)[:30])
+def test_ddp_averages_in_full_steps_and_leaves_the_others_alone(
+    schedule: dict[str, Any], own: dict[str, Any], clip: float | None, each: int
+) -> None:
+    """But for the ranks of a node, which move alike in local steps."""
+    ends, local = [], schedule is LOCAL.options
+    for ddp in (False, True):
+        found = run_ranks(2 * each, trained, ddp, schedule, own, clip, each)
+        assert all(one["end"] == found[0]["end"] for one in found)
+        assert all(one["kinds"] == (LOCAL_KINDS if local else KINDS) for one in found)
+        ends.append(torch.frombuffer(bytearray(found[0]["end"]), dtype=torch.float32))
+        if clip is not None:  # local steps by each rank's own norm
+            alike = [a == b for a, b in zip(found[0]["norms"], found[1]["norms"], strict=True)]
+            assert alike == [True] * 8 + [not local] * (len(alike) - 8) and min(found[0]["norms"]) > 0.05
+    assert (ends[0] - ends[1]).abs().max() < (5e-3 if "gradient_dtype" in own else 1e-5)
+    if own == {"overlap": True}:
+        plain = run_ranks(2 * each, trained, True, schedule, {}, None, each)[0]["end"]
+        assert plain == found[0]["end"], "overlap has changed bits"
+
+
+# Scaled gradients
+
+
+def with_a_scaler(rank: int, size: int, apart: bool) -> tuple[list[bytes], list[float]]:
+    """With DDP: rank 1 overflows in a compressed step. Apart: it then has a scale of its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    ddp = DistributedDataParallel(net, process_group=group())
+    optimizer = onebit.ZeroOneAdam(net.parameters(), lr=1e-2, var_update_scaler=2, process_group=group())
+    onebit.attach(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    source, ends, scales = torch.Generator().manual_seed(rank), [], []
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.randn(8, 20, generator=source)).square().mean()).backward()
+        if (step, rank) == (4, 1):
+            net[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update(2.0**8 if apart and (step, rank) == (4, 1) else None)
+        ends.append(bits(net.parameters()))
+        scales.append(scaler.get_scale())
+    return ends, scales
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_scales_with_ddp(apart: bool) -> None:
+    """An overflow on one rank halves the scales of all. Where a user sets others, full steps divide what DDP has
+    averaged by the same number on all ranks."""
+    one, other = run_ranks(2, with_a_scaler, apart)
+    assert one[0] == other[0] and len(set(one[0])) == 8
+    assert one[1] == [2.0**10] * 3 + [2.0**9] * 6
+    assert other[1] == [2.0**10] * 3 + [2.0**8 if apart else 2.0**9] * 6
+
+
+def scaled(rank: int, size: int, case: Case, infinite: tuple[tuple[int, int], ...]) -> list[Any]:
+    """As GradScaler does it, with a power of 2, and not; in some steps a rank, or both (-1), finds infinite numbers."""
+    ends = []
+    for scale in (None, 2.0**10):
+        params = case.parameters()
+        optimizer = case.build(params, group())
+        for step in range(1, 17):
+            for p, g in zip(params, case.gradients(rank, step), strict=True):
+                p.grad = g if scale is None or g is None else g * scale
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(float((step, rank) in infinite or (step, -1) in infinite))
+            optimizer.step()
+        ends.append((bits(params), optimizer.skipped_steps))
+    assert ends[0] == ends[1]
+    return list(ends[0])
+
+
+def test_scaled_gradients() -> None:
+    for case, infinite, skipped in ((CASE, ((5, -1), (8, -1)), [2, 2]), (LOCAL, ((14, 0),), [1, 0])):
+        one, other = run_ranks(2, scaled, case.but(missing=()), infinite)
+        assert one[0] == other[0] and [one[1], other[1]] == skipped
+
+
+def with_a_scaler_of_its_own(rank: int, size: int, case: Case) -> tuple[list[float], bytes]:
+    """An infinite number in a local step of rank 0."""
+    params = case.parameters()
+    optimizer, scaler = case.build(params, group()), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.zeros(()))
+    scales = []
+    for step in range(1, 17):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = None if g is None else g * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, bits(params)
+
+
+def test_the_scale_of_a_rank_that_left_a_local_step_out() -> None:
+    """No other rank has left it out, nor has its scaler."""
+    one, other = run_ranks(2, with_a_scaler_of_its_own, LOCAL.but(missing=(), bad=((14, 0, math.inf),)))
+    assert one[0] == [2.0**10] * 13 + [2.0**9] * 3 and other[0] == [2.0**10] * 16
+    assert one[1] == other[1]
+
+
+# FSDP2
+
+
+def with_fsdp_both_ways(rank: int, size: int) -> tuple[bytes, bytes, bool]:
+    mesh, ends = fsdp.mesh_of(2, 2), []
+    for attached in (True, False):
+        net, optimizer, _ = fsdp.with_fsdp(
+            rank, "ZeroOneAdam", 20, mesh, attached, var_update_scaler=3, freeze_step=None, reply="direct"
+        )
+        ends.append(bits(fsdp.whole(net)))
+    return ends[0], ends[1], min(optimizer.current.parts[0].state["least_root"].tolist()) > 0
+
+
+def with_fsdp(rank: int, size: int) -> tuple[Any, list[torch.Tensor], bool]:
+    """Both kinds of steps in one start of four processes."""
+    options = {**LOCAL.options, "freeze_step": None, "reply": "direct"}
+    net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 20, fsdp.mesh_of(2, 2), True, **options)
+    return with_fsdp_both_ways(rank, size), fsdp.whole(net), optimizer.synchronized
+
+
+def with_nodes(rank: int, size: int) -> tuple[list[torch.Tensor], bool]:
+    optimizer, _ = fsdp.with_ddp(rank, "ZeroOneAdam", 20, **LOCAL.options, freeze_step=None, reply="direct")
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]], optimizer.synchronized
+
+
+@pytest.mark.slow
+def test_sharded_parameters() -> None:
+    """FSDP's hook averages in full steps. The shards of a copy move alike, as the ranks of a node do."""
+    found = run_ranks_once(4, with_fsdp, timeout=HUNG)
+    nodes = run_ranks_once(4, with_nodes, timeout=HUNG)
+    assert all(one[0] == found[0][0] and one[0][0] == one[0][1] and one[0][2] for one in found)
+    assert all(one[2] and bits(one[1]) == bits(found[0][1]) for one in found)
+    assert all(one[1] and bits(one[0]) == bits(nodes[0][0]) for one in nodes)
+    for a, b in zip(found[0][1], nodes[0][0], strict=True):
+        assert (a - b).norm() < 1e-6 * b.norm()
