@@ -1,4 +1,4 @@
-"""What torch asks of every optimizer, in both stages: hooks, closures, schedulers, groups, names, states, arguments."""
+"""What torch asks of every optimizer, in both stages: hooks, closures, schedulers, groups, names, states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import onebit
 from tests.onebit.optim import contract
 from tests.onebit.optim.contract import give
-from tests.onebit.runs import OPTIMIZERS, Case, assert_message, bits, build, run, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, bits, build, run, same, snapshot, take
 
 STAGES = {"stage 1": 50, "stage 2": 2}  # freeze_step
 both = pytest.mark.parametrize(
@@ -420,57 +419,3 @@ def test_a_load_that_fails_changes_nothing() -> None:
         with pytest.raises(ValueError, match=name if value else "param group 0 of the state has no eps"):
             optimizer.load_state_dict(state)
         assert same(before, snapshot(optimizer.state_dict()))
-
-
-# Wrong parameters, and arguments of AdamW
-
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "one tensor": (lambda: nn.Parameter(torch.ones(3)), TypeError, "iterable"),
-    "no tensor": (lambda: [nn.Parameter(torch.ones(3)), 3], TypeError, "one of the params is int"),
-    "no leaf": (lambda: [nn.Parameter(torch.ones(3)) * 2], ValueError, "non-leaf"),
-    "nothing": (lambda: [], ValueError, "empty parameter list"),
-    "nothing in a group": (lambda: [{"params": []}], ValueError, "no param group has a parameter"),
-    "a set": (lambda: [{"params": {nn.Parameter(torch.ones(3))}}], TypeError, "ordered"),
-    "no params": (lambda: [{"lr": 0.1}], TypeError, "params"),
-    "complex": (lambda: [nn.Parameter(torch.ones(3, dtype=torch.complex64))], TypeError, "complex64"),
-    "float64": (lambda: [nn.Parameter(torch.ones(3).double())], TypeError, r"float64.*float32, bfloat16 and float16"),
-    "twice": (lambda: [nn.Parameter(torch.ones(3))] * 2, ValueError, "parameter 1 .* given twice"),
-    "in two groups": (
-        lambda: [{"params": [p]} for p in [nn.Parameter(torch.ones(3))] * 2], ValueError, "more than one parameter gr",
-    ),
-    "two devices": (
-        lambda: [nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(3, device="meta"))], ValueError,
-        "several devices.*cpu, meta.*one for each device",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_parameters_are_refused(name: str) -> None:
-    params, error, match = WRONG[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch only warns of a parameter that is there twice
-        with pytest.raises(error, match=match):
-            build("OneBitAdam", params())
-
-
-def test_arguments_of_adamw_that_change_nothing_are_taken() -> None:
-    case, given = case_of("OneBitAdam", "stage 2"), {"maximize": False, "differentiable": False, "amsgrad": False}
-    ends = set()
-    for more in ({}, *({"foreach": v, "fused": v, "capturable": v} for v in (None, False, True)), given):
-        params, optimizer = started(contract.options(case, **more))
-        ends.add((bits(params), *optimizer.state_dict()["param_groups"][0]))
-    assert len(ends) == 1
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_arguments_of_adamw_that_would_change_something_are_refused(kind: str) -> None:
-    for name, why in (("maximize", "Negate the loss"), ("differentiable", "by its address"),
-                      ("amsgrad", "no new variance")):  # fmt: skip
-        with pytest.raises(ValueError) as caught:
-            build(kind, **{name: True})
-        assert_message(caught, f"{name}=True", why)
-    for name in ("foreach", "fused", "capturable", "maximize"):
-        with pytest.raises(ValueError) as caught:
-            build(kind, **{name: "yes"})
-        assert_message(caught, f"{name}='yes'", "True, False or None")

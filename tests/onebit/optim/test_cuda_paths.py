@@ -17,7 +17,6 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
-from tests.onebit.runs import kinds
 
 
 @pytest.fixture
@@ -85,13 +84,12 @@ def test_without_a_graph_nothing_is_copied_that_did_not_change(monkeypatch):
     assert not graph.copies
 
 
-@kinds
-def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(kind, monkeypatch):
+def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     """It is a number like any other: copied with the others, in one pinned copy."""
     results = []
     for lr in (torch.tensor(0.01), 0.01):
         weight = nn.Parameter(torch.linspace(-1, 1, 70))
-        optimizer = getattr(onebit, kind)([weight], lr=lr)
+        optimizer = onebit.OneBitAdam([weight], lr=lr)
         table = optimizer.write_hyper(None)
         assert table[0, 0] == torch.tensor(0.01)
         written = []
@@ -159,19 +157,14 @@ def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str]) -> list[Any]:
     return cuda.log
 
 
-def test_the_thread_works_on_the_device_of_its_stream(monkeypatch):
-    log = flown(monkeypatch, ["main"])
-    assert log[0] == ("device", "cuda:1") and "run" in log
-
-
-def test_a_message_waits_for_every_stream_that_backward_ran_in(monkeypatch):
+def test_a_message_waits_for_every_stream_that_backward_ran_in_on_the_device_of_its_own(monkeypatch):
     log = flown(monkeypatch, ["main", "other", "main"])
+    assert log[0] == ("device", "cuda:1")
     before = log[log.index("run") : log.index("compress")]
     assert {each for each in before if each != "run"} == {("waits for", "main"), ("waits for", "other")}
 
 
-@kinds
-def test_a_compiled_training_step_is_the_same_and_leaves_the_passes_out(kind):
+def test_a_compiled_training_step_is_the_same_and_leaves_the_passes_out():
     compiled: list[str] = []
 
     def recording(module: Any, inputs: Any) -> Any:
@@ -182,8 +175,7 @@ def test_a_compiled_training_step_is_the_same_and_leaves_the_passes_out(kind):
     for wrap in (lambda function: function, lambda function: torch.compile(function, backend=recording)):
         torch.manual_seed(0)
         model = nn.Linear(9, 5)
-        options = {} if kind == "ZeroOneAdam" else {"freeze_step": 2}
-        optimizer = getattr(onebit, kind)(model.parameters(), lr=0.01, **options)
+        optimizer = onebit.OneBitAdam(model.parameters(), lr=0.01, freeze_step=2)
 
         @wrap
         def train(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:

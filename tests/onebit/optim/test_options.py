@@ -5,8 +5,11 @@ import dataclasses
 import inspect
 import pydoc
 import re
+import warnings
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from torch import nn
 
 import onebit
 from onebit.optim.options import OptionArguments, Options
-from tests.onebit.runs import assert_message, build, freezing_kinds, kinds, parameters
+from tests.onebit.optim.contract import options, started
+from tests.onebit.runs import Case, assert_message, bits, build, freezing_kinds, kinds, parameters
 
 WRONG = [
     ("lr", -1e-3, ["lr=-0.001", "0 or more"]),
@@ -111,7 +115,7 @@ def test_an_unknown_keyword_is_a_type_error(kind):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "own",
     [
         {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0},
         {"lr": torch.tensor(1e-3), "betas": [0.9, 0.99]},
@@ -121,10 +125,10 @@ def test_an_unknown_keyword_is_a_type_error(kind):
     ],
 )
 @freezing_kinds
-def test_values_at_the_limits_are_accepted(kind, options):
+def test_values_at_the_limits_are_accepted(kind, own):
     params = parameters((3, 2), (5,))
-    optimizer = build(kind, params, **options)
-    if optimizer.param_groups[0]["eps"] > 0 and options.get("freeze_step") != 0:
+    optimizer = build(kind, params, **own)
+    if optimizer.param_groups[0]["eps"] > 0 and own.get("freeze_step") != 0:
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
@@ -146,6 +150,63 @@ def test_lambs_limits_may_be_equal():
     [state] = optimizer.current.states
     assert state["coefficient_average"].tolist() == pytest.approx([0.2, 0.2], rel=1e-6)
     assert state["coefficient"].tolist() == pytest.approx([0.4, 0.4], rel=1e-6)
+
+
+# Wrong parameters, and arguments of AdamW
+
+WRONG_PARAMETERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "one tensor": (lambda: nn.Parameter(torch.ones(3)), TypeError, "iterable"),
+    "no tensor": (lambda: [nn.Parameter(torch.ones(3)), 3], TypeError, "one of the params is int"),
+    "no leaf": (lambda: [nn.Parameter(torch.ones(3)) * 2], ValueError, "non-leaf"),
+    "nothing": (lambda: [], ValueError, "empty parameter list"),
+    "nothing in a group": (lambda: [{"params": []}], ValueError, "no param group has a parameter"),
+    "a set": (lambda: [{"params": {nn.Parameter(torch.ones(3))}}], TypeError, "ordered"),
+    "no params": (lambda: [{"lr": 0.1}], TypeError, "params"),
+    "complex": (lambda: [nn.Parameter(torch.ones(3, dtype=torch.complex64))], TypeError, "complex64"),
+    "float64": (lambda: [nn.Parameter(torch.ones(3).double())], TypeError, r"float64.*float32, bfloat16 and float16"),
+    "twice": (lambda: [nn.Parameter(torch.ones(3))] * 2, ValueError, "parameter 1 .* given twice"),
+    "in two groups": (
+        lambda: [{"params": [p]} for p in [nn.Parameter(torch.ones(3))] * 2], ValueError, "more than one parameter gr",
+    ),
+    "two devices": (
+        lambda: [nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(3, device="meta"))], ValueError,
+        "several devices.*cpu, meta.*one for each device",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_PARAMETERS)
+def test_wrong_parameters_are_refused(name: str) -> None:
+    params, error, match = WRONG_PARAMETERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch only warns of a parameter that is there twice
+        with pytest.raises(error, match=match):
+            build("OneBitAdam", params())
+
+
+def test_arguments_of_adamw_that_change_nothing_are_taken() -> None:
+    case, given = Case(options={"freeze_step": 2}), {"maximize": False, "differentiable": False, "amsgrad": False}
+    ends = set()
+    for more in ({}, *({"foreach": v, "fused": v, "capturable": v} for v in (None, False, True)), given):
+        params, optimizer = started(options(case, **more), 4)
+        ends.add((bits(params), *optimizer.state_dict()["param_groups"][0]))
+    assert len(ends) == 1
+
+
+@kinds
+def test_arguments_of_adamw_that_would_change_something_are_refused(kind: str) -> None:
+    for name, why in (("maximize", "Negate the loss"), ("differentiable", "by its address"),
+                      ("amsgrad", "no new variance")):  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            build(kind, **{name: True})
+        assert_message(caught, f"{name}=True", why)
+    for name in ("foreach", "fused", "capturable", "maximize"):
+        with pytest.raises(ValueError) as caught:
+            build(kind, **{name: "yes"})
+        assert_message(caught, f"{name}='yes'", "True, False or None")
+
+
+# What is shown of options
 
 
 def test_the_page_of_options_has_every_argument_with_its_default_and_no_other():

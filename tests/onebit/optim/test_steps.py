@@ -104,7 +104,10 @@ def accumulating(rank: int, size: int, kind: str, freeze_step: int, micro: int, 
                     nn.functional.mse_loss(model(a), b).div(micro).backward()
             else:
                 loss.backward()
+        averaged = bits(p.grad for p in params)
         optimizer.step()
+        if how != "alone" and not optimizer.compressing:
+            assert bits(p.grad for p in params) == averaged, "DDP has averaged them already"
         optimizer.zero_grad()
     assert optimizer.compressing == (freeze_step < 10)
     return arrays(params)

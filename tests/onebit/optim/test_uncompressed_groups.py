@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit.optim.contract import options
+from tests.onebit.optim.contract import options, started
 from tests.onebit.runs import (
     Case,
     assert_message,
@@ -89,32 +89,9 @@ def test_both_are_what_they_are_alone(name: str) -> None:
         assert own["sent"][0] == own["sent"][1]
 
 
-def beside_adamw(rank: int, size: int, case: Case) -> float:
-    one, two = case.parameters(), case.parameters()
-    optimizer, other = case.build(one, group()), torch.optim.AdamW(halves(two)[1], lr=1e-2, weight_decay=0.1)
-    for step in range(1, case.steps + 1):
-        take(case, rank, optimizer, one, step)
-        everyone = [case.gradients(r, step) for r in range(size)]
-        for i, p in enumerate(two):
-            p.grad = torch.stack([of[i] for of in everyone]).mean(0)
-        other.step()
-    return max(float((a - b).abs().max()) for a, b in zip(halves(one)[1], halves(two)[1], strict=True))
-
-
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
-def test_the_others_are_adamws(kind: str) -> None:
-    case = CASE.but(kind=kind, dtype="float64", steps=12)
-    case = case.but(dtype="float32", options={**OPTIONS, **(SPACED if kind == "ZeroOneAdam" else {})})
-    assert max(run_ranks(2, beside_adamw, case)) < 2e-6
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
-
-
 def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> list[bytes]:
-    net = model()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
     groups = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]
     own = options_of(kind, {**OPTIONS, **(SPACED if kind == "ZeroOneAdam" else {})})
     optimizer = build(kind, groups, lr=1e-2, block_size=32, overlap=overlap, process_group=group(), **own)
@@ -144,9 +121,7 @@ def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
 
 
 def saved(rank: int, size: int, case: Case) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 7)
+    params, optimizer = started(case, 7, rank, size)
     return snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
 
 
@@ -181,79 +156,63 @@ def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str
             assert not any("residual" in name or "momentum_bits" in name for name in state["state"][key])
 
 
-def saved_to_a_folder(rank: int, size: int, case: Case, folder: str) -> None:
-    params = case.parameters()
-    net, optimizer = nn.ParameterList(params), case.build(params, group())
-    run(case, rank, optimizer, params, 1, 7)
-    onebit.save(folder, net, optimizer)
+def saved_to_a_folder(rank: int, size: int, folder: str) -> None:
+    params, optimizer = started(CASE, 7, rank, size)
+    onebit.save(folder, nn.ParameterList(params), optimizer)
     again = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    other = case.build(again, group())
+    other = CASE.build(again, group())
     onebit.load(folder, nn.ParameterList(again), other)
-    run(case, rank, optimizer, params, 8, 10)
-    run(case, rank, other, again, 8, 10)
+    run(CASE, rank, optimizer, params, 8, 10)
+    run(CASE, rank, other, again, 8, 10)
     assert bits(params) == bits(again)
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:
-    run_ranks(2, saved_to_a_folder, CASE, str(tmp_path))
+    run_ranks(2, saved_to_a_folder, str(tmp_path))
 
 
-def another_choice(rank: int, size: int, kind: str, at: int) -> None:
-    case = CASE.but(kind=kind)
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, at)
-    other = case.but(groups=({}, {})).build(case.parameters(), group())
-    if at <= 3:
-        other.load_state_dict(snapshot(optimizer.state_dict()))
-        assert other.param_groups[1]["compress"] is True
-    else:
+def another_choice(rank: int, size: int, kind: str) -> None:
+    """For stage 1 alone a state is of another choice too."""
+    for at in (3, 7):
+        case = CASE.but(kind=kind)
+        _, optimizer = started(case, at, rank, size)
+        state, other = optimizer.state_dict(), case.but(groups=({}, {})).build(case.parameters(), group())
+        if at <= 3:
+            other.load_state_dict(state)
+            assert other.param_groups[1]["compress"] is True
+            continue
         with pytest.raises(ValueError) as caught:
-            other.load_state_dict(snapshot(optimizer.state_dict()))
+            other.load_state_dict(state)
         assert_message(caught, "compress=False in param group 1", "it is True", "Give the group what it had")
 
 
-@pytest.mark.parametrize(("kind", "at"), [("OneBitAdam", 3), ("OneBitAdam", 7), ("OneBitLamb", 7), ("ZeroOneAdam", 7)])
-def test_a_state_of_another_choice_is_for_stage_1_alone(kind: str, at: int) -> None:
-    run_ranks(2, another_choice, kind, at)
+@kinds
+def test_a_state_of_another_choice_is_for_stage_1_alone(kind: str) -> None:
+    run_ranks(2, another_choice, kind)
 
 
 # What it shows
 
 
-def reported(rank: int, size: int) -> tuple[float, float]:
-    params = CASE.parameters()
-    optimizer = CASE.build(params, group())
-    run(CASE, rank, optimizer, params, 1, 10)
-    return optimizer.report().sent, optimizer.wire_bytes
-
-
-def test_the_report_counts_what_they_send() -> None:
-    """Of two ranks an all-reduce sends 4 B an element."""
-    for sent, messages in run_ranks(2, reported):
-        assert sent - messages == 4 * (4 * sum(ELEMENTS) + 6 * ELEMENTS[1])
-
-
-def diverged(rank: int, size: int) -> None:
-    case = CASE.but(options={**OPTIONS, "check_every": 1})
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 7)
+def reported(rank: int, size: int) -> None:
+    """Of two ranks an all-reduce sends 4 B an element. The watch looks at what is not compressed too."""
+    case = options(CASE, check_every=11)
+    params, optimizer = started(case, 10, rank, size)
+    sent = optimizer.report().sent - optimizer.wire_bytes
+    assert sent == 4 * (4 * sum(ELEMENTS) + 6 * ELEMENTS[1])
     if rank == 1:
         optimizer.current.uncompressed[0]["exp_avg"][:1] += 1
     with pytest.raises(onebit.DivergenceError, match="exp_avg of parameter"):
-        take(case, rank, optimizer, params, 8)
+        take(case, rank, optimizer, params, 11)
 
 
-def test_the_watch_looks_at_them_too() -> None:
-    run_ranks(2, diverged)
+def test_the_report_counts_what_they_send_and_the_watch_looks_at_them() -> None:
+    run_ranks(2, reported)
 
 
 @kinds
 def test_diagnostics_have_all(kind: str) -> None:
-    params = CASE.parameters()
-    optimizer = CASE.but(kind=kind).build(params)
-    run(CASE, 0, optimizer, params, 1, 6)
+    _, optimizer = started(CASE.but(kind=kind), 6)
     found = list(optimizer.diagnostics().values())  # in the order of the groups
     assert all("momentum_scale" in own for own in found[:2]) and not any("momentum_scale" in own for own in found[2:])
     assert all(own["variance_norm"] > 0 for own in found[2:])
@@ -262,42 +221,30 @@ def test_diagnostics_have_all(kind: str) -> None:
 @kinds
 def test_nobody_is_warned_of_coordinates_that_have_a_variance_to_come(kind: str) -> None:
     case = CASE.but(kind=kind, untouched=((1, 3, 99),))  # of the second group
-    params = case.parameters()
-    optimizer = case.build(params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(case, 0, optimizer, params, 1, 8)
-    other = case.but(untouched=((0, 3, 99),))
+        started(case, 8)
     with pytest.warns(UserWarning, match="coordinates without a variance"):
-        run(other, 0, other.build(again := other.parameters()), again, 1, 8)
+        started(case.but(untouched=((0, 3, 99),)), 8)
 
 
 # Errors
 
 
-@pytest.mark.parametrize("value", [None, 1, "no", 0.5])
-def test_true_or_false(value: Any) -> None:
+def test_groups_that_cannot_be() -> None:
     first, second = parameters((3,), (4,))
-    with pytest.raises(ValueError) as caught:
-        build("OneBitAdam", [{"params": [first]}, {"params": [second], "compress": value}])
-    assert_message(caught, f"compress={value!r}", "True", "False")
-
-
-@kinds
-def test_something_must_be_left_to_compress(kind: str) -> None:
-    with pytest.raises(ValueError, match="nothing would be compressed"):
-        build(kind, [{"params": parameters((3,)), "compress": False}])
-    first, second = parameters((3,), (4,))
-    first.requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing would be compressed"):
-        build(kind, [{"params": [first]}, {"params": [second], "compress": False}])
-
-
-def test_not_with_local_steps() -> None:
-    first, second = parameters((3,), (4,))
-    groups = [{"params": [first]}, {"params": [second], "compress": False}]
+    for value in (None, 1, "no", 0.5):
+        with pytest.raises(ValueError) as caught:
+            build("OneBitAdam", [{"params": [first]}, {"params": [second], "compress": value}])
+        assert_message(caught, f"compress={value!r}", "True", "False")
+    groups = [{"params": [first]}, {"params": [second], **APART}]
     with pytest.raises(ValueError, match="local_step_scaler"):
         onebit.ZeroOneAdam(groups, var_freeze_step=4, local_step_scaler=2)
+    with pytest.raises(ValueError, match="nothing would be compressed"):
+        build("OneBitAdam", [{"params": parameters((3,)), **APART}])
+    first.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing would be compressed"):
+        build("ZeroOneAdam", groups)
 
 
 @kinds
