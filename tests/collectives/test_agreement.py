@@ -13,16 +13,16 @@ CPU = torch.device("cpu")
 VALUES = [None, "", "é\n ", 0, [1, 2.5, {"a": None}], {"text": 5000 * "x"}, 100_000 * "\u2603", True]
 
 
-def gathered(rank, size, offset):
-    """Each rank gives another one of the values."""
+def gathered(rank, size):
+    """Each rank gives another one of the values, every one in turn."""
     transport = transport_for(group())
-    return all_gather_json(transport, CPU, VALUES[(rank + offset) % len(VALUES)], "a phase")
+    turns = range(len(VALUES))
+    return [all_gather_json(transport, CPU, VALUES[(rank + turn) % len(VALUES)], "a phase") for turn in turns]
 
 
-@pytest.mark.parametrize("offset", range(len(VALUES)))
-def test_json_of_every_rank(offset):
-    expected = [VALUES[(rank + offset) % len(VALUES)] for rank in range(3)]
-    assert run_ranks(3, gathered, offset) == [expected] * 3
+def test_json_of_every_rank():
+    turns = range(len(VALUES))
+    assert run_ranks(3, gathered) == [[[VALUES[(rank + t) % len(VALUES)] for rank in range(3)] for t in turns]] * 3
 
 
 def test_one_rank_gets_what_json_makes_of_its_value():
@@ -38,7 +38,7 @@ def agreed(rank, size, everyone):
 
 
 def test_facts_of_any_length():
-    """A run of many parameters has more of them than 2,048 bytes."""
+    """A run of many parameters has more of them than 2,048 bytes. Their order means nothing."""
     facts = {f"option {i}": i / 7 for i in range(500)}
     assert run_ranks(3, agreed, [facts] * 3) == ["", "", ""]
     other = {**facts, "option 77": "eleven", "only here": 1}
@@ -47,9 +47,6 @@ def test_facts_of_any_length():
             "the ranks do not agree: rank 1 has only here 1 where rank 0 has None; rank 1 has option"
         )
         assert "rank 1 has option 77 'eleven' where rank 0 has 11.0" in error
-
-
-def test_the_order_of_facts_means_nothing():
     assert run_ranks(2, agreed, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == ["", ""]
 
 
@@ -74,13 +71,11 @@ def flip(bit):
     return damage
 
 
-@pytest.mark.parametrize("bit", [*range(0, 64, 7), 63])
-def test_a_damaged_length_is_an_error_and_takes_no_memory(bit):
-    with pytest.raises(MessageError, match="a phase: rank 0 announces"):
-        all_gather_json(Damaging(1, flip(bit)), CPU, {"a": 1}, "a phase")
-
-
-@pytest.mark.parametrize("bit", [0, 3, 7])
-def test_a_damaged_text_is_an_error(bit):
-    with pytest.raises(MessageError, match="a phase: what came from rank 0 is no JSON"):
-        all_gather_json(Damaging(2, flip(bit)), CPU, {"a": 1}, "a phase")
+def test_damage_is_an_error_and_takes_no_memory():
+    """Of a length, which comes first, and of a text."""
+    length = 1, (*range(0, 64, 7), 63), "rank 0 announces"
+    text = 2, (0, 3, 7), "what came from rank 0 is no JSON"
+    for number, bits, says in (length, text):
+        for bit in bits:
+            with pytest.raises(MessageError, match=f"a phase: {says}"):
+                all_gather_json(Damaging(number, flip(bit)), CPU, {"a": 1}, "a phase")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit.collectives.agreement import agree_on_values, checksums
+from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Done, LocalTransport
 from onebit.collectives.transport.torch import TorchTransport
+from tests.collectives.work import error_of
 from tests.ranks import group, run_ranks
 
+SCALES = (4.0, 1024.0, 0.5)
 SHAPES = ((3, 5), (400,), (), (0,), (17, 2), (1,))
 
 
@@ -25,31 +29,68 @@ def tensors(rank: int, dtype: str) -> list[Tensor]:
     return [torch.randn(shape, generator=source).to(getattr(torch, dtype)) for shape in SHAPES]
 
 
-def averaged(
-    rank: int, size: int, dtype: str, bucket_bytes: int, scales: list[float] | None, wire: str | None = None
-) -> tuple[list[np.ndarray], int]:
-    """The means, in the ranks' common scale, and the bytes that were to be added up."""
-    given = tensors(rank, dtype)
-    factor = None
-    if scales is not None:
-        given = [t * scales[rank] for t in given]
-        factor = torch.tensor([1 / scales[rank]])
+@dataclass(frozen=True)
+class Mean:
+    """An average to take."""
+
+    dtype: str = "float32"
+    bucket_bytes: int = 2**20
+    scales: tuple[float, ...] | None = None  # the ranks'
+    wire: str | None = None
+
+    def but(self, **changes: Any) -> Mean:
+        return replace(self, **changes)
+
+
+def averaged(rank: int, size: int, means: list[Mean]) -> list[tuple[list[np.ndarray], int]]:
+    """Each, in the ranks' common scale, and the bytes that were to be added up."""
+    return [take(each, rank) for each in means]
+
+
+def take(mean: Mean, rank: int) -> tuple[list[np.ndarray], int]:
+    scale = mean.scales[rank] if mean.scales else 1.0
+    given = [t * scale for t in tensors(rank, mean.dtype)]
+    factor = torch.tensor([1 / scale]) if mean.scales else None
     given[4] = given[4].t()  # not contiguous
     transport = transport_for(group())
-    sums = []
-    with pytest.MonkeyPatch.context() as patch:
-        add = transport.all_sum
-        patch.setattr(transport, "all_sum", lambda flat, phase: sums.append(flat.nbytes) or add(flat, phase))
-        average_(given, transport, factor, bucket_bytes=bucket_bytes, wire_dtype=wire and getattr(torch, wire))
-    return [(t / (scales[rank] if scales else 1)).double().numpy() for t in given], sum(sums)
+    wire = mean.wire and getattr(torch, mean.wire)
+    with patch.object(transport, "all_sum", wraps=transport.all_sum) as add:
+        average_(given, transport, factor, bucket_bytes=mean.bucket_bytes, wire_dtype=wire)
+    sent = sum(call.args[0].nbytes for call in add.call_args_list)
+    return [(t / scale).double().numpy() for t in given], sent
+
+
+def check(size: int, means: list[Mean]) -> list[int]:
+    """Every rank has each mean, the same. The bytes of each."""
+    found = run_ranks(size, averaged, means)
+    for mean, ranks in zip(means, zip(*found, strict=True), strict=True):
+        rounding = 1e-6 if mean.dtype == "float32" and mean.wire is None else 2e-2
+        for p in range(len(SHAPES)):
+            expected = np.mean([tensors(rank, mean.dtype)[p].double().numpy() for rank in range(size)], 0)
+            for values, _ in ranks:
+                close = {"rtol": rounding, "atol": rounding}
+                np.testing.assert_allclose(values[p], expected.T if p == 4 else expected, **close)
+                assert values[p].tobytes() == ranks[0][0][p].tobytes()
+    return [sent for _, sent in found[0]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
-def test_the_mean_over_ranks(size: int, dtype: str, bucket_bytes: int) -> None:
-    found = run_ranks(size, averaged, dtype, bucket_bytes, None)
-    check(found, size, dtype)
+def test_the_mean_over_ranks(size: int) -> None:
+    """In buckets of a tensor, of a few, and of all."""
+    check(size, [Mean(dtype, nbytes) for dtype in ("float32", "bfloat16") for nbytes in (1, 100, 2**20)])
+
+
+def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:
+    check(3, [Mean(bucket_bytes=100, scales=SCALES)])
+
+
+@pytest.mark.parametrize(("dtype", "wire"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")])
+def test_a_narrower_dtype_travels_instead(dtype: str, wire: str) -> None:
+    """Half the bytes, and the mean within its rounding; what is as narrow already travels as it is, scaled in fp32."""
+    usual, numel = Mean(dtype), sum(t.numel() for t in tensors(0, dtype))
+    means = [usual, usual.but(scales=SCALES), usual.but(wire=wire), usual.but(wire=wire, scales=SCALES)]
+    sizes = [4, 4, 2, 2] if dtype == "float32" else [2, 4, 2, 4]
+    assert check(3, means) == [each * numel for each in sizes]
 
 
 class Dividing(LocalTransport):
@@ -98,23 +139,6 @@ def test_nccl_has_a_collective_for_means(monkeypatch: pytest.MonkeyPatch) -> Non
     assert transport.all_mean(torch.ones(3), "test") is None and len(asked) == 1
 
 
-def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:
-    found = run_ranks(3, averaged, "float32", 100, [4.0, 1024.0, 0.5])
-    check(found, 3, "float32")
-
-
-@pytest.mark.parametrize(("dtype", "wire"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")])
-@pytest.mark.parametrize("scales", [None, [4.0, 1024.0, 0.5]])
-def test_a_narrower_dtype_travels_instead(dtype: str, wire: str, scales: list[float] | None) -> None:
-    """Half the bytes, and the mean within its rounding; what is as narrow already travels as it is."""
-    found = run_ranks(3, averaged, dtype, 2**20, scales, wire)
-    check(found, 3, dtype, wire)
-    for (means, sent), (_, as_it_is) in zip(found, run_ranks(3, averaged, dtype, 2**20, scales), strict=True):
-        usual = 4 if dtype == "float32" or scales else 2
-        assert as_it_is == usual * sum(m.size for m in means)
-        assert sent == (2 if dtype == "float32" else usual) * sum(m.size for m in means)
-
-
 def small_and_scaled(rank: int, size: int) -> float:
     """A gradient whose true size float16 does not hold, as GradScaler has it."""
     given = torch.tensor([1e-8 * 2.0**16]).half()
@@ -126,51 +150,32 @@ def test_what_has_16_bits_keeps_what_a_scale_has_saved() -> None:
     assert run_ranks(2, small_and_scaled) == [pytest.approx(1e-8 * 2.0**16, rel=1e-3)] * 2
 
 
-def check(answers: list[tuple[list[np.ndarray], int]], size: int, dtype: str, wire: str | None = None) -> None:
-    rounding = 1e-6 if dtype == "float32" and wire is None else 2e-2
-    found = [means for means, _ in answers]
-    for p in range(len(SHAPES)):
-        mean = np.mean([tensors(rank, dtype)[p].double().numpy() for rank in range(size)], 0)
-        for one in found:
-            np.testing.assert_allclose(one[p], mean.T if p == 4 else mean, rtol=rounding, atol=rounding)
-            assert one[p].tobytes() == found[0][p].tobytes()
+ODD: list[tuple[list[tuple[int, int, int]], str]] = [
+    ([], ""),
+    ([(1, 4, 33)], "number 4 has other values on rank 1 than"),
+    ([(0, 1, 0)], "number 1 has other values on rank 0 than"),
+    ([(2, 1, 399), (2, 0, 3)], "number 0 has other values on rank 2 than on the rest, and so have 1 more"),
+]
 
 
-def compared(rank: int, size: int, other: list[tuple[int, int, int]]) -> str:
-    """The error of this rank where (rank, tensor, element) differ."""
-    given = tensors(7, "float32")
-    for who, tensor, element in other:
-        if who == rank:
-            given[tensor].view(-1)[element] += 1e-6
-    try:
-        agree_on_values(transport_for(group()), given, lambda i: f"number {i}")
-    except ValueError as error:
-        return str(error)
-    return ""
+def compared(rank: int, size: int) -> list[str]:
+    """The errors of this rank where (rank, tensor, element) differ."""
+    errors = []
+    for odd, _ in ODD:
+        given = tensors(7, "float32")
+        for who, tensor, element in odd:
+            if who == rank:
+                given[tensor].view(-1)[element] += 1e-6
+        text = [""]
+        with error_of(text):
+            agree_on_values(transport_for(group()), given, lambda i: f"number {i}")
+        errors.append(text[-1])
+    return errors
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ([], ""),
-        ([(1, 4, 33)], "number 4 has other values on rank 1 than"),
-        ([(0, 1, 0)], "number 1 has other values on rank 0 than"),
-        ([(2, 1, 399), (2, 0, 3)], "number 0 has other values on rank 2 than on the rest, and so have 1 more"),
-    ],
-)
-def test_a_difference_in_one_element_is_an_error_on_every_rank(other: list[Any], message: str) -> None:
-    for text in run_ranks(3, compared, other):
-        assert message in text
-        assert bool(text) == bool(other)
-
-
-def test_two_ranks_that_differ_blame_the_second() -> None:
-    for text in run_ranks(2, compared, [(0, 1, 0)]):
-        assert "rank 1" in text
-
-
-def test_checksums_tell_places_apart() -> None:
-    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])
-    assert len(set(checksums([a, b, -a, a.bfloat16(), a[:2]]).tolist())) == 5
-    assert checksums([a])[0] == checksums([a.clone()])[0]
-    agree_on_values(LocalTransport(), [a, b], str)
+def test_a_difference_in_one_element_is_an_error_on_every_rank() -> None:
+    for texts in run_ranks(3, compared):
+        for text, (odd, says) in zip(texts, ODD, strict=True):
+            assert says in text and bool(text) == bool(odd)
+    for texts in run_ranks(2, compared):
+        assert "rank 1" in texts[2]  # of two that differ

@@ -1,15 +1,115 @@
-"""chunks="auto": measured once on the group, the same on all ranks, cached; foreign entries count for nothing."""
+"""chunks="auto": measured once on the group, the same on all ranks, cached; foreign entries count for nothing.
+
+Before its first use nothing that one rank does alone waits for the others.
+"""
+
+from __future__ import annotations
 
 import json
-from dataclasses import replace
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from onebit.collectives import CompressedAllReduce
+from onebit.collectives import CompressedAllReduce, chunking
 from onebit.collectives.chunking import CANDIDATES, candidates
-from tests.collectives import steps, work_chunks
-from tests.collectives.steps import Case
-from tests.ranks import run_ranks
+from onebit.collectives.topology import Topology
+from onebit.collectives.transport import transport_for
+from onebit.kernels.tuning import tuner
+from tests.collectives import steps, work
+from tests.collectives.steps import Case, Recorded
+from tests.collectives.work import Watched
+from tests.ranks import group, run_ranks
+
+
+@contextmanager
+def cache_folder(folder: str) -> Iterator[None]:
+    """A rank's cache, as a process that has read nothing yet sees it."""
+    with patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folder}):
+        tuner.forget()
+        try:
+            yield
+        finally:
+            tuner.forget()
+
+
+class Clock:
+    """Gives the seconds of each number of chunks in turn, however long it really takes."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        ends = [t for s in seconds for t in [0.0, s] * RUNS]
+        self.readings = iter(ends)
+
+    def perf_counter(self) -> float:
+        return next(self.readings)
+
+
+RUNS = 3  # timed for each number of chunks
+
+
+@dataclass
+class Choice:
+    """The chunks of one object, how often the candidates were measured for it, and the phases of its collectives."""
+
+    chunks: int
+    measured: int
+    phases: list[str]
+
+
+@contextmanager
+def measuring(seconds: list[float]) -> Iterator[list[list[int]]]:
+    """Replace the clock, and note the options of every measurement."""
+    measured: list[list[int]] = []
+    real = chunking.measure_chunks
+
+    def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
+        measured.append(list(kwargs["options"]))
+        with patch.object(chunking, "time", Clock(seconds)):
+            return real(*args, **kwargs)
+
+    with patch.object(chunking, "measure_chunks", measure):
+        yield measured
+
+
+def small_models_up_to(elements: int) -> Any:
+    """Models of so many elements take one chunk, for their flags."""
+    return patch.object(chunking, "MOST_ELEMENTS", elements)
+
+
+def choices(
+    rank: int, size: int, cases: list[Case], folders: list[str], seconds: list[list[float]], small: int = 0
+) -> list[Choice]:
+    """Choose for one case after the other, in a process that has read nothing yet."""
+    made = []
+    with cache_folder(folders[rank]), measuring(seconds[rank]) as measured, small_models_up_to(small):
+        for case in cases:
+            transport = Watched(transport_for(group()))
+            all_reduce = case.all_reduce(transport)
+            before = len(measured)
+            made.append(Choice(all_reduce.prepare().layout.chunks, len(measured) - before, transport.events))
+    return made
+
+
+def really_measured(
+    rank: int, size: int, case: Case, folder: str
+) -> tuple[list[int], list[tuple[int, float]], Recorded]:
+    """Nothing replaced: what `onebit tune` shows, then a run that chooses by itself."""
+    seen: list[tuple[int, float]] = []
+    with cache_folder(folder), small_models_up_to(0):
+        options = chunking.candidates(sum(case.numels), size, case.block_size)
+        given: dict[str, Any] = {"scale": case.scale, "norm": case.norm, "block_size": case.block_size}
+        seconds = chunking.measure_chunks(
+            Topology.of(group()), sum(case.numels), torch.device("cpu"), **given, options=options,
+            progress=lambda chunks, s: seen.append((chunks, s)),
+        )  # fmt: skip
+        assert list(seconds.items()) == seen
+        return options, seen, steps.record(case, rank, group())
+
 
 SIZE = 3
 CASE = Case((12_288,), 32, chunks="auto", steps=2)  # 8 chunks * 3 ranks * 16 blocks * 32 elements
@@ -59,97 +159,79 @@ def test_candidates_have_a_chunk_worth_its_latency():
 
 
 def test_all_ranks_use_what_is_fastest_for_the_slowest(folders):
-    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
+    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
     assert (choice.chunks, choice.measured) == (BEST, 1)
     assert entries(folders[0]) == {KEY: {"chunks": BEST}}
 
 
 def test_of_equally_fast_ones_the_fewest_chunks(folders):
-    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
+    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
     assert choice.chunks == 2
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_measured_once_and_cached(folders, fresh):
-    """By rank 0 for all: other ranks may have caches of their own, or none."""
+def test_measured_once_and_cached(folders):
+    """By rank 0 for all: other ranks may have caches of their own, or none. Later processes read it."""
     similar = replace(CASE, numels=(12_000, 500), scale="tensor")
-    first, *later = agreed(run_ranks(SIZE, work_chunks.choices, [CASE, CASE, similar], folders, SECONDS, fresh))
+    first, *later = agreed(run_ranks(SIZE, choices, [CASE, CASE, similar], folders, SECONDS))
     assert (first.chunks, first.measured) == (BEST, 1)
-    for choice in later:
+    for choice in [*later, *agreed(run_ranks(SIZE, choices, [similar, CASE], folders, SECONDS))]:
         assert (choice.chunks, choice.measured) == (BEST, 0)
-        assert choice.phases == [
-            *COMPARED,
-            ASKING,
-            "all_max agreeing on the number of chunks (all-reduce of one number)",
-        ]
+        assert choice.phases == [*COMPARED, ASKING, AGREEING]
 
 
 def test_another_size_is_measured_anew(folders):
     larger = replace(CASE, numels=(40_000,))
-    first, second = agreed(run_ranks(SIZE, work_chunks.choices, [CASE, larger], folders, SECONDS))
+    first, second = agreed(run_ranks(SIZE, choices, [CASE, larger], folders, SECONDS))
     assert (first.measured, second.measured) == (1, 1)
     assert len(entries(folders[0])) == 2
 
 
+def choices_on_hosts(rank, size, folders):
+    """As torchrun numbers two hosts."""
+    with patch.dict(os.environ, {"GROUP_RANK": str([0, 0, 1][rank])}):
+        return choices(rank, size, [CASE], folders, SECONDS)
+
+
 def test_a_trial_on_one_host_says_nothing_of_several(folders):
     """Where messages pass a network it is measured anew, and both are kept."""
-    first = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
-    again, later = (
-        agreed(run_ranks(SIZE, work_chunks.choices_on_hosts, [CASE], folders, SECONDS, [0, 0, 1])) for _ in range(2)
-    )
+    first = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
+    again, later = (agreed(run_ranks(SIZE, choices_on_hosts, folders)) for _ in range(2))
     assert [[c.measured for c in found] for found in (first, again, later)] == [[1], [1], [0]]
     assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
 
 
-def test_the_cache_of_rank_0_counts_for_all(folders):
-    """Whatever is in the caches of the others."""
-    write(folders[0], KEY, {"chunks": 4})
+@pytest.mark.parametrize(("own", "chunks", "measured"), [({"chunks": 4}, 4, 0), (None, BEST, 1)])
+def test_the_cache_of_rank_0_counts_for_all_and_no_other(folders, own, chunks, measured):
+    if own:
+        write(folders[0], KEY, own)
     write(folders[1], KEY, {"chunks": 8})
-    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
-    assert (choice.chunks, choice.measured) == (4, 0)
+    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
+    assert (choice.chunks, choice.measured) == (chunks, measured)
 
 
-def test_the_cache_of_another_rank_counts_for_nothing(folders):
-    write(folders[1], KEY, {"chunks": 8})
-    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
-    assert (choice.chunks, choice.measured) == (BEST, 1)
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        {"chunks": 3},
-        {"chunks": 16},
-        {"chunks": 0},
-        {"chunks": -1},
-        {"chunks": "4"},
-        {"rows": 4},
-        {"chunks": None},
-        {"chunks": [4]},
-    ],
-    ids=str,
-)
-def test_a_foreign_value_is_measured_over(folders, foreign):
-    write(folders[0], KEY, foreign)
-    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS))
-    assert (choice.chunks, choice.measured) == (BEST, 1)
-    assert entries(folders[0])[KEY] == {"chunks": BEST}
+def test_a_foreign_value_is_measured_over(folders):
+    foreign = [{"rows": 4}, *({"chunks": each} for each in (3, 16, 0, -1, "4", None, [4]))]
+    for each in foreign:
+        write(folders[0], KEY, each)
+        (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
+        assert (choice.chunks, choice.measured) == (BEST, 1), each
+        assert entries(folders[0])[KEY] == {"chunks": BEST}
 
 
 @pytest.mark.parametrize("size, numels", [(1, (12_288,)), (SIZE, (3_071,))], ids=["one rank", "a small tensor"])
 def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, numels):
-    (choice,) = agreed(run_ranks(size, work_chunks.choices, [replace(CASE, numels=numels)], folders, SECONDS))
-    assert choice == work_chunks.Choice(1, 0, COMPARED)
+    (choice,) = agreed(run_ranks(size, choices, [replace(CASE, numels=numels)], folders, SECONDS))
+    assert choice == Choice(1, 0, COMPARED)
 
 
 @pytest.mark.parametrize("small, chunks, measured", [(12_288, 1, 0), (12_287, BEST, 1)])
 def test_a_model_whose_message_carries_its_flags_has_one_chunk(folders, small, chunks, measured):
-    (choice,) = agreed(run_ranks(SIZE, work_chunks.choices, [CASE], folders, SECONDS, False, small))
+    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS, small))
     assert (choice.chunks, choice.measured) == (chunks, measured)
 
 
 def test_a_real_measurement_and_a_run_with_what_it_chose(folders):
-    answers = run_ranks(SIZE, work_chunks.really_measured, CASE, folders[0])
+    answers = run_ranks(SIZE, really_measured, CASE, folders[0])
     options, seen, _ = answers[0]
     assert options == ALL and [chunks for chunks, _ in seen] == ALL
     assert all(seconds > 0 for _, seconds in seen)
@@ -160,18 +242,76 @@ def test_a_real_measurement_and_a_run_with_what_it_chose(folders):
     steps.check(replace(CASE, chunks=chosen), recorded)
 
 
-def test_a_state_brings_its_number_of_chunks():
-    """No measurement, and no collective: one rank may load alone."""
-    answers = run_ranks(SIZE, work_chunks.loaded_alone, replace(CASE, numels=(700,), chunks=5), 1)
-    assert answers == [None, (5, 0, True), None]
+def before_and_in_the_first_call(rank, size):
+    """Rank 1 reads every property and saves, while the others do nothing; then all prepare, and call it."""
+    transport = work.Watched(work.transport_for(group()))
+    all_reduce = CASE.all_reduce(transport)
+    alone = None
+    if rank == 1:
+        alone = all_reduce.exchange, all_reduce.chunks, all_reduce.wire_bytes, all_reduce.state_dict()
+    seen = list(transport.events)
+    exchange = all_reduce.prepare()
+    assert all_reduce.exchange is exchange is all_reduce.prepare()
+    measured = len(transport.events)
+    tensors = CASE.inputs(rank, 0)
+    all_reduce(tensors)
+    assert all_reduce.exchange is exchange
+    again = [event for event in transport.events[measured:] if "number of chunks" in event]
+    return alone, seen, measured > 0, again, all_reduce.chunks, [t.numpy().tobytes() for t in tensors]
 
 
-def test_a_state_with_other_chunks_than_those_in_use_replaces_them():
-    saved, other = (CompressedAllReduce(500, block_size=32, chunks=chunks) for chunks in (3, "auto"))
-    assert other.prepare().layout.chunks == 1
-    other.load_state_dict(saved.state_dict())
-    assert other.chunks == 3
+def test_properties_and_states_are_no_collectives():
+    answers = run_ranks(SIZE, before_and_in_the_first_call)
+    exchange, chunks, nbytes, state = answers[1][0]
+    assert (exchange, chunks, nbytes) == (None, None, 0)
+    nothing_chosen = {"chunks": 0, "format": 0, "wire_bytes": 0}
+    whose = {"rank": 1, "reply": "1", "slice": 0, "slices": 1, "sender": 1}
+    assert {**state, "format": 0} == nothing_chosen | whose
+    for _, seen, measured, again, *after in answers:
+        assert (seen, measured, again) == ([], True, [])
+        assert after == list(answers[0][4:]) and after[0] >= 1
 
 
-def test_no_bytes_are_counted_before_the_first_use():
-    assert CompressedAllReduce(10**6).wire_bytes == 0
+def resumed_unused(rank, size):
+    """The state of one that was never called, loaded into one that was, beside one that starts anew."""
+    unused, found = CASE.all_reduce(group()).state_dict(), []
+    for chunks in (2, "auto"):
+        used, fresh = (replace(CASE, chunks=chunks).all_reduce(group()) for _ in range(2))
+        steps.record(CASE, rank, group(), all_reduce=used)
+        used.load_state_dict(unused)
+        assert used.wire_bytes == 0
+        one, other = (steps.record(CASE, rank, group(), all_reduce=each) for each in (used, fresh))
+        found.append(one.result_bytes == other.result_bytes and steps.same_state(one.states[-1], other.states[-1]))
+    return found
+
+
+def test_an_unused_state_starts_anew():
+    assert run_ranks(2, resumed_unused) == [[True, True]] * 2
+
+
+def test_an_unused_state_is_loaded_before_the_first_use():
+    all_reduce = CompressedAllReduce(1000)
+    all_reduce.load_state_dict(CompressedAllReduce(1000).state_dict())
+    assert all_reduce.exchange is None and all_reduce.wire_bytes == 0
+    all_reduce(torch.ones(1000))
+    assert all_reduce.chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"format": 1}, "other sizes"),
+        (CompressedAllReduce(999).state_dict(), "other sizes"),
+        ({"rank": 1}, "saved by rank 1"),
+        ({"residual": torch.zeros(2048)}, "holds no residual: it was damaged"),
+        ({"wire_bytes": 5}, "holds no wire_bytes: it was damaged"),
+    ],
+    ids=["format", "of other tensors", "rank", "residual", "bytes"],
+)
+def test_an_unused_state_that_does_not_fit_changes_nothing(other, message):
+    all_reduce = CompressedAllReduce(1000, chunks=1)
+    all_reduce(torch.randn(1000))
+    before = steps.state_of(all_reduce)
+    with pytest.raises(ValueError, match=message):
+        all_reduce.load_state_dict(CompressedAllReduce(1000).state_dict() | other)
+    assert steps.same_state(before, steps.state_of(all_reduce))

@@ -1,122 +1,129 @@
-"""Ranks that die, never come, or mean something else: an error on every other rank, in time, and never a hang."""
+"""Ranks that die, never come, or mean something else: an error on every other rank, and never a hang."""
 
+import os
 import re
+import signal
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests.collectives import work_failures
+from onebit.collectives import CollectiveError
+from onebit.collectives.transport import transport_for
+from tests.collectives import steps, work
 from tests.collectives.steps import Case
-from tests.limits import HUNG
-from tests.ranks import run_ranks, run_ranks_once
+from tests.collectives.work import Watched
+from tests.ranks import group, run_ranks, run_ranks_once
 
-TIMEOUT = 4.0  # of the group
-SLACK = 4.0
+TIMEOUT = 2.0  # of the group
 CASE = Case((300,), chunks=2, steps=5)
 
+COMPARING = "comparing the ranks' layouts (all-gather)"
+FINITE = "agreeing on finite values"
 GATHER = "the gather phase (all-to-all of chunk 1)"
 SCATTER = "the scatter phase (all-gather of chunk 0)"
-FINITE = "agreeing on finite values"
 
 
-def check_errors(outcomes, who, *phases):
-    for rank, outcome in enumerate(outcomes):
-        if rank == who:
-            assert outcome is None
-            continue
-        assert any(outcome.error.startswith(phase) for phase in phases), outcome
-        assert "a rank died, did not come within the group's timeout" in outcome.error
-        assert outcome.seconds < TIMEOUT + SLACK, outcome
+def run_until_error(rank, size, phase, how):
+    """The step and the error. Rank 1 dies, or stays away, where `phase` would start for the second time, or at once
+    where ranks compare."""
+    met = []
+
+    def hook(name):
+        met.append(phase in name)
+        if rank == 1 and met[-1] and sum(met) == (1 if phase == COMPARING else 2):
+            time.sleep(0.5)  # the others have finished what came before
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+
+    all_reduce = CASE.all_reduce(Watched(transport_for(group()), hook=hook))
+    for step in range(CASE.steps):
+        try:
+            all_reduce(CASE.inputs(rank, step))
+        except CollectiveError as error:
+            return step, str(error)
+    return CASE.steps, ""
 
 
-@pytest.mark.parametrize("phase", [FINITE, GATHER, SCATTER])
-@pytest.mark.parametrize("how", ["dies", "stays away"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [(COMPARING, "stays away"), (FINITE, "dies"), (GATHER, "dies"), (GATHER, "stays away"), (SCATTER, "dies")],
+)
 def test_the_others_name_the_phase_in_which_a_rank_is_missing(phase, how):
-    outcomes = run_ranks_once(
-        3, work_failures.run_until_error, (CASE, 1, phase, how), timeout=HUNG, group_timeout=TIMEOUT, expect_dead=[1]
-    )
-    check_errors(outcomes, 1, phase)
-    assert [outcomes[rank].steps for rank in (0, 2)] == [1, 1]
-
-
-def test_a_rank_that_never_comes_at_all():
-    case = replace(CASE, steps=1)
-    outcomes = run_ranks_once(
-        3, work_failures.never_come, (case, 2), timeout=HUNG, group_timeout=TIMEOUT, expect_dead=[2]
-    )
-    check_errors(outcomes, 2, "comparing the ranks' layouts (all-gather)")
-
-
-def test_a_rank_killed_at_any_moment():
-    case = replace(CASE, steps=100_000)
-    outcomes = run_ranks_once(
-        4, work_failures.run_until_killed, (case, 0, 0.5), timeout=HUNG, group_timeout=TIMEOUT, expect_dead=[0]
-    )
-    check_errors(outcomes, 0, "the gather phase", "the scatter phase", FINITE)
-    assert all(outcome.steps > 0 for outcome in outcomes[1:])
+    answers = run_ranks_once(3, run_until_error, (phase, how), group_timeout=TIMEOUT, expect_dead=[1])
+    for step, error in (answers[0], answers[2]):
+        assert error.startswith(phase), error
+        assert "a rank died, did not come within the group's timeout" in error
+        assert step == (0 if phase == COMPARING else 1)
 
 
 USUAL = Case((300, 63), 64, chunks=2, steps=2)
-OTHERS = {
-    "sizes": (replace(USUAL, numels=(300, 64)), "elements", 364, 363),
-    "sizes of one sum": (replace(USUAL, numels=(63, 300)), "checksum of sizes", None, None),
-    "number of tensors": (replace(USUAL, numels=(363,)), "parameters", 1, 2),
-    "block_size": (replace(USUAL, block_size=32), "block_size", 32, 64),
-    "scale": (replace(USUAL, scale="tensor"), "scale", "tensor", "block"),
-    "norm": (replace(USUAL, norm="l2"), "norm", "l2", "l1"),
-    "chunks": (replace(USUAL, chunks=1), "chunks", 1, 2),
-}
-FACTS = {fact for _, fact, *_ in OTHERS.values()}
+AUTO = Case((8_000,), 32, chunks="auto", steps=2)  # the ranks talk before the layout is known
+OTHERS = [
+    (USUAL, replace(USUAL, numels=(300, 64)), "elements", 364, 363),
+    (USUAL, replace(USUAL, numels=(63, 300)), "checksum of sizes", None, None),
+    (USUAL, replace(USUAL, numels=(363,)), "parameters", 1, 2),
+    (USUAL, replace(USUAL, block_size=32), "block_size", 32, 64),
+    (USUAL, replace(USUAL, scale="tensor"), "scale", "tensor", "block"),
+    (USUAL, replace(USUAL, norm="l2"), "norm", "l2", "l1"),
+    (USUAL, replace(USUAL, chunks=1), "chunks", 1, 2),
+    (AUTO, replace(AUTO, numels=(20_000,)), "elements", 20_000, 8_000),
+    (AUTO, replace(AUTO, scale="tensor"), "scale", "tensor", "block"),
+    (AUTO, replace(AUTO, numels=(500,)), "elements", 500, 8_000),
+    (AUTO, replace(AUTO, block_size=2048), "block_size", 2048, 32),
+    (AUTO, replace(AUTO, chunks=2), "chunks", 2, "auto"),
+]
+FACTS = {fact for *_, fact, _, _ in OTHERS}
+
+
+def disagree(rank, size, cases):
+    """Ranks in `cases` want something else than the rest (-1): each rank's error, and whether its tensors were left
+    alone. The group still works afterwards."""
+    case = cases.get(rank, cases[-1])
+    tensors, errors = case.inputs(rank, 0), []
+    kept = [t.clone() for t in tensors]
+    with work.error_of(errors):
+        case.all_reduce(group())(tensors)
+    if errors:
+        steps.record(replace(cases[-1], chunks=2), rank, group())
+    return "".join(errors), all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+
+
+def disagree_in_everything(rank, size, who):
+    return [disagree(rank, size, {-1: usual, who: other}) for usual, other, *_ in OTHERS]
 
 
 @pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_rank_that_means_something_else_is_named_on_every_rank(name, who):
-    case, fact, theirs, usual = OTHERS[name]
+def test_a_rank_that_means_something_else_is_named_on_every_rank(who):
     others = sorted({0, 1, 2} - {who})
-    for error, untouched in run_ranks(3, work_failures.disagree, {-1: USUAL, who: case}):
-        assert error.startswith("ValueError: the ranks do not agree: "), error
-        pattern = rf"rank {who} has {fact} {theirs!r} where rank {others[0]} has {usual!r}[;.]"
-        assert re.search(pattern.replace("None", r"\d+"), error), error
-        assert not any(f"rank {rank} has {fact}" in error for rank in others for fact in FACTS), error
-        assert untouched
+    for answers in run_ranks(3, disagree_in_everything, who):
+        for (error, untouched), (*_, fact, theirs, usual) in zip(answers, OTHERS, strict=True):
+            assert error.startswith("ValueError: the ranks do not agree: "), error
+            pattern = rf"rank {who} has {fact} {theirs!r} where rank {others[0]} has {usual!r}[;.]"
+            assert re.search(pattern.replace("None", r"\d+"), error), error
+            assert not any(f"rank {rank} has {fact}" in error for rank in others for fact in FACTS), error
+            assert untouched
 
 
 def test_two_ranks_that_differ_are_both_named():
-    cases = {-1: USUAL, 1: OTHERS["scale"][0], 3: OTHERS["norm"][0]}
-    for error, _ in run_ranks(4, work_failures.disagree, cases):
+    cases = {-1: USUAL, 1: replace(USUAL, scale="tensor"), 3: replace(USUAL, norm="l2")}
+    for error, _ in run_ranks(4, disagree, cases):
         assert "rank 1 has scale 'tensor' where rank 0 has 'block'" in error
         assert "rank 3 has norm 'l2' where rank 0 has 'l1'" in error
-
-
-def test_one_of_two():
-    for error, _ in run_ranks(2, work_failures.disagree, {-1: USUAL, 1: OTHERS["block_size"][0]}):
+    for error, _ in run_ranks(2, disagree, {-1: USUAL, 1: replace(USUAL, block_size=32)}):
         assert "rank 1 has block_size 32 where rank 0 has 64" in error
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"numels": (20_000,)},
-        {"scale": "tensor"},
-        {"numels": (500,)},
-        {"block_size": 2048},
-        {"chunks": 2},
-    ],
-    ids=str,
-)
-def test_ranks_that_differ_and_measure(other):
-    """With chunks="auto" the ranks talk before the layout is known."""
-    usual = Case((8_000,), 32, chunks="auto", steps=2)
-    outcomes = run_ranks_once(
-        3, work_failures.disagree, ({-1: usual, 1: replace(usual, **other)},), timeout=HUNG, group_timeout=TIMEOUT
-    )
-    for error, untouched in outcomes:
-        assert error.startswith("ValueError: the ranks do not agree: "), error
-        assert "rank 1 has " in error
-        assert untouched
+def events_of_two_calls(rank, size):
+    transport = Watched(transport_for(group()))
+    steps.record(USUAL, rank, transport)
+    return transport.events
 
 
 def test_ranks_compare_once():
-    for events in run_ranks(2, work_failures.agreed_again, USUAL):
-        assert events == 2 * ["start comparing the ranks' layouts (all-gather)"]  # lengths, text
+    for events in run_ranks(2, events_of_two_calls):
+        compared = [event for event in events if "start comparing" in event]
+        assert compared == 2 * [f"start {COMPARING}"]  # lengths, text

@@ -8,8 +8,7 @@ from tests.collectives.steps import Case
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize(("size", "scale"), [(1, "block"), (2, "tensor"), (3, "block"), (3, "tensor"), (8, "block")])
 def test_wire_bytes_are_what_the_transport_was_given(size, scale):
     """16 bytes of header, 4 a scale, 1 bit an element, rounded to 16; to every other rank, twice a chunk."""
     case = Case((20_000, 2049), 2048, chunks=2, scale=scale)
@@ -19,17 +18,14 @@ def test_wire_bytes_are_what_the_transport_was_given(size, scale):
     message = max(16 + -(-4 * n // 16) * 16 + -(-sum(own) // 128) * 16 for n, own in zip(scales, lengths, strict=True))
     expected = 2 * (size - 1) * case.chunks * message
     for _, sent, counted, nbytes in run_ranks(size, work.watched, case, 3):
-        assert nbytes == message
-        assert sent == expected
-        assert counted == 3 * expected
+        assert (nbytes, sent, counted) == (message, expected, 3 * expected)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_a_28th_of_the_bytes_of_a_ring_all_reduce_in_fp32(size):
-    numel = 2_000_000
-    case = Case((numel,), 2048, chunks=4)
+    numel = 500_000
     ring = 2 * (size - 1) / size * 4 * numel
-    for _, sent, _, _ in run_ranks(size, work.watched, case, 1):
+    for _, sent, _, _ in run_ranks(size, work.watched, Case((numel,), 2048, chunks=4), 1):
         assert 0 < sent <= ring / 28
 
 
@@ -38,7 +34,8 @@ def test_the_pipeline_in_one_order_on_all_ranks(size):
     """Chunk j + 1 is under way before anyone waits for chunk j; collectives start in the same order everywhere."""
     every = [events for events, *_ in run_ranks(size, work.watched, Case((1000,), chunks=3), 2)]
     assert all(events == every[0] for events in every)
-    g, s = ([f"the {name} of chunk {j})" for j in range(3)] for name in GATHER_SCATTER)
+    phases = ("gather phase (all-to-all", "scatter phase (all-gather")
+    g, s = ([f"the {name} of chunk {j})" for j in range(3)] for name in phases)
     assert every[0] == [
         "all_max agreeing on finite values (all-reduce of one number)",
         f"start {g[0]}", f"start {g[1]}",
@@ -52,11 +49,8 @@ def test_the_pipeline_in_one_order_on_all_ranks(size):
 def test_one_small_message_carries_its_flag():
     """No round is spent on asking."""
     for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):
-        assert [event for event in events if event.startswith("all_max")] == []
+        assert not any(event.startswith("all_max") for event in events)
         assert len(events) == 4  # two collectives, started and waited for
-
-
-GATHER_SCATTER = ("gather phase (all-to-all", "scatter phase (all-gather")
 
 
 def test_the_replies_are_kept_as_received():
@@ -65,13 +59,11 @@ def test_the_replies_are_kept_as_received():
         assert decoded == result
 
 
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("chunks", "scale"), [(1, "tensor"), (2, "block"), (3, "tensor")])
 def test_the_server_residuals_of_all_ranks_in_the_order_of_the_space(chunks, scale):
     case = Case((300, 63), chunks=chunks, scale=scale, steps=3)
     answers = run_ranks(3, work.gathered_server, case)
-    expected = steps.server_residual(case, 3, [state for _, state in answers])
+    expected, valid = steps.server_residual(case, 3, [state for _, state in answers]), case.plan(3).valid
     assert np.any(expected)
-    for gathered, _ in answers:
-        valid = case.plan(3).valid  # with a tensor scale padding keeps what it is given
+    for gathered, _ in answers:  # with a tensor scale padding keeps what it is given
         np.testing.assert_allclose(np.frombuffer(gathered, np.float32)[valid], expected[valid], atol=1e-6)

@@ -1,27 +1,27 @@
 """A state of an all-reduce: loaded, it goes on bit for bit; one that does not fit is refused, and changes nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce
-from onebit.collectives.transport.protocol import LocalTransport
-from onebit.collectives.two_phases import TwoPhases
-from onebit.kernels.data.layout import Layout
+from onebit.collectives.transport import transport_for
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
-from tests.ranks import run_ranks
+from tests.ranks import group, run_ranks
+
+RESUMED = [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
 
 
-@pytest.mark.parametrize(
-    "case", [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
-)
 @pytest.mark.parametrize("auto", [False, True])
-def test_a_loaded_state_goes_on_bit_for_bit(case, auto):
-    for whole, rest in run_ranks(3, work.resumed, case, 3, auto):
-        assert b"".join(a.tobytes() for arrays in whole.results[3:] for a in arrays) == rest.result_bytes
-        assert all(map(steps.same_state, whole.states[3:], rest.states))
-        assert any(np.any(value) for value in rest.states[0].values())
+def test_a_loaded_state_goes_on_bit_for_bit(auto):
+    for runs in run_ranks(3, work.resumed, RESUMED, 3, auto):
+        for whole, rest in runs:
+            assert b"".join(a.tobytes() for arrays in whole.results[3:] for a in arrays) == rest.result_bytes
+            assert all(map(steps.same_state, whole.states[3:], rest.states))
+            assert any(np.any(value) for value in rest.states[0].values())
 
 
 DROP = "left out"
@@ -57,42 +57,26 @@ def test_a_wrong_state_is_refused_and_changes_nothing(case):
         assert outcomes["goes on"] == ("", True)
 
 
-@pytest.mark.parametrize("damage", [{"residual": [0.0]}, {"chunks": None}, {"format": "1"}], ids=str)
-def test_a_damaged_state_changes_nothing(damage):
-    all_reduce = CompressedAllReduce(100, chunks=1)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"residual": [0.0]}, "damaged"),
+        ({"chunks": None}, "damaged"),
+        ({"format": "seven", "wire_bytes": True}, r"are numbers, not \[0, 1, 'seven', True\]: it was damaged"),
+        ({"wire_bytes": "many"}, "damaged"),
+        ({"rank": 1}, "saved by rank 1, this is rank 0"),
+        ({"residual": torch.ones(1024, dtype=torch.float16)}, r"residual is torch\.float16"),
+        ({"residual": torch.ones(1024), "server_residual": torch.ones(5)}, "server_residual"),  # all of it or nothing
+        (CompressedAllReduce(1000, chunks=1, scale="tensor").state_dict(), r"residual_scale.*another scale"),
+    ],
+    ids=["residual", "chunks", "two numbers", "bytes", "rank", "dtype", "server residual", "scale"],
+)
+def test_a_damaged_state_changes_nothing(damage, message):
+    all_reduce = CompressedAllReduce(1000, chunks=1)
     before = steps.state_of(all_reduce)
     state = {k: v + 1 if isinstance(v, torch.Tensor) else v for k, v in all_reduce.state_dict().items()}
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match=message):
         all_reduce.load_state_dict(state | damage)
-    assert steps.same_state(before, steps.state_of(all_reduce))
-
-
-def test_the_numbers_of_a_damaged_state_are_shown():
-    all_reduce = CompressedAllReduce(100, chunks=1)
-    state = all_reduce.state_dict() | {"format": "seven", "wire_bytes": True}
-    with pytest.raises(ValueError, match=r"are numbers, not \[0, 1, 'seven', True\]"):
-        all_reduce.load_state_dict(state)
-
-
-def test_a_state_of_another_rank_is_refused():
-    all_reduce = CompressedAllReduce(100, chunks=1)
-    with pytest.raises(ValueError, match="saved by rank 1, this is rank 0"):
-        all_reduce.load_state_dict(all_reduce.state_dict() | {"rank": 1})
-
-
-def test_a_state_in_another_dtype_is_refused():
-    all_reduce = CompressedAllReduce(100, chunks=1)
-    state = all_reduce.state_dict()
-    with pytest.raises(ValueError, match=r"residual is torch\.float16"):
-        all_reduce.load_state_dict(state | {"residual": state["residual"].half()})
-
-
-def test_a_wrong_count_of_bytes_changes_nothing():
-    all_reduce = CompressedAllReduce(100, chunks=1)
-    before = steps.state_of(all_reduce)
-    state = {k: v + 1 if isinstance(v, torch.Tensor) else v for k, v in all_reduce.state_dict().items()}
-    with pytest.raises(ValueError):
-        all_reduce.load_state_dict(state | {"wire_bytes": "many"})
     assert steps.same_state(before, steps.state_of(all_reduce))
 
 
@@ -106,17 +90,22 @@ def test_a_state_of_other_tensors_is_refused(other):
         CompressedAllReduce([1000], block_size=32, chunks=1).load_state_dict(saved.state_dict())
 
 
-def test_a_state_of_another_scale_is_distinguished_from_one_of_other_tensors():
-    block, tensor = (CompressedAllReduce(1000, chunks=1, scale=scale) for scale in ("block", "tensor"))
-    with pytest.raises(ValueError, match=r"residual_scale.*another scale"):
-        block.load_state_dict(tensor.state_dict())
+def loaded_alone(rank, size):
+    """Rank 1 loads a state into an object that would measure: no other rank takes part."""
+    case = Case((700,), 32, chunks=5, steps=2)
+    saved = case.all_reduce(group())
+    steps.record(case, rank, group(), all_reduce=saved)
+    if rank == 1:
+        transport = work.Watched(transport_for(group()))
+        loaded = replace(case, chunks="auto").all_reduce(transport)
+        loaded.load_state_dict(saved.state_dict())
+        return loaded.chunks, transport.events, steps.same_state(steps.state_of(saved), steps.state_of(loaded))
 
 
-def test_an_exchange_copies_all_of_a_state_or_nothing():
-    exchange = TwoPhases(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
-    state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
-    with pytest.raises(ValueError, match="server_residual"):
-        exchange.load_state_dict(state | {"server_residual": torch.ones(5)})
-    assert not any(value.any() for value in exchange.state_dict().values())
-    exchange.load_state_dict(state)
-    assert all(value.all() for value in exchange.state_dict().values())
+def test_a_state_brings_its_number_of_chunks():
+    """No measurement, and no collective. Of other chunks than those in use too."""
+    assert run_ranks(3, loaded_alone) == [None, (5, [], True), None]
+    saved, other = (CompressedAllReduce(500, block_size=32, chunks=chunks) for chunks in (3, "auto"))
+    assert other.prepare().layout.chunks == 1
+    other.load_state_dict(saved.state_dict())
+    assert other.chunks == 3

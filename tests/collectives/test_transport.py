@@ -18,13 +18,17 @@ def test_none_without_torch_distributed_is_this_process():
     assert (transport.rank, transport.size, transport.name) == (0, 1, "local")
 
 
-def test_none_is_the_default_group_where_there_is_one():
-    assert run_ranks(8, work.default_transport) == [("TorchTransport", rank, 8, "gloo") for rank in range(8)]
-
-
-def test_a_group_counts_its_own_ranks():
-    answers = run_ranks(8, work.transports_of_group, [2, 3, 7])
-    assert [answers[rank] for rank in (2, 3, 7)] == [f"TorchTransport {k} of 3 gloo" for k in range(3)]
+def test_a_group_counts_its_own_ranks_and_a_rank_outside_is_told_so():
+    members, answers = [2, 3, 7], run_ranks(8, work.transports, [2, 3, 7])
+    assert [default for default, _ in answers] == [f"TorchTransport {rank} of 8 gloo" for rank in range(8)]
+    for rank, (_, texts) in enumerate(answers):
+        for text in texts:
+            if rank in members:
+                assert text == f"TorchTransport {members.index(rank)} of 3 gloo"
+            else:
+                assert text.startswith("ValueError: this rank is not in the process group"), text
+                assert "only the group's members" in text
+        assert len(texts) == 2
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:gloo"])
@@ -44,20 +48,12 @@ def test_a_tensor_that_no_backend_sends_is_an_error():
         transport.all_max(torch.zeros(1), PHASE)
 
 
-@pytest.mark.parametrize("maker", ["transport_for", "TorchTransport"])
-def test_a_rank_outside_the_group_is_told_so(maker):
-    answers = run_ranks(8, work.transports_of_group, [2, 3, 7], maker)
-    for rank in (0, 1, 4, 5, 6):
-        assert answers[rank].startswith("ValueError: this rank is not in the process group"), answers[rank]
-        assert "only the group's members" in answers[rank]
-
-
 def test_a_transport_passes_as_it_is():
     transport = LocalTransport()
     assert transport_for(transport) is transport
 
 
-@pytest.mark.parametrize("foreign", [3, "gloo", object(), [0, 1]])
+@pytest.mark.parametrize("foreign", [3, "gloo", [0, 1]])
 def test_something_else_is_refused(foreign):
     with pytest.raises(TypeError, match=rf"over a {type(foreign).__name__}: pass a torch.distributed process group"):
         transport_for(foreign)
@@ -81,24 +77,18 @@ def test_collectives_of_one_process():
     check_collectives(0, 1, work.collectives_over(LocalTransport()))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_collectives_of_gloo(size):
     """Three under way at once, waited for in another order."""
     for rank, answer in enumerate(run_ranks(size, work.collectives)):
         check_collectives(rank, size, answer)
 
 
-@pytest.mark.parametrize("nbytes", [SMALL, SMALL + 1])
-def test_gloo_gathers_messages_of_any_size(nbytes):
-    """Small ones are sent to all at once, large ones from rank to rank."""
-    for answer in run_ranks(4, work.gathered, nbytes):
-        assert answer == [[(7 * rank + 250) % 256, nbytes * rank % 256] for rank in range(4)]
-
-
-def test_gloo_gathers_large_messages_in_pairs_where_a_rank_is_a_host():
-    nbytes = SMALL + 1
-    for answer in run_ranks(4, work.gathered_as_hosts, nbytes):
-        assert answer == [[(7 * rank + 250) % 256, nbytes * rank % 256] for rank in range(4)]
+def test_gloo_gathers_messages_of_any_size():
+    """Small ones are sent to all at once, large ones from rank to rank; where a rank is a host, in pairs."""
+    sizes = [SMALL, SMALL + 1]
+    for answer in run_ranks(4, work.gathered, sizes):
+        assert answer == 2 * [[[(7 * rank + 250) % 256, n * rank % 256] for rank in range(4)] for n in sizes]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -132,15 +122,13 @@ def test_an_error_of_the_backend_names_the_phase():
     assert caught.value.__cause__ is error
 
 
-def test_an_error_that_names_its_phase_keeps_it():
-    inner = CollectiveError("the scatter phase did not end")
-    with pytest.raises(CollectiveError) as caught, collective_errors(PHASE, "gloo"):
-        raise inner
-    assert caught.value is inner
+def test_an_error_without_a_text():
+    with pytest.raises(CollectiveError, match="the gather phase"), collective_errors(PHASE, "gloo"):
+        raise RuntimeError("")
 
 
-@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
-def test_what_the_backend_did_not_raise_is_left_alone(error):
+@pytest.mark.parametrize("error", [CollectiveError("the scatter phase"), ValueError("wrong"), KeyboardInterrupt()])
+def test_what_names_its_phase_or_is_not_of_the_backend_is_left_alone(error):
     with pytest.raises(type(error)) as caught, collective_errors(PHASE, "gloo"):
         raise error
     assert caught.value is error
@@ -161,8 +149,3 @@ def test_an_error_at_the_start_names_the_phase(monkeypatch, what):
     arguments = (x[:1],) if what == "all_max" else (x,) if what == "expect" else (x, x)
     with pytest.raises(CollectiveError, match=r"the gather phase.*no more sockets"):
         getattr(transport, what)(*arguments, PHASE)
-
-
-def test_an_error_without_a_text():
-    with pytest.raises(CollectiveError, match="the gather phase"), collective_errors(PHASE, "gloo"):
-        raise RuntimeError("")

@@ -1,17 +1,21 @@
 """Two levels: what a node's ranks exchange is what one rank of the node's mean would, against the float64 oracle."""
 
-import logging
 import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from onebit import OneBitAdam
 from onebit.collectives import CompressedAllReduce, topology
 from onebit.collectives.topology import Topology
+from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import LocalTransport
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
+from tests.onebit.runs import nodes_of
 from tests.ranks import group, run_ranks, run_ranks_once
 
 CASES = [
@@ -25,153 +29,150 @@ CASES = [
 ]
 
 
-def own_node(rank, nodes, each):
-    """The group of this rank's node, which all ranks make."""
-    groups = [dist.new_group(list(range(n * each, (n + 1) * each))) for n in range(nodes)]
-    return groups[rank // each]
+def recorded(rank, size, nodes, each, cases):
+    """On the first ranks of the pool."""
+    made = group() if nodes * each == size else dist.new_group(range(nodes * each))
+    if rank < nodes * each:
+        return [steps.record(case, rank, nodes_of(made, each)) for case in cases]
 
 
-def recorded(rank, size, nodes, cases):
-    node = own_node(rank, nodes, size // nodes)
-    return [steps.record(case, rank, None, all_reduce=case.all_reduce(group(), node_group=node)) for case in cases]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "each"), [(2, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 2), (2, 4), (4, 2)))]
-)
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), (2, 4)])
 def test_nodes_are_ranks_to_the_network(nodes, each):
-    cases = [replace(case, nodes=nodes) for case in CASES if each == 2 or case.dtype == "float32"]
-    runs = run_ranks_once(nodes * each, recorded, (nodes, cases))
+    """Two nodes of four with every other case."""
+    cases = [replace(case, nodes=nodes) for case in (CASES[:6:2] if each == 4 else CASES)]
+    runs = run_ranks(4 if nodes * each == 4 else 8, recorded, nodes, each, cases)[: nodes * each]
     for case, ranks in zip(cases, zip(*runs, strict=True), strict=True):
         steps.check(case, list(ranks))
 
 
-def level_of(rank, size):
-    return Topology.of(group(), [dist.new_group([r]) for r in range(size)][rank]).node is None
-
-
-def test_nodes_of_one_rank_are_one_level():
-    assert run_ranks_once(3, level_of) == [True] * 3
-
-
-def sent(rank, size, nodes, elements):
-    node = own_node(rank, nodes, size // nodes)
-    found = []
-    for node_group in (node, None):
-        average = CompressedAllReduce(elements, chunks=1, reply=1, process_group=group(), node_group=node_group)
-        average(torch.randn(elements))
-        found.append(average.wire_bytes)
-    return found
-
-
-def test_a_node_sends_what_one_rank_would():
-    """With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks."""
-    runs = run_ranks_once(4, sent, (2, 2**18))
-    two, one = (sum(found[i] for found in runs[:2]) for i in (0, 1))
-    assert one == pytest.approx(3 * two, rel=0.01)
-
-
-def states_go_on(rank, size, case):
-    node = own_node(rank, 2, 2)
-    whole = steps.record(case, rank, None, all_reduce=case.all_reduce(group(), node_group=node))
-    first = case.all_reduce(group(), node_group=node)
+def goes_on(rank, case):
+    """What was saved after 3 steps ends where a run without a stop does."""
+    whole, first, second = (case.all_reduce(nodes_of(group(), 2)) for _ in range(3))
+    expected = steps.record(case, rank, None, all_reduce=whole)
     steps.record(replace(case, steps=3), rank, None, all_reduce=first)
-    second = case.all_reduce(group(), node_group=node)
     second.load_state_dict(first.state_dict())
     rest = steps.record(case, rank, None, first=3, all_reduce=second)
-    return steps.same_state(whole.states[-1], rest.states[-1])
+    return steps.same_state(expected.states[-1], rest.states[-1])
 
 
-@pytest.mark.parametrize("reply", [1, *(pytest.param(r, marks=pytest.mark.slow) for r in (2, "direct"))])
-def test_a_saved_state_goes_on_bit_for_bit(reply):
-    assert run_ranks_once(4, states_go_on, (Case((300, 63), chunks=2, reply=reply),)) == [True] * 4
+def sent_by(node_group):
+    average = CompressedAllReduce(2**18, chunks=1, reply=1, process_group=group(), node_group=node_group)
+    average(torch.randn(2**18))
+    return average.wire_bytes
 
 
-def with_a_bad_value(rank, size):
-    average = CompressedAllReduce(300, chunks=2, process_group=group(), node_group=own_node(rank, 2, 2))
+def on_two_nodes(rank, size):
+    ranks = transport_for(group())
+    node, other = nodes_of(group(), 2), ranks.split(rank % 2)
+    found = {"resumed": [goes_on(rank, Case((300, 63), chunks=2, reply=reply)) for reply in (1, 2, "direct")]}
+
+    average, x = CompressedAllReduce(300, chunks=2, process_group=node), torch.randn(300)
     average(torch.randn(300))
-    before = {k: v.clone() for k, v in average.exchange.state_dict().items()}
-    x = torch.randn(300)
+    before = steps.state_of(average)
     if rank == 3:
         x[7] = float("inf")
     average(x)
-    same = all(torch.equal(v, before[k]) for k, v in average.exchange.state_dict().items())
-    return bool(torch.isnan(x).all()), same
+    same = steps.same_state(before | {"wire_bytes": 0}, steps.state_of(average) | {"wire_bytes": 0})
+    found["bad value"] = bool(x.isnan().all()), same
+
+    tensors = [torch.nn.Parameter(torch.full((40, 3), float(rank))), torch.nn.Parameter(torch.ones(5))]
+    CompressedAllReduce([120, 5], chunks=1, process_group=group(), node_group=node.node)(tensors)
+    found["means"] = [float(t.detach().mean()) for t in tensors]
+    found["sent"] = sent_by(node.node), sent_by(None)
+    found["nodes of one"] = Topology.of(group(), ranks.split(rank)).node is None
+
+    found["elsewhere"] = []
+    with work.error_of(found["elsewhere"]):
+        CompressedAllReduce(300, chunks=2, process_group=group(), node_group=other).load_state_dict(
+            average.state_dict()
+        )
+    return found
 
 
-def test_what_is_not_finite_on_one_rank_gives_nan_on_all():
-    assert run_ranks_once(4, with_a_bad_value) == [(True, True)] * 4
+@pytest.fixture(scope="module")
+def on_nodes():
+    return run_ranks(4, on_two_nodes)
 
 
-def auto(rank, size, hosts):
+def test_a_saved_state_goes_on_bit_for_bit(on_nodes):
+    assert [found["resumed"] for found in on_nodes] == [[True] * 3] * 4
+
+
+def test_what_is_not_finite_on_one_rank_gives_nan_on_all(on_nodes):
+    assert [found["bad value"] for found in on_nodes] == [(True, True)] * 4
+
+
+def test_parameters_are_averaged_in_place(on_nodes):
+    assert [found["means"] for found in on_nodes] == [[pytest.approx(1.5), pytest.approx(1.0)]] * 4
+
+
+def test_a_node_sends_what_one_rank_would(on_nodes):
+    """With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks."""
+    two, one = (sum(found["sent"][i] for found in on_nodes[:2]) for i in (0, 1))
+    assert one == pytest.approx(3 * two, rel=0.01)
+
+
+def test_nodes_of_one_rank_are_one_level(on_nodes):
+    assert [found["nodes of one"] for found in on_nodes] == [True] * 4
+
+
+def test_a_state_of_another_place_is_refused(on_nodes):
+    """A state of ranks 0 and 1 on one node, loaded where 0 and 2 are."""
+    errors = [found["elsewhere"] for found in on_nodes]
+    assert [bool(each) for each in errors] == [False, True, True, False]
+    assert "the state was saved with slice 1, here it is 0" in errors[1][0]
+
+
+def on_hosts(rank, size, hosts):
     """Sizes and places of this rank's groups, and what was logged."""
-    os.environ["GROUP_RANK"] = str(hosts[rank])
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("onebit").addHandler(handler)
-    logging.getLogger("onebit").setLevel(logging.INFO)
-    topology = Topology.of(group(), "auto")
-    node = topology.node
-    return topology.replicas.size, topology.replicas.rank, node and (node.size, node.rank), records
-
-
-def test_hosts_are_found():
-    assert [found[:3] for found in run_ranks_once(4, auto, ([0, 0, 1, 1],))] == [
-        (2, 0, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 0)), (2, 1, (2, 1))
-    ]  # fmt: skip
-    mixed = run_ranks_once(4, auto, ([1, 0, 0, 1],))
-    assert [found[:3] for found in mixed] == [(2, 0, (2, 0)), (2, 1, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 1))]
-    assert any("2 nodes of 2 ranks" in line for line in mixed[0][3])
+    with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), work.logged() as said:
+        found = Topology.of(group(), "auto")
+    return found.replicas.size, found.replicas.rank, found.node and (found.node.size, found.node.rank), said
 
 
 @pytest.mark.parametrize(
-    "hosts", [[0, 0, 0, 1], *(pytest.param(h, marks=pytest.mark.slow) for h in ([0, 0, 0, 0], [0, 1, 2, 3]))], ids=str
+    ("hosts", "places", "says"),
+    [
+        ([0, 0, 1, 1], [(2, 0, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 0)), (2, 1, (2, 1))], "2 nodes of 2 ranks"),
+        ([1, 0, 0, 1], [(2, 0, (2, 0)), (2, 1, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 1))], "2 nodes of 2 ranks"),
+        ([0, 0, 0, 1], [(4, rank, None) for rank in range(4)], "3, 1 ranks, not equally many"),
+        ([0, 0, 0, 0], [(4, rank, None) for rank in range(4)], None),
+        ([0, 1, 2, 3], [(4, rank, None) for rank in range(4)], None),
+    ],
+    ids=str,
 )
-def test_one_level_where_hosts_do_not_ask_for_two(hosts):
-    found = run_ranks_once(4, auto, (hosts,))
-    assert [each[:3] for each in found] == [(4, rank, None) for rank in range(4)]
-    assert any("3, 1 ranks, not equally many" in line for line in found[0][3]) == (hosts == [0, 0, 0, 1])
+def test_two_levels_where_hosts_have_equally_many_ranks(hosts, places, says):
+    found = run_ranks(4, on_hosts, hosts)
+    assert [each[:3] for each in found] == places
+    assert any(says in line for line in found[0][3]) if says else found[0][3] == []
 
 
-def refused(rank, size, nodes):
-    """The message of the error, for the ranks that each rank calls its node; None and "auto" stand for themselves."""
-    wanted = nodes[rank]
-    lists = sorted({tuple(ranks) for ranks in nodes if isinstance(ranks, list)})
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in lists}
-    own = groups[tuple(wanted)] if isinstance(wanted, list) else wanted
-    errors = []
-    with work.error_of(errors):
-        CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own)(torch.ones(300))
-    return errors
-
-
-QUICK = ("unequal", "overlapping")
 REFUSED = {
     "unequal": ([[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]], "node_group: rank 3 has a node of 1, others have 3"),
     "an outsider": ([[0, 1]] * 4, "node_group of rank 2: this rank is not"),
     "overlapping": ([[0, 1], [1, 2], [2, 3], [0, 3]], "node_group: rank 0 has the ranks 0, 1, which have other groups"),
     "auto and none": (["auto", "auto", None, "auto"], "node_group"),
     "a group and auto": ([[0, 1], [0, 1], [2, 3], "auto"], "node_group is given on rank 0 and auto on rank 3"),
+    "no group": (["hosts"] * 4, "can't communicate over a str"),
 }
 
 
-@pytest.mark.parametrize(
-    ("nodes", "says"),
-    [pytest.param(*own, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, own in REFUSED.items()],
-)
-def test_nodes_that_do_not_fit_are_refused_on_all_ranks(nodes, says):
-    for errors in run_ranks_once(4, refused, (nodes,)):
-        assert says in errors[0] and errors[0].startswith("ValueError")
-
-
-def differing(rank, size, options):
-    """Rank 0 has other options than the rest."""
-    own = {"chunks": 1, **(options if rank == 0 else {})}
-    errors, x = [], torch.ones(own.pop("numel", 300), dtype=own.pop("dtype", torch.float32))
-    with work.error_of(errors):
-        CompressedAllReduce(x.numel(), process_group=group(), node_group=own_node(rank, 2, 2), **own)(x)
+def refused(rank, size):
+    """The errors, for the ranks that each rank calls its node; None and strings stand for themselves."""
+    errors = []
+    for nodes, _ in REFUSED.values():
+        lists = sorted({tuple(ranks) for ranks in nodes if isinstance(ranks, list)})
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in lists}
+        own = groups[tuple(nodes[rank])] if isinstance(nodes[rank], list) else nodes[rank]
+        with work.error_of(errors):
+            CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own)(torch.ones(300))
     return errors
+
+
+def test_nodes_that_do_not_fit_are_refused_on_all_ranks():
+    for errors in run_ranks_once(4, refused):
+        for error, (_, says) in zip(errors, REFUSED.values(), strict=True):
+            assert says in error and error.startswith("ValueError")
 
 
 DIFFERENT = [
@@ -179,42 +180,21 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options", [DIFFERENT[0], *(pytest.param(o, marks=pytest.mark.slow) for o in DIFFERENT[1:])], ids=str
-)
-def test_a_rank_that_differs_is_an_error_on_all_ranks(options):
-    for errors in run_ranks_once(4, differing, (options,)):
-        assert "the ranks do not agree: rank 0 has" in errors[0]
-
-
-def of_parameters(rank, size):
-    tensors = [torch.nn.Parameter(torch.full((40, 3), float(rank))), torch.nn.Parameter(torch.ones(5))]
-    average = CompressedAllReduce([120, 5], chunks=1, process_group=group(), node_group=own_node(rank, 2, 2))
-    average(tensors)
-    return [float(t.mean()) for t in tensors]
-
-
-def test_parameters_are_averaged_in_place():
-    for first, second in run_ranks_once(4, of_parameters):
-        assert first == pytest.approx(1.5) and second == pytest.approx(1.0)
-
-
-def misplaced(rank, size):
-    """A state of ranks 0 and 1 on one node, loaded where 0 and 2 are."""
-    saved = CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own_node(rank, 2, 2))
-    saved(torch.randn(300))
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+def differing(rank, size):
+    """Rank 0 has other options than the rest."""
     errors = []
-    with work.error_of(errors):
-        other = CompressedAllReduce(300, chunks=1, process_group=group(), node_group=pairs[rank % 2])
-        other.load_state_dict(saved.state_dict())
+    for options in DIFFERENT:
+        own = {"chunks": 1, **(options if rank == 0 else {})}
+        x = torch.ones(own.pop("numel", 300), dtype=own.pop("dtype", torch.float32))
+        with work.error_of(errors):
+            CompressedAllReduce(x.numel(), process_group=nodes_of(group(), 2), **own)(x)
     return errors
 
 
-def test_a_state_of_another_place_is_refused():
-    found = run_ranks_once(4, misplaced)
-    assert [bool(errors) for errors in found] == [False, True, True, False]
-    assert "the state was saved with slice 1, here it is 0" in found[1][0]
+def test_a_rank_that_differs_is_an_error_on_all_ranks():
+    for errors in run_ranks(4, differing):
+        assert len(errors) == len(DIFFERENT)
+        assert all("the ranks do not agree: rank 0 has" in error for error in errors)
 
 
 def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
@@ -227,13 +207,18 @@ def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
     assert topology.this_host() == "node 3"
 
 
-def test_a_string_that_is_no_group():
-    for errors in run_ranks(2, not_a_group):
-        assert "can't communicate over a str" in errors[0]
+def test_the_topology_of_a_process_alone():
+    found, transport = Topology.of(), LocalTransport()
+    assert isinstance(found.replicas, LocalTransport) and found.everyone is found.replicas
+    assert (found.replicas.rank, found.replicas.size) == (0, 1)
+    assert Topology.of(transport).replicas is transport
+    with pytest.raises(TypeError, match="can't communicate over a str"):
+        Topology.of("gloo")
 
 
-def not_a_group(rank, size):
-    errors = []
-    with work.error_of(errors):
-        Topology.of(group(), "hosts")
-    return errors
+def test_a_topology_is_taken_as_it_is_where_it_fits_the_parameters():
+    found, param = Topology.of(), torch.nn.Parameter(torch.ones(3))
+    assert Topology.of(found) is found
+    assert OneBitAdam([param], process_group=found).setup.topology is found
+    with pytest.raises(ValueError, match="a Topology of sharded parameters"):
+        OneBitAdam([param], process_group=replace(found, shard=LocalTransport()))

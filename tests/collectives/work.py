@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,20 +27,22 @@ from tests.collectives.steps import Case, Recorded
 from tests.ranks import group
 
 
-def recorded(rank: int, size: int, case: Case) -> Recorded:
-    return steps.record(case, rank, group())
-
-
 def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
     return [steps.record(case, rank, group()) for case in cases]
 
 
-def recorded_but(rank: int, size: int, case: Case, left_out: int) -> Recorded:
-    """Without one step."""
-    all_reduce = case.all_reduce(group())
-    before = steps.record(replace(case, steps=left_out), rank, group(), all_reduce=all_reduce)
-    after = steps.record(case, rank, group(), first=left_out + 1, all_reduce=all_reduce)
-    return Recorded(before.states + after.states[1:], before.results + after.results)
+def recorded_with_and_without(
+    rank: int, size: int, cases: list[Case], at: int, value: float
+) -> list[tuple[Recorded, Recorded]]:
+    """Each case with a bad value in one step, and without that step."""
+    found = []
+    for case in cases:
+        bad = steps.record(replace(case, bad=((at, 1, value),)), rank, group())
+        all_reduce = case.all_reduce(group())
+        before = steps.record(replace(case, steps=at), rank, group(), all_reduce=all_reduce)
+        after = steps.record(case, rank, group(), first=at + 1, all_reduce=all_reduce)
+        found.append((bad, Recorded(before.states + after.states[1:], before.results + after.results)))
+    return found
 
 
 def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> Recorded | None:
@@ -48,11 +52,6 @@ def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> R
         made = dist.new_group(members)
         mine = made if rank in members else mine
     return None if mine is None else steps.record(case, dist.get_rank(mine), mine)
-
-
-def over_world(rank: int, size: int, case: Case) -> Recorded:
-    """With process_group=None."""
-    return steps.record(case, rank, None)
 
 
 @dataclass
@@ -75,18 +74,20 @@ def summed(rank: int, size: int, case: Case) -> Sums:
     return Sums(inputs, results, steps.state_of(all_reduce))
 
 
-def resumed(rank: int, size: int, case: Case, stop: int, auto: bool) -> tuple[Recorded, Recorded]:
-    """A run without a stop, and the part after `stop` of one that was saved, loaded and continued."""
-    whole = steps.record(case, rank, group())
-    saved, first = case.all_reduce(group()), replace(case, steps=stop)
-    steps.record(first, rank, group(), all_reduce=saved)
-    file = io.BytesIO()
-    torch.save(saved.state_dict(), file)
-    file.seek(0)
-    other = replace(case, chunks="auto") if auto else case
-    loaded = other.all_reduce(group())
-    loaded.load_state_dict(torch.load(file, weights_only=True))
-    return whole, steps.record(case, rank, group(), first=stop, all_reduce=loaded)
+def resumed(rank: int, size: int, cases: list[Case], stop: int, auto: bool) -> list[tuple[Recorded, Recorded]]:
+    """Runs without a stop, and the part after `stop` of those that were saved, loaded and continued."""
+    found = []
+    for case in cases:
+        whole = steps.record(case, rank, group())
+        saved, first = case.all_reduce(group()), replace(case, steps=stop)
+        steps.record(first, rank, group(), all_reduce=saved)
+        file = io.BytesIO()
+        torch.save(saved.state_dict(), file)
+        file.seek(0)
+        loaded = (replace(case, chunks="auto") if auto else case).all_reduce(group())
+        loaded.load_state_dict(torch.load(file, weights_only=True))
+        found.append((whole, steps.record(case, rank, group(), first=stop, all_reduce=loaded)))
+    return found
 
 
 def refused(rank: int, size: int, case: Case, wrong: dict[str, dict[str, Any]], drop: str) -> dict[str, Any]:
@@ -209,39 +210,50 @@ def error_of(errors: list[str]) -> Iterator[None]:
         errors.append(f"{type(error).__name__}: {error}")
 
 
-def default_transport(rank: int, size: int) -> tuple[str, int, int, str]:
-    transport = transport_for(None)
-    return type(transport).__name__, transport.rank, transport.size, transport.name
-
-
-def transports_of_group(rank: int, size: int, members: list[int], maker: str = "transport_for") -> str:
-    made = dist.new_group(members)
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What onebit logs meanwhile."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("onebit")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        transport = {"transport_for": transport_for, "TorchTransport": TorchTransport}[maker](made)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}"
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def transports(rank: int, size: int, members: list[int]) -> tuple[str, list[str]]:
+    """Of the default group, and of a group that not all ranks are in, made in both ways."""
+    made, texts = dist.new_group(members), []
+    for maker in (transport_for, TorchTransport):
+        with error_of(texts):
+            transport = maker(made)
+            texts.append(f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}")
+    default = transport_for(None)
+    return f"{type(default).__name__} {default.rank} of {default.size} {default.name}", texts
 
 
 def collectives(rank: int, size: int) -> tuple[list[Any], ...]:
     return collectives_over(transport_for(group()))
 
 
-def gathered(rank: int, size: int, nbytes: int) -> list[list[int]]:
-    """The first and the last byte of each rank's message."""
-    own = torch.zeros((1, nbytes), dtype=torch.uint8)
-    own[0, 0], own[0, -1] = (7 * rank + 250) % 256, nbytes * rank % 256
-    everyone = torch.full((size, nbytes), 255, dtype=torch.uint8)
-    transport_for(group()).all_gather(everyone, own, "gathering").wait()
-    return everyone[:, [0, -1]].tolist()
-
-
-def gathered_as_hosts(rank: int, size: int, nbytes: int) -> list[list[int]]:
-    """The same, where torchrun says that each rank is on a host of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"):
-            patch.setenv(name, str(size))
-        return gathered(rank, size, nbytes)
+def gathered(rank: int, size: int, nbytes: list[int]) -> list[list[list[int]]]:
+    """The first and the last byte of each rank's message. Then where torchrun says that each rank is on a host of its
+    own."""
+    found = []
+    for variables in ({}, dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(size))):
+        for n in nbytes:
+            own = torch.zeros((1, n), dtype=torch.uint8)
+            own[0, 0], own[0, -1] = (7 * rank + 250) % 256, n * rank % 256
+            everyone = torch.full((size, n), 255, dtype=torch.uint8)
+            with patch.dict(os.environ, variables):
+                transport_for(group()).all_gather(everyone, own, "gathering").wait()
+            found.append(everyone[:, [0, -1]].tolist())
+    return found
 
 
 def expected(rank: int, size: int) -> list[Any]:
