@@ -5,7 +5,7 @@ import torch
 
 from onebit.collectives.agreement import agree, all_gather_json
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.transport.protocol import Done, LocalTransport
 from onebit.kernels.data.wire import MessageError
 from tests.ranks import group, run_ranks
 
@@ -79,3 +79,24 @@ def test_damage_is_an_error_and_takes_no_memory():
         for bit in bits:
             with pytest.raises(MessageError, match=f"a phase: {says}"):
                 all_gather_json(Damaging(number, flip(bit)), CPU, {"a": 1}, "a phase")
+
+
+class Announcing(LocalTransport):
+    """Two ranks, of which the other one announces a text of so many bytes."""
+
+    size = 2
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def all_gather(self, out, sent, phase):
+        out.copy_(sent.expand_as(out))
+        if sent.shape[1] == 8:
+            out[1].view(torch.int64)[0] = self.nbytes
+        return Done()
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 2**24 + 1])
+def test_no_other_rank_can_announce_what_no_rank_sends(nbytes):
+    with pytest.raises(MessageError, match=f"a phase: rank 1 announces {nbytes} bytes"):
+        all_gather_json(Announcing(nbytes), CPU, {"a": 1}, "a phase")

@@ -127,6 +127,14 @@ def test_what_a_collective_divides_is_not_divided_before(dtype: str, wire: str |
     assert torch.equal(sent, whole if called == "mean" else whole / 2)
 
 
+def test_tensors_of_two_dtypes_travel_apart() -> None:
+    transport, given = Dividing(), [torch.ones(3), torch.ones(2).bfloat16(), torch.ones(4).bfloat16(), torch.ones(1)]
+    average_(given, transport)
+    assert [(kind, t.dtype, t.numel()) for kind, t in transport.given] == [
+        ("mean", torch.float32, 3), ("sum", torch.bfloat16, 6), ("mean", torch.float32, 1)
+    ]  # fmt: skip
+
+
 def test_nccl_has_a_collective_for_means(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(dist, "all_reduce", lambda values, op, group, async_op: asked.append(op) or Done())

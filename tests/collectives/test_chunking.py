@@ -18,11 +18,10 @@ import torch
 
 from onebit.collectives import CompressedAllReduce, chunking
 from onebit.collectives.chunking import CANDIDATES, candidates
-from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.kernels.tuning import tuner
 from tests.collectives import steps, work
-from tests.collectives.steps import Case, Recorded
+from tests.collectives.steps import Case
 from tests.collectives.work import Watched
 from tests.ranks import group, run_ranks
 
@@ -93,22 +92,6 @@ def choices(
             before = len(measured)
             made.append(Choice(all_reduce.prepare().layout.chunks, len(measured) - before, transport.events))
     return made
-
-
-def really_measured(
-    rank: int, size: int, case: Case, folder: str
-) -> tuple[list[int], list[tuple[int, float]], Recorded]:
-    """Nothing replaced: what `onebit tune` shows, then a run that chooses by itself."""
-    seen: list[tuple[int, float]] = []
-    with cache_folder(folder), small_models_up_to(0):
-        options = chunking.candidates(sum(case.numels), size, case.block_size)
-        given: dict[str, Any] = {"scale": case.scale, "norm": case.norm, "block_size": case.block_size}
-        seconds = chunking.measure_chunks(
-            Topology.of(group()), sum(case.numels), torch.device("cpu"), **given, options=options,
-            progress=lambda chunks, s: seen.append((chunks, s)),
-        )  # fmt: skip
-        assert list(seconds.items()) == seen
-        return options, seen, steps.record(case, rank, group())
 
 
 SIZE = 3
@@ -228,18 +211,6 @@ def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, num
 def test_a_model_whose_message_carries_its_flags_has_one_chunk(folders, small, chunks, measured):
     (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS, small))
     assert (choice.chunks, choice.measured) == (chunks, measured)
-
-
-def test_a_real_measurement_and_a_run_with_what_it_chose(folders):
-    answers = run_ranks(SIZE, really_measured, CASE, folders[0])
-    options, seen, _ = answers[0]
-    assert options == ALL and [chunks for chunks, _ in seen] == ALL
-    assert all(seconds > 0 for _, seconds in seen)
-    assert all(answer[1] == seen for answer in answers), "the ranks do not agree on the slowest rank's seconds"
-    recorded = [answer[2] for answer in answers]
-    chosen = agreed([run.states[0]["chunks"] for run in recorded])
-    assert chosen == entries(folders[0])[KEY]["chunks"]
-    steps.check(replace(CASE, chunks=chosen), recorded)
 
 
 def before_and_in_the_first_call(rank, size):

@@ -31,26 +31,28 @@ def test_a_28th_of_the_bytes_of_a_ring_all_reduce_in_fp32(size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_pipeline_in_one_order_on_all_ranks(size):
-    """Chunk j + 1 is under way before anyone waits for chunk j; collectives start in the same order everywhere."""
-    every = [events for events, *_ in run_ranks(size, work.watched, Case((1000,), chunks=3), 2)]
-    assert all(events == every[0] for events in every)
-    phases = ("gather phase (all-to-all", "scatter phase (all-gather")
-    g, s = ([f"the {name} of chunk {j})" for j in range(3)] for name in phases)
-    assert every[0] == [
-        "all_max agreeing on finite values (all-reduce of one number)",
-        f"start {g[0]}", f"start {g[1]}",
-        f"wait {g[0]}", f"start {s[0]}", f"start {g[2]}",
+    """Chunk j + 1 is under way before anyone waits for chunk j; collectives start in the same order everywhere, and
+    replies are expected before they can come."""
+    phases = ("gather phase (all-to-all", "scatter phase (all-gather", "exchange (all-gather")
+    g, s, d = ([f"the {name} of chunk {j})" for j in range(3)] for name in phases)
+    in_two_phases = [
+        f"start {g[0]}", f"expect {s[0]}", f"start {g[1]}", f"expect {s[1]}",
+        f"wait {g[0]}", f"start {s[0]}", f"start {g[2]}", f"expect {s[2]}",
         f"wait {g[1]}", f"start {s[1]}", f"wait {s[0]}",
         f"wait {g[2]}", f"start {s[2]}", f"wait {s[1]}",
         f"wait {s[2]}",
     ]  # fmt: skip
+    direct = [f"start {d[0]}", f"start {d[1]}", f"wait {d[0]}", f"start {d[2]}", f"wait {d[1]}", f"wait {d[2]}"]
+    for reply, expected in ((1, in_two_phases), ("direct", direct)):
+        for events, *_ in run_ranks(size, work.watched, Case((1000,), chunks=3, reply=reply), 2):
+            assert events == ["all_max agreeing on finite values (all-reduce of one number)", *expected]
 
 
 def test_one_small_message_carries_its_flag():
     """No round is spent on asking."""
     for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):
         assert not any(event.startswith("all_max") for event in events)
-        assert len(events) == 4  # two collectives, started and waited for
+        assert len(events) == 5  # two collectives, started and waited for, of which one is expected
 
 
 def test_the_replies_are_kept_as_received():

@@ -8,6 +8,9 @@ import torch
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.two_phases import TwoPhases
+from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.ranks import group, run_ranks
@@ -24,70 +27,49 @@ def test_a_loaded_state_goes_on_bit_for_bit(auto):
             assert any(np.any(value) for value in rest.states[0].values())
 
 
-DROP = "left out"
+RIGHT = CompressedAllReduce([300, 700], chunks=2).state_dict()
+RESIDUAL, SERVER = RIGHT["residual"], RIGHT["server_residual"]
+OF_TENSORS = CompressedAllReduce([300, 700], chunks=2, scale="tensor").state_dict()
+WRONG = {
+    "no residual": ({"residual": None}, "lacks residual"),
+    "no server residual": ({"server_residual": None}, "lacks server_residual"),
+    "no chunks": ({"chunks": None}, "lacks chunks"),
+    "no bytes": ({"wire_bytes": None}, "lacks wire_bytes"),
+    "something more": ({"momentum": RESIDUAL}, "momentum"),
+    "another scale": (OF_TENSORS, r"residual_scale.*another scale"),
+    "other chunks": ({"chunks": 3}, "chunks=3"),
+    "longer residual": ({"residual": torch.ones(len(RESIDUAL) + 64)}, "residual"),
+    "longer server residual": ({"server_residual": torch.cat([SERVER, SERVER])}, "server_residual"),
+    "server residual as a table": ({"server_residual": SERVER[None]}, "server_residual"),
+    "half precision": ({"residual": RESIDUAL.half()}, r"residual is torch\.float16"),
+    "a list": ({"residual": [0.0]}, "damaged"),
+    "chunks as text": ({"chunks": "2"}, "damaged"),
+    "numbers": ({"format": "seven", "wire_bytes": True}, r"are numbers, not \[0, 2, 'seven', True\]: it was damaged"),
+    "bytes as text": ({"wire_bytes": "many"}, "damaged"),
+    "another rank": ({"rank": 1}, "saved by rank 1, this is rank 0"),
+    "other tensors": (CompressedAllReduce([301, 699], chunks=2).state_dict(), "other sizes"),
+    "another number of tensors": (CompressedAllReduce([300, 350, 350], chunks=2).state_dict(), ""),
+    "another block size": (CompressedAllReduce([300, 700], block_size=64, chunks=2).state_dict(), ""),
+}
 
 
-@pytest.mark.parametrize(
-    "case", [Case((300, 63), chunks=2, steps=2), Case((300, 63), scale="tensor", steps=2)], ids=["block", "tensor"]
-)
-def test_a_wrong_state_is_refused_and_changes_nothing(case):
-    plan = case.plan(3)
-    residual, server = torch.ones(plan.size), torch.ones(plan.size // 3)
-    scales = {"residual_scale": torch.ones(3), "server_residual_scale": torch.ones(1)}
-    wrong = {
-        "no residual": ({"residual": DROP}, "lacks residual"),
-        "no server residual": ({"server_residual": DROP}, "lacks server_residual"),
-        "no chunks": ({"chunks": DROP}, "lacks chunks"),
-        "no bytes": ({"wire_bytes": DROP}, "lacks wire_bytes"),
-        "something more": ({"momentum": residual}, "momentum"),
-        "other scale": (
-            scales if case.scale == "block" else dict.fromkeys(scales, DROP),
-            "another scale",
-        ),
-        "other chunks": ({"chunks": case.chunks + 1}, f"chunks={case.chunks + 1}"),
-        "longer residual": ({"residual": torch.ones(plan.size + case.block_size)}, "residual"),
-        "longer server residual": ({"server_residual": torch.cat([server, server])}, "server_residual"),
-        "server residual as a table": ({"server_residual": server[None]}, "server_residual"),
-    }
-    for outcomes in run_ranks(3, work.refused, case, {k: entries for k, (entries, _) in wrong.items()}, DROP):
-        for name, (_, needle) in wrong.items():
-            error, unchanged = outcomes[name]
-            assert needle in error, f"{name}: {error!r}"
-            assert unchanged, name
-        assert outcomes["goes on"] == ("", True)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"residual": [0.0]}, "damaged"),
-        ({"chunks": None}, "damaged"),
-        ({"format": "seven", "wire_bytes": True}, r"are numbers, not \[0, 1, 'seven', True\]: it was damaged"),
-        ({"wire_bytes": "many"}, "damaged"),
-        ({"rank": 1}, "saved by rank 1, this is rank 0"),
-        ({"residual": torch.ones(1024, dtype=torch.float16)}, r"residual is torch\.float16"),
-        ({"residual": torch.ones(1024), "server_residual": torch.ones(5)}, "server_residual"),  # all of it or nothing
-        (CompressedAllReduce(1000, chunks=1, scale="tensor").state_dict(), r"residual_scale.*another scale"),
-    ],
-    ids=["residual", "chunks", "two numbers", "bytes", "rank", "dtype", "server residual", "scale"],
-)
-def test_a_damaged_state_changes_nothing(damage, message):
-    all_reduce = CompressedAllReduce(1000, chunks=1)
-    before = steps.state_of(all_reduce)
-    state = {k: v + 1 if isinstance(v, torch.Tensor) else v for k, v in all_reduce.state_dict().items()}
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_state_is_refused_and_changes_nothing(name):
+    """Though all else in it is right, and the run goes on as if nobody had tried."""
+    entries, message = WRONG[name]
+    all_reduce, twin = (CompressedAllReduce([300, 700], chunks=2) for _ in range(2))
+    for step in range(2):
+        for each in (all_reduce, twin):
+            each(Case((300, 700)).inputs(0, step))
+    before, right = steps.state_of(all_reduce), all_reduce.state_dict()
+    state = {k: v.clone() + 1 if isinstance(v, torch.Tensor) else v for k, v in right.items()} | entries
     with pytest.raises(ValueError, match=message):
-        all_reduce.load_state_dict(state | damage)
+        all_reduce.load_state_dict({k: v for k, v in state.items() if v is not None})
     assert steps.same_state(before, steps.state_of(all_reduce))
-
-
-@pytest.mark.parametrize(
-    "other", [{"numel": [999]}, {"numel": [500, 500]}, {"numel": [1000], "block_size": 64}], ids=str
-)
-def test_a_state_of_other_tensors_is_refused(other):
-    """Though it is as long with its padding."""
-    saved = CompressedAllReduce(**{"block_size": 32, "chunks": 1, **other})
-    with pytest.raises(ValueError):
-        CompressedAllReduce([1000], block_size=32, chunks=1).load_state_dict(saved.state_dict())
+    results = [Case((300, 700)).inputs(0, 3) for _ in range(2)]
+    all_reduce(results[0])
+    twin(results[1])
+    assert all(map(torch.equal, *results))
 
 
 def loaded_alone(rank, size):
@@ -109,3 +91,13 @@ def test_a_state_brings_its_number_of_chunks():
     assert other.prepare().layout.chunks == 1
     other.load_state_dict(saved.state_dict())
     assert other.chunks == 3
+
+
+def test_an_exchange_copies_all_of_a_state_or_nothing():
+    exchange = TwoPhases(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
+    state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
+    with pytest.raises(ValueError, match="server_residual"):
+        exchange.load_state_dict(state | {"server_residual": torch.ones(5)})
+    assert not any(value.any() for value in exchange.state_dict().values())
+    exchange.load_state_dict(state)
+    assert all(value.all() for value in exchange.state_dict().values())

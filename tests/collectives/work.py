@@ -90,29 +90,6 @@ def resumed(rank: int, size: int, cases: list[Case], stop: int, auto: bool) -> l
     return found
 
 
-def refused(rank: int, size: int, case: Case, wrong: dict[str, dict[str, Any]], drop: str) -> dict[str, Any]:
-    """Load states that differ in a few entries from a right one: the error, and whether anything changed."""
-    all_reduce, twin = case.all_reduce(group()), case.all_reduce(group())
-    steps.record(case, rank, group(), all_reduce=all_reduce)
-    steps.record(case, rank, group(), all_reduce=twin)
-    right = {k: v.clone() + 1 if isinstance(v, Tensor) else v for k, v in all_reduce.state_dict().items()}
-    before, outcomes = steps.state_of(all_reduce), {}
-    for name, entries in wrong.items():
-        state = {k: v for k, v in (right | entries).items() if v != drop or isinstance(v, Tensor)}
-        error = ""
-        try:
-            all_reduce.load_state_dict(state)
-        except ValueError as caught:
-            error = str(caught)
-        outcomes[name] = (error, steps.same_state(before, steps.state_of(all_reduce)))
-    later = [
-        steps.record(replace(case, steps=case.steps + 1), rank, group(), first=case.steps, all_reduce=a)
-        for a in (all_reduce, twin)
-    ]
-    outcomes["goes on"] = ("", later[0].result_bytes == later[1].result_bytes)
-    return outcomes
-
-
 def replies_of(rank: int, size: int, case: Case) -> tuple[bytes, bytes]:
     """What `Exchange.run` returns, decoded, beside what the tensors became."""
     all_reduce = case.all_reduce(group())
@@ -164,6 +141,11 @@ class Watched:
         self.events.append(f"start {phase}")
         self.sent += sent.nbytes * (self.size - 1)
         return WatchedWork(self, self.transport.all_gather(out, sent, phase), phase)
+
+    def expect(self, out: Tensor, phase: str) -> None:
+        self.events.append(f"expect {phase}")
+        if isinstance(self.transport, EarlyReceiver):
+            self.transport.expect(out, phase)
 
     def all_max(self, values: Tensor, phase: str) -> None:
         self.hook(phase)

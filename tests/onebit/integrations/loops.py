@@ -6,11 +6,13 @@ steps 5 .. 10     stage 2; a checkpoint after step 6, the interruption after ste
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,19 +72,42 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: pip install 'onebit[integrations]'")
 
 
-def logged() -> list[str]:
-    """What onebit will log in this process."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("onebit").addHandler(handler)
-    logging.getLogger("onebit").setLevel(logging.INFO)
-    return said
+@dataclass
+class Ends:
+    """Of a rank: what its parameters are at the end of runs, what was warned of and, where loops report, logged."""
+
+    undisturbed: bytes
+    resumed: list[bytes]  # from a checkpoint of stage 2
+    without: bytes  # from one without the residuals of other ranks, as the loop alone writes it
+    warned: list[str]  # there
+    said: list[str] | None = None
 
 
-def in_two_processes(work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work` returns in each. Packages take long to import, on a busy machine one rank far longer than another."""
-    return run_ranks_once(2, work, args, timeout=HUNG, group_timeout=120)
+def check(work: Callable[[int, int, str], Ends], folder: Path) -> None:
+    """`work` in two processes: runs go on bit for bit. Packages take long to import, on a busy machine one rank far
+    longer than another."""
+    found = run_ranks_once(2, work, (str(folder),), timeout=HUNG, group_timeout=120)
+    assert len({end for one in found for end in (one.undisturbed, *one.resumed)}) == 1
+    assert all(one.without != one.undisturbed for one in found)
+    assert any("residuals" in text for text in found[1].warned)
+    if found[0].said is not None:
+        assert [any("1 bit  " in text for text in one.said) for one in found] == [True, False]  # the report
+
+
+@contextmanager
+def no_residuals_missed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the state does not hold the residuals")
+        yield
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught]
 
 
 def as_under_torchrun(rank: int, size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.onebit.integrations.loops import (
-    INTERRUPTED,
-    LAST,
-    SAVED,
-    Interrupted,
-    Tiny,
-    as_under_torchrun,
-    batch_of,
-    in_two_processes,
-    logged,
-    needs,
-    optimizer_of,
-)
+from tests.collectives.work import logged
+from tests.onebit.integrations import loops
 from tests.onebit.runs import bits
 
 
@@ -38,25 +26,25 @@ def trained(folder: str, *callbacks: Any, resume: str | None = None) -> tuple[An
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Tiny()
+            self.model = loops.Tiny()
 
         def training_step(self, batch: Any, index: int) -> Any:
             """Lightning resumes within an epoch and begins the data anew: here a step says which are its own."""
-            return self.model(**batch_of(self.global_step, self.global_rank))["loss"]
+            return self.model(**loops.batch_of(self.global_step, self.global_rank))["loss"]
 
         def configure_optimizers(self) -> Any:
-            optimizer = optimizer_of(self.model)
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=LAST)
+            optimizer = loops.optimizer_of(self.model)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=loops.LAST)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     module = Module()
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=loops.SAVED, save_top_k=-1)
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=LAST, plugins=[TorchElasticEnvironment()], logger=False,
-        callbacks=[saver, OneBitCallback(), *callbacks], enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder,
+        accelerator="cpu", devices=2, strategy="ddp", max_steps=loops.LAST, plugins=[TorchElasticEnvironment()],
+        logger=False, callbacks=[saver, OneBitCallback(), *callbacks], enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(range(2 * LAST)), ckpt_path=resume)
+    trainer.fit(module, DataLoader(range(2 * loops.LAST)), ckpt_path=resume)
     return module, trainer
 
 
@@ -65,28 +53,23 @@ def interrupt(folder: str) -> None:
 
     class Interruption(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == INTERRUPTED:
-                raise Interrupted
+            if trainer.global_step == loops.INTERRUPTED:
+                raise loops.Interrupted
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(loops.Interrupted):
         trained(folder, Interruption())
 
 
-def first(rank: int, size: int, folder: str) -> tuple[bytes, list[str]]:
-    as_under_torchrun(rank, size)
-    said = logged()
-    module, trainer = trained(f"{folder}/undisturbed")
+def trainers(rank: int, size: int, folder: str) -> loops.Ends:
+    """A run, and one that is interrupted and goes on; and once more, from a checkpoint as Lightning alone would write
+    it."""
+    loops.as_under_torchrun(rank, size)
+    with logged() as said:
+        undisturbed, trainer = trained(f"{folder}/undisturbed")
     assert trainer.optimizers[0].compressing
     interrupt(f"{folder}/interrupted")
-    return bits(module.parameters()), said
-
-
-def second(rank: int, size: int, folder: str) -> tuple[bytes, bytes, list[str]]:
-    """New processes go on; and once more, from a checkpoint as Lightning alone would write it."""
-    as_under_torchrun(rank, size)
-    saved, alone = f"{folder}/interrupted/step={SAVED}.ckpt", f"{folder}/alone.ckpt"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the state does not hold the residuals")
+    saved, alone = f"{folder}/interrupted/step={loops.SAVED}.ckpt", f"{folder}/alone.ckpt"
+    with loops.no_residuals_missed():
         resumed, _ = trained(f"{folder}/resumed", resume=saved)
     if rank == 0:
         content = torch.load(saved, weights_only=True)
@@ -95,18 +78,13 @@ def second(rank: int, size: int, folder: str) -> tuple[bytes, bytes, list[str]]:
                 del of_parameter[name]
         torch.save(content, alone)
     dist.barrier()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with loops.warned() as texts:
         without, _ = trained(f"{folder}/without", resume=alone)
-    return bits(resumed.parameters()), bits(without.parameters()), [str(each.message) for each in caught]
+    ends = [bits(module.parameters()) for module in (undisturbed, resumed, without)]
+    return loops.Ends(ends[0], [ends[1]], ends[2], texts, said)
 
 
-@needs("lightning")
+@loops.needs("lightning")
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_from_lightnings_checkpoint(tmp_path: Path) -> None:
-    undisturbed, said = zip(*in_two_processes(first, str(tmp_path)), strict=True)
-    assert [any("1 bit  " in text for text in of_rank) for of_rank in said] == [True, False]  # the report
-    resumed, without, warned = zip(*in_two_processes(second, str(tmp_path)), strict=True)
-    assert len({*undisturbed, *resumed}) == 1
-    assert undisturbed[0] not in without
-    assert any("residuals" in text for text in warned[1])
+    loops.check(trainers, tmp_path)

@@ -38,7 +38,7 @@ def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
         for name in [name for name in of_parameter if name.endswith(f"residual_of_rank_{rank}") and rank > 0]:
             del of_parameter[name]  # what this rank finds in a file that rank 0 alone has written
     run.on(7, 8)
-    at_8 = run.all()
+    at_8, later = run.all(), snapshot(run.optimizer.state_dict())
 
     again = Run(case, 2, rank, group())
     state = whole(again)
@@ -51,11 +51,16 @@ def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
     again.on(7, 8)
     assert same(again.all()[1], at_8[1]) and again.all()[0] == at_8[0]
 
-    later = snapshot(run.optimizer.state_dict())
+    again.on(9, 9)
     again.optimizer.load_state_dict(run.optimizer.state_dict())  # once: this is loaded as it is
     assert same(snapshot(again.optimizer.state_dict()), later)
+    again.on(9, 9)
     state.expect(folder / "onebit")
     state.cancel()
+    again.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert same(snapshot(again.optimizer.state_dict()), later)
+    again.on(9, 9)
+    state.expect(folder / "nothing there")  # then it is what is given
     again.optimizer.load_state_dict(run.optimizer.state_dict())
     assert same(snapshot(again.optimizer.state_dict()), later)
 
@@ -85,20 +90,6 @@ def on_others(rank: int, size: int, folder: Path) -> None:
 def test_another_number_of_ranks_has_the_mean_of_the_residuals(tmp_path: Path) -> None:
     run_ranks(2, saved, tmp_path)
     run_ranks(3, on_others, tmp_path)
-
-
-def nothing_there(rank: int, size: int, folder: Path) -> None:
-    run = Run(CASE, 6, rank, group())
-    state = whole(run)
-    state.expect(folder / "onebit")
-    own = run.optimizer.state_dict()
-    run.on(7, 8)
-    run.optimizer.load_state_dict(own)
-    assert same(snapshot(run.optimizer.state_dict()), snapshot(own))
-
-
-def test_without_the_folder_it_is_what_is_given(tmp_path: Path) -> None:
-    run_ranks(2, nothing_there, tmp_path)
 
 
 def seen_by_one(rank: int, size: int, folder: Path) -> None:

@@ -43,8 +43,17 @@ def sizes(state: Any, i: int, m: torch.Tensor) -> float:
     return float(np.mean([float(part[live].abs().mean()) for part, live in blocks]))
 
 
-@kinds
-@pytest.mark.parametrize(("scale", "reply"), [("block", 1), ("tensor", 1), ("block", 2), ("block", "direct")])
+@pytest.mark.parametrize(
+    ("kind", "scale", "reply"),
+    [
+        ("OneBitAdam", "block", 1),
+        ("OneBitAdam", "tensor", 1),
+        ("OneBitAdam", "block", 2),
+        ("OneBitLamb", "block", "direct"),
+        ("OneBitLamb", "block", 2),
+        ("ZeroOneAdam", "tensor", 1),
+    ],
+)
 def test_norms_and_scales(kind: str, scale: str, reply: Any) -> None:
     options = {"freeze_step": 4, "scale": scale, "chunks": 2, "reply": reply, "zero_variance": "hold"}
     case = Case(kind, steps=8, options=options, untouched=((0, 2, 8),) if reply == 2 else ())
@@ -76,7 +85,7 @@ def test_coefficients_are_those_of_the_last_step() -> None:
 
 
 @kinds
-def test_a_picture_of_a_run(kind: str, tmp_path: Path) -> None:
+def test_a_history_and_its_picture(kind: str, tmp_path: Path) -> None:
     case = Case(kind, options={"freeze_step": 4})
     params = case.parameters()
     optimizer, history = case.build(params), onebit.History()
@@ -85,19 +94,17 @@ def test_a_picture_of_a_run(kind: str, tmp_path: Path) -> None:
         history.record(optimizer)
     assert history.steps == list(range(1, 9))
     assert all(math.isnan(line[0]) and line[-1] > 0 for line in history.series("residual_norm").values())
-    history.plot(tmp_path / "run.png")
-    assert (tmp_path / "run.png").stat().st_size > 10_000
+    if kind == "OneBitLamb":  # which has the most to draw
+        history.plot(tmp_path / "run.png")
+        assert (tmp_path / "run.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        onebit.History().plot(tmp_path / "no.png")
 
 
 def test_names_come_from_the_model_where_they_are_known() -> None:
     net = nn.Linear(3, 2)
     assert set(onebit.OneBitAdam(net.named_parameters()).diagnostics()) == {"weight", "bias"}
     assert len(onebit.OneBitAdam(net.parameters()).diagnostics()) == 2
-
-
-def test_an_empty_history_cannot_be_drawn(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing was recorded"):
-        onebit.History().plot(tmp_path / "no.png")
 
 
 def test_a_parameter_without_elements_has_numbers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 
 from onebit.collectives.waits import Waits, counted, waiting
 from onebit.report.pay_off import KEPT, REPORTED_AFTER, PayOff, Report, Steps
+from tests.collectives.work import logged
 from tests.onebit.runs import Case, kinds, run
 from tests.ranks import group, run_ranks
 
@@ -48,14 +48,10 @@ def test_a_step_is_timed_from_the_end_of_the_one_before() -> None:
     assert (found.taken, found.seconds, found.waiting) == pytest.approx((3, 0.5, 0.2))
 
 
-def test_too_few_steps_are_not_timed() -> None:
-    pay_off = timed(*[("uncompressed", 1.0, 0.0)] * 3)
+def test_too_few_steps_are_not_timed_and_old_ones_are_dropped() -> None:
+    pay_off = timed(*[("uncompressed", 1.0, 0.0)] * 3, *[("1 bit", 9.0, 0.0)] * 100, *[("1 bit", 1.0, 0.0)] * KEPT)
     assert pay_off.steps("uncompressed", waits_here=True) == Steps(3, None, None)
-    assert pay_off.steps("1 bit", waits_here=True) == Steps(0, None, None)
-
-
-def test_times_of_old_steps_are_dropped() -> None:
-    pay_off = timed(*[("1 bit", 9.0, 0.0)] * 100, *[("1 bit", 1.0, 0.0)] * KEPT)
+    assert pay_off.steps("local", waits_here=True) == Steps(0, None, None)
     assert pay_off.steps("1 bit", waits_here=True) == Steps(100 + KEPT, 1.0, 0.0)
 
 
@@ -159,56 +155,34 @@ def test_the_text() -> None:
     )
 
 
-def reported(rank: int, size: int, case: Case) -> tuple[Any, list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger, level = logging.getLogger("onebit"), logging.getLogger("onebit").level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        params = case.parameters()
+def reported(rank: int, size: int, case: Case) -> tuple[Any, int, list[str]]:
+    params = case.parameters()
+    with logged() as said:
         optimizer = case.build(params, group())
         run(case, rank, optimizer, params, 1, case.steps)
-        return (optimizer.report(), optimizer.wire_bytes), [text for text in records if "1 bit  " in text]
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    return optimizer.report(), optimizer.wire_bytes, [text for text in said if "1 bit  " in text]
 
 
 @kinds
 def test_a_run(kind: str) -> None:
     """Bytes are the messages' and, of uncompressed steps, those of rings; 50 steps in, rank 0 logs it."""
-    case = Case(
-        kind,
-        shapes=((300, 40), (77,)),
-        steps=5 + REPORTED_AFTER,
-        options={"freeze_step": 5},
-        bad=((7, 0, float("nan")),),
-    )
+    options, bad = {"freeze_step": 5}, ((7, 0, float("nan")),)
+    case = Case(kind, shapes=((300, 40), (77,)), steps=5 + REPORTED_AFTER, options=options, bad=bad)
     found = run_ranks(3, reported, case)
     elements = 300 * 40 + 77
-    for rank, ((own, sent), logged) in enumerate(found):
+    for rank, (own, sent, texts) in enumerate(found):
         assert (own.uncompressed.taken, own.compressed.taken, own.skipped) == (5, REPORTED_AFTER, 1)
         ring = 2 * 2 / 3 * elements
         assert own.sent == pytest.approx(sent + 5 * 4 * ring)
         assert own.sent_by_fp32 == 2 * own.sent_by_fp16 == pytest.approx((5 + REPORTED_AFTER) * 4 * ring)
         for steps in (own.uncompressed, own.compressed):
             assert steps.seconds > 0 and 0 < steps.waiting <= 1
-        assert len(logged) == (rank == 0)
-    assert "times as" in found[0][1][0] and "skipped" not in found[0][1][0]
-
-
-def of_nodes(rank: int, size: int, case: Case) -> tuple[float, float, int]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, case.steps)
-    found = optimizer.report()
-    return found.sent_by_fp32, found.sent, optimizer.wire_bytes
+        assert len(texts) == (rank == 0)
+    assert "times as" in found[0][2][0] and "skipped" not in found[0][2][0]
 
 
 def test_bytes_of_nodes_are_those_between_them() -> None:
     case = Case(shapes=((300, 40),), steps=8, options={"freeze_step": 3}, each=2)
-    for fp32, sent, messages in run_ranks(4, of_nodes, case):
-        assert fp32 == pytest.approx(8 * 4 * 300 * 40 / 2)  # 2 nodes: a ring sends all of a slice once
-        assert sent == pytest.approx(messages + 3 * 4 * 300 * 40 / 2)
+    for report, messages, _ in run_ranks(4, reported, case):
+        assert report.sent_by_fp32 == pytest.approx(8 * 4 * 300 * 40 / 2)  # 2 nodes: a ring sends all of a slice once
+        assert report.sent == pytest.approx(messages + 3 * 4 * 300 * 40 / 2)
