@@ -11,20 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.parallel.buckets import LOCAL
-from tests.onebit.runs import bits, kinds
+from tests.onebit.runs import bits
 from tests.ranks import group, run_ranks
 
 STEPS = 9
 
 
-def built(kind, overlap=False):
+def built(kind, overlap=False, view=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 30), nn.Linear(30, 1))
-    ddp = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.001)
+    ddp = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)
     options = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": 3}
-    optimizer = getattr(onebit, kind)(
-        ddp.parameters(), lr=0.01, process_group=group(), block_size=32, overlap=overlap, **options
-    )
+    options |= {"lr": 0.01, "process_group": group(), "block_size": 32, "chunks": 3, "overlap": overlap}
+    optimizer = getattr(onebit, kind)(ddp.parameters(), **options)
     onebit.attach(ddp, optimizer)
     return model, ddp, optimizer
 
@@ -34,10 +33,10 @@ def loss_of(model, rank, step):
     return model(torch.randn(8, 6, generator=data)).square().mean()
 
 
-def train(rank, size, kind, buckets, overlap=False, accumulate=False, bad=None):
-    """Parameters, buffers, before which steps DDP's hook was called, and before which messages left in backward.
-    buckets: whether they are used in every step."""
-    model, ddp, optimizer = built(kind, overlap)
+def train(rank, size, kind, buckets, overlap=False, accumulate=False, bad=None, view=False):
+    """Parameters; buffers, and bytes sent; before which steps DDP's hook was called, and before which messages left in
+    backward. buckets: whether they are used in every step."""
+    model, ddp, optimizer = built(kind, overlap, view)
     if buckets:
         optimizer.leave_out_buckets = lambda _: None
     hooked, early, begin, of_step = [], [], optimizer.begin_step, []
@@ -53,35 +52,41 @@ def train(rank, size, kind, buckets, overlap=False, accumulate=False, bad=None):
         if (step, rank) == bad:
             model[0].weight.grad[0, 0] = torch.nan
         optimizer.step()
-    buffers = [b.detach().clone() for b in model.buffers()]
-    return bits([p.detach() for p in model.parameters()]), bits(buffers), hooked, early
+    buffers = bits(b.detach().clone() for b in model.buffers())
+    return bits(model.parameters()), (buffers, optimizer.wire_bytes), hooked, early
 
 
-@kinds
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"),
+    [("OneBitAdam", False), ("OneBitAdam", True), ("OneBitLamb", True), ("ZeroOneAdam", False)],
+)
 def test_results_and_buffers_are_those_with_buckets(kind, accumulate):
-    """Bit for bit, the buffers of BatchNorm too, which are rank 0's before every forward pass."""
+    """Bit for bit, the buffers of BatchNorm too, which are rank 0's before every forward pass. The hook is called where
+    gradients are averaged, and before the first compressed step, which is known to be one only when it begins."""
     found = run_ranks(2, train, kind, False, False, accumulate)
     expected = run_ranks(2, train, kind, True, False, accumulate)
     assert [each[:2] for each in found] == [each[:2] for each in expected]
     assert all(expected[0][2])
-    assert found[0][2] != expected[0][2]
-
-
-@kinds
-def test_overlap_knows_that_nobody_accumulates(kind):
-    found = run_ranks(2, train, kind, False, True, True)
-    assert [each[:2] for each in found] == [each[:2] for each in run_ranks(2, train, kind, True, False, True)]
-    *_, hooked, early = found[0]
-    assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
-
-
-@kinds
-def test_the_hook_is_called_where_gradients_are_averaged(kind):
-    """And before the first compressed step, which is known to be one only when it begins."""
     full = {4, 6} if kind == "ZeroOneAdam" else set()
-    for *_, hooked, _ in run_ranks(2, train, kind, False):
+    for *_, hooked, _ in found:
         assert hooked == [step < 4 or step in full for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "view"),
+    [
+        ("OneBitAdam", False, True),
+        ("OneBitAdam", True, False),
+        ("OneBitLamb", True, True),
+        ("ZeroOneAdam", True, False),
+    ],
+)
+def test_overlap_gives_the_same_bits_and_knows_whether_somebody_accumulates(kind, accumulate, view):
+    found = run_ranks(2, train, kind, False, True, accumulate, None, view)
+    expected = run_ranks(2, train, kind, True, False, accumulate, None, view)
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    for *_, hooked, early in found:
+        assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
 
 
 def test_a_full_step_that_was_not_expected_is_averaged_by_the_step():

@@ -18,9 +18,10 @@ import onebit
 from onebit.collectives.transport import transport_for
 from onebit.optim.sharding import local
 from tests.limits import HUNG
-from tests.onebit.runs import adam_first, bits, build, same, snapshot
+from tests.onebit.runs import OPTIMIZERS, bits, build, same, snapshot
 from tests.ranks import run_ranks_once
 
+LAMB, ZERO_ONE = ("OneBitLamb", 1), ("ZeroOneAdam", "direct")
 AT = (24, 30, 110)  # steps after which runs are compared
 OPTIONS = {"lr": 5e-3, "freeze_step": 10, "block_size": 32, "chunks": 2, "variance_floor": 0.01}
 
@@ -108,8 +109,10 @@ def both(rank: int, size: int, kind: str, reply: Any) -> dict[str, Any]:
     }
 
 
-@adam_first
-@pytest.mark.parametrize("reply", ["direct", pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "reply"),
+    [("OneBitAdam", "direct"), *(pytest.param(*own, marks=pytest.mark.slow) for own in (LAMB, ZERO_ONE))],
+)
 def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
     """20 steps past the freeze to rounding of sums; 100 steps past it a sign or two within rounding of 0 have turned.
     With the hook and without it every bit is the same."""
@@ -124,114 +127,46 @@ def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
     assert loss == pytest.approx(ddp, rel=0.005) and loss < before
 
 
-def uneven(rank: int, size: int) -> tuple[bytes, bool, list[float]]:
+def uneven(rank: int, mesh: Any) -> tuple[bytes, bool, list[float]]:
     """Parts of different sizes, some empty; clipped; the last step has a bad gradient on one rank."""
-    mesh = mesh_of(2, 2)
     net = sharded(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)), mesh)
     for p in net.parameters():
         nn.init.normal_(p.to_local(), generator=torch.Generator().manual_seed(rank % 2))  # type: ignore[attr-defined]
-    optimizer = build(
-        "OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), freeze_step=3, block_size=32
-    )
-    onebit.attach(net, optimizer)
+    optimizer = attached(net, mesh, freeze_step=3)
     source, norms = torch.Generator().manual_seed(rank), []
     for step in range(8):
         optimizer.zero_grad()
         net(torch.randn(4, 5, generator=source)).square().mean().backward()
-        if step == 7 and rank == 2:
+        if step < 7:
+            norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        elif rank == 2:
             next(net.parameters()).grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
-        else:
-            norms.append(float(optimizer.clip_grad_norm_(0.5))) if step < 7 else None
         before = bits(whole(net))
         optimizer.step()
     return bits(whole(net)), before == bits(whole(net)), norms
 
 
-def test_uneven_parts_clipping_and_a_bad_gradient() -> None:
-    found = run_ranks_once(4, uneven)
-    assert all(one == found[0] for one in found)
-    assert found[0][1]
-    assert len(found[0][2]) == 7
+def attached(net: nn.Module, mesh: Any, kind: str = "OneBitAdam", params: Any = None, **options: Any) -> Any:
+    options = {**OPTIONS, "process_group": mesh.get_group("replicate"), **options}
+    optimizer = build(kind, net.parameters() if params is None else params, **options)
+    onebit.attach(net, optimizer)
+    return optimizer
 
 
-def masked(rank: int, size: int) -> tuple[bytes, bool, str]:
+def masked(rank: int, mesh: Any) -> tuple[bytes, bool, str]:
     """Some rows of the first weight are held, in both parts."""
-    mesh = mesh_of(2, 2)
     net = sharded(model(8), mesh)
     weight, mask = net[0].weight, torch.ones(8, 16, dtype=torch.bool)  # type: ignore[index]
     mask[1::3] = False
     first = weight.full_tensor()[~mask].clone()
-    others = [p for p in net.parameters() if p is not weight]
-    options = {"process_group": mesh.get_group("replicate"), "freeze_step": 3, "weight_decay": 0.1}
-    try:
-        build("OneBitAdam", [{"params": [weight], "mask": mask}], **options)
-        error = ""
-    except ValueError as found:
-        error = str(found)
+    with pytest.raises(ValueError) as refused:
+        build("OneBitAdam", [{"params": [weight], "mask": mask}], process_group=mesh.get_group("replicate"))
     of_parts = distribute_tensor(mask, weight.device_mesh, weight.placements)
-    optimizer = build("OneBitAdam", [{"params": [weight], "mask": of_parts}, {"params": others}], **options)
-    onebit.attach(net, optimizer)
+    others = [p for p in net.parameters() if p is not weight]
+    params = [{"params": [weight], "mask": of_parts}, {"params": others}]
+    optimizer = attached(net, mesh, params=params, freeze_step=3, weight_decay=0.1)
     trained(rank, net, optimizer, 7, lambda: None)
-    return bits(whole(net)), bits([weight.full_tensor()[~mask]]) == bits([first]), error
-
-
-@pytest.mark.slow
-def test_a_mask_of_a_sharded_parameter() -> None:
-    found = run_ranks_once(4, masked)
-    assert all(one == found[0] for one in found)
-    assert found[0][1]
-    assert "must be sharded as it is" in found[0][2]
-
-
-def refused(rank: int, size: int, case: str) -> str:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = mesh_of(2, 2)
-    options: dict[str, Any] = {"process_group": mesh.get_group("replicate")}
-    if case == "plain FSDP":
-        fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
-        options = {}
-    elif case == "two dimensions":
-        fully_shard(net, mesh=mesh)
-    else:
-        fully_shard(net[0] if case == "in part" else net, mesh=mesh["shard"])
-    if case == "the shard group":
-        options = {"process_group": mesh.get_group("shard")}
-    elif case == "everyone":
-        options = {}
-    elif case == "node_group":
-        options["node_group"] = mesh.get_group("shard")
-    elif case == "overlap":
-        options["overlap"] = True
-    elif case == "rotated":
-        options["norm"] = "rotated"
-    try:
-        build("OneBitAdam", net.parameters(), **options)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-REFUSED = {
-    "two dimensions": "mesh['shard']",
-    "the shard group": "process_group is the group that the parameters are sharded over",
-    "plain FSDP": "the parameters are sharded over all 4 ranks",
-    "rotated": 'Pass norm="unbiased"',
-    "everyone": "process_group has rank",
-    "in part": "is whole where others are sharded",
-    "node_group": "Leave it out",
-    "overlap": "Pass overlap=False",
-}
-
-
-def refused_all(rank: int, size: int) -> list[str]:
-    return [refused(rank, size, case) for case in REFUSED]
-
-
-def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
-    for texts in run_ranks_once(4, refused_all):
-        for text, says in zip(texts, REFUSED.values(), strict=True):
-            assert says in text
+    return bits(whole(net)), bits([weight.full_tensor()[~mask]]) == bits([first]), str(refused.value)
 
 
 def parts_of(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -239,15 +174,16 @@ def parts_of(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {key: {name: local(v) for name, v in own.items()} for key, own in state.items()}
 
 
-def with_a_layer_apart(rank: int, size: int, kind: str) -> tuple[bytes, bytes]:
+def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
     """In DDP's place FSDP's hook averages in stage 1, and the optimizer does without; then a state of stage 2 loads."""
-    mesh, ends = mesh_of(2, 2), []
-    for attached in (True, False):
+    ends = []
+    for hooked in (True, False):
         net = sharded(model(), mesh)
         layers = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]  # type: ignore[index]
-        optimizer = build(kind, layers, process_group=mesh.get_group("replicate"), **OPTIONS)
-        if attached:
-            onebit.attach(net, optimizer)
+        if hooked:
+            optimizer = attached(net, mesh, kind, layers)
+        else:
+            optimizer = build(kind, layers, process_group=mesh.get_group("replicate"), **OPTIONS)
         trained(rank, net, optimizer, 20, lambda: None)
         assert optimizer.compressing and len(optimizer.current.uncompressed) == 1
         ends.append(bits(whole(net)))
@@ -256,33 +192,13 @@ def with_a_layer_apart(rank: int, size: int, kind: str) -> tuple[bytes, bytes]:
     assert same(*({**found, "state": parts_of(found["state"])} for found in (snapshot(optimizer.state_dict()), state)))
     trained(rank, net, optimizer, 2, lambda: None)
     assert ends[0] == ends[1]
-    return ends[0], bits(whole(net))
+    return [ends[0], bits(whole(net))]
 
 
-@adam_first
-def test_a_layer_that_stays_uncompressed(kind: str) -> None:
-    assert len(set(run_ranks_once(4, with_a_layer_apart, (kind,)))) == 1
-
-
-def attached_to_the_wrong(rank: int, size: int) -> str:
-    mesh = mesh_of(1, 2)
-    net = model()
-    optimizer = build("OneBitAdam", net.parameters())
-    try:
-        onebit.attach(sharded(net, mesh), optimizer)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_attach_says_in_which_order() -> None:
-    for text in run_ranks_once(2, attached_to_the_wrong):
-        assert "call fully_shard first" in text
-
-
-def with_policies(rank: int, size: int) -> list[tuple[bytes, bool]]:
-    """bf16 compute with fp32 shards, parameters kept after forward, activations computed again."""
-    mesh, ends = mesh_of(2, 2), []
+def with_policies(rank: int, mesh: Any) -> list[tuple[bytes, bool]]:
+    """bf16 compute with fp32 shards, parameters kept after forward, activations computed again; gradients are
+    accumulated before they are reduced."""
+    ends = []
     for policy, reshard, again in (
         (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), True, False),
         (MixedPrecisionPolicy(), False, True),
@@ -293,11 +209,10 @@ def with_policies(rank: int, size: int) -> list[tuple[bytes, bool]]:
         for module in (net[0], net[2], net):
             fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard)
             module.set_force_sum_reduction_for_comms(True)
-        optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **OPTIONS)
-        onebit.attach(net, optimizer)
+        optimizer = attached(net, mesh)
         for step in range(14):
             optimizer.zero_grad()
-            for last in (False, True):  # gradients are accumulated before they are reduced
+            for last in (False, True):
                 net.set_requires_gradient_sync(last)
                 loss_of(net, rank, 2 * step + last).backward()
             optimizer.step()
@@ -306,37 +221,8 @@ def with_policies(rank: int, size: int) -> list[tuple[bytes, bool]]:
     return ends
 
 
-def test_policies_of_fsdp_and_accumulated_gradients() -> None:
-    found = run_ranks_once(4, with_policies)
-    assert all(own == found[0] for own in found)
-    assert all(compressing for _, compressing in found[0])
-    assert found[0][0][0] != found[0][1][0]
-
-
-def attached_in_part(rank: int, size: int) -> list[str]:
-    """To an optimizer that lacks parameters of the model, or has others."""
-    mesh, texts = mesh_of(1, 2), []
-    for chosen in ("some", "more"):
-        net, other = sharded(model(), mesh), sharded(model(), mesh)
-        params = list(net.parameters())
-        params = params[:2] if chosen == "some" else [*params, *other.parameters()]
-        optimizer = build("OneBitAdam", params, process_group=mesh.get_group("replicate"))
-        try:
-            onebit.attach(net, optimizer)
-        except ValueError as error:
-            texts.append(str(error))
-    return texts
-
-
-def test_attach_wants_the_models_parameters() -> None:
-    for some, more in run_ranks_once(2, attached_in_part):
-        assert "the optimizer does not hold '2.weight' and 3 more of the model" in some
-        assert "the model does not hold parameter" in more
-
-
-def with_a_refused_hook(rank: int, size: int) -> tuple[bytes, bytes, bool]:
+def with_a_refused_hook(rank: int, mesh: Any) -> tuple[bool, bool]:
     """A module that takes no hook: the optimizer averages in step, to the same end."""
-    mesh = mesh_of(2, 2)
     expected, _, _ = with_fsdp(rank, "OneBitAdam", 14, mesh, attached=True)
     net = sharded(model(), mesh)
 
@@ -344,26 +230,17 @@ def with_a_refused_hook(rank: int, size: int) -> tuple[bytes, bytes, bool]:
         raise ValueError("several param groups")
 
     net[2].set_all_reduce_hook = refuse  # type: ignore[index]
-    optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **OPTIONS)
-    onebit.attach(net, optimizer)
+    optimizer = attached(net, mesh)
     trained(rank, net, optimizer, 14, lambda: None)
-    return bits(whole(net)), bits(whole(expected)), optimizer.averaged_in_backward
+    return bits(whole(net)) == bits(whole(expected)), optimizer.averaged_in_backward
 
 
-def test_a_module_that_takes_no_hook() -> None:
-    for own, expected, averaged in run_ranks_once(4, with_a_refused_hook):
-        assert own == expected and not averaged
-
-
-def diverged(rank: int, size: int) -> list[str]:
+def diverged(rank: int, mesh: Any) -> list[str]:
     """One bit of rank 0's part differs, from the start and later: an error on all ranks, in the same step."""
-    mesh, texts = mesh_of(2, 2), []
+    texts = []
     for when in (0, 3):
         net = sharded(model(), mesh)
-        options = {**OPTIONS, "check_every": 2}
-        optimizer = build("OneBitAdam", net.parameters(), process_group=mesh.get_group("replicate"), **options)
-        onebit.attach(net, optimizer)
-        text = "no error"
+        optimizer, text = attached(net, mesh, check_every=2), "no error"
         for step in range(6):
             if step == when and rank == 0:
                 next(net.parameters()).data.to_local().view(-1)[3] += 1e-3  # type: ignore[operator]
@@ -378,11 +255,123 @@ def diverged(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_a_difference_in_one_part_is_an_error_on_all_ranks() -> None:
-    found = run_ranks_once(4, diverged)
-    for rank, (start, later) in enumerate(found):
+def all_runs(rank: int, size: int) -> dict[str, Any]:
+    mesh = mesh_of(2, 2)
+    return {
+        "uneven": uneven(rank, mesh),
+        "masked": masked(rank, mesh),
+        "apart": [with_a_layer_apart(rank, mesh, kind) for kind in OPTIMIZERS],
+        "policies": with_policies(rank, mesh),
+        "no hook": with_a_refused_hook(rank, mesh),
+        "diverged": diverged(rank, mesh),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks_once(4, all_runs)
+
+
+@pytest.mark.slow
+def test_uneven_parts_clipping_and_a_bad_gradient(found: Any) -> None:
+    _, untouched, norms = found[0]["uneven"]
+    assert all(one["uneven"] == found[0]["uneven"] for one in found)
+    assert untouched and len(norms) == 7
+
+
+@pytest.mark.slow
+def test_a_mask_of_a_sharded_parameter(found: Any) -> None:
+    _, held, refused = found[0]["masked"]
+    assert all(one["masked"] == found[0]["masked"] for one in found)
+    assert held and "must be sharded as it is" in refused
+
+
+@pytest.mark.slow
+def test_a_layer_that_stays_uncompressed(found: Any) -> None:
+    assert all(one["apart"] == found[0]["apart"] for one in found)
+
+
+@pytest.mark.slow
+def test_policies_of_fsdp_and_accumulated_gradients(found: Any) -> None:
+    (one, compressing), (other, compressing_too) = found[0]["policies"]
+    assert all(each["policies"] == found[0]["policies"] for each in found)
+    assert compressing and compressing_too and one != other
+
+
+@pytest.mark.slow
+def test_a_module_that_takes_no_hook(found: Any) -> None:
+    assert [one["no hook"] for one in found] == [(True, False)] * 4
+
+
+@pytest.mark.slow
+def test_a_difference_in_one_part_is_an_error_on_all_ranks(found: Any) -> None:
+    for rank, one in enumerate(found):
+        start, later = one["diverged"]
         assert start.startswith("step 0: ") and later.startswith("step 3: "), (start, later)
         own = rank in (0, 2)
         assert ("parameter 0.weight has other values" in start) == own
         assert ("do not hold the same bits: parameter" in later) == own
         assert own or ("another part of the parameters" in start and "another part of the parameters" in later)
+
+
+def refused(case: str, mesh: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options: dict[str, Any] = {"process_group": mesh.get_group("replicate")}
+    if case == "plain FSDP":
+        fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+        options = {}
+    elif case == "two dimensions":
+        fully_shard(net, mesh=mesh)
+    else:
+        fully_shard(net[0] if case == "in part" else net, mesh=mesh["shard"])
+    options |= {
+        "the shard group": {"process_group": mesh.get_group("shard")},
+        "everyone": {"process_group": None},
+        "node_group": {"node_group": mesh.get_group("shard")},
+        "overlap": {"overlap": True},
+        "rotated": {"norm": "rotated"},
+    }.get(case, {})
+    build("OneBitAdam", net.parameters(), **options)
+
+
+def refused_by_attach(case: str, mesh: Any) -> None:
+    """An optimizer that was built too early, lacks parameters of the model, or has others."""
+    net, other = model(), sharded(model(), mesh)
+    if case == "too early":
+        optimizer = build("OneBitAdam", net.parameters())
+        onebit.attach(sharded(net, mesh), optimizer)
+    params = list(sharded(net, mesh).parameters())
+    attached(net, mesh, params=params[:2] if case == "some" else [*params, *other.parameters()])
+
+
+REFUSED = {
+    "two dimensions": "mesh['shard']",
+    "the shard group": "process_group is the group that the parameters are sharded over",
+    "plain FSDP": "the parameters are sharded over all 4 ranks",
+    "rotated": 'Pass norm="unbiased"',
+    "everyone": "process_group has rank",
+    "in part": "is whole where others are sharded",
+    "node_group": "Leave it out",
+    "overlap": "Pass overlap=False",
+}
+REFUSED_BY_ATTACH = {
+    "too early": "call fully_shard first",
+    "some": "the optimizer does not hold '2.weight' and 3 more of the model",
+    "more": "the model does not hold parameter",
+}
+
+
+def refusals(rank: int, size: int) -> list[str]:
+    mesh, texts = mesh_of(2, 2), []
+    for cases, call in ((REFUSED, refused), (REFUSED_BY_ATTACH, refused_by_attach)):
+        for case in cases:
+            with pytest.raises(ValueError) as error:
+                call(case, mesh)
+            texts.append(str(error.value))
+    return texts
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    for texts in run_ranks_once(4, refusals):
+        for text, says in zip(texts, [*REFUSED.values(), *REFUSED_BY_ATTACH.values()], strict=True):
+            assert says in text

@@ -7,7 +7,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit.runs import adam_first, build
+from tests.onebit.runs import build
 from tests.ranks import group, run_ranks
 
 
@@ -40,22 +40,24 @@ def uneven(rank, size, kind, freeze_step, how):
     return text, optimizer.steps
 
 
-STAGES = pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
-
-
-@adam_first
-@STAGES
-@pytest.mark.parametrize("how", ["model.join", "Join"])
+@pytest.mark.parametrize(
+    ("kind", "freeze_step", "how"),
+    [
+        ("OneBitAdam", 50, "model.join"),
+        ("OneBitAdam", 2, "Join"),
+        ("OneBitLamb", 2, "model.join"),
+        ("ZeroOneAdam", 2, "Join"),
+    ],
+)
 def test_join_is_refused_on_all_ranks(kind, freeze_step, how):
     for text, steps in run_ranks(2, uneven, kind, freeze_step, how):
         assert text.startswith("ValueError: ") and steps == 3
         assert all(part in text for part in ("join()", "drop_last=True", "throw_on_early_termination=True"))
 
 
-@adam_first
-@STAGES
-def test_join_that_repeats_nothing_works(kind, freeze_step):
+@pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
+def test_join_that_repeats_nothing_works(freeze_step):
     """What is switched off, or ends all ranks with the first that runs out."""
-    assert run_ranks(2, uneven, kind, freeze_step, "disabled") == [("", 6)] * 2
-    (one, steps), (other, also) = run_ranks(2, uneven, kind, freeze_step, "throwing")
+    assert run_ranks(2, uneven, "OneBitAdam", freeze_step, "disabled") == [("", 6)] * 2
+    (one, steps), (other, also) = run_ranks(2, uneven, "OneBitAdam", freeze_step, "throwing")
     assert "Throwing across all ranks" in one and "Rank 1 exhausted" in other and steps == also == 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests.limits import HUNG
-from tests.onebit.runs import adam_first, bits
+from tests.onebit.runs import bits
 from tests.ranks import run_ranks_once
 
 STEPS, FREEZE = 9, 3
@@ -27,7 +28,6 @@ QUIET = (7, 8, 9)  # steps in which nothing is tuned or frozen any more
 ALONE = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 
 
 def model(device: str) -> nn.Module:
@@ -76,9 +76,9 @@ def train(
     return bits([p.detach().cpu() for p in net.parameters()])
 
 
-def plain(rank: int, device: str, kind: str, group: Any, **options: Any) -> str:
+def plain(rank: int, device: str, kind: str, group: Any, clip: float | None = None, **options: Any) -> str:
     net = model(device)
-    return train(net, built(kind, net.parameters(), group, **options), rank, device)
+    return train(net, built(kind, net.parameters(), group, **options), rank, device, clip=clip)
 
 
 def ddp(rank: int, device: str, kind: str, group: Any, views: bool = False, **options: Any) -> str:
@@ -86,11 +86,6 @@ def ddp(rank: int, device: str, kind: str, group: Any, views: bool = False, **op
     optimizer = built(kind, net.parameters(), group, **options)
     onebit.attach(net, optimizer)
     return train(net, optimizer, rank, device)
-
-
-def clipped(rank: int, device: str, kind: str, group: Any) -> str:
-    net = model(device)
-    return train(net, built(kind, net.parameters(), group), rank, device, clip=0.5)
 
 
 def scaled(rank: int, device: str, kind: str, group: Any) -> str:
@@ -117,7 +112,7 @@ WAYS: dict[str, Callable[..., str]] = {
     "ddp": ddp,
     "ddp, views": lambda *which: ddp(*which, views=True),
     "ddp, overlap": lambda *which: ddp(*which, overlap=True),
-    "clipped": clipped,
+    "clipped": lambda *which: plain(*which, clip=0.5),
     "scaled": scaled,
     "hooked": hooked,
 }
@@ -153,26 +148,22 @@ def check(answers: list[dict[str, str] | None]) -> None:
     assert len(set(ways.values())) >= 3  # clipping and the hook go elsewhere
 
 
-@on_both
-@adam_first
-def test_every_way_of_starting_comes_to_the_same_on_two_ranks(kind, device, tmp_path):
-    check(run_ranks_once(2, all_ways, (device, kind, "default", str(tmp_path / "store")), timeout=HUNG))
+def check_ranks(size: int, device: str, kind: str, start: str, folder: Path) -> None:
+    check(run_ranks_once(size, all_ways, (device, kind, start, str(folder / "store")), timeout=HUNG))
 
 
-@pytest.mark.slow
-@on_both
-def test_four_ranks(device, tmp_path):
-    check(run_ranks_once(4, all_ways, (device, "OneBitAdam", "default", str(tmp_path / "store")), timeout=HUNG))
+CASES = [(2, "OneBitAdam", "default"), (2, "OneBitLamb", "no backend named"), (3, "ZeroOneAdam", "some of the ranks")]
+ON_A_GPU = [*CASES, (4, "OneBitAdam", "default"), (2, "OneBitAdam", "cpu:gloo")]  # of the last, tensors pass by Gloo
+slow_after_the_first = [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
 
 
-@on_both
-@pytest.mark.parametrize("start", ["no backend named", "some of the ranks"])
-def test_other_groups(start, device, tmp_path):
-    size = 3 if start == "some of the ranks" else 2
-    check(run_ranks_once(size, all_ways, (device, "OneBitAdam", start, str(tmp_path / "store")), timeout=HUNG))
+@pytest.mark.parametrize(("size", "kind", "start"), slow_after_the_first)
+def test_every_way_of_starting_comes_to_the_same(size: int, kind: str, start: str, tmp_path: Path) -> None:
+    check_ranks(size, "cpu", kind, start, tmp_path)
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_tensors_of_a_gpu_over_gloo(tmp_path):
-    check(run_ranks_once(2, all_ways, ("cuda", "OneBitAdam", "cpu:gloo", str(tmp_path / "store")), timeout=HUNG))
+@pytest.mark.parametrize(("size", "kind", "start"), ON_A_GPU)
+def test_every_way_of_starting_comes_to_the_same_on_a_gpu(size: int, kind: str, start: str, tmp_path: Path) -> None:
+    check_ranks(size, "cuda", kind, start, tmp_path)

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import onebit
 from onebit.parallel.buckets import LOCAL
-from tests.onebit.runs import adam_first, bits, build, nodes_of
+from tests.onebit.runs import bits, build, nodes_of
 from tests.ranks import group, run_ranks, run_ranks_once
 
 
@@ -106,8 +105,14 @@ def with_wrappers(rank, size, kind, how, folder):
     return bits(inner.parameters()), history.steps, sent
 
 
-@adam_first
-@pytest.mark.parametrize("how", ["compiled DDP", "DDP of compiled", "Fabric", "replicate"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("OneBitAdam", how) for how in ("compiled DDP", "Fabric", "replicate")),
+        pytest.param("OneBitLamb", "DDP of compiled", marks=pytest.mark.slow),
+        pytest.param("ZeroOneAdam", "Fabric", marks=pytest.mark.slow),
+    ],
+)
 def test_wrapped_models_train_as_ddp_does(kind, how, tmp_path):
     expected = run_ranks(2, with_wrappers, kind, "DDP", str(tmp_path / "a"))
     assert run_ranks(2, with_wrappers, kind, how, str(tmp_path / "b")) == expected
@@ -144,19 +149,24 @@ def with_several(rank, size, kinds_of, options, ddp):
     return bits(params), without, [o.wire_bytes > 0 for o in optimizers if isinstance(o, onebit.OneBitOptimizer)]
 
 
-NARROW = {"gradient_dtype": torch.bfloat16}
-
-
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, NARROW], ids=["", "overlap", "bfloat16"])
-@pytest.mark.parametrize("others", ["AdamW", "ZeroOneAdam"])
-@adam_first
-def test_several_optimizers_of_a_model(kind, others, options):
+@pytest.mark.parametrize(
+    ("kinds_of", "options"),
+    [
+        (("OneBitAdam", "AdamW"), {}),
+        (("OneBitAdam", "ZeroOneAdam"), {"overlap": True}),
+        (("OneBitAdam", "AdamW"), {"gradient_dtype": torch.bfloat16}),
+        (("OneBitLamb", "ZeroOneAdam"), {}),
+        (("ZeroOneAdam", "AdamW"), {"overlap": True}),
+    ],
+    ids=str,
+)
+def test_several_optimizers_of_a_model(kinds_of, options):
     """Gradients that no optimizer of onebit has are averaged in every step; buckets are left out where all have one."""
-    found = run_ranks(2, with_several, (kind, others), options, True)
-    expected = run_ranks(2, with_several, (kind, others), options, False)
+    found = run_ranks(2, with_several, kinds_of, options, True)
+    expected = run_ranks(2, with_several, kinds_of, options, False)
     assert found[0][0] == found[1][0] == expected[0][0]
     assert all(found[0][2])
-    assert found[0][1] == (others != "AdamW")
+    assert found[0][1] == ("AdamW" not in kinds_of)
 
 
 def test_several_optimizers_with_nodes():
@@ -166,48 +176,6 @@ def test_several_optimizers_with_nodes():
     assert {each[0] for each in found} == {found[0][0]}
     one, other = (torch.frombuffer(bytearray(each[0][0]), dtype=torch.float32) for each in (found, expected))
     assert (one - other).abs().max() < 1e-6  # four ranks' gradients are added in another order
-
-
-def with_accelerate(rank, size, kind, folder):
-    """What `prepare` returns."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # which nobody asks: there is a group
-    accelerate = pytest.importorskip("accelerate")
-    accelerator, inner = accelerate.Accelerator(cpu=True), net()
-    own = build(kind, inner.parameters(), freeze_step=3)
-    model, optimizer = accelerator.prepare(inner, own)
-    assert isinstance(model, DistributedDataParallel) and optimizer is not own
-    onebit.attach(model, optimizer)
-    history = onebit.History()
-    for step in range(8):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, rank, step))
-        optimizer.step()
-        if step == 4:
-            onebit.save(folder, model, optimizer)
-    history.record(optimizer)
-    end = bits(inner.parameters())
-    onebit.load(folder, model, optimizer)
-    assert own.steps == 5
-    train(model, optimizer, rank, 5, 8)
-    return end, bits(inner.parameters()), history.steps, own.compressing
-
-
-def with_ddp(rank, size, kind):
-    inner = net()
-    ddp = DistributedDataParallel(inner, process_group=group())
-    optimizer = build(kind, inner.parameters(), freeze_step=3, process_group=group())
-    onebit.attach(ddp, optimizer)
-    train(ddp, optimizer, rank, 0, 8)
-    return bits(inner.parameters())
-
-
-@adam_first
-def test_what_accelerate_prepares(kind, tmp_path):
-    pytest.importorskip("accelerate")
-    expected = run_ranks(2, with_ddp, kind)
-    found = run_ranks_once(2, with_accelerate, (kind, str(tmp_path)))
-    assert found == [(bits_of, bits_of, [8], True) for bits_of in expected]
 
 
 def copied(rank, size, kind, overlap):
@@ -234,8 +202,7 @@ def copied(rank, size, kind, overlap):
     return bits(inner.parameters()), ends
 
 
-@adam_first
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("ZeroOneAdam", False)])
 def test_copies_of_an_attached_model(kind, overlap):
     one, other = run_ranks_once(2, copied, (kind, overlap))
     assert one == other
