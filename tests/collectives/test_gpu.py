@@ -26,12 +26,7 @@ CASES = [
 
 
 def on_one_gpu(rank, size, cases, backend):
-    os.environ |= {
-        "NCCL_HOSTID": f"r{rank}",
-        "NCCL_NET": "Socket",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
+    os.environ |= {"NCCL_HOSTID": f"r{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     torch.cuda.set_device(0)
     made = dist.new_group(range(size), backend=backend)
     recorded = [steps.record(case, rank, made, device="cuda") for case in cases]

@@ -57,8 +57,7 @@ def train(rank, size, kind, buckets, overlap=False, accumulate=False, bad=None, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulate"),
-    [("OneBitAdam", False), ("OneBitAdam", True), ("OneBitLamb", True), ("ZeroOneAdam", False)],
+    ("kind", "accumulate"), [("OneBitAdam", False), ("OneBitAdam", True), ("OneBitLamb", True), ("ZeroOneAdam", False)]
 )
 def test_results_and_buffers_are_those_with_buckets(kind, accumulate):
     """Bit for bit, the buffers of BatchNorm too, which are rank 0's before every forward pass. The hook is called where

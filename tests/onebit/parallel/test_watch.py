@@ -250,10 +250,7 @@ def counted(rank: int, size: int, case: Case) -> list[int]:
     return checks
 
 
-@pytest.mark.parametrize(
-    ("every", "steps", "expected"),
-    [(3, 10, [3, 6, 9]), (0, 10, [])],
-)
+@pytest.mark.parametrize(("every", "steps", "expected"), [(3, 10, [3, 6, 9]), (0, 10, [])])
 def test_a_check_comes_last_in_every_so_many_steps(every: int, steps: int, expected: list[int]) -> None:
     """A step that is skipped counts as well."""
     options = {"freeze_step": 4, "check_every": every}
