@@ -20,8 +20,9 @@ def test_none_without_torch_distributed_is_this_process():
 
 def test_a_group_counts_its_own_ranks_and_a_rank_outside_is_told_so():
     members, answers = [2, 3, 7], run_ranks(8, work.transports, [2, 3, 7])
-    assert [default for default, _ in answers] == [f"TorchTransport {rank} of 8 gloo" for rank in range(8)]
-    for rank, (_, texts) in enumerate(answers):
+    assert [default for default, *_ in answers] == [f"TorchTransport {rank} of 8 gloo" for rank in range(8)]
+    for rank, (_, texts, half) in enumerate(answers):
+        assert half == [rank // 2, 4]
         for text in texts:
             if rank in members:
                 assert text == f"TorchTransport {members.index(rank)} of 3 gloo"
@@ -70,7 +71,7 @@ def check_collectives(rank, size, answer):
     assert greatest == [size - 1, 0, 7]
     assert floats == [0.25 * (size - 1)]
     total = size * (size - 1) / 2
-    assert sums == [[total, 2.0 * size, -total, 0.5 * size]] * 4
+    assert sums == [*[[total, 2.0 * size, -total, 0.5 * size]] * 4, [size * (1 + 2.0**-40)]]
 
 
 def test_collectives_of_one_process():

@@ -208,15 +208,17 @@ def logged() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def transports(rank: int, size: int, members: list[int]) -> tuple[str, list[str]]:
-    """Of the default group, and of a group that not all ranks are in, made in both ways."""
+def transports(rank: int, size: int, members: list[int]) -> tuple[str, list[str], list[int]]:
+    """Of the default group, and of a group that not all ranks are in, made in both ways. Then rank and size in one half
+    of all ranks: some have made more groups than others."""
     made, texts = dist.new_group(members), []
     for maker in (transport_for, TorchTransport):
         with error_of(texts):
             transport = maker(made)
             texts.append(f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}")
     default = transport_for(None)
-    return f"{type(default).__name__} {default.rank} of {default.size} {default.name}", texts
+    half = default.split(rank % 2)
+    return f"{type(default).__name__} {default.rank} of {default.size} {default.name}", texts, [half.rank, half.size]
 
 
 def collectives(rank: int, size: int) -> tuple[list[Any], ...]:
@@ -272,6 +274,7 @@ def collectives_over(transport: Transport) -> tuple[list[Any], ...]:
     floats = torch.tensor([0.25 * rank], dtype=torch.float64)
     transport.all_max(floats, "fifth")
     sums = [torch.tensor([rank, 2.0, -rank, 0.5], dtype=dtype) for dtype in SUMMED]
+    sums.append(torch.tensor([1 + 2.0**-40], dtype=torch.float64))  # more than fp32 holds
     for one in [transport.all_sum(values, "sixth") for values in sums]:
         one.wait()
     answers = first, second, everyone, greatest, floats

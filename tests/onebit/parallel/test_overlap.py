@@ -27,7 +27,8 @@ OPTIONS = {"freeze_step": 3, "chunks": 3}
 def backward(case: Case, rank: int, params: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
     """Gradients of the case, as a backward pass leaves them: parameter by parameter."""
     terms = [(p * g * factor).sum() for p, g in zip(params, case.gradients(rank, step), strict=True) if g is not None]
-    sum(terms).backward()
+    if terms:
+        sum(terms).backward()
 
 
 def build(case: Case, overlap: bool) -> tuple[Any, list[nn.Parameter]]:
@@ -167,6 +168,14 @@ def of_two_dtypes(rank: int, size: int, kind: str) -> list[bytes]:
 @kinds
 def test_parameters_of_two_dtypes_give_the_same_bits(kind: str) -> None:
     assert len({end for ends in run_ranks(2, of_two_dtypes, kind) for end in ends}) == 1
+
+
+def test_overlap_is_disabled_where_one_rank_has_sent_nothing() -> None:
+    """It had no gradient in this step, and the others had."""
+    case = Case(steps=8, missing=tuple((6, 1, p) for p in range(4)))
+    one, other = run_ranks(2, run_with_and_without, case, "clip", 6)
+    assert all(one["equal"]) and all(other["equal"]) and one["params"] == other["params"]
+    assert one["early"][4:] == [True, True, False, False] and other["early"][4:] == [True, False, False, False]
 
 
 class Chain(nn.Module):
