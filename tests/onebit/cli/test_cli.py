@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and its errors."""
+"""The command line: `onebit tune`, what all commands share, and their errors."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -29,14 +30,30 @@ def own_cache(tmp_path, monkeypatch):
     tuner.forget()
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that has `onebit tune` find a GPU, on which tuning comes to this."""
+
+    def stand_in(tune_kernel):
+        monkeypatch.setattr(tuner, "tune", tune_kernel)
+        namespace = argparse.Namespace(bytes=5_000_000)
+        monkeypatch.setattr(tuner, "kernel_pass", lambda *_: namespace)  # the real one launches Triton
+        monkeypatch.setattr(tune, "pick_device", lambda text: torch.device("cuda", 0))
+        monkeypatch.setattr(tune, "device_name", lambda device: "Test GPU")
+
+    return stand_in
+
+
 def test_tune_on_the_cpu_has_nothing_to_choose(own_cache, capsys):
     assert cli.main(["tune", "--device", "cpu", "--elements", "2**14"]) == 0
     text = capsys.readouterr().out
     assert "nothing to choose" in text and "torchrun" in text
     assert not own_cache.exists()
+    assert cli.main(["tune", "--device", "cpu", "--only", "chunks"]) == 2
+    assert "torchrun" in capsys.readouterr().err
 
 
-def test_tune_goes_through_every_kernel_of_a_gpu(monkeypatch, capsys):
+def test_tune_goes_through_every_kernel_of_a_gpu(gpu, monkeypatch, capsys):
     tuned = []
 
     def tune_kernel(kernel, device, dtype, elements, trying):
@@ -45,41 +62,45 @@ def test_tune_goes_through_every_kernel_of_a_gpu(monkeypatch, capsys):
         trying(Config(2, 8))
         return tuner.Choice(Config(2, 8), {Config(4, 4): torch.inf, Config(2, 8): 1e-3}, saved=True)
 
-    monkeypatch.setattr(tuner, "tune", tune_kernel)
+    gpu(tune_kernel)
     monkeypatch.setattr(cli, "Progress", lambda: Progress(plain_seconds=0))
-    monkeypatch.setattr(
-        tuner, "kernel_pass", lambda *_: argparse.Namespace(bytes=5_000_000)
-    )  # the real one launches Triton
-    monkeypatch.setattr(tune, "pick_device", lambda text: torch.device("cuda", 0))
-    monkeypatch.setattr(tune, "device_name", lambda device: "Test GPU")
     assert cli.main(["tune", "--dtype", "bfloat16", "--elements", "4096"]) == 0
     assert tuned == [(k, torch.device("cuda", 0), torch.bfloat16, 4096) for k in tuner.PASS_OF]
     captured = capsys.readouterr()
     assert captured.out.count("blocks 2, warps 8") == captured.out.count("5.0 GB/s   <- chosen") == len(tuned)
     assert captured.out.count("does not run here") == len(tuned)
+    assert "Written to" in captured.out
     lines = captured.err.splitlines()  # not a terminal: a plain line each
     assert [re.search(r"candidate (\d)", line)[1] for line in lines] == ["1", "2"] * len(tuned)
     assert lines[0].startswith(f"[1/{len(tuned)}] compress_kernel: blocks 4, warps 4")
     assert "\033" not in captured.err + captured.out
 
 
-def stand_in_for_a_gpu(monkeypatch, choice):
-    monkeypatch.setattr(tuner, "tune", lambda *_, **__: choice)
-    monkeypatch.setattr(tuner, "kernel_pass", lambda *_: argparse.Namespace(bytes=5_000_000))
-    monkeypatch.setattr(tune, "pick_device", lambda text: torch.device("cuda", 0))
-    monkeypatch.setattr(tune, "device_name", lambda device: "Test GPU")
-
-
-def test_tune_says_when_the_cache_cannot_be_written(monkeypatch, capsys):
-    stand_in_for_a_gpu(monkeypatch, tuner.Choice(Config(1, 8), {Config(1, 8): 1e-3}, saved=False))
+def test_tune_says_when_nothing_is_written_or_runs(gpu, capsys):
+    gpu(lambda *_, **__: tuner.Choice(Config(1, 8), {Config(1, 8): 1e-3}, saved=False))
     assert cli.main(["tune", "--elements", "4096"]) == 0
     assert "Not written to" in capsys.readouterr().out
-
-
-def test_tune_fails_where_nothing_runs(monkeypatch, capsys):
-    stand_in_for_a_gpu(monkeypatch, tuner.Choice(Config(1, 8), {Config(1, 8): torch.inf}))
+    gpu(lambda *_, **__: tuner.Choice(Config(1, 8), {Config(1, 8): torch.inf}))
     assert cli.main(["tune", "--elements", "4096"]) == 2
     assert "smaller --elements" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_under_torchrun_tune_measures_the_chunks(own_cache):
+    """A table of candidates, and the fastest in the cache; on a CPU the kernels have nothing to choose."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
+    assert result.returncode == 0, result.stderr
+    rows = re.findall(r"chunks (\d+) +([\d.]+) ms( +<- chosen)?", result.stdout)
+    assert [int(row[0]) for row in rows] == candidates(2**21, 1, BLOCK_SIZE)
+    (best,) = (row for row in rows if row[2])
+    assert float(best[1]) == min(float(time) for _, time, _ in rows)
+    choices = json.loads((own_cache / "kernels.json").read_text())["choices"]
+    assert choices == {"gloo, 2 ranks, one host, cpu, 2^22 elements, reply direct, chunks": {"chunks": int(best[0])}}
+    assert result.stdout.count("nothing to choose") == 1  # one rank of the machine says so
+    assert f"Written to {own_cache / 'kernels.json'}" in result.stdout
 
 
 def test_progress_is_rewritten_in_place_on_a_terminal(monkeypatch, capsys):
@@ -91,32 +112,74 @@ def test_progress_is_rewritten_in_place_on_a_terminal(monkeypatch, capsys):
     assert capsys.readouterr().err == "\r\033[Kone\r\033[Ktwo\r\033[K"
 
 
-def test_auto_takes_a_gpu_where_there_is_one():
-    there = torch.cuda.is_available()
-    assert pick_device("auto") == (torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu"))
+def test_auto_takes_a_gpu_where_there_is_one(capsys):
+    if torch.cuda.is_available():
+        assert pick_device("auto") == torch.device("cuda", torch.cuda.current_device())
+    else:
+        assert pick_device("auto") == torch.device("cpu")
+        assert cli.main(["tune", "--device", "cuda"]) == 2
+        message = capsys.readouterr().err
+        assert "sees no GPU" in message and "--device cpu" in message
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys):
-    assert cli.main(["tune", "--device", "cuda"]) == 2
-    message = capsys.readouterr().err
-    assert "sees no GPU" in message and "--device cpu" in message
-
-
-@pytest.mark.parametrize("device", ["meta", "xpu:x", "toaster"])
-def test_a_device_that_cannot_be_used(device, capsys):
-    assert cli.main(["tune", "--device", device]) == 2
-    assert device in capsys.readouterr().err
+PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["tune", "--elements", "0"], ["tune", "--elements", "many"], ["tune", "--dtype", "int8"]]
+    "command, part",
+    [
+        ("", "onebit"),
+        ("fly", "fly"),
+        ("tune --elements=0", "'0' is not a positive number"),
+        ("tune --dtype=int8", "int8"),
+        ("tune --device=meta", "meta"),
+        ("tune --device=xpu:x", "xpu:x"),
+        ("tune --device=toaster", "toaster"),
+        ("demo --ranks=1", "from 2 to 64"),
+        ("demo --steps=0", "from 10 to"),
+        ("demo --steps=many", "'many' is not a whole number"),
+        ("demo --seed=-1", "seed"),
+        ("demo --optimizer=sgd", "'adam'"),
+        ("demo --out=missing/plot.png", "--out"),
+        ("demo --out=plot.unknown", "--out"),
+        ("demo --out=plot", "--out"),
+        ("demo --out=.", "--out"),
+        ("demo --out=/proc/plot.png", "--out"),
+        ("plan --elements=1b", "--forward is missing: give it or a --model"),
+        ("plan --model=bert-large --gpus=8", "--network is missing: give it or a --cluster"),
+        ("plan --model=bert-large --cluster=ethernet-v100", "--gpus is missing"),
+        (f"{PLAN} --gpus=63", "63 GPUs do not fill nodes of 4"),
+        (f"{PLAN} --gpus=2.5", "not a whole number above 0"),
+        (f"{PLAN} --gpus=0", "not a whole number above 0"),
+        (f"{PLAN} --warmup=1.5", "warmup is 1.5: it is a share"),
+        (f"{PLAN} --memory=0", "memory is 0.0: it is a finite number above 0"),
+        (f"{PLAN} --efficiency=2", "both are shares"),
+        (f"{PLAN} --network=100", "'100' is no rate"),
+        (f"{PLAN} --network=0gbit", "is no rate"),
+        (f"{PLAN} --forward=-3", "'-3' is not a number, 0 or from"),
+        (f"{PLAN} --rtt=5ms", "'5ms' is not a number"),
+        (f"{PLAN} --dtype=int8", "none of float32"),
+        (f"{PLAN} --levels=3", "'3' is none of 1, 2"),
+        (f"{PLAN} --model=gpt-9", "invalid choice"),
+        (f"{PLAN} --rates=/nowhere.json", "no record of perf.kernels"),
+        (f"{PLAN} --constants=/nowhere.json", "can't be read"),
+        (f"{PLAN} --plot=plan.xyz", "cannot be a 'xyz' file: give it a name such as plot.png; choose another --plot"),
+        (f"{PLAN} --plot=/nowhere/plan.png", "choose another --plot"),
+        (f"{PLAN} --map=map.xyz", "choose another --map"),
+        (f"{PLAN} --map=map.png --gpus=1", "there is one node: give more --gpus"),
+        (f"{PLAN} --map=map.png --gpus=8 --gpus-per-node=8", "there is one node: give more --gpus"),
+    ],
 )
-def test_a_wrong_command_exits_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2
-    assert "onebit" in capsys.readouterr().err
+def test_what_cannot_be_done_is_one_error_before_the_work(command, part, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(command.split())
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "") and part in printed.err and "onebit" in printed.err
+    assert "starting" not in printed.err and not list(tmp_path.iterdir())
 
 
 def test_numbers():
@@ -124,9 +187,6 @@ def test_numbers():
     for text in ("-1", "0", "0**2", "2**", "2**2**2", "1.5", "2**999"):
         with pytest.raises(argparse.ArgumentTypeError):
             whole_number(text)
-
-
-def test_numbers_between_limits():
     read = whole_number_from(0, 2**10)
     assert [read(text) for text in ("0", "7", "2**10", "1_000")] == [0, 7, 1024, 1000]
     for text in ("-1", "1025", "2**11", "1.5", "", "many"):
@@ -134,40 +194,9 @@ def test_numbers_between_limits():
             read(text)
 
 
-def test_the_installed_command():
-    code = "import sys; from importlib.metadata import entry_points as e\n"
-    code += "sys.exit(next(p for p in e(group='console_scripts') if p.name == 'onebit').load()(['--help']))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG)
-    assert result.returncode == 0, result.stderr
-    assert "demo" in result.stdout and "tune" in result.stdout
-
-
-def tune_under_torchrun(folder, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21", *arguments]
-    environment = {**os.environ, "ONEBIT_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@pytest.mark.slow
-def test_under_torchrun_tune_measures_the_chunks(tmp_path):
-    """A table of candidates, and the fastest in the cache; on a CPU the kernels have nothing to choose."""
-    text = tune_under_torchrun(tmp_path)
-    choices = json.loads((tmp_path / "kernels.json").read_text())["choices"]
-    rows = re.findall(r"chunks (\d+) +([\d.]+) ms( +<- chosen)?", text)
-    assert [int(row[0]) for row in rows] == candidates(2**21, 1, BLOCK_SIZE)
-    (best,) = (row for row in rows if row[2])
-    assert float(best[1]) == min(float(time) for _, time, _ in rows)
-    assert choices == {"gloo, 2 ranks, one host, cpu, 2^22 elements, reply direct, chunks": {"chunks": int(best[0])}}
-    assert text.count("nothing to choose") == 1  # one rank of the machine says so
-    assert f"Written to {tmp_path / 'kernels.json'}" in text
-
-
-@pytest.mark.slow
-def test_chunks_alone_are_measured_on_a_group_alone(tmp_path, capsys):
-    text = tune_under_torchrun(tmp_path, "--only", "chunks")
-    assert "nothing to choose" not in text and "chunks 1 " in text
-    assert cli.main(["tune", "--device", "cpu", "--only", "chunks"]) == 2
-    assert "torchrun" in capsys.readouterr().err
+def test_the_installed_command(capsys):
+    (command,) = (point for point in entry_points(group="console_scripts") if point.name == "onebit")
+    with pytest.raises(SystemExit) as stop:
+        command.load()(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and all(name in text for name in ("demo", "tune", "plan"))

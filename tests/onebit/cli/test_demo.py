@@ -1,5 +1,7 @@
-"""`onebit demo` as a user runs it: a command that starts ranks, and ends with all of them whatever happens."""
+"""`onebit demo`: what its runs come to, a command that ends with all of its ranks whatever happens, and the codec."""
 
+import contextlib
+import io
 import json
 import os
 import queue
@@ -15,20 +17,15 @@ import pytest
 import torch
 
 from onebit.cli import main as cli
+from onebit.cli.demo import codec
 from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
-from onebit.cli.demo.ranks import Process
+from onebit.cli.demo.ranks import DemoError, Process, lines_of
 from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
 from tests.limits import HUNG
 
 COMMAND = [sys.executable, "-m", "onebit", "demo"]
 PNG = b"\x89PNG"
-
-
-def run(*options, timeout=HUNG):
-    return subprocess.run(
-        [*COMMAND, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-    )
 
 
 def table(text):
@@ -38,10 +35,11 @@ def table(text):
 
 
 @pytest.mark.slow
-def test_adam_and_its_twin(tmp_path):
+def test_adam_and_its_twins(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "plot.png"
-    result = run("--steps", "32", "--out", str(out))
+    command = [*COMMAND, "--steps", "32", "--out", str(out)]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
     assert out.read_bytes().startswith(PNG)
     assert "starting 2 ranks" in result.stderr and "\033" not in result.stderr
@@ -60,13 +58,15 @@ def test_adam_and_its_twin(tmp_path):
     assert "uncompressed        8 steps" in result.stdout and "uncompressed       13 steps" in result.stdout
     assert "from step 9 on" in result.stdout and f"Plot: {out}" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 110
+    assert "counter" not in result.stdout and demo_report.NOTE.strip() in result.stdout  # on this machine
 
 
 @pytest.mark.slow
-def test_lamb_and_its_twin(tmp_path):
+def test_lamb_and_its_twin_in_the_background(tmp_path):
+    """With its standard input closed."""
     pytest.importorskip("matplotlib")
     command = [*COMMAND, "--optimizer", "lamb", "--steps", "20", "--seed", "3", "--out", str(tmp_path / "plot.png")]
-    background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []  # and with stdin closed
+    background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []
     result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
     assert "1-bit LAMB" in result.stdout and "from step 7 on" in result.stdout
@@ -75,24 +75,18 @@ def test_lamb_and_its_twin(tmp_path):
     assert "31.5 times less" in result.stdout
 
 
-class Demo:
-    """One under way; `ranks` are the ids of its processes, once step 1 is done."""
+def test_a_launcher_that_fails_is_reported_with_its_last_lines(tmp_path):
+    (tmp_path / "starter.py").write_text("raise SystemExit('this machine has no hosts')")
 
-    def __init__(self, out):
-        command = [*COMMAND, "--steps", "2000", "--out", str(out)]
-        self.process = subprocess.Popen(command, stdin=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            if re.match(r"\d+/2000 stage 1", line):
-                break
-        self.ranks = children(self.process.pid)
+    def launch(settings, command, lines):
+        return Process("the launcher", ["starter", *command], {"PYTHONPATH": str(tmp_path)}, lines)
 
-    def ended(self, seconds=15):
-        """Status, output and errors."""
-        out, err = self.process.communicate(timeout=seconds)
-        return self.process.returncode, out, err
+    with pytest.raises(DemoError, match=r"the launcher failed with status 1; its last lines:\n    this machine has no"):
+        list(lines_of(Settings(), launch))
 
 
 def children(parent):
+    """Process ids by rank."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -106,96 +100,50 @@ def children(parent):
     return found
 
 
-def alive(ids):
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    "number, whom, status", [(signal.SIGINT, None, 130), (signal.SIGKILL, None, -9), (signal.SIGKILL, 1, 1)]
+)
+def test_no_rank_outlives_the_demo_or_another_rank(number, whom, status, tmp_path):
+    """whom: the rank that gets the signal; None for the command."""
+    command = [*COMMAND, "--steps", "2000", "--out", str(tmp_path / "plot.png")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(re.match(r"\d+/2000 stage 1", line) for line in process.stderr)
+            ranks = children(process.pid)
+            assert sorted(ranks) == [0, 1]
+            os.kill(process.pid if whom is None else ranks[whom], number)
+            out, err = process.communicate(timeout=HUNG)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (status, "") and "Traceback" not in err
+    assert ("error: rank 1 was ended by SIGKILL" in err) == (whom is not None)
     deadline = time.monotonic() + HUNG
-    while left := [i for i in ids if Path(f"/proc/{i}").exists()]:
-        if time.monotonic() > deadline:
-            break
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks.values()):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    return left
-
-
-@pytest.fixture
-def under_way(tmp_path):
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("finds processes in /proc")
-    running = Demo(tmp_path / "plot.png")
-    yield running
-    if running.process.poll() is None:
-        running.process.kill()
-        running.process.wait()
-    for stream in (running.process.stdout, running.process.stderr):
-        stream.close()
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run(under_way):
-    assert sorted(under_way.ranks) == [0, 1]
-    os.kill(under_way.ranks[1], signal.SIGKILL)
-    code, _, err = under_way.ended()
-    assert code == 1
-    assert "error: rank 1 was ended by SIGKILL" in err and "Traceback" not in err
-    assert not alive(under_way.ranks.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_an_end_from_outside_leaves_no_rank(under_way, number, status, tmp_path):
-    under_way.process.send_signal(number)
-    code, out, err = under_way.ended()
-    assert (code, out) == (status, "") and "Traceback" not in err
-    assert not alive(under_way.ranks.values())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_process_is_reported_with_its_last_lines(tmp_path):
+def test_a_failing_process_is_reported_and_a_stubborn_one_is_killed(tmp_path):
     (tmp_path / "failing.py").write_text("print('a line'); raise SystemExit('out of luck')")
-    lines = queue.Queue()
-    process = Process("rank 5", ["failing"], {"PYTHONPATH": str(tmp_path)}, lines)
-    try:
-        assert lines.get(timeout=HUNG) == "a line"
-        assert process.running.wait(HUNG) == 1
-        assert process.report() == "rank 5 failed with status 1; its last lines:\n    out of luck"
-    finally:
-        process.end(time.monotonic())
-
-
-def test_a_process_that_does_not_end_is_killed(tmp_path):
     (tmp_path / "stubborn.py").write_text(
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(99)"
     )
-    lines = queue.Queue()
-    process = Process("rank 0", ["stubborn"], {"PYTHONPATH": str(tmp_path)}, lines)
+    lines, env = queue.Queue(), {"PYTHONPATH": str(tmp_path)}
+    failing = Process("rank 5", ["failing"], env, lines)
+    try:
+        assert lines.get(timeout=HUNG) == "a line"
+        assert failing.running.wait(HUNG) == 1
+        assert failing.report() == "rank 5 failed with status 1; its last lines:\n    out of luck"
+    finally:
+        failing.end(time.monotonic())
+    stubborn = Process("rank 0", ["stubborn"], env, lines)
     assert lines.get(timeout=HUNG) == "here"
-    process.running.terminate()
-    process.end(time.monotonic() + 0.2)
-    assert process.running.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--ranks", "0"], "from 2 to 64"),
-        (["--ranks", "1"], "from 2 to 64"),
-        (["--steps", "0"], "from 10 to"),
-        (["--steps", "many"], "'many' is not a whole number"),
-        (["--seed", "-1"], "seed"),
-        (["--optimizer", "sgd"], "'adam'"),
-    ],
-)
-def test_a_wrong_option_is_named(options, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["demo", *options])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("out", ["missing/plot.png", "plot.unknown", "plot", ".", "/proc/plot.png"])
-def test_a_plot_that_cannot_be_written_is_an_error_before_the_work(out, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert cli.main(["demo", "--out", str(tmp_path / out)]) == 2
-    captured = capsys.readouterr()
-    assert "--out" in captured.err and "starting" not in captured.err
+    stubborn.running.terminate()
+    stubborn.end(time.monotonic() + 0.2)
+    assert stubborn.running.returncode == -signal.SIGKILL
 
 
 def record():
@@ -211,32 +159,28 @@ def record():
     return made
 
 
-def test_the_table_has_the_numbers():
-    found = table(demo_report.describe(record()))
-    assert found == {
+def test_the_table_and_the_progress_line_have_the_numbers():
+    text = demo_report.describe(record())
+    assert table(text) == {
         "validation loss": (1.5, 1.25, 1.0),
         "sent by each rank": (24.0, 8.4, 12.0),
         "of it in stage 2": (16.0, 0.4, 8.0),
         "by the link's counter": (16.0, 0.4, 8.0),
         "time a step, stage 2": (500, 250, 400),
     }
-    text = demo_report.describe(record())
     assert "40.0 and 2.0 times less" in text and "2.0 and 1.2 times as fast" in text
     assert (
         "\n\n1-bit Adam, optimizer.report():\n  it pays\n  little\n\n0/1 Adam, optimizer.report():\n  it pays" in text
     )
-
-
-def test_the_progress_line_has_every_loss_and_the_stage():
     line = demo_report.progress_line(record())
     assert line == "6/6 stage 2  Adam 3.250, 1-bit 3.750, 0/1 4.250  24, 8, 12 MB sent  0.8/s"
 
 
-@pytest.mark.parametrize("prefix", ["", "[rank 0] "])
-def test_what_rank_0_prints_is_what_is_read(prefix):
-    assert parse_line(f"{prefix}warning: something") is None
+def test_what_rank_0_prints_is_what_is_read():
     step = record().steps[0]
-    assert parse_line(prefix + MARK + json.dumps({"Step": asdict(step)})) == step
+    for prefix in ("", "[rank 0] "):
+        assert parse_line(f"{prefix}warning: something") is None
+        assert parse_line(prefix + MARK + json.dumps({"Step": asdict(step)})) == step
 
 
 def test_the_text_is_split_and_the_model_sees_no_future():
@@ -254,3 +198,61 @@ def test_the_text_is_split_and_the_model_sees_no_future():
     torch.testing.assert_close(before[:, :40], after[:, :40])
     assert (before[:, 40:] - after[:, 40:]).abs().max() > 1e-3
     assert loss_of(model, windows).item() == pytest.approx(torch.tensor(text.letters).log().item(), rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """`onebit demo --codec` on small layers: what it found, what it printed, and the plot's path."""
+    out, found = tmp_path_factory.mktemp("codec") / "plot.png", []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
+        measure = codec.measure
+        patch.setattr(codec, "NUMEL", 2**16)
+        patch.setattr(codec, "measure", lambda: found.append(measure()) or found[0])
+        assert cli.main(["demo", "--codec", "--out", str(out)]) == 0
+    return found[0], text.getvalue(), out
+
+
+def test_the_codecs_numbers_are_right(coded):
+    found, n = coded[0], 3 * 2**16
+    assert found.values == n
+    # Header, a scale a block, a bit a value.
+    assert found.message_bytes == 16 + 4 * n // 2048 + n // 8
+    # sqrt(1 - 2/pi) for normal values, whatever the layer's scale.
+    assert found.block_errors == pytest.approx([0.6028] * 3, abs=0.005)
+    # One scale s for all: the error relative to a layer of deviation d is sqrt(1 - 2 (s/d) sqrt(2/pi) + (s/d)^2).
+    s = (2 / torch.pi) ** 0.5 * sum(codec.TYPICAL) / 3
+    exact = [(1 - 2 * s / d * (2 / torch.pi) ** 0.5 + (s / d) ** 2) ** 0.5 for d in codec.TYPICAL]
+    assert found.tensor_errors == pytest.approx(exact, rel=0.01)
+    # Feedback loses nothing.
+    assert len(found.with_feedback) == len(found.without_feedback) == codec.STEPS
+    assert found.with_feedback[0] == pytest.approx(found.without_feedback[0])
+    assert found.with_feedback[-1] < 0.1 < 0.3 < found.without_feedback[-1]
+    assert found.with_feedback[49] < 0.7 * found.with_feedback[24]
+    assert found.without_feedback[49] > 0.9 * found.without_feedback[24]
+
+
+def test_the_codecs_numbers_are_printed_and_plotted(coded):
+    found, text, out = coded
+    for number in (found.message_bytes, 4 * found.values, 2 * found.values):
+        assert f"{number:,}" in text
+    for number in (*found.block_errors, *found.tensor_errors, *(found.with_feedback[t - 1] for t in codec.SHOWN)):
+        assert f"{number:.3f}" in text
+    assert re.search(r"Took [\d.]+ s", text) and max(map(len, text.splitlines())) <= 110
+    pytest.importorskip("matplotlib")
+    assert out.read_bytes().startswith(PNG) and str(out) in text
+
+
+def test_what_the_codec_leaves_out_is_the_residual():
+    one, values = codec.Codec([1000], "block"), torch.randn(30, 1000, generator=torch.Generator().manual_seed(1))
+    arrived = sum(one([row])[0] for row in values)
+    torch.testing.assert_close(values.sum(0) - arrived, one.residual.value[:1000], rtol=1e-4, atol=1e-4)
+    one.forget()
+    assert one.residual.value.abs().max() == 0
+
+
+def test_demo_without_matplotlib_says_so(coded, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(codec, "measure", lambda: coded[0])
+    assert cli.main(["demo", "--codec", "--out", str(tmp_path / "plot.png")]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "plot.png").exists()

@@ -1,4 +1,4 @@
-"""What a round trip between nodes adds: message by message, and in the schedule of a real exchange."""
+"""The schedule of a real exchange, played through as the plan has it, and what a round trip between nodes adds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,80 @@ from onebit.collectives.flags import MOST_ELEMENTS
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 
-CPU = torch.device("cpu")
 FAR = Cluster(gpus=4, gpus_per_node=1, network=8e9, latency=0, rtt=0.05, transport="gloo", memory=1e30)
 NEAR = replace(FAR, rtt=0.0)
 SMALL = Model(MOST_ELEMENTS, 4, overlap="none")
 LARGE = replace(SMALL, elements=MOST_ELEMENTS + 1)
+
+
+class Clock:
+    """A transport whose messages keep the network, and arrive later; and passes that take time on paper."""
+
+    rank, size, name = 0, 2, "clock"
+
+    def __init__(self, gather, scatter, gather_delay, scatter_delay):
+        self.device = self.network = 0.0
+        self.took = SimpleNamespace(gather=(gather, gather_delay), scatter=(scatter, scatter_delay))
+
+    def send(self, seconds, delay):
+        self.network = max(self.network, self.device) + seconds
+        return self.arriving(self.network + delay)
+
+    def arriving(self, end):
+        def wait():
+            self.device = max(self.device, end)
+
+        return SimpleNamespace(wait=wait)
+
+    def all_to_all(self, out, sent, phase):
+        return self.send(*self.took.gather)
+
+    def all_gather(self, out, sent, phase):
+        out.view(self.size, -1).copy_(sent.view(1, -1))
+        return self.send(*self.took.scatter)
+
+    def work(self, seconds):
+        self.device += seconds
+
+
+class NodeClock:
+    """The other rank of a node, over a network of the node's own."""
+
+    rank, size, name = 0, 2, "clock of a node"
+
+    def __init__(self, clock, spread):
+        self.clock, self.network, self.spread = clock, 0.0, spread
+
+    def all_gather(self, out, sent, phase):
+        out.copy_(sent.expand_as(out))
+        self.network = max(self.network, self.clock.device) + self.spread
+        return self.clock.arriving(self.network)
+
+
+@pytest.mark.parametrize("way", [TwoPhases, Direct])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("times, spread, delays", [
+    ((1, 2, 3, 4, 5), None, (0, 0)), ((1, 7, 1, 1, 0), None, (0, 0)), ((5, 1, 1, 1, 1), None, (0, 0)),
+    ((1, 2, 3, 4, 5), 2, (0, 0)), ((5, 4, 3, 2, 1), 9, (0, 0)), ((0, 1, 6, 5, 2), 20, (0, 0)),
+    ((1, 2, 3, 4, 5), None, (6, 7)), ((5, 4, 3, 2, 1), None, (9, 2)), ((0, 1, 6, 5, 2), None, (0, 20)),
+])  # fmt: skip
+def test_the_schedule_is_that_of_an_exchange(way, chunks, times, spread, delays):
+    """spread: over the node, with two levels. delays: of what is gathered and scattered."""
+    compress, gather, average, scatter, use = times
+    clock = Clock(gather, scatter, *delays)
+    node = None if spread is None else NodeClock(clock, spread)
+    layout = Layout([BLOCK_SIZE * 4 * chunks], ranks=(1 if node is None else 2) * way.shards(2), chunks=chunks)
+    exchange = way(layout, clock, torch.device("cpu"), node=node)
+    exchange.agree = lambda: None
+    for messages in (exchange.sent,) if way is Direct else (exchange.received, exchange.reply):
+        messages.header.copy_(torch.tensor(exchange.format.header, dtype=torch.int32))
+    exchange.backend = SimpleNamespace(average=lambda *_, **__: clock.work(average))
+    exchange.run(lambda chunk: clock.work(compress), lambda chunk: clock.work(use))
+    if way is Direct:
+        seconds = sent_once(chunks, compress, scatter, use, spread, delay=delays[1])
+    else:
+        seconds = pipelined(chunks, *times, spread, gather_delay=delays[0], scatter_delay=delays[1])
+    assert seconds == clock.device
 
 
 def segments_under_way(count: int, window: int, b: float, message: float) -> float:
@@ -45,16 +114,15 @@ def segments_under_way(count: int, window: int, b: float, message: float) -> flo
     return arrived[-1]
 
 
-@pytest.mark.parametrize("size", [2**20, 100e6])
-@pytest.mark.parametrize("at_once", [1, 2])
-@pytest.mark.parametrize("rtt", [0.0, 1e-4, 0.01, 0.05, 0.4])
-def test_an_all_reduce_over_gloo_takes_what_its_segments_take(size, at_once, rtt):
-    cluster = replace(FAR, network=1e8, rtt=rtt)
-    count = at_once * 3 * max(2, math.ceil(size / at_once / 4 / 2**20))
-    b = 3 / 4 * size / 12.5e6 / count
-    played = 2 * segments_under_way(count, 2 * at_once, b, rtt)
-    assert cluster.all_reduce(size, at_once) == pytest.approx(played, rel=0.03)
-    assert cluster.all_reduce(size, at_once) >= 2 * 3 / 4 * size / 12.5e6
+@pytest.mark.parametrize("size, at_once", [(2**20, 1), (100e6, 1), (100e6, 2)])
+def test_an_all_reduce_over_gloo_takes_what_its_segments_take(size, at_once):
+    for rtt in (0.0, 1e-4, 0.01, 0.05, 0.4):
+        cluster = replace(FAR, network=1e8, rtt=rtt)
+        count = at_once * 3 * max(2, math.ceil(size / at_once / 4 / 2**20))
+        b = 3 / 4 * size / 12.5e6 / count
+        played = 2 * segments_under_way(count, 2 * at_once, b, rtt)
+        assert cluster.all_reduce(size, at_once) == pytest.approx(played, rel=0.03)
+        assert cluster.all_reduce(size, at_once) >= 2 * 3 / 4 * size / 12.5e6
 
 
 def test_nccl_takes_the_ring_or_the_trees():
@@ -82,10 +150,11 @@ def test_replies_wait_as_the_transport_sends_them(shape, row, expected, waits):
     assert replace(FAR, **shape).delay.all_gather(row, expected) == pytest.approx(waits * 0.05)
 
 
-@pytest.mark.parametrize("transport, gpus, waits", [("gloo", 4, 1), ("gloo", 2, 2), ("nccl", 4, 2), ("nccl", 2, 1)])
-def test_agreeing_waits(transport, gpus, waits):
-    far = replace(FAR, transport=transport, gpus=gpus)
-    assert far.agreement() - replace(far, rtt=0).agreement() == pytest.approx(waits * 0.05)
+def test_agreeing_waits():
+    for transport, gpus, waits in (("gloo", 4, 1), ("gloo", 2, 2), ("nccl", 4, 2), ("nccl", 2, 1)):
+        far = replace(FAR, transport=transport, gpus=gpus)
+        assert far.agreement() - replace(far, rtt=0).agreement() == pytest.approx(waits * 0.05)
+    assert stage_1(SMALL, FAR).total - uncompressed(SMALL, FAR).total == pytest.approx(FAR.agreement())  # always
 
 
 def test_small_models_do_not_agree_and_take_one_chunk():
@@ -102,13 +171,11 @@ def test_small_models_do_not_agree_and_take_one_chunk():
     assert several >= 2.5 * 0.05 - 1e-3
 
 
-def test_stage_1_agrees_always():
-    assert stage_1(SMALL, FAR).total - uncompressed(SMALL, FAR).total == pytest.approx(FAR.agreement())
-
-
-def test_a_local_step_does_not_wait():
+def test_one_node_and_a_local_step_do_not_wait():
     model = replace(SMALL, optimizer="zero_one")
     assert local_step(model, FAR) == local_step(model, NEAR)
+    delay = Delay(0.05, "gloo", gpus=8, nodes=1, shared=True)
+    assert delay.message == delay.all_to_all() == delay.segments(1e9, 1.0, 1) == 0
 
 
 def test_chunks_wait_side_by_side_over_gloo_and_one_after_the_other_over_nccl():
@@ -123,57 +190,9 @@ def test_chunks_wait_side_by_side_over_gloo_and_one_after_the_other_over_nccl():
             assert added[1] - agreed < 0.75 * 4 * (message + ring)
 
 
-class Clock:
-    """A transport whose messages keep the network, and arrive later."""
-
-    rank, size, name = 0, 2, "clock"
-
-    def __init__(self, gather, scatter, gather_delay, scatter_delay):
-        self.device = self.network = 0.0
-        self.took = SimpleNamespace(gather=(gather, gather_delay), scatter=(scatter, scatter_delay))
-
-    def send(self, seconds, delay):
-        self.network = max(self.network, self.device) + seconds
-        end = self.network + delay
-
-        def wait():
-            self.device = max(self.device, end)
-
-        return SimpleNamespace(wait=wait)
-
-    def all_to_all(self, out, sent, phase):
-        return self.send(*self.took.gather)
-
-    def all_gather(self, out, sent, phase):
-        out.view(self.size, -1).copy_(sent.view(1, -1))
-        return self.send(*self.took.scatter)
-
-    def work(self, seconds):
-        self.device += seconds
-
-
-@pytest.mark.parametrize("way", [TwoPhases, Direct])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-@pytest.mark.parametrize("times", [(1, 2, 3, 4, 5, 6, 7), (5, 4, 3, 2, 1, 9, 2), (0, 1, 6, 5, 2, 0, 20)])
-def test_the_schedule_is_that_of_an_exchange_with_a_delay(way, chunks, times):
-    compress, gather, average, scatter, use, gather_delay, scatter_delay = times
-    clock = Clock(gather, scatter, gather_delay, scatter_delay)
-    exchange = way(Layout([BLOCK_SIZE * 2 * chunks], ranks=way.shards(2), chunks=chunks), clock, CPU)
-    for messages in (exchange.sent,) if way is Direct else (exchange.received, exchange.reply):
-        messages.header.copy_(torch.tensor(exchange.format.header, dtype=torch.int32))
-    exchange.agree = lambda: None
-    exchange.backend = SimpleNamespace(average=lambda *_, **__: clock.work(average))
-    exchange.run(lambda chunk: clock.work(compress), lambda chunk: clock.work(use))
-    if way is Direct:
-        seconds = sent_once(chunks, compress, scatter, use, delay=scatter_delay)
-    else:
-        late = {"gather_delay": gather_delay, "scatter_delay": scatter_delay}
-        seconds = pipelined(chunks, compress, gather, average, scatter, use, **late)
-    assert seconds == clock.device
-
-
-@pytest.mark.parametrize("transport", ["gloo", "nccl"])
-@pytest.mark.parametrize("gpus, per_node", [(4, 1), (16, 4), (64, 1), (4, 4)])
+@pytest.mark.parametrize(
+    "transport, gpus, per_node", [("gloo", 4, 1), ("nccl", 16, 4), ("gloo", 64, 1), ("nccl", 4, 4)]
+)
 def test_a_longer_way_is_never_faster(transport, gpus, per_node):
     cluster = Cluster(gpus=gpus, gpus_per_node=per_node, network=1e9, transport=transport)
     grown = [replace(cluster, rtt=rtt) for rtt in (0, 1e-4, 1e-3, 1e-2, 0.1)]
@@ -181,14 +200,3 @@ def test_a_longer_way_is_never_faster(transport, gpus, per_node):
         totals = [step(replace(LARGE, levels=2), each).total for each in grown]
         assert all(later >= earlier for earlier, later in itertools.pairwise(totals))
         assert (totals[-1] > totals[0]) is (cluster.nodes > 1)
-
-
-def test_one_node_has_no_delay():
-    delay = Delay(0.05, "gloo", gpus=8, nodes=1, shared=True)
-    assert delay.message == delay.all_to_all() == delay.segments(1e9, 1.0, 1) == 0
-
-
-@pytest.mark.parametrize("change, says", [({"rtt": -1}, "0 or more"), ({"transport": "mpi"}, "one of nccl, gloo")])
-def test_what_is_no_delay(change, says):
-    with pytest.raises(ValueError, match=says):
-        replace(FAR, **change)

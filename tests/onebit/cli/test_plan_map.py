@@ -1,4 +1,4 @@
-"""`onebit plan --map` and `--scale`: what is first by the model, in the table, in JSON and in the picture."""
+"""Whole runs in `onebit plan`, the map of which is first (--map), and a model on more ranks (--scale)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,90 @@ from pathlib import Path
 import pytest
 
 from onebit.cli import main as cli
-from onebit.cli.plan.map import LOSS, RATES, ROUND_TRIPS, TABLE, WORTH, Map, Place, draw, first, middle, spaced
-from onebit.cli.plan.model import Cluster, Groups, Model, message_bytes, rounds, stage_2, state_bytes, uncompressed
+from onebit.cli.plan.map import LOSS, RATES, ROUND_TRIPS, TABLE, WORTH, Map, Place, first, middle, spaced
+from onebit.cli.plan.model import (
+    Cluster,
+    Groups,
+    Model,
+    local_step,
+    message_bytes,
+    pass_seconds,
+    rounds,
+    sent_compressed,
+    sent_uncompressed,
+    stage_1,
+    stage_2,
+    state_bytes,
+    uncompressed,
+)
 from onebit.cli.plan.runs import Run, runs
 from onebit.cli.plan.scale import ROUND_TRIPS as SCALE_ROUND_TRIPS
 from onebit.cli.plan.scale import sizes
 from onebit.collectives.two_phases import TwoPhases
+from tests.oracle.zero_one import full_steps, sync_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESETS = ["plan", "--model=bert-large", "--cluster=ethernet-v100", "--gpus=16", "--gpus-per-node=1", "--steps=1000"]
 BERT = Model(340_000_000, 2, 0.036, 0.061, overlap="none", steps=1000)
+LONG = replace(BERT, steps=3000, warmup=0.2)
+SLOW = Cluster(gpus=16, gpus_per_node=4, network=8e9, latency=1e-3, intra=4e9, intra_latency=1e-4, memory=1e11)
 CLUSTER = Cluster(gpus=16, gpus_per_node=1, network=1e9)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_run_is_its_steps(levels):
+    """Steps of each kind by the oracle's schedules, times what each takes."""
+    model = replace(LONG, levels=levels)
+    found, zero_one = runs(model, SLOW), replace(model, optimizer="zero_one")
+    slow, fast, alone = (step(zero_one, SLOW) for step in (stage_1, stage_2, local_step))
+    sent, packed = sent_uncompressed(model, SLOW)[1], sent_compressed(model, SLOW, fast.chunks)[1]
+    syncs = [step for step in sync_steps(3000, 600, 200, 16) if step > 600]
+    full, last = len(full_steps(3000, 4)), len(full_steps(3000, 4, 600))
+    kinds = {
+        "0/1 Adam": (full, 3000 - full, 0),
+        "and local steps": (last, 600 - last + len(syncs), 2400 - len(syncs)),
+    }
+    for name, counts in kinds.items():
+        run = found[name]
+        assert (run.uncompressed, run.compressed, run.local) == counts
+        seconds = counts[0] * slow.total + counts[1] * fast.total + counts[2] * alone.total
+        assert run.seconds == pytest.approx(seconds)
+        assert run.sent == pytest.approx(counts[0] * sent + counts[1] * packed)
+    run = found["1-bit Adam"]
+    assert (run.uncompressed, run.compressed) == (600, 2400)
+    assert run.seconds == pytest.approx(600 * stage_1(model, SLOW).total + 2400 * stage_2(model, SLOW).total)
+    assert found["fp16"].seconds == pytest.approx(3000 * uncompressed(model, SLOW, 2).total)
+    assert found["fp32"].sent == pytest.approx(2 * found["fp16"].sent)
+
+
+def test_a_local_step_sends_nothing_between_nodes():
+    slower = replace(SLOW, network=1e6, latency=1.0)
+    update = sum(pass_seconds(name, BERT.elements, SLOW, 2) for name in ("zero_one_local", "scan"))
+    mean = 2 * 3 / 4 * 680e6 / 4e9 + 6 * 1e-4  # over a node
+    for levels, added in ((1, 0.0), (2, mean)):
+        model = replace(BERT, levels=levels)
+        assert local_step(model, SLOW) == local_step(model, slower)
+        assert local_step(model, SLOW).total == pytest.approx(0.036 + 0.061 + update + added)
+
+
+def test_lamb_has_no_runs_and_no_map_with_local_steps():
+    lamb = replace(BERT, optimizer="lamb")
+    assert list(runs(lamb, SLOW)) == ["fp32", "fp16", "1-bit LAMB"]
+    found = Map.of(lamb, CLUSTER, [1e8], [1e-3])
+    assert list(found.places) == ["in step"] and found.places["in step"][0][0].first == "1-bit LAMB"
+
+
+def test_the_command_shows_runs(capsys):
+    asked = ["--model=bert-large", "--cluster=ethernet-v100", "--gpus=64", "--steps=3000", "--var-update-scaler=2"]
+    assert cli.main(["plan", *asked, "--local-step-clipper=4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(next(line for line in lines if line.startswith("a run of 3,000 steps")))
+    assert lines[start].split()[5:] == ["fp32", "fp16", "1-bit", "Adam", "0/1", "Adam", "and", "local", "steps"]
+    full = [str(len(full_steps(3000, 2, last))) for last in (None, 600)]
+    assert lines[start + 1].split()[2:] == ["3,000", "3,000", "454", *full]
+    assert lines[start + 6].split()[:5] == ["times", "fp16's", "speed", "0.51", "1.00"]
+    assert cli.main(["plan", *asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"]["0/1 Adam"]["uncompressed"] == int(full[0])
 
 
 def run_of(seconds: float, local: int = 0) -> Run:
@@ -47,30 +120,30 @@ def test_first_is_what_takes_the_least_time(adam, zero_one, alone, in_step, loca
 
 def test_the_map_is_what_runs_say_at_each_rate_and_round_trip():
     found = Map.of(BERT, CLUSTER, [1e8, 1e11], [1e-3, 0.1])
-    for i, rtt in enumerate((1e-3, 0.1)):
-        for j, rate in enumerate((1e8, 1e11)):
-            there = runs(BERT, replace(CLUSTER, network=rate, rtt=rtt))
-            for kind in ("in step", "local steps"):
-                assert found.places[kind][i][j] == first(there, kind)
+    for (i, rtt), (j, rate) in itertools.product(enumerate((1e-3, 0.1)), enumerate((1e8, 1e11))):
+        there = runs(BERT, replace(CLUSTER, network=rate, rtt=rtt))
+        for kind in ("in step", "local steps"):
+            assert found.places[kind][i][j] == first(there, kind)
     assert found.places["in step"][0][0].first == "0/1 Adam"
     assert found.places["in step"][1][1].first == "fp16" and found.places["in step"][1][1].factor < 1
     assert found.places["local steps"][0][0].first == "and local steps"
 
 
-def test_lamb_has_no_map_with_local_steps():
-    found = Map.of(replace(BERT, optimizer="lamb"), CLUSTER, [1e8], [1e-3])
-    assert list(found.places) == ["in step"] and found.places["in step"][0][0].first == "1-bit LAMB"
+def json_of(capsys, *more):
+    assert cli.main([*PRESETS, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_the_command_prints_and_draws_the_map(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "map.png"
-    assert cli.main([*PRESETS, f"--map={path}"]) == 0
+def test_the_command_prints_and_draws_the_map(tmp_path, capsys, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    path, figures = tmp_path / "map.png", []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.setattr("onebit.cli.plan.map.POINTS", (9, 8))
+    assert cli.main([*PRESETS, f"--map={path}", "--network=1gbit", "--rtt=10"]) == 0
     text = capsys.readouterr().out
     assert path.read_bytes().startswith(b"\x89PNG") and text.endswith(f"Map: {path}\n")
     assert path.stat().st_size < 200_000
-    assert cli.main([*PRESETS, f"--map={path}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["map"]
+    found = json_of(capsys, f"--map={path}")["map"]
     assert [found["rates_bit_per_s"], found["round_trips_s"]] == [list(each) for each in TABLE]
     lines = text[text.index("first to end 1,000 steps") :].splitlines()
     names = {"and local steps": "local steps"}
@@ -80,20 +153,7 @@ def test_the_command_prints_and_draws_the_map(tmp_path, capsys):
             cells = [f"{names.get(place['first'], place['first'])} {place['factor']:.2f}" for place in row]
             assert " ".join(line.split()) == " ".join([f"{1e3 * rtt:g} ms", *cells])
     assert "equal numbers of steps" in text and "is a bound" in " ".join(text.split())
-    assert "map" not in json_of(capsys)
-
-
-def json_of(capsys, *more):
-    assert cli.main([*PRESETS, "--json", *more]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_the_picture_names_what_is_first(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    monkeypatch.setattr("onebit.cli.plan.map.POINTS", (9, 8))
-    draw(BERT, replace(CLUSTER, rtt=0.01), tmp_path / "map.png")
+    assert not {"map", "scale"} & json_of(capsys).keys()
     panels = figures[0].axes[:4]
     texts = [{text.get_text().replace("\n", " ") for text in axes.texts} for axes in panels]
     assert texts[0] == {"0/1 Adam", "don't use this library: uncompressed is first"}
@@ -116,36 +176,13 @@ def test_points_are_equally_far_apart():
     assert (min(TABLE[0]), max(TABLE[0])) == RATES and (min(TABLE[1]), max(TABLE[1])) == ROUND_TRIPS
 
 
-@pytest.mark.parametrize(
-    "more, part",
-    [
-        (["--map=map.xyz"], "cannot be a 'xyz' file: give it a name such as plot.png; choose another --map"),
-        (["--map=/nowhere/map.png"], "choose another --map"),
-        (["--map=map.png", "--gpus=1"], "there is one node: give more --gpus"),
-        (["--map=map.png", "--gpus=8", "--gpus-per-node=8"], "there is one node: give more --gpus"),
-        (["--rtt=5ms"], "'5ms' is not a number"),
-        (["--transport=mpi"], "'mpi' is none of nccl, gloo"),
-    ],
-)
-def test_a_map_that_cannot_be_made(more, part, capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = cli.main([*PRESETS, *more])
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2 and part in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 def test_sizes_are_what_the_model_says():
-    found = sizes(replace(BERT, levels=2), CLUSTER)
-    assert [(each.ranks, each.node) for each in found] == [
-        *((n, 1) for n in (8, 64, 512, 4096)),
-        *((n, 8) for n in (64, 512, 4096)),
-    ]
+    model = replace(BERT, levels=2)
+    found = sizes(model, CLUSTER)
+    shapes = [(n, 1) for n in (8, 64, 512, 4096)] + [(n, 8) for n in (64, 512, 4096)]
+    assert [(each.ranks, each.node) for each in found] == shapes
     for each in found:
         there = replace(CLUSTER, gpus=each.ranks, gpus_per_node=each.node)
-        model = replace(BERT, levels=2)
         n = Groups.of(there, 2).replicas.gpus
         assert each.messages == 2 * (n - 1)
         assert each.message == message_bytes(340_000_000, n, 1, TwoPhases, each.node)[0] / each.node / n
@@ -164,12 +201,10 @@ def test_the_command_prints_the_sizes(capsys):
     text = capsys.readouterr().out
     found = json_of(capsys, "--scale")["scale"]
     assert found["round_trips_s"] == list(SCALE_ROUND_TRIPS) and "Predicted, not measured." in text
-    (row,) = [line for line in text.splitlines() if line.startswith("4,096 ")][:1]
+    needs, times = [line.split() for line in text.splitlines() if line.startswith("4,096 ")][:2]
     size = found["sizes"][3]
-    assert row.split()[1:3] == [f"{size['message'] / 1e3:,.1f}", "8,190"]
-    (row,) = [line for line in text.splitlines() if line.startswith("4,096 ")][1:]
-    assert float(row.split()[2]) == pytest.approx(size["one_bit"][0], rel=0.01)
-    assert "scale" not in json_of(capsys)
+    assert needs[1:3] == [f"{size['message'] / 1e3:,.1f}", "8,190"]
+    assert float(times[2]) == pytest.approx(size["one_bit"][0], rel=0.01)
 
 
 def printed_blocks(page):
@@ -189,18 +224,14 @@ def test_the_page_on_scale_has_what_the_commands_print(capsys, monkeypatch):
         assert capsys.readouterr().out.rstrip().endswith("\n".join(lines).strip()) and len(lines) > 18
 
 
-def test_the_pictures_of_the_page_on_planning_are_there_and_small():
-    """Each behind the command that draws it."""
+def test_what_other_pages_have_of_the_plan():
+    """Pictures behind the command that draws them; and how many comparisons are within a deviation."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     for name in ("plan_map-language-model.png", "plan_map-bert-large.png"):
         before, after = page.split(f"](../perf/results/{name})")
         command = before.rsplit("\n\n", 2)[1]
         assert command.startswith("    onebit plan ") and command.endswith("--map map.png") and name not in after
         assert (ROOT / "perf/results" / name).stat().st_size < 200_000
-
-
-def test_what_is_said_of_losses_is_what_the_study_has():
-    """How many comparisons are within a deviation: a new task or run changes both."""
-    page = (Path(__file__).parents[3] / "docs/convergence.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/convergence.md").read_text(encoding="utf-8")
     found = [re.search(r"in (\d+ of \d+) comparisons", " ".join(text.split())) for text in (page, LOSS)]
     assert found[0] and found[1] and found[0][1] == found[1][1]
