@@ -161,7 +161,7 @@ def test_a_plot_shows_the_other_levels_too(tmp_path, monkeypatch, capsys):
     step, fp16 = stage_2(model, cluster).total, uncompressed(model, cluster, 2).total
     assert time["1 bit, stage 2, two levels"][1] == 1e3 * step
     assert scale["stage 2, two levels"][1] == fp16 / step
-    assert "stage 2, two levels" in network
+    assert "stage 2, two levels" in network and "stage 2, one level" not in network
     plot(model, replace(cluster, gpus=3, gpus_per_node=1), path)
     assert not any("level" in str(line.get_label()) for axes in figures[1].axes for line in axes.lines)
 
