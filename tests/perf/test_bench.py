@@ -48,7 +48,7 @@ def test_targets_are_read_from_the_record_that_a_section_writes(sections, tmp_pa
     assert bench.main(["--out", str(out), "--check"]) == 1
 
 
-def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(sections, tmp_path, capsys):
+def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(sections, tmp_path, capsys, monkeypatch):
     sections(first="import sys; sys.exit(2)", second=WRITES)
     assert bench.main(["--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
@@ -58,6 +58,10 @@ def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(s
     assert bench.main(["--out", str(tmp_path)]) == 1
     assert "second     not measured: it failed (exit status 1)" in capsys.readouterr().out
     assert bench.main(["--out", str(tmp_path), "--only", "first"]) == 0
+    sections(slow="import time; time.sleep(60)")
+    monkeypatch.setattr(bench, "SECTIONS", (Section("slow", "Slow", ("slow",), 1, of_targets),))
+    assert bench.main(["--out", str(tmp_path)]) == 1
+    assert "stopped after 1 s" in capsys.readouterr().out
 
 
 def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sections, tmp_path, monkeypatch):
@@ -69,19 +73,6 @@ def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sectio
     assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2 + ["first"] * 2
     monkeypatch.setattr(bench, "cpu_name", lambda: "another")
     assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2
-
-
-def test_a_section_that_takes_too_long_is_stopped(sections, tmp_path, monkeypatch, capsys):
-    sections(slow="import time; time.sleep(60)")
-    monkeypatch.setattr(bench, "SECTIONS", (Section("slow", "Slow", ("slow",), 1, of_targets),))
-    assert bench.main(["--out", str(tmp_path)]) == 1
-    assert "stopped after 1 s" in capsys.readouterr().out
-
-
-def test_an_unknown_section(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["--only", "kernel"])
-    assert "choose among kernels, optimizer, network" in capsys.readouterr().err
 
 
 def test_each_section_reads_the_records_that_are_kept():

@@ -83,30 +83,13 @@ def test_the_common_loss_is_what_every_method_in_step_reaches():
     assert report.common_loss(found) == 2.40
     group = {r.variant: r for r in rows(SLOW)}
     finishes = report.finishes(group, found)
-    assert (
-        finishes["fp32"].common == STEPS * 8.0 and finishes["fp32"].near == STEPS * 8.0
-    )  # 3.1 after half of the steps
+    assert finishes["fp32"].common == finishes["fp32"].near == STEPS * 8.0  # 3.1 after half of the steps
     assert finishes["diloco"].common is None and finishes["adam-2"].near is None
     full = report.steps_by_row("zero-one", FREEZE, STEPS)["zero-one-full"]
     assert finishes["zero-one"].near == pytest.approx(full * 4.0 + (STEPS - full) * 0.5)
     soon = FREEZE // 7
     assert finishes["powersgd-1-soon"].run == pytest.approx(soon * 8.0 + (STEPS - soon) * 0.5)
     assert report.finishes({}, found) == {}
-
-
-def test_winners_are_named_where_they_are_others_too():
-    found = runs({"fp32": 2.20, "powersgd-4-soon": 2.21, "zero-one": 2.21, "zero-one-local": 2.21})
-    slow = {r.variant: r for r in rows(SLOW)}
-    (line,) = report.winners({SLOW: report.finishes(slow, found)})
-    assert line.startswith("* **55 Mbit/s**, first to the common loss: PowerSGD, rank 4, soon (1.06 ")
-    assert "times as soon as 0/1 Adam, bf16)" in line
-    cheap = {**slow, "zero-one-full": row("zero-one-full", 0.5, rate=SLOW)}
-    (line,) = report.winners({SLOW: report.finishes(cheap, found)})
-    assert "first to the common loss: 0/1 Adam, bf16 (1.50 times as soon as PowerSGD, rank 4, soon)" in line
-    assert ", with local steps" not in line
-    alone = {**cheap, "zero-one-alone": row("zero-one-alone", 0.1, rate=SLOW)}
-    (line,) = report.winners({SLOW: report.finishes(alone, found)})
-    assert ", with local steps 0/1 Adam, bf16, local steps (" in line
 
 
 def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_path):
@@ -138,10 +121,8 @@ def test_the_page_is_up_to_date(monkeypatch):
         assert all(path.exists() for path in report.plot_paths(record.path).values())
 
 
-def test_runs_of_other_settings_leave_a_record_and_no_record_is_an_error(tmp_path, capsys):
+def test_runs_of_other_settings_leave_a_record(tmp_path):
     arguments = command.parse_arguments([f"--out={tmp_path}"])
-    assert command.main(["--report", f"--out={tmp_path}"]) == 2
-    assert "measure first" in capsys.readouterr().err and not (tmp_path / "methods.md").exists()
     (loose,) = runs({"fp32": 2.2}, seeds=1)
     record = Record(record_path(tmp_path, "narrow", 2))
     for each in (loose, replace(loose, clip=plan.CLIP), replace(loose, clip=plan.CLIP, steps=7)):
@@ -149,14 +130,8 @@ def test_runs_of_other_settings_leave_a_record_and_no_record_is_an_error(tmp_pat
     assert command.Comparison(arguments, "narrow", 2, None).record.runs == [replace(loose, clip=plan.CLIP)]
 
 
-def test_arguments_are_checked():
-    arguments = command.parse_arguments([])
-    assert (arguments.links, arguments.hosts, arguments.seeds) == (list(LINKS), [2, 4], 3)
-    for wrong in (["--models=huge"], ["--links=1mbit"], ["--methods=magic"], ["--hosts=1"], ["--only=plots"]):
-        with pytest.raises(SystemExit):
-            command.parse_arguments(wrong)
-
-
 def test_methods_are_known_and_overlap_which_clipping_ends_is_none_of_them():
     assert set(METHODS) <= set(VARIANTS) and set(plan.OURS) | set(plan.LOCAL) <= set(METHODS)
     assert plan.CLIP and not any("overlap" in VARIANTS[name].options for name in METHODS)
+    arguments = command.parse_arguments([])
+    assert (arguments.links, arguments.hosts, arguments.seeds) == (list(LINKS), [2, 4], 3)

@@ -150,17 +150,15 @@ def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
     assert report.record_name(named) == "train_step-some-cpu-two-hosts"
 
 
+@pytest.mark.slow
 def test_every_panel_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     record = Record(tmp_path / "record.json", ABOUT)
-    refused = Row("25mbit", "bf16", error="no bf16")
-    record.rows = [*ROWS, refused, *(replace(r, rate="1gbit") for r in ROWS)]
-    assert f"{'bf16':28} | was not measured: no bf16" in report.table(record.rows)
-    assert [path.name for path in draw(record, "title")] == ["record.png"]
-    record.runs = RUNS
+    record.rows, record.runs = [*ROWS, Row("25mbit", "bf16", error="no bf16")], RUNS
+    text = report.table(record.rows)
+    assert f"{'bf16':28} | was not measured: no bf16" in text and all(len(line) <= 140 for line in text.splitlines())
     made = draw(record, "title")
     assert [path.name for path in made] == ["record.png", "record-loss.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
-    record.rows = [replace(r, rate=None, bytes=None) for r in ROWS]
-    assert len(draw(record, "of a group")) == 2
-    assert all(len(line) <= 140 for line in report.table(record.rows).splitlines())
+    record.rows, record.runs = [replace(r, rate=None, bytes=None) for r in ROWS], []
+    assert [path.name for path in draw(record, "of a group")] == ["record.png"]

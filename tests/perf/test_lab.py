@@ -1,0 +1,343 @@
+"""The network lab: links, counters and cables, who runs where, and that nothing stays behind whatever ends a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onebit.cli.demo.report import NOTE
+from perf.lab import demo, namespaces, network
+from perf.lab.command import main
+from perf.lab.namespaces import LabUnavailable, sweep_stale
+from perf.lab.network import NetworkLab
+from perf.lab.processes import RankFailed
+from perf.lab.rates import link_of, parse_rate, parse_rtt, rate_and_rtt, rate_bits, rtt_seconds
+from tests.limits import HUNG
+from tests.perf.hosts import SLEEP, incoming, left_behind, outgoing, pids_on, until
+
+ROOT = Path(__file__).parents[2]
+Script = Callable[[str], list[str]]
+
+
+def test_rates_and_round_trips_are_parsed() -> None:
+    rates = {"100mbit": 10**8, "1gbit": 10**9, "2.5Gbit": 25 * 10**8, "5000kbit": 5 * 10**6, None: None}
+    assert {rate: parse_rate(rate) for rate in rates} == rates
+    rtts = {"50ms": 0.05, "1ms": 0.001, "100MS": 0.1, "2.5ms": 0.0025, None: None}
+    assert {rtt: parse_rtt(rtt) for rtt in rtts} == pytest.approx(rtts)
+    for rate in ("", "100", "fast", "1 gbyte", "-1gbit", "0mbit", "999kbit", "200gbit", "1e3mbit"):
+        with pytest.raises(ValueError, match=r"is not a link rate .* as \"100mbit\""):
+            parse_rate(rate)
+    for rtt in ("", "50", "0.5ms", "101ms", "1s", "fast", "-1ms", "1e1ms"):
+        with pytest.raises(ValueError, match=r"is not a round trip from 1ms to 100ms: write \"50ms\""):
+            NetworkLab(2, rtt=rtt)
+
+
+def test_links_of_records_are_read() -> None:
+    assert link_of("100mbit", "50ms") == "100mbit+50ms" and link_of("unshaped", None) == "unshaped"
+    assert rate_and_rtt("100mbit+50ms") == ("100mbit", "50ms") and rate_and_rtt("unshaped+1ms") == (None, "1ms")
+    assert (rate_bits("100mbit+50ms"), rtt_seconds("100mbit+50ms")) == (10**8, 0.05)
+    assert (rate_bits("1gbit"), rtt_seconds("1gbit")) == (10**9, None)
+    assert rate_bits(None) is rtt_seconds(None) is None
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 to 64 hosts"):
+        NetworkLab(hosts=1)
+    for each in (0, 65):
+        with pytest.raises(ValueError, match="1 to 64 ranks"):
+            NetworkLab(hosts=2, each=each)
+    with pytest.raises(ValueError, match="launcher is 'mpi'"):
+        NetworkLab(hosts=2).start(["script.py"], launcher="mpi")
+    with pytest.raises(ValueError, match="hosts are 0 to 1"):
+        NetworkLab(hosts=2).link_down(2)
+
+
+def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = NetworkLab(hosts=2)
+
+    def refuses(says: str) -> None:
+        with pytest.raises(LabUnavailable, match=says), lab:
+            pass
+
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    refuses("needs Linux, not darwin")
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    refuses("no ip and no tc on PATH: install iproute2")
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path: "Name:\tpython\nCapEff:\t0000000000001000\n")
+        refuses("lacks CAP_SYS_ADMIN: run it as root")
+
+    def execute(*argv: str, lines: object = ()) -> str:
+        if "-batch" in argv:
+            raise RuntimeError("`ip -batch -` failed: mount --make-shared /run/netns: Operation not permitted")
+        return ""
+
+    monkeypatch.setattr(network, "check_available", lambda: None)
+    for module in (namespaces, network):
+        monkeypatch.setattr(module, "execute", execute)
+    refuses("Operation not permitted: run it as root, on a kernel with")
+
+
+FAN_IN = """
+if rank:
+    send(0, 3_000_000)
+else:
+    print(count(listen(), size - 1))
+"""
+FAN_OUT = """
+if rank:
+    print(count(listen(), 1))
+else:
+    threads = [threading.Thread(target=send, args=(k, 3_000_000)) for k in others]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+"""
+
+
+@pytest.mark.netlab
+def test_both_directions_are_shaped(lab: NetworkLab, script: Script) -> None:
+    """All that two hosts exchange with a third passes one shaper, which holds packets back; rates change any time."""
+    rates = (("20mbit", "tbf", 20e6), (None, "noqueue", None), ("2gbit", "tbf", 2e9), ("100mbit", "tbf", 100e6))
+    for rate, kind, bits in rates:
+        lab.set_rate(rate)
+        for host in range(3):
+            for found in (incoming(lab, host), outgoing(lab, host)):
+                assert (found["kind"], found["rate"]) == (kind, bits and bits / 8)
+    for body, shaper in ((FAN_IN, incoming), (FAN_OUT, outgoing)):
+        for _ in range(5):  # a busy machine may send more slowly than the link
+            before = shaper(lab, 0)
+            ranks = lab.run(script(body), timeout=HUNG, launcher="env")
+            after = shaper(lab, 0)
+            assert sum(int(rank.output) for rank in ranks if rank.output) == 6_000_000
+            assert after["bytes"] - before["bytes"] >= 6_000_000
+            if after["overlimits"] > before["overlimits"]:
+                break
+        else:
+            pytest.fail("the shaper has held nothing back")
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+def test_a_pulled_cable_cuts_traffic(lab: NetworkLab, script: Script) -> None:
+    body = """
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    if rank == 0:
+        s.bind(("", 7001))
+        while True:
+            print(s.recv(10), flush=True)
+    while rank == 1:
+        s.sendto(b"x", ("10.77.0.1", 7001))
+        time.sleep(0.01)
+"""
+    lines: list[str] = []
+    run = lab.start(script(body), launcher="env", on_line=lambda rank, line: lines.append(line))
+    until(lambda: len(lines) > 5)
+    lab.link_down(1)
+    time.sleep(0.2)
+    cut = len(lines)
+    time.sleep(0.5)
+    assert len(lines) == cut
+    lab.link_up(1)
+    until(lambda: len(lines) > cut + 5)
+    with pytest.raises(RuntimeError, match=r"call its wait\(\) or stop\(\) first"):
+        lab.start(script(body))
+    run.stop()
+    assert not pids_on(lab.namespaces)
+
+
+PLACE = """
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+with socket.create_server((f"10.77.0.{int(os.environ['GROUP_RANK']) + 1}", 0)):  # an address of this namespace alone
+    os.write(1, f"place {' '.join(os.environ[name] for name in names)}\\n".encode())  # at once: agents mix lines
+"""
+PLACES = ["place 0 4 0 2 0", "place 1 4 1 2 0", "place 2 4 0 2 1", "place 3 4 1 2 1"]
+
+
+@pytest.mark.netlab
+def test_ranks_know_their_host(lab: NetworkLab, nodes: NetworkLab, script: Script) -> None:
+    ranks = nodes.run(script(PLACE), timeout=HUNG, launcher="env")
+    assert [rank.output for rank in ranks] == [f"{p}\n" for p in PLACES]
+    ranks = lab.run(script(PLACE), timeout=HUNG, launcher="env")
+    assert [rank.output for rank in ranks] == [f"place {k} 3 0 1 {k}\n" for k in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+def test_torchrun_starts_a_group_across_hosts(nodes: NetworkLab, script: Script) -> None:
+    group = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.full((1_000_000,), float(rank))
+dist.all_reduce(total)
+told = f"sum {total[0].item()} {os.environ['OMP_NUM_THREADS']} {os.environ['NCCL_HOSTID']}\\n"
+os.write(1, told.encode())
+dist.barrier()
+if rank == 2:
+    raise ValueError("no such gradient")
+time.sleep(3600)
+"""
+    before, lines = nodes.bytes_sent(), {0: [], 1: []}
+    with pytest.raises(RankFailed, match=r"^rank 1 failed"):  # the agent of that host
+        nodes.run(script(PLACE + group), timeout=HUNG, on_line=lambda host, line: lines[host].append(line.strip()))
+    assert any("no such gradient" in line for line in lines[1])
+    for host in range(2):
+        assert sorted(line for line in lines[host] if line.startswith("place")) == PLACES[2 * host : 2 * host + 2]
+        assert lines[host].count(f"sum 6.0 1 {nodes.bridge}-{host}") == 2
+    for after, first in zip(nodes.bytes_sent(), before, strict=True):
+        assert 4e6 * 2 * 3 / 4 < after - first < 4e6 * 2 * 3 / 4 * 1.1  # a ring of four ranks enters a host once
+    assert not pids_on(nodes.namespaces)  # torchrun's workers have sessions of their own
+
+
+@pytest.mark.netlab
+def test_what_stays_in_a_host_is_not_counted(nodes: NetworkLab, script: Script) -> None:
+    """A megabyte to rank 0's address from rank 1, which is on its host, and from rank 3, which is not."""
+    body = "if rank % 2:\n    send(0, 1_000_000)\nelif rank == 0:\n    print(count(listen(), 2))\n"
+    before = nodes.bytes_sent()
+    assert nodes.run(script(body), timeout=HUNG, launcher="env")[0].output == "2000000\n"
+    sent = [after - first for after, first in zip(nodes.bytes_sent(), before, strict=True)]
+    assert sent[0] < 100_000 and 1_000_000 < sent[1] < 1_050_000
+
+
+@pytest.mark.netlab
+def test_a_failed_rank_ends_the_run(nodes: NetworkLab, script: Script) -> None:
+    body = "if rank == 1:\n    raise ValueError('no such gradient')\n" + SLEEP
+    with pytest.raises(RankFailed, match=r"(?s)^rank 1 failed with status 1.*no such gradient") as caught:
+        nodes.run(script(body), timeout=3600, launcher="env")
+    assert "rank 0" not in str(caught.value)
+    assert not pids_on(nodes.namespaces)
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+def test_unchecked_survivors_go_on(lab: NetworkLab, script: Script) -> None:
+    lines: list[str] = []
+    body = "print('ready', flush=True)\ntime.sleep(3600 if rank == 1 else 1.5)\nprint('done')"
+    run = lab.start(script(body), launcher="env", on_line=lambda rank, line: lines.append(line))
+    until(lambda: len(lines) == 3)
+    run.kill(1)
+    ranks = run.wait(timeout=HUNG, check=False)
+    assert [rank.code for rank in ranks] == [0, -signal.SIGKILL, 0]
+    assert [rank.output for rank in ranks] == ["ready\ndone\n", "ready\n", "ready\ndone\n"]
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+def test_a_hanging_rank_is_ended_and_named(lab: NetworkLab, script: Script) -> None:
+    stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    run = lab.start(script("if rank == 2:\n    " + (stubborn + SLEEP).replace("\n", "\n    ")), launcher="env")
+    until(lambda: run.ranks[2].lines and all(rank.process.poll() is not None for rank in run.ranks[:2]))
+    with pytest.raises(TimeoutError, match=r"(?s)did not end in 0\.2 s.*rank 2 was still running.*ready") as caught:
+        run.wait(timeout=0.2)
+    assert "rank 0" not in str(caught.value)
+    assert not pids_on(lab.namespaces)
+
+
+@pytest.mark.netlab
+def test_an_exception_leaves_nothing(lab: NetworkLab, script: Script) -> None:
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ours = left_behind(os.getpid())
+    with pytest.raises(ZeroDivisionError), NetworkLab(hosts=2) as second:  # beside another lab
+        lines: list[str] = []
+        run = second.start(script(SLEEP), launcher="env", on_line=lambda rank, line: lines.append(line))
+        until(lambda: len(lines) == 2)
+        assert len(pids_on(second.namespaces)) == 2
+        assert 1 / 0
+    assert not run.running()
+    assert left_behind(os.getpid()) == ours and {lab.bridge, *lab.namespaces} <= set(ours)
+    assert signal.signal(signal.SIGTERM, former) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.netlab
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_nothing(lab: NetworkLab, script: Script, number: int) -> None:
+    """What a killed lab leaves, the next one sweeps."""
+    options = ["--hosts=2", "--rate=1gbit", "--launcher=env", "--", *script(SLEEP)]
+    command = [sys.executable, "-m", "perf.lab", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        late = threading.Timer(HUNG, process.kill)
+        late.start()
+        assert process.stdout is not None
+        seen: set[str] = set()
+        while not seen >= {"[rank 0] ready\n", "[rank 1] ready\n"}:
+            seen.add(process.stdout.readline())
+            assert "" not in seen, "the command line ended early"
+        late.cancel()
+        names, ours = left_behind(process.pid), left_behind(os.getpid())
+        ranks = pids_on(names)
+        assert (len(names), len(ranks)) == (3, 2)
+        process.send_signal(number)
+        output = process.communicate(timeout=HUNG)[0]
+    if number == signal.SIGKILL:
+        sweep_stale()
+        until(lambda: not left_behind(process.pid))  # a lab of another test that starts now sweeps, too
+    else:
+        assert process.returncode == 128 + number and "host 1 sent " in output
+    assert not left_behind(process.pid)
+    until(lambda: not [pid for pid in ranks if Path(f"/proc/{pid}").exists()])
+    assert left_behind(os.getpid()) == ours  # which live on
+
+
+@pytest.mark.netlab
+def test_the_command_line_reports(lab: NetworkLab, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(
+        "import os, sys\nsys.exit('bad input' if '--fail' in sys.argv and os.environ['RANK'] == '1' else 0)"
+    )
+    shared = ["--hosts=2", "--launcher=env", "--", str(path)]
+    assert main(shared) == 0
+    assert main([*shared, "--fail"]) == 1
+    captured = capfd.readouterr()
+    assert "[rank 1] bad input" in captured.out
+    assert "rank 1 failed with status 1; its last lines:\n    bad input" in captured.err
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+def test_the_demo_sends_over_the_links_what_it_says(
+    lab_available: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plot.png"
+    status = demo.main(["--rate=200mbit", "--hosts=3", "--steps=16", f"--out={out}"])
+    text, errors = capfd.readouterr()
+    assert status == 0, errors
+    assert "3 ranks, links of 200mbit" in text and "validation loss" in text and NOTE.strip() not in text
+
+    def megabytes(what: str) -> list[float]:
+        """Of Adam and of 1-bit Adam."""
+        row = re.search(rf"^ +{re.escape(what)} +([\d.]+) MB +([\d.]+) MB", text, re.MULTILINE)
+        assert row is not None, text
+        return [float(row[1]), float(row[2])]
+
+    dense, packed = megabytes("by the link's counter")
+    assert dense == pytest.approx(megabytes("of it in stage 2")[0], rel=0.05)
+    assert dense / packed > 25 and (dense - 0.05) / (packed + 0.05) < 32  # printed with one decimal
+    if "No plot" not in text:
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lab needs Linux")
+def test_without_root_the_demo_names_what_is_missing(tmp_path: Path) -> None:
+    drop = "--bounding-set=-net_admin,-sys_admin", "--inh-caps=-net_admin,-sys_admin"
+    unprivileged = ["setpriv", *drop] if os.geteuid() == 0 else []
+    if unprivileged and shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, or not to be root")
+    command = [*unprivileged, sys.executable, "-m", "perf.lab.demo", "--rate=50mbit", f"--out={tmp_path / 'plot.png'}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG)
+    assert result.returncode == 1
+    assert "perf.lab.demo: error: the network lab" in result.stderr
+    assert "Traceback" not in result.stderr
