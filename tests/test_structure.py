@@ -1,17 +1,37 @@
-"""The shape of the house: no import circles, and nothing outside a class touches its underscored members."""
+"""The shape of the house: layers point one way, kernels <- collectives <- onebit <- perf, tests; no module imports one
+that imports it; nothing outside a class touches its underscored members; one module has one name.
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.limits import HUNG
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"onebit": "onebit", "kernels": "onebit.kernels", "collectives": "onebit.collectives", "perf": "perf"}
-INTERNALS = ROOT / "tests" / "internals.py"  # the one place where tests reach into classes
+INTERNALS = Path("tests/internals.py")  # the one place where tests reach into classes
+# What a layer may import of this repository, and what it may not import of others.
+OWN = {"onebit", "kernels", "collectives", "perf", "tests"}
+MAY = {
+    "kernels": {"onebit.kernels"},
+    "collectives": {"onebit.kernels", "onebit.collectives"},
+    "onebit": {"onebit"},
+    "perf": {"onebit", "perf"},
+}
+MAY_NOT = {"kernels": {"torch.distributed", "torch.optim"}}
+LOOPS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}  # of others, that a user may not have
 # Underscored names that are no class's of ours: NamedTuple's methods, and what torch and numba have no other name for.
 OF_OTHERS = {
     "_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce", "_per_optimizer_states",
@@ -19,66 +39,125 @@ OF_OTHERS = {
 }  # fmt: skip
 
 
-def module_name(path: Path) -> str:
-    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(part for part in (FOLDERS[folder], *rest) if part != "__init__")
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def sources() -> dict[str, ast.Module]:
-    """Every module of the package and of perf, by name."""
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+def sources(*folders: str) -> dict[Path, ast.Module]:
+    """Every file of the folders, relative to the root."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT): parsed(path) for path in paths}
 
 
-def imported(tree: ast.Module, modules: set[str]) -> set[str]:
-    """Modules of ours that a source imports anywhere: in functions and under TYPE_CHECKING too."""
-    found = set()
+def imports(tree: ast.Module) -> set[str]:
+    """Names a source imports, in functions and under TYPE_CHECKING too (`from a import b` gives a.b)."""
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in modules else node.module)
-    return found & modules
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "") + ("." if node.module else "")
+            names |= {prefix + alias.name for alias in node.names}
+    return names
+
+
+def named_modules(tree: ast.Module) -> set[str]:
+    """What a source reaches as an attribute of torch, and modules that it names in strings: one that is its dotted
+    name, or what follows -m, in it or in a list."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=attr):
+                names.add(f"torch.{attr}")
+            case ast.Constant(value=str(text)):
+                names |= {text} if re.fullmatch(r"(onebit|perf|tests)(\.\w+)+", text) else set()
+                names |= set(re.findall(r"(?:^|\s)-m\s*([a-z_][\w.]*)", text))
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                texts = [item.value if isinstance(item, ast.Constant) else None for item in items]
+                names |= {b for a, b in pairwise(texts) if a == "-m" and isinstance(b, str)}
+    return names
+
+
+def violations(layer: str, tree: ast.Module) -> set[str]:
+    """Imports that a file of `layer` must not have, and modules of higher layers that it starts."""
+
+    def inside(name: str, packages: set[str]) -> bool:
+        return any(name == package or name.startswith(package + ".") for package in packages)
+
+    names = imports(tree) | named_modules(tree)
+    upward = {name for name in names if inside(name, OWN) and not inside(name, MAY[layer])}
+    return upward | {name for name in names if name.startswith(".") or inside(name, MAY_NOT.get(layer, set()))}
+
+
+def test_layers_point_one_way() -> None:
+    files = sources(*MAY)
+    assert {path.parts[0] for path in files} == MAY.keys()
+    assert not {str(path): wrong for path, tree in files.items() if (wrong := violations(path.parts[0], tree))}
+
+
+def test_a_wrong_import_is_found_and_a_right_one_is_not() -> None:
+    wrong = [
+        ("kernels", "from onebit import layout"),
+        ("kernels", "def f():\n    import onebit.collectives.transport.protocol"),
+        ("kernels", "from torch import distributed"),
+        ("kernels", "from torch.distributed import all_to_all_single"),
+        ("kernels", "import torch\ntorch.distributed.barrier()"),
+        ("kernels", "from . import wire"),
+        ("kernels", "from collectives import transport"),
+        ("kernels", "start(('-m', 'onebit', 'tune'))"),
+        ("collectives", "from onebit import OneBitAdam"),
+        ("collectives", "start('-mperf.lab')"),
+        ("onebit", "import tests.ranks"),
+        ("onebit", "import kernels"),
+        ("onebit", "lab = ['perf.lab', '--hosts']"),
+        ("onebit", "run([sys.executable, '-m', 'perf'])"),
+        ("onebit", "run(f'{python} -m perf.lab --hosts {n}')"),
+        ("perf", "module = 'tests.faults.training'"),
+    ]
+    right = [
+        ("kernels", "import torch\nimport triton.language as tl\nfrom onebit.kernels.data.wire import Message"),
+        ("kernels", "import kernels_of_others"),
+        ("collectives", "import torch.distributed as dist\nfrom onebit.kernels import wire"),
+        ("onebit", "from torch.optim import Optimizer\nstart(['onebit.cli.demo.train'])"),
+        ("onebit", "'a record of perf.kernels: its rates. -maximum perf.'"),
+        ("perf", "run(['-m', 'perf.lab', '-m', 'onebit.cli.demo.train'])"),
+    ]
+    assert [row for row in wrong if not violations(row[0], ast.parse(row[1]))] == []
+    assert [row for row in right if violations(row[0], ast.parse(row[1]))] == []
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """Some modules that import each other in a circle, if there are any."""
-    state: dict[str, int] = {}
-    path: list[str] = []
+    done: set[str] = set()
 
-    def visit(name: str) -> list[str]:
-        state[name] = 1
-        path.append(name)
-        for other in sorted(graph[name]):
-            if state.get(other) == 1:
-                return [*path[path.index(other) :], other]
-            if other not in state and (found := visit(other)):
-                return found
-        state[name] = 2
-        path.pop()
-        return []
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        found: list[str] = []
+        for other in sorted(graph[name] - done):
+            found = found or visit(other, [*path, name])
+        done.add(name)
+        return found
 
-    for name in sorted(graph):
-        if name not in state and (found := visit(name)):
-            return found
-    return []
+    return next((found for name in sorted(graph) if (found := visit(name, []))), [])
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
-    found = sources()
-    graph = {name: imported(tree, set(found)) - {name} for name, tree in found.items()}
-    assert len(graph) > 80
+    def module_name(path: Path) -> str:
+        folder, *rest = path.with_suffix("").parts
+        return ".".join(part for part in (FOLDERS[folder], *rest) if part != "__init__")
+
+    trees = {module_name(path): tree for path, tree in sources(*FOLDERS).items()}
+    imported = {name: imports(tree) for name, tree in trees.items()}
+    graph = {
+        name: {each if each in trees else each.rpartition(".")[0] for each in names} & trees.keys() - {name}
+        for name, names in imported.items()
+    }
+    assert len(graph) > 80 and sum(map(len, graph.values())) > 300
     assert not circle(graph), " -> ".join(circle(graph))
-
-
-def test_a_circle_is_found() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    tree = ast.parse("def f():\n    from onebit.optim import adam\nif TYPE_CHECKING:\n    import onebit.cli.main\n")
-    modules = {"onebit", "onebit.optim", "onebit.optim.adam", "onebit.cli.main"}
-    assert imported(tree, modules) == {"onebit.optim.adam", "onebit.cli.main"}
 
 
 def touched(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -130,40 +209,56 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-EVERY = sorted(path for folder in (*FOLDERS, "tests", "examples") for path in (ROOT / folder).rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", EVERY, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_outside_a_class_touches_its_underscored_members(path: Path) -> None:
-    if path != INTERNALS:
-        found = list(touched(ast.parse(path.read_text(encoding="utf-8"))))
-        assert not found, "\n".join(f"{path.relative_to(ROOT)}:{line} {name}" for line, name in found)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("optimizer._states", ["_states"]),
+def test_nothing_outside_a_class_touches_its_underscored_members() -> None:
+    files = sources(*FOLDERS, "tests", "examples")
+    assert [f"{path}:{at} {name}" for path in files if path != INTERNALS for at, name in touched(files[path])] == []
+    for source, expected in (
         ("f(x)._states", ["_states"]),
         ("from onebit.optim.lamb import _debiased", ["_debiased"]),
         ("import onebit\nfrom onebit import optim\nx = optim.adam._nonzero", ["_nonzero"]),
         ("class A:\n    def f(self):\n        return self._x, other._y", ["_y"]),
         ("class A:\n    def f(self, other):\n        self._x = other._x", []),
-        ("import torch\ntorch._foreach_add_(a, b)", []),
-        ("hyper._replace(lr=1)", []),
-        ("x.__dict__", []),
-    ],
-)
-def test_a_reach_into_a_class_is_found(source: str, expected: list[str]) -> None:
-    assert [name for _, name in touched(ast.parse(source))] == expected
+        ("import torch\ntorch._foreach_add_(a, b)\nhyper._replace(lr=1)\nx.__dict__", []),
+    ):
+        assert [name for _, name in touched(ast.parse(source))] == expected
 
 
-def test_every_package_is_listed_and_installs() -> None:
-    """pyproject.toml names each folder with an __init__.py, and each can be found under its name."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    names = {
-        module_name(path) for folder in FOLDERS if folder != "perf" for path in (ROOT / folder).rglob("__init__.py")
+def test_an_import_brings_what_it_must_and_nothing_else() -> None:
+    """Run where bare `kernels` and `collectives` could be imported, nobody imports them. Checkpoints of torch come when
+    they are first needed, the package of somebody's training loop with the module for it alone."""
+    code = (
+        "import json, sys, onebit, onebit.kernels, onebit.collectives\n"
+        "early = 'torch.distributed.checkpoint' in sys.modules\n"
+        "import onebit.integrations.whole_state\n"
+        "names = onebit.save.__name__, onebit.load.__name__, hasattr(onebit, 'restore')\n"
+        "print(json.dumps([sorted(sys.modules), early, *names]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HUNG)
+    assert result.returncode == 0, result.stderr
+    loaded, *names = json.loads(result.stdout)
+    assert not ({"kernels", "collectives"} | LOOPS) & {name.split(".")[0] for name in loaded}
+    assert names == [False, "save", "load", False]
+    for path, tree in sources("onebit").items():
+        found = {name.split(".")[0] for name in imports(tree)} & LOOPS
+        assert found <= ({path.stem} if path.parent.name == "integrations" else set()), path
+
+
+def test_two_optimizers_share_one_mechanism() -> None:
+    """adam.py and lamb.py have no run of six lines in common: what both need is in one place."""
+    adam, lamb = (
+        [line.strip() for line in (ROOT / "onebit/optim" / name).read_text().splitlines() if line.strip()]
+        for name in ("adam.py", "lamb.py")
+    )
+    assert not {tuple(adam[i : i + 6]) for i in range(len(adam) - 5)} & {
+        tuple(lamb[i : i + 6]) for i in range(len(lamb) - 5)
     }
-    for name in names:
-        assert f'"{name}",' in text, f"{name} is not among pyproject.toml's packages"
-        assert importlib.util.find_spec(name) is not None
+
+
+def test_the_demo_of_make_draws_into_an_ignored_folder() -> None:
+    """A fresh clone stays clean."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    recipe = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=HUNG).stdout
+    (out,) = re.findall(r"onebit demo .*--out (\S+)", recipe)
+    assert f"{Path(out).parts[0]}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    assert f"mkdir -p {Path(out).parent}\n" in recipe
