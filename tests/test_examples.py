@@ -1,7 +1,12 @@
 """The examples run as their first line says."""
 
+from __future__ import annotations
+
+import contextlib
+import io
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -9,36 +14,51 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.limits import HUNG
+from tests.ranks import run_ranks_once
 
 ROOT = Path(__file__).resolve().parent.parent
+NEEDS = {"hf_trainer.py": "transformers", "lightning_trainer.py": "lightning", "accelerate_loop.py": "accelerate"}
+
+
+def start(rank: int, size: int, example: str, port: int) -> str:
+    """What an example prints where torchrun has started so many of it."""
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    sys.argv = [example]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(example, run_name="__main__")
+    return printed.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def check(printed: str, times: int) -> None:
+    """It has learned, and sent so many times less."""
+    ((loss, sent, dense),) = re.findall(r"loss ([\d.]+); sent ([\d,]+) bytes where a fp32 ring sends ([\d,]+)", printed)
+    assert float(loss) < 0.15
+    assert 0 < int(sent.replace(",", "")) < int(dense.replace(",", "")) / times
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_an_example_runs(example):
+def test_an_example_runs(example: Path) -> None:
     """On two ranks; the one with shards on two nodes of two."""
-    others = {"hf_trainer.py": "transformers", "lightning_trainer.py": "lightning", "accelerate_loop.py": "accelerate"}
-    if (package := others.get(example.name)) and find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    ranks = "4" if example.name == "hsdp.py" else "2"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, str(example)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(3):
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG, cwd=ROOT)
-        if "terminate called without an active exception" not in result.stderr:
-            break  # else Gloo's threads met the interpreter's end, after the work was done: PyTorch's issue 190489
-    assert result.returncode == 0, result.stderr[-3000:]
-    loss, sent, dense = re.findall(
-        r"loss ([\d.]+); sent ([\d,]+) bytes where a fp32 ring sends ([\d,]+)", result.stdout
-    )[0]
-    assert float(loss) < 0.15
-    assert 0 < int(sent.replace(",", "")) < int(dense.replace(",", "")) / 20
+    if find_spec(NEEDS.get(example.name, "torch")) is None:
+        pytest.skip(f"needs {NEEDS[example.name]}")
+    printed = run_ranks_once(4 if example.name == "hsdp.py" else 2, start, (str(example), free_port()))
+    check(printed[0], 20)
 
 
 @pytest.mark.slow
-def test_hosts_of_torchrun_are_nodes(tmp_path):
+def test_hosts_of_torchrun_are_nodes(tmp_path: Path) -> None:
     """Two torchruns of two ranks each, as on two hosts: the example with DDP has two levels, and says so."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -48,11 +68,8 @@ def test_hosts_of_torchrun_are_nodes(tmp_path):
         "from ddp_adam import main\n"
         "main()\n"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     hosts = [
         subprocess.Popen(
@@ -67,8 +84,5 @@ def test_hosts_of_torchrun_are_nodes(tmp_path):
         for host in hosts:
             host.kill()
     assert [host.returncode for host in hosts] == [0, 0], outputs[0][1][-3000:]
-    out, log = outputs[0]
-    assert "2 nodes of 2 ranks" in log
-    loss, sent, dense = re.findall(r"loss ([\d.]+); sent ([\d,]+) bytes where a fp32 ring sends ([\d,]+)", out)[0]
-    assert float(loss) < 0.15
-    assert 0 < int(sent.replace(",", "")) < int(dense.replace(",", "")) / 40
+    assert "2 nodes of 2 ranks" in outputs[0][1]
+    check(outputs[0][0], 40)

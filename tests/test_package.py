@@ -2,6 +2,8 @@
 run from them where nothing of this folder is.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
@@ -9,14 +11,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.limits import HUNG
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("onebit", "kernels", "collectives", "pyproject.toml", "README.md", "LICENSE")
+PLACES = {"onebit": "onebit", "kernels": "onebit/kernels", "collectives": "onebit/collectives"}  # as they install
 TRAIN = """
 import torch
 model = torch.nn.Linear(40, 30)
@@ -40,52 +44,58 @@ def run(*command: object, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
+def build(source: Path, to: Path, *makes: str) -> None:
+    code = ["from setuptools.build_meta import *", *(f"{make}({str(to)!r})" for make in makes)]
+    run(sys.executable, "-c", "\n".join(code), cwd=source)
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel made of this folder's files, and the source archive."""
     folder = tmp_path_factory.mktemp("package")
     copy = folder / "copy"
     copy.mkdir()
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, copy)
-    for make in ("build_wheel", "build_sdist"):
-        run(sys.executable, "-c", f"from setuptools.build_meta import *; {make}({str(folder)!r})", cwd=copy)
+    for name in PLACES:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    build(copy, folder, "build_wheel", "build_sdist")
     (wheel,), (archive,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, archive
 
 
-def modules() -> set[str]:
-    """As they install."""
-    places = {"onebit": "onebit", "kernels": "onebit/kernels", "collectives": "onebit/collectives"}
-    return {
-        str(Path(to) / path.relative_to(ROOT / name))
-        for name, to in places.items()
-        for path in (ROOT / name).rglob("*.py")
-    }
-
-
 @pytest.mark.slow
-def test_the_wheel_has_every_module_and_nothing_else(archives: tuple[Path, Path]) -> None:
+def test_both_archives_have_every_module_and_nothing_else(archives: tuple[Path, Path], tmp_path: Path) -> None:
     """A package that is not listed in pyproject.toml would be missing."""
-    found = {name for name in zipfile.ZipFile(archives[0]).namelist() if ".dist-info/" not in name}
-    assert found == modules() | {"onebit/py.typed"}
-
-
-@pytest.mark.slow
-def test_the_source_archive_makes_the_same_wheel(archives: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, archive = archives
+    modules = {str(Path(PLACES[f]) / p.relative_to(ROOT / f)) for f in PLACES for p in (ROOT / f).rglob("*.py")}
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    run(sys.executable, "-c", f"from setuptools.build_meta import *; build_wheel({str(tmp_path)!r})", cwd=folder)
-    (again,) = tmp_path.glob("*.whl")
-    contents = ({name: z.read(name) for name in z.namelist()} for z in map(zipfile.ZipFile, (wheel, again)))
-    first, second = contents
-    assert first == second
+    build(folder, tmp_path, "build_wheel")
+    first, again = (
+        {name: opened.read(name) for name in opened.namelist()}
+        for opened in map(zipfile.ZipFile, (wheel, *tmp_path.glob("*.whl")))
+    )
+    assert {name for name in first if ".dist-info/" not in name} == modules | {"onebit/py.typed"}
+    assert first == again
+
+
+def link_what_is_required(site: Path) -> None:
+    """Of this environment's packages those that onebit, which is installed in `site`, asks for, and what they do."""
+    (installed,) = metadata.distributions(path=[str(site)])
+    wanted, linked = list(installed.requires or ()), set()
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        if requirement.name in linked or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        linked.add(requirement.name)
+        found = metadata.distribution(requirement.name)
+        assert requirement.specifier.contains(found.version, prereleases=True), requirement
+        wanted += found.requires or ()
+        for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(found.locate_file(name))))
 
 
 @pytest.mark.slow
@@ -94,11 +104,13 @@ def test_the_ten_lines_run_from_the_wheel_in_a_fresh_environment(archives: tuple
     assert ten_lines and "freeze_step=3000" in ten_lines[1]
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(ten_lines=ten_lines[1].replace("freeze_step=3000", "freeze_step=2")))
-    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
-    constraints = ROOT / "constraints.txt"
-    run(python, "-m", "pip", "install", "--no-input", "-q", "-c", constraints, archives[0], cwd=tmp_path)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python, onebit = (tmp_path / "venv" / "bin" / name for name in ("python", "onebit"))
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-input", "--no-index", "--no-deps"]
+    run(*pip, archives[0], cwd=tmp_path)
+    (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
+    link_what_is_required(site)
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     printed = run(python, *ranks, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH="")
     assert printed.count(str(tmp_path / "venv")) == 2
-    assert "demo" in run(tmp_path / "venv" / "bin" / "onebit", "--help", cwd=tmp_path, PYTHONPATH="")
+    assert "demo" in run(onebit, "--help", cwd=tmp_path, PYTHONPATH="")

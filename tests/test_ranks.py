@@ -1,5 +1,7 @@
 """The ranks that other tests use: answers, errors, deaths, and that none outlives the process that started it."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -7,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,39 +21,30 @@ from tests.ranks import RanksError, group, run_ranks, run_ranks_once
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def facts(rank, size, offset):
+def facts(rank: int, size: int, offset: int) -> tuple[int, ...]:
     total = torch.tensor([rank + offset])
     dist.all_reduce(total, group=group())
-    return rank, size, int(total), dist.get_rank(group()), os.getpid(), torch.get_num_threads()
+    return rank, size, int(total), dist.get_rank(group()), torch.get_num_threads(), os.getpid()
 
 
-def fail_on(rank, size, who):
-    if rank == who:
+def go_wrong(rank: int, size: int, who: int, how: str) -> Any:
+    if rank != who:
+        if how == "raise":
+            dist.barrier(group=group())
+        return rank
+    if how == "wait":
+        time.sleep(1)
+        return rank
+    if how == "raise":
         raise KeyError("what a test did wrong")
-    dist.barrier(group=group())
-
-
-def sleep_on(rank, size, who):
-    if rank == who:
-        time.sleep(600)
-
-
-def die_on(rank, size, who):
-    if rank == who:
+    if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    return rank
+    if how == "sleep":
+        time.sleep(600)
+    return threading.Lock()  # which can't travel
 
 
-def wait_a_moment(rank, size):
-    time.sleep(rank)
-    return rank
-
-
-def unpicklable(rank, size):
-    return threading.Lock()
-
-
-def exists(pid):
+def exists(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -58,71 +52,54 @@ def exists(pid):
         return False
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_every_rank_of_the_group_answers(size):
-    answers = run_ranks(size, facts, 5)
-    assert [a[:4] for a in answers] == [(r, size, sum(range(size)) + 5 * size, r) for r in range(size)]
-    assert len({a[4] for a in answers} | {os.getpid()}) == size + 1
-    assert {a[5] for a in answers} == {1}
+def test_every_rank_of_a_group_answers_and_the_same_processes_serve_again() -> None:
+    pids = [answer[-1] for answer in run_ranks(8, facts, 0)]
+    assert len({*pids, os.getpid()}) == 9
+    for size in (1, 3, 8):
+        expected = [(r, size, sum(range(size)) + 5 * size, r, 1, pids[r]) for r in range(size)]
+        assert run_ranks(size, facts, 5) == expected
 
 
-def test_the_same_processes_serve_again():
-    first, second = run_ranks(3, facts, 0), run_ranks(2, facts, 0)
-    assert [a[4] for a in first][:2] == [a[4] for a in second]
-
-
-def test_an_exception_comes_back_with_its_traceback_and_the_next_call_works():
-    start = time.monotonic()
-    with pytest.raises(RanksError, match=r"(?s)rank 1 of 3 failed.*in fail_on.*what a test did wrong"):
-        run_ranks(3, fail_on, 1)
-    assert time.monotonic() - start < HUNG / 2
-    assert [a[0] for a in run_ranks(3, facts, 0)] == [0, 1, 2]
-
-
-def test_a_result_that_cannot_travel_is_an_error():
-    with pytest.raises(RanksError, match="pickle"):
-        run_ranks(1, unpicklable)
-
-
-def test_a_rank_that_gives_no_answer_is_named_in_time():
-    start = time.monotonic()
-    with pytest.raises(RanksError, match="rank 2 of 3 gave no answer in time"):
-        run_ranks(3, sleep_on, 2, timeout=1)
-    assert time.monotonic() - start < HUNG / 2
-
-
-def test_a_dead_rank_is_named():
-    with pytest.raises(RanksError, match="rank 1 of 2 died"):
-        run_ranks(2, die_on, 1)
-
-
-def test_ranks_that_are_to_die():
-    assert run_ranks_once(3, die_on, (1,), expect_dead=[1]) == [0, None, 2]
-    with pytest.raises(RanksError, match="rank 0 of 2 was to die and answered 0"):
-        run_ranks_once(2, wait_a_moment, expect_dead=[0])
-
-
-def test_a_size_that_the_pool_does_not_have():
+def test_a_size_that_the_pool_does_not_have() -> None:
     with pytest.raises(ValueError, match="run_ranks_once"):
         run_ranks(5, facts, 0)
-    assert [a[2] for a in run_ranks_once(5, facts, (0,))] == [10] * 5
+    assert [answer[2] for answer in run_ranks_once(5, facts, (0,))] == [10] * 5
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_is_named_and_the_next_call_works() -> None:
+    for how, text in (
+        ("raise", r"(?s)rank 1 of 2 failed.*in go_wrong.*what a test did wrong"),
+        ("die", "rank 1 of 2 died"),
+        ("sleep", "rank 1 of 2 gave no answer in time"),
+        ("return", "pickle"),
+    ):
+        with pytest.raises(RanksError, match=text):
+            run_ranks_once(2, go_wrong, (1, how), timeout=1 if how == "sleep" else HUNG)
+    with pytest.raises(RanksError, match="rank 1 of 2 died"):
+        run_ranks(2, go_wrong, 1, "die")
+    assert [answer[0] for answer in run_ranks(3, facts, 0)] == [0, 1, 2]
+    assert run_ranks_once(3, go_wrong, (1, "die"), expect_dead=[1]) == [0, None, 2]
+    with pytest.raises(RanksError, match="rank 0 of 2 was to die and answered 0"):
+        run_ranks_once(2, go_wrong, (1, "wait"), expect_dead=[0])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT])
-def test_no_rank_outlives_its_parent(blow):
+def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
     """Though they are in the middle of some work."""
     code = (
-        "import os, time; from tests import ranks, test_ranks\n"
+        "from tests import ranks, test_ranks\n"
         "pair = ranks.Ranks(2, (2,))\n"
-        "print(*[a[4] for a in pair.run(2, test_ranks.facts, (0,), 60)], flush=True)\n"
-        "pair.run(2, test_ranks.sleep_on, (1,), 600)\n"
+        "print(*[a[-1] for a in pair.run(2, test_ranks.facts, (0,), 60)], flush=True)\n"
+        "pair.run(2, test_ranks.go_wrong, (1, 'sleep'), 600)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
+        assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(exists(pid) for pid in pids)
         time.sleep(0.3)

@@ -2,28 +2,165 @@
 
 python -m tests.faults
 python -m tests.faults --launchers ranks,torchrun --repeat 3
+
+Each fault is followed by a restart from the last checkpoint.
+
+ranks       processes of `tests.ranks`, forked from a server that has imported all there is: a second or two each
+torchrun    one torchrun for both: it sees the ranks fail, and starts all of them again
+lab         hosts of the network lab, for faults of the network: a link goes down, the ranks are started again
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
 
 from perf.lab.network import LabUnavailable, NetworkLab
-from tests.faults.matrix import Outcome, combinations, strike
+from tests.faults.striking import POINTS, Fault
+from tests.faults.training import TIMEOUT, Raised, struck, undisturbed
+from tests.limits import HUNG
+from tests.onebit.runs import OPTIMIZERS
+from tests.ranks import run_ranks, run_ranks_once
 
+ROOT = Path(__file__).parents[2]
 LAUNCHERS = "ranks,torchrun,lab"
+LATER = 30.0  # seconds after the timeout in which a survivor raises, or another timeout is at work
 
 
-def phases_named(outcome: Outcome) -> str:
-    """The phase that each survivor named, and after how long."""
-    parts = []
-    for rank, raised in outcome.survivors.items():
-        phase = raised.error.partition(" did not end")[0] if raised is not None else "nothing"
-        parts.append(f"{rank}: {phase}" + (f", {raised.seconds:.1f} s" if raised is not None else ""))
-    return "; ".join(parts)
+@dataclass(frozen=True)
+class Combination:
+    launcher: str
+    kind: str
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"{self.launcher:9}{self.kind:11}{self.fault}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    survivors: dict[int, Raised | None]
+    same: bool  # whether the restarted run ended as one that was left alone
+
+    def problems(self, fault: Fault) -> list[str]:
+        found = [] if self.same else ["the restarted run does not end as an undisturbed one"]
+        for rank, raised in self.survivors.items():
+            if raised is None or not raised.error:
+                found.append(f"rank {rank} raised nothing")
+            elif not raised.error.startswith(fault.at.survivors):
+                found.append(f"rank {rank} names another phase: {raised.error}")
+            elif raised.seconds > TIMEOUT + LATER:
+                found.append(f"rank {rank} waited {raised.seconds:.1f} s")
+        return found
+
+    def __str__(self) -> str:
+        """The phase that each survivor named, and after how long."""
+        named = [
+            f"{rank}: nothing" if r is None else f"{rank}: {r.error.partition(' did not end')[0]}, {r.seconds:.1f} s"
+            for rank, r in self.survivors.items()
+        ]
+        return "; ".join(named)
+
+
+def combinations(launchers: tuple[str, ...]) -> Iterator[Combination]:
+    """Every point of both stages, for each way to fail and each optimizer; torchrun gets four of them, the lab those of
+    one level."""
+    victims = itertools.cycle(range(3))
+    if "ranks" in launchers:
+        for how, kind, point in itertools.product(("kill", "stop"), OPTIMIZERS, range(len(POINTS))):
+            yield Combination("ranks", kind, Fault(how, point, next(victims)))
+    if "torchrun" in launchers:
+        for how, point in itertools.product(("kill", "stop"), (1, 5)):
+            yield Combination("torchrun", OPTIMIZERS[point % 2], Fault(how, point, next(victims)))
+    if "lab" in launchers:
+        for point in (i for i, at in enumerate(POINTS) if at.each == 1):
+            yield Combination("lab", OPTIMIZERS[point % 2], Fault("cut", point, next(victims)))
+
+
+@functools.cache
+def left_alone(kind: str, reply: str | int, each: int) -> list[str]:
+    """What a run ends with that nothing disturbs."""
+    with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
+        return run_ranks(3 if each == 1 else 2 * each, undisturbed, kind, reply, each, folder)
+
+
+def strike(combination: Combination, lab: NetworkLab | None = None) -> Outcome:
+    """The fault, the restart, and how it ended."""
+    kind, fault, at = combination.kind, combination.fault, combination.fault.at
+    expected = left_alone(kind, at.reply, at.each)
+    with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
+        if combination.launcher == "ranks":
+            work = (kind, folder, fault)
+            raised = run_ranks_once(at.ranks, struck, work, group_timeout=TIMEOUT, expect_dead=[fault.victim])
+            ended = run_ranks(at.ranks, undisturbed, kind, at.reply, at.each, folder)
+            return Outcome({r: raised[r] for r in range(at.ranks) if r != fault.victim}, ended == expected)
+        if combination.launcher == "torchrun":
+            _under_torchrun(kind, fault, folder)
+        else:
+            assert lab is not None
+            _in_the_lab(lab, kind, fault, Path(folder))
+        return _written(fault, Path(folder), expected)
+
+
+def _arguments(kind: str, folder: str | Path, fault: Fault, strikes: bool = True) -> list[str]:
+    given = ["--fault", f"{fault.how},{fault.point},{fault.victim}"] if strikes else []
+    replies = ["--reply", "direct"] if fault.at.reply == "direct" else []
+    return ["-m", "tests.faults.training", str(folder), kind, *replies, *given]
+
+
+def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
+    """It ends all ranks as soon as it sees that one has failed. It checks every three seconds, so that the others can
+    still write their errors."""
+    options = ["--standalone", f"--nproc-per-node={fault.at.ranks}", "--max-restarts=1", "--monitor-interval=3"]
+    if "--shutdown-timeout" in get_args_parser().format_help():
+        options.append("--shutdown-timeout=1")  # for a stopped rank, which SIGTERM does not end
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *_arguments(kind, folder, fault)]
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the restarted ranks find the addresses of the dead ones
+    environment = {**os.environ, **fresh, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG)
+    if done.returncode:
+        raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}")
+
+
+def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
+    run = lab.start(_arguments(kind, folder, fault), launcher="env")
+    try:
+        stop = time.monotonic() + HUNG
+        while not (folder / "struck").exists():
+            if time.monotonic() > stop or not run.running():
+                raise RuntimeError("\n".join(rank.report() for rank in run.ranks))
+            time.sleep(0.02)
+        lab.link_down(fault.victim)
+        (folder / "cut").touch()
+        run.wait(60, check=False)
+    finally:
+        run.stop()
+        lab.link_up(fault.victim)
+    lab.run(_arguments(kind, folder, fault, strikes=False), timeout=HUNG, launcher="env")
+
+
+def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:
+    """By the ranks of `tests.faults.training`. One that is cut off lives, and must raise as well."""
+
+    def read(name: str, rank: int) -> str:
+        return file.read_text() if (file := folder / f"{name}-{rank}").exists() else ""
+
+    alive = [rank for rank in range(fault.at.ranks) if rank != fault.victim or fault.how == "cut"]
+    raised = {rank: Raised(**json.loads(text)) if (text := read("raised", rank)) else None for rank in alive}
+    return Outcome(raised, [read("end", rank) for rank in range(fault.at.ranks)] == expected)
 
 
 def main() -> int:
@@ -33,7 +170,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a text that a combination's line has, such as spread")
     options = parser.parse_args()
     launchers = tuple(options.launchers.split(","))
-    began, failed, struck = time.monotonic(), 0, 0
+    began, failed = time.monotonic(), 0
     with contextlib.ExitStack() as stack:
         lab = None
         if "lab" in launchers:
@@ -43,14 +180,14 @@ def main() -> int:
                 print(f"skipped what needs the lab: {why}")
                 launchers = tuple(name for name in launchers if name != "lab")
         everything = [c for c in combinations(launchers) if options.only in str(c)] * options.repeat
-        for combination in everything:
+        for number, combination in enumerate(everything, 1):
             outcome = strike(combination, lab)
             problems = outcome.problems(combination.fault)
-            struck, failed = struck + 1, failed + bool(problems)
+            failed += bool(problems)
             verdict = "bit-exact" if not problems else "FAILED: " + "; ".join(problems)
-            print(f"{struck:3}/{len(everything)} {combination}\n        {phases_named(outcome)}; {verdict}", flush=True)
-    good, minutes = struck - failed, (time.monotonic() - began) / 60
-    print(f"{good} of {struck} combinations: survivors raised in time, restarts bit-exact ({minutes:.1f} minutes)")
+            print(f"{number:3}/{len(everything)} {combination}\n        {outcome}; {verdict}", flush=True)
+    good, minutes = len(everything) - failed, (time.monotonic() - began) / 60
+    print(f"{good} of {len(everything)}: survivors raised in time, restarts bit-exact ({minutes:.1f} minutes)")
     return 1 if failed else 0
 
 

@@ -6,6 +6,7 @@ python -m tests.faults.poisoned        2,000 steps of four ranks, 5 % of them po
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import tempfile
@@ -22,7 +23,7 @@ import onebit
 from perf import plots
 from tests.faults.training import digest
 from tests.onebit.runs import OPTIMIZERS, Case, bits
-from tests.ranks import group, run_ranks_once
+from tests.ranks import group, run_ranks
 
 RESULTS = Path(__file__).parents[2] / "perf" / "results"
 VALUES = (math.nan, math.inf, -math.inf)
@@ -68,12 +69,15 @@ class Record:
     server_residuals: list[float] = field(default_factory=list)
     skipped: int = 0
     resumed: int = 0
-    end: bytes = b""
-    state: str = ""
+    end: str = ""
 
 
-def train(rank: int, size: int, plan: Plan, folder: str, poisoned: bool) -> Record:
-    """All steps, or those that are not poisoned, in one go."""
+def train(rank: int, size: int, plan: Plan, folder: str) -> tuple[Record, Record]:
+    """All steps, and those that are not poisoned, in one go."""
+    return _train(rank, plan, folder, poisoned=True), _train(rank, plan, folder, poisoned=False)
+
+
+def _train(rank: int, plan: Plan, folder: str, poisoned: bool) -> Record:
     case, record = plan.case, Record()
     params = case.parameters()
     optimizer = case.build(params, group())
@@ -91,20 +95,19 @@ def train(rank: int, size: int, plan: Plan, folder: str, poisoned: bool) -> Reco
         optimizer.step()
         record.params.append(zlib.crc32(bits(params)))
         if optimizer.compressing and step % plan.record_every == 0:
-            record_norms(optimizer, step, record)
+            found = optimizer.diagnostics().values()
+            record.steps.append(step)
+            record.residuals.append(math.hypot(*(row["residual_norm"] for row in found)))
+            record.server_residuals.append(math.hypot(*(row["server_residual_norm"] for row in found)))
         if poisoned and step % plan.resume_every == 0:
             params, optimizer = resumed(case, params, optimizer, f"{folder}/step-{step}")
             record.resumed += 1
-    record.skipped, record.end = optimizer.skipped_steps, bits(params)
-    record.state = digest(without_counts(optimizer.state_dict()))
+    record.skipped = optimizer.skipped_steps
+    state = optimizer.state_dict()
+    for count in ("skipped_steps", "wire_bytes"):  # also of steps that were skipped
+        del state["param_groups"][0]["onebit"][count]
+    record.end = digest([params, state])
     return record
-
-
-def record_norms(optimizer: Any, step: int, record: Record) -> None:
-    found = optimizer.diagnostics().values()
-    record.steps.append(step)
-    record.residuals.append(math.hypot(*(row["residual_norm"] for row in found)))
-    record.server_residuals.append(math.hypot(*(row["server_residual_norm"] for row in found)))
 
 
 def resumed(case: Case, params: list[nn.Parameter], optimizer: Any, folder: str) -> tuple[list[nn.Parameter], Any]:
@@ -114,13 +117,6 @@ def resumed(case: Case, params: list[nn.Parameter], optimizer: Any, folder: str)
     other = case.build(fresh, group())
     onebit.load(folder, nn.ParameterList(fresh), other)
     return fresh, other
-
-
-def without_counts(state: dict[str, Any]) -> dict[str, Any]:
-    """But for steps that were skipped, and bytes that were sent for them."""
-    first, *others = state["param_groups"]
-    numbers = {k: v for k, v in first["onebit"].items() if k not in ("skipped_steps", "wire_bytes")}
-    return {"state": state["state"], "param_groups": [{**first, "onebit": numbers}, *others]}
 
 
 def problems(plan: Plan, ranks: list[Record], clean: list[Record]) -> list[str]:
@@ -133,7 +129,7 @@ def problems(plan: Plan, ranks: list[Record], clean: list[Record]) -> list[str]:
         found.append("a poisoned step changed parameters")
     if not bad or any(one.skipped != len(bad) for one in ranks):
         found.append(f"{[one.skipped for one in ranks]} steps were skipped, {len(bad)} were poisoned")
-    if any((one.end, one.state) != (other.end, other.state) for one, other in zip(ranks, clean, strict=True)):
+    if [one.end for one in ranks] != [one.end for one in clean]:
         found.append("the end is not that of a run without the poisoned steps")
     for name in ("residuals", "server_residuals"):
         early, late = np.array_split(np.array([getattr(one, name) for one in ranks]), 2, axis=1)
@@ -144,22 +140,17 @@ def problems(plan: Plan, ranks: list[Record], clean: list[Record]) -> list[str]:
 
 def run(plan: Plan) -> tuple[list[Record], list[str]]:
     with tempfile.TemporaryDirectory(prefix="onebit-poisoned-") as folder:
-        ranks, clean = (
-            run_ranks_once(plan.ranks, train, (plan, folder, poisoned), timeout=1200) for poisoned in (True, False)
-        )
-    return ranks, problems(plan, ranks, clean)
+        ranks, clean = zip(*run_ranks(plan.ranks, train, plan, folder, timeout=2400), strict=True)
+    return list(ranks), problems(plan, list(ranks), list(clean))
 
 
-def panel(plan: Plan, ranks: list[Record]) -> plots.Draw:
-    def draw(axes: Any) -> None:
-        for rank, one in enumerate(ranks):
-            axes.plot(one.steps, one.residuals, color=f"C{rank}", linewidth=0.7, label=f"e of rank {rank}")
-            axes.plot(one.steps, one.server_residuals, ":", color=f"C{rank}", linewidth=0.7, label=f"E of rank {rank}")
-        axes.set(title=plan.kind, xlabel="step", ylabel="norm of the residuals")
-        axes.set_ylim(0)
-        axes.legend(ncols=4, fontsize="x-small")
-
-    return draw
+def draw(kind: str, ranks: list[Record], axes: Any) -> None:
+    for rank, one in enumerate(ranks):
+        axes.plot(one.steps, one.residuals, color=f"C{rank}", linewidth=0.7, label=f"e of rank {rank}")
+        axes.plot(one.steps, one.server_residuals, ":", color=f"C{rank}", linewidth=0.7, label=f"E of rank {rank}")
+    axes.set(title=kind, xlabel="step", ylabel="norm of the residuals")
+    axes.set_ylim(0)
+    axes.legend(ncols=4, fontsize="x-small")
 
 
 def main() -> int:
@@ -167,31 +158,25 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the plot and the record")
     options = parser.parse_args()
-    panels, record, failed = [], {}, False
+    panels: list[plots.Draw] = []
+    record: dict[str, Any] = {}
     for kind in OPTIMIZERS:
-        plan = Plan(kind, options.steps)
-        ranks, wrong = run(plan)
-        one, most = ranks[0], max(max(r.residuals) for r in ranks)
+        ranks, wrong = run(Plan(kind, options.steps))
+        one = ranks[0]
         print(
-            f"{kind}: {plan.steps} steps of {plan.ranks} ranks, {one.skipped} poisoned and skipped, "
-            f"{one.resumed} times resumed, largest residual norm {most:.3g}: "
+            f"{kind}: {options.steps} steps of {len(ranks)} ranks, {one.skipped} poisoned and skipped, {one.resumed} "
+            f"times resumed, largest residual norm {max(max(r.residuals) for r in ranks):.3g}: "
             f"{'; '.join(wrong) or 'as if they had not been'}",
             flush=True,
         )
-        panels.append(panel(plan, ranks))
-        record[kind] = {
-            "steps": plan.steps,
-            "skipped": one.skipped,
-            "resumed": one.resumed,
-            "residuals": {"step": one.steps, "ranks": [[round(x, 5) for x in r.residuals] for r in ranks]},
-            "problems": wrong,
-        }
-        failed |= bool(wrong)
-    plots.save(
-        options.out / "reliability-poisoned.png", panels, "4 ranks, 5 % of the steps poisoned, resumed every 200"
-    )
+        panels.append(functools.partial(draw, kind, ranks))
+        residuals = {"step": one.steps, "ranks": [[round(x, 5) for x in r.residuals] for r in ranks]}
+        counts = {"steps": options.steps, "skipped": one.skipped, "resumed": one.resumed}
+        record[kind] = {**counts, "residuals": residuals, "problems": wrong}
+    title = "4 ranks, 5 % of the steps poisoned, resumed every 200"
+    plots.save(options.out / "reliability-poisoned.png", panels, title)
     (options.out / "reliability-poisoned.json").write_text(json.dumps(record) + "\n")
-    return int(failed)
+    return int(any(of["problems"] for of in record.values()))
 
 
 if __name__ == "__main__":

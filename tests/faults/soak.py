@@ -14,6 +14,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,7 @@ def mark(step: int, optimizer: Any) -> Mark:
     gc.collect()
     (memory,) = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
     handles, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-    return Mark(
-        step,
-        memory=int(memory),
-        blocks=sys.getallocatedblocks(),
-        objects=len(gc.get_objects()),
-        handles=handles,
-        threads=threads,
-        residual=residual,
-    )
+    return Mark(step, int(memory), sys.getallocatedblocks(), len(gc.get_objects()), handles, threads, residual)
 
 
 def problems(marks: list[Mark]) -> list[str]:
@@ -105,9 +98,8 @@ def problems(marks: list[Mark]) -> list[str]:
             found.append(f"{name} grew from {first} to {max(others)}")
     half = len(marks) // 2
     if marks[half].step > 1000 and max(m.memory for m in marks[half:]) > marks[half].memory + FLAT:
-        found.append(
-            f"memory goes on growing: {marks[half].memory} kB at step {marks[half].step}, now {marks[-1].memory}"
-        )
+        was = marks[half]
+        found.append(f"memory goes on growing: {was.memory} kB at step {was.step}, now {marks[-1].memory}")
     norms = [m.residual for m in marks]
     if not all(map(math.isfinite, norms)) or max(norms[half:]) > 1.5 * max(norms[:half]):
         found.append(f"residuals grew from {max(norms[:half]):.3g} to {max(norms[half:]):.3g}")
@@ -118,24 +110,13 @@ def run(kind: str, steps: int, aloud: bool = False) -> list[list[Mark]]:
     return run_ranks_once(RANKS, soak, (kind, steps, aloud), timeout=HUNG + steps)
 
 
-def panels(found: dict[str, list[Mark]]) -> list[plots.Draw]:
-    def panel(what: str, title: str, unit: float) -> plots.Draw:
-        def draw(axes: Any) -> None:
-            for kind, marks in found.items():
-                axes.plot([m.step for m in marks], [getattr(m, what) / unit for m in marks], label=kind)
-            axes.set(title=title, xlabel="step")
-            axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-            axes.grid(alpha=0.3)
-            axes.legend()
-
-        return draw
-
-    return [
-        panel("memory", "resident memory (RssAnon), MB", 1e3),
-        panel("blocks", "blocks allocated by Python, thousands", 1e3),
-        panel("objects", "objects since the start (one a mark)", 1),
-        panel("residual", "norm of the residuals", 1),
-    ]
+def draw(what: str, title: str, unit: float, found: dict[str, list[Mark]], axes: Any) -> None:
+    for kind, marks in found.items():
+        axes.plot([m.step for m in marks], [getattr(m, what) / unit for m in marks], label=kind)
+    axes.set(title=title, xlabel="step")
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 def main() -> int:
@@ -145,13 +126,20 @@ def main() -> int:
     options = parser.parse_args()
     with ThreadPoolExecutor() as pool:  # a group of ranks each
         ranks = dict(zip(OPTIMIZERS, pool.map(lambda kind: run(kind, options.steps, True), OPTIMIZERS), strict=True))
-    found, failed = {kind: of_kind[0] for kind, of_kind in ranks.items()}, False
+    failed = False
     for kind, of_kind in ranks.items():
         wrong = [f"rank {rank}: {text}" for rank, marks in enumerate(of_kind) for text in problems(marks)]
         failed |= bool(wrong)
         print(f"{kind}, {options.steps} steps: {'; '.join(wrong) or 'nothing grew on any rank'}")
+    found = {kind: of_kind[0] for kind, of_kind in ranks.items()}
+    panels: list[plots.Draw] = [
+        partial(draw, "memory", "resident memory (RssAnon), MB", 1e3, found),
+        partial(draw, "blocks", "blocks allocated by Python, thousands", 1e3, found),
+        partial(draw, "objects", "objects since the start (one a mark)", 1, found),
+        partial(draw, "residual", "norm of the residuals", 1, found),
+    ]
     title = f"{options.steps:,} steps: memory, objects and residuals of rank 0"
-    plots.save(options.out / "reliability-soak.png", panels(found), title)
+    plots.save(options.out / "reliability-soak.png", panels, title)
     record = {kind: [asdict(m) for m in marks] for kind, marks in found.items()}
     (options.out / "reliability-soak.json").write_text(json.dumps(record) + "\n")
     return int(failed)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,65 +75,66 @@ class Fault:
         return f"{self.how} rank {self.victim} in stage {self.at.stage}, {self.at.name}"
 
 
-class Striking(TorchTransport):
-    """A TorchTransport that calls `strike` at one moment."""
+class Watched(TorchTransport):
+    """A TorchTransport whose collectives go through `around`, which starts them."""
+
+    def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
+        raise NotImplementedError
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        return self.around(partial(super().all_to_all, out, sent, phase), out, phase)
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        return self.around(partial(super().all_gather, out, sent, phase), out, phase)
+
+    def all_sum(self, values: Tensor, phase: str) -> Work:
+        return self.around(partial(super().all_sum, values, phase), values, phase)
+
+
+@dataclass
+class AndThen:
+    """Some work, and what happens when it has ended."""
+
+    work: Work
+    then: Callable[[], None]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.then()
+
+
+class Striking(Watched):
+    """Calls `strike` at one moment of step `due`. root: what it was split from, whose step counts."""
 
     def __init__(
         self,
         group: Any,
         at: Point | None = None,
-        step: int = 0,
+        due: int = 0,
         strike: Callable[[], None] = bool,
         root: Striking | None = None,
     ) -> None:
-        """root: what it was split from."""
         super().__init__(group)
-        self._step, self._at, self._due, self._strike = 0, at, step, strike
-        self._root = root or self
-        self.began = 0.0
+        self._at, self._due, self._strike, self._root = at, due, strike, root or self
+        self._step, self.began = 0, 0.0
 
     def split(self, color: int) -> Striking:
         part: Any = super().split(color)
         return Striking(part.group, self._at, self._due, self._strike, self._root)
 
-    @property
-    def step(self) -> int:
-        """The one under way, set by whoever trains."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         self._step, self.began = step, time.monotonic()
 
-    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return self._around(lambda: super(Striking, self).all_to_all(out, sent, phase), phase)
-
-    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return self._around(lambda: super(Striking, self).all_gather(out, sent, phase), phase)
-
-    def all_sum(self, values: Tensor, phase: str) -> Work:
-        return self._around(lambda: super(Striking, self).all_sum(values, phase), phase)
-
-    def _around(self, start: Callable[[], Work], phase: str) -> Work:
+    def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
         at = self._at
-        if at is None or self._root.step != self._due or not phase.startswith(at.phase):
+        if at is None or self._root._step != self._due or not phase.startswith(at.phase):
             return start()
         if at.when == "before":
             self._strike()
         work = start()
         if at.when == "under way":
             self._strike()
-        return _Struck(work, self._strike) if at.when == "after" else work
-
-
-@dataclass
-class _Struck:
-    work: Work
-    strike: Callable[[], None]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.strike()
+        return AndThen(work, self._strike) if at.when == "after" else work
 
 
 def strike_of(how: How, folder: Path) -> Callable[[], None]:

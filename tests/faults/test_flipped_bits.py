@@ -7,55 +7,34 @@ in the all-to-all, or in a residual            one wrong number, the same for ev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import onebit
 from onebit.collectives.transport.protocol import Work
-from onebit.collectives.transport.torch import TorchTransport
-from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER
+from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER, AndThen, Watched
 from tests.onebit.runs import Case, bits, kinds, take
 from tests.ranks import group, run_ranks
 
 AT, CHECK_AT, WHO = 6, 8, 1
-PLACES = ("scale", "sign", "flags")  # of the first message that arrives
 
 
-@dataclass
-class _Damaged:
-    work: Work
-    damage: Callable[[], None]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.damage()
-
-
-class Damaging(TorchTransport):
-    """Flips a bit of what one phase delivers, in the step for which `due` is set."""
+class Damaging(Watched):
+    """Flips a bit of what one phase delivers, once `due` is set: of the first message that arrives."""
 
     def __init__(self, ranks: Any, phase: str, place: str) -> None:
         super().__init__(ranks)
         self.due, self._phase, self._place = False, phase, place
         self.format: Any = None
 
-    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return self._after(super().all_to_all(out, sent, phase), out, phase)
-
-    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return self._after(super().all_gather(out, sent, phase), out, phase)
-
-    def all_sum(self, values: Tensor, phase: str) -> Work:
-        return self._after(super().all_sum(values, phase), values, phase)
-
-    def _after(self, work: Work, out: Tensor, phase: str) -> Work:
+    def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
         if not self.due or not phase.startswith(self._phase):
-            return work
+            return start()
 
         def damage() -> None:
             self.due = False
@@ -66,17 +45,23 @@ class Damaging(TorchTransport):
                 byte = {"scale": form.scales_offset + 2, "sign": form.bits_offset(shard.count), "flags": 4}
                 out[0, byte[self._place]] ^= 1
 
-        return _Damaged(work, damage)
+        return AndThen(start(), damage)
 
 
-def damaged(rank: int, size: int, case: Case, phase: str, place: str) -> dict[str, Any]:
-    params = case.parameters()
+@dataclass
+class Found:
+    error: str = ""
+    step: int = 0
+    params: list[bytes] = field(default_factory=list)  # after each step
+
+
+def damaged(rank: int, case: Case, phase: str, place: str = "scale") -> Found:
+    params, found = case.parameters(), Found()
     transport = Damaging(group(), phase, place)
     optimizer = case.build(params, transport)
-    found: dict[str, Any] = {"error": "", "step": 0, "params": []}
     try:
         for step in range(1, case.steps + 1):
-            found["step"] = step
+            found.step = step
             if (rank, step) == (WHO, AT):
                 if optimizer.compressing:
                     transport.format = optimizer.current.reducers[0].exchange.reply_format
@@ -84,46 +69,48 @@ def damaged(rank: int, size: int, case: Case, phase: str, place: str) -> dict[st
                 if phase == "residual":
                     optimizer.current.reducers[0].exchange.residual.value[0] += 0.5
             take(case, rank, optimizer, params, step=step)
-            found["params"].append(bits(params))
+            found.params.append(bits(params))
     except onebit.DivergenceError as error:
-        found["error"] = str(error)
+        found.error = str(error)
     return found
 
 
-def case_of(kind: str, freeze_step: int, **options: Any) -> Case:
-    return Case(kind, steps=10, options={"freeze_step": freeze_step, "check_every": 4, **options})
+def all_damaged(rank: int, size: int, kind: str) -> dict[str, Found]:
+    """A run for each place; "direct" is reached with another one by each optimizer."""
+    case = Case(kind, steps=10, options={"freeze_step": 3, "check_every": 4})
+    direct = {"OneBitAdam": "scale", "OneBitLamb": "sign", "ZeroOneAdam": "flags"}[kind]
+    found = {f"1, {place}": damaged(rank, case, SCATTER, place) for place in ("scale", "sign", "flags")}
+    found["2 bits"] = damaged(rank, case.but(options={**case.options, "reply": 2}), SCATTER, "sign")
+    found["direct"] = damaged(rank, case.but(options={**case.options, "reply": "direct"}), EXCHANGE, direct)
+    found[AVERAGE] = damaged(rank, case.but(options={**case.options, "freeze_step": 50}), AVERAGE)
+    return found | {phase: damaged(rank, case, phase) for phase in (GATHER, "residual", "nowhere")}
+
+
+@functools.cache
+def runs(kind: str) -> dict[str, list[Found]]:
+    """Of each place what three ranks found."""
+    ranks = run_ranks(3, all_damaged, kind)
+    return {name: [one[name] for one in ranks] for name in ranks[0]}
 
 
 @kinds
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("reply", "phase"), [(1, SCATTER), pytest.param(2, SCATTER, marks=pytest.mark.slow), ("direct", EXCHANGE)]
-)
-def test_in_the_all_gather_it_is_found(kind: str, reply: Any, phase: str, place: str) -> None:
-    found = run_ranks(3, damaged, case_of(kind, 3, reply=reply), phase, place)
-    assert found[0]["params"][AT - 2] == found[1]["params"][AT - 2]
-    assert found[0]["params"][AT - 1] != found[1]["params"][AT - 1], "the damage had no effect"
-    for one in found:
-        assert one["step"] == CHECK_AT
-        assert "has other values on rank 1 than on rank 0" in one["error"]
-        assert "parameter 0 of group 0" in one["error"]
+def test_in_the_all_gather_and_in_the_all_reduce_of_stage_1_it_is_found(kind: str) -> None:
+    for name, found in runs(kind).items():
+        if name in (GATHER, "residual", "nowhere"):
+            continue
+        assert found[0].params[AT - 2] == found[1].params[AT - 2]
+        assert found[0].params[AT - 1] != found[1].params[AT - 1], f"the damage had no effect: {name}"
+        for one in found:
+            assert one.step == CHECK_AT, name
+            assert "parameter 0 of group 0 (shape (7, 9)) has other values on rank 1 than on rank 0" in one.error
 
 
 @kinds
-def test_in_the_all_reduce_of_stage_1_it_is_found(kind: str) -> None:
-    for one in run_ranks(3, damaged, case_of(kind, 50), AVERAGE, ""):
-        assert one["step"] == CHECK_AT
-        assert "parameter 0 of group 0 (shape (7, 9)) has other values on rank 1 than on rank 0" in one["error"]
-
-
-@kinds
-@pytest.mark.parametrize("phase", [GATHER, "residual"])
-def test_before_the_mean_it_is_a_wrong_number_for_all(kind: str, phase: str) -> None:
+def test_before_the_mean_it_is_a_wrong_number_for_all(kind: str) -> None:
     """What docs/reliability.md leaves to the transport: no rank differs from another."""
-    case = case_of(kind, 3)
-    found = run_ranks(3, damaged, case, phase, "scale")
-    right = run_ranks(3, damaged, case, "no phase", "")
-    assert all(one["error"] == "" and one["step"] == case.steps for one in found)
-    assert all(one["params"] == found[0]["params"] for one in found)
-    assert found[0]["params"][AT - 2] == right[0]["params"][AT - 2]
-    assert found[0]["params"][-1] != right[0]["params"][-1], "the damage had no effect"
+    right = runs(kind)["nowhere"][0].params
+    for found in (runs(kind)[GATHER], runs(kind)["residual"]):
+        assert all(one.error == "" and len(one.params) == 10 for one in found)
+        assert all(one.params == found[0].params for one in found)
+        assert found[0].params[AT - 2] == right[AT - 2]
+        assert found[0].params[-1] != right[-1], "the damage had no effect"

@@ -26,7 +26,7 @@ from tests.faults.striking import POINTS, Fault, Striking, strike_of
 from tests.onebit.runs import Case, bits, take
 from tests.ranks import group
 
-TIMEOUT = 4.0  # seconds that a collective waits in a run with a fault
+TIMEOUT = 2.0  # seconds that a collective waits in a run with a fault
 SAVE_EVERY = 4
 STRUCK = {1: 6, 2: 11}  # the step in which a fault of each stage strikes
 
@@ -54,7 +54,7 @@ def train(case: Case, transport: Striking, folder: Path) -> str:
     if done:
         onebit.load(folder / f"step-{done}", model, optimizer)
     for step in range(done + 1, case.steps + 1):
-        transport.step = step
+        transport.begin(step)
         take(case, transport.rank, optimizer, params, step=step)
         if step % SAVE_EVERY == 0:
             onebit.save(folder / f"step-{step}", model, optimizer)
@@ -84,23 +84,18 @@ def write_latest(folder: Path, step: int) -> None:
 
 
 def digest(state: Any) -> str:
-    found = hashlib.sha256()
+    """Of every key, number and bit."""
 
-    def add(value: Any) -> None:
+    def text(value: Any) -> str:
         if isinstance(value, Tensor):
-            found.update(f"{value.dtype} {tuple(value.shape)} ".encode() + bits([value]))
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                found.update(f"{key}: ".encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                add(item)
-        else:
-            found.update(f"{value!r} ".encode())
+            return f"{value.dtype} {tuple(value.shape)} {bits([value]).hex()}"
+        if isinstance(value, dict):
+            return "".join(f"{key}: {text(value[key])}; " for key in sorted(value, key=str))
+        if isinstance(value, (list, tuple)):
+            return "".join(f"{text(item)}; " for item in value)
+        return repr(value)
 
-    add(state)
-    return found.hexdigest()
+    return hashlib.sha256(text(state).encode()).hexdigest()
 
 
 def undisturbed(rank: int, size: int, kind: str, reply: str | int, each: int, folder: str) -> str:
@@ -113,8 +108,8 @@ def struck(rank: int, size: int, kind: str, folder: str, fault: Fault) -> Raised
     return train_until_raised(case, striking(group(), rank, fault, Path(folder)), Path(folder))
 
 
-def striking(ranks: Any, rank: int, fault: Fault | None, folder: Path) -> Striking:
-    if fault is None or rank != fault.victim:
+def striking(ranks: Any, rank: int, fault: Fault, folder: Path) -> Striking:
+    if rank != fault.victim:
         return Striking(ranks)
     return Striking(ranks, fault.at, STRUCK[fault.at.stage], strike_of(fault.how, folder))
 
@@ -125,24 +120,21 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind")
     parser.add_argument("--reply", default=1)
-    parser.add_argument("--fault", help=f"how, number of the point (0 to {len(POINTS) - 1}), rank")
+    parser.add_argument("--fault", default="", help=f"how, number of the point (0 to {len(POINTS) - 1}), rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    fault = None
-    if options.fault and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        how, point, victim = options.fault.split(",")
-        fault = Fault(how, int(point), int(victim))
+    strikes = options.fault and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    ranks = dist.new_group(timeout=timedelta(seconds=TIMEOUT if fault else 60))
+    ranks = dist.new_group(timeout=timedelta(seconds=TIMEOUT if strikes else 60))
     rank, case = dist.get_rank(), case_of(options.kind, options.reply)
-    transport = striking(ranks, rank, fault, options.folder)
-    if fault is None:
-        (options.folder / f"end-{rank}").write_text(train(case, transport, options.folder))
-        dist.destroy_process_group()
-        return
-    raised = train_until_raised(case, transport, options.folder)
-    (options.folder / f"raised-{rank}").write_text(json.dumps(asdict(raised)))
-    os._exit(1)  # as a trainer that lets the error end it, without a wait for those who are gone
+    if strikes:
+        how, point, victim = options.fault.split(",")
+        transport = striking(ranks, rank, Fault(how, int(point), int(victim)), options.folder)
+        raised = train_until_raised(case, transport, options.folder)
+        (options.folder / f"raised-{rank}").write_text(json.dumps(asdict(raised)))
+        os._exit(1)  # as a trainer that lets the error end it, without a wait for those who are gone
+    (options.folder / f"end-{rank}").write_text(train(case, Striking(ranks), options.folder))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
