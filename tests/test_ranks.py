@@ -104,8 +104,8 @@ def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
         assert len(pids) == 2 and all(exists(pid) for pid in pids)
         time.sleep(0.3)
         parent.send_signal(blow)
-        parent.wait(10)
-        stop = time.monotonic() + 10
+        parent.wait(HUNG)
+        stop = time.monotonic() + HUNG
         while any(exists(pid) for pid in pids) and time.monotonic() < stop:
             time.sleep(0.05)
         assert not any(exists(pid) for pid in pids)

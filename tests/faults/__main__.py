@@ -30,7 +30,7 @@ from torch.distributed.run import get_args_parser
 
 from perf.lab.network import LabUnavailable, NetworkLab
 from tests.faults.striking import POINTS, Fault
-from tests.faults.training import TIMEOUT, Raised, struck, undisturbed
+from tests.faults.training import Raised, struck, undisturbed
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS
 from tests.ranks import run_ranks, run_ranks_once
@@ -47,7 +47,7 @@ class Combination:
     fault: Fault
 
     def __str__(self) -> str:
-        return f"{self.launcher:9}{self.kind:11}{self.fault}"
+        return f"{self.launcher:9}{self.kind:12}{self.fault}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Outcome:
                 found.append(f"rank {rank} raised nothing")
             elif not raised.error.startswith(fault.at.survivors):
                 found.append(f"rank {rank} names another phase: {raised.error}")
-            elif raised.seconds > TIMEOUT + LATER:
+            elif raised.seconds > fault.timeout + LATER:
                 found.append(f"rank {rank} waited {raised.seconds:.1f} s")
         return found
 
@@ -104,7 +104,7 @@ def strike(combination: Combination, lab: NetworkLab | None = None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
         if combination.launcher == "ranks":
             work = (kind, folder, fault)
-            raised = run_ranks_once(at.ranks, struck, work, group_timeout=TIMEOUT, expect_dead=[fault.victim])
+            raised = run_ranks_once(at.ranks, struck, work, group_timeout=fault.timeout, expect_dead=[fault.victim])
             ended = run_ranks(at.ranks, undisturbed, kind, at.reply, at.each, folder)
             return Outcome({r: raised[r] for r in range(at.ranks) if r != fault.victim}, ended == expected)
         if combination.launcher == "torchrun":

@@ -38,7 +38,6 @@ class Plan:
     resume_every: int = 200
     share: float = 0.05  # of the steps
     ranks: int = 4
-    record_every: int = 10
 
     @property
     def case(self) -> Case:
@@ -94,7 +93,7 @@ def _train(rank: int, plan: Plan, folder: str, poisoned: bool) -> Record:
             params[p].grad.view(-1)[element] = value
         optimizer.step()
         record.params.append(zlib.crc32(bits(params)))
-        if optimizer.compressing and step % plan.record_every == 0:
+        if optimizer.compressing and step % (1 + plan.steps // 200) == 0:
             found = optimizer.diagnostics().values()
             record.steps.append(step)
             record.residuals.append(math.hypot(*(row["residual_norm"] for row in found)))

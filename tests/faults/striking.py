@@ -71,6 +71,12 @@ class Fault:
     def at(self) -> Point:
         return POINTS[self.point]
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective waits. Of a rank that dies all others learn by the end of its connections, but for
+        those of another node."""
+        return 30.0 if self.how == "kill" and self.at.each == 1 else 4.0
+
     def __str__(self) -> str:
         return f"{self.how} rank {self.victim} in stage {self.at.stage}, {self.at.name}"
 

@@ -26,7 +26,6 @@ from tests.faults.striking import POINTS, Fault, Striking, strike_of
 from tests.onebit.runs import Case, bits, take
 from tests.ranks import group
 
-TIMEOUT = 2.0  # seconds that a collective waits in a run with a fault
 SAVE_EVERY = 4
 STRUCK = {1: 6, 2: 11}  # the step in which a fault of each stage strikes
 
@@ -123,17 +122,16 @@ def main() -> None:
     parser.add_argument("--fault", default="", help=f"how, number of the point (0 to {len(POINTS) - 1}), rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    strikes = options.fault and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    ranks = dist.new_group(timeout=timedelta(seconds=TIMEOUT if strikes else 60))
     rank, case = dist.get_rank(), case_of(options.kind, options.reply)
-    if strikes:
+    if options.fault and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
         how, point, victim = options.fault.split(",")
-        transport = striking(ranks, rank, Fault(how, int(point), int(victim)), options.folder)
+        fault = Fault(how, int(point), int(victim))
+        transport = striking(dist.new_group(timeout=timedelta(seconds=fault.timeout)), rank, fault, options.folder)
         raised = train_until_raised(case, transport, options.folder)
         (options.folder / f"raised-{rank}").write_text(json.dumps(asdict(raised)))
         os._exit(1)  # as a trainer that lets the error end it, without a wait for those who are gone
-    (options.folder / f"end-{rank}").write_text(train(case, Striking(ranks), options.folder))
+    (options.folder / f"end-{rank}").write_text(train(case, Striking(dist.new_group()), options.folder))
     dist.destroy_process_group()
 
 

@@ -25,8 +25,6 @@ _WORDS = (
     "float32", "float64", "--elements", "2**24", "2**99", "99**99", "1_000", "1e6", "--", "--elements=", "--out=x.png",
     "--ran", "@file", "%s", "{}", "\u0663", "\udc80", "é", "\n", "-",
 )  # fmt: skip
-
-
 _PAIRS = (
     ("--device", ("cpu", "cuda", "cuda:99", "meta", "", "é")),
     ("--elements", ("2**24", "2**99", "0", "1e6", "99**99", "2**40", "2**41")),
@@ -36,25 +34,11 @@ _PAIRS = (
     ("--out", ("a.png", "", "a/b")),
 )
 _NUMBERS = (
-    "0",
-    "1",
-    "0.5",
-    "64",
-    "1000",
-    "340e6",
-    "1.3b",
-    "1e30",
-    "1e308",
-    "-1",
-    "nan",
-    "inf",
-    "1gbit",
-    "1e-300",
-    "none",
-    "",
-)
+    "0", "1", "0.5", "64", "1000", "340e6", "1.3b", "1e30", "1e308", "-1", "nan", "inf", "1gbit", "1e-300", "none", "",
+)  # fmt: skip
 _PLAN = tuple((f"--{name.replace('_', '-')}", _NUMBERS) for name in OPTIONS)
 _PRESETS = (("--model", ("bert-large", "bert-large-lamb")), ("--cluster", ("ethernet-v100", "infiniband-v100")))
+_parser = functools.cache(cli.parser)  # most of a case's time
 
 
 class CommandLine:
@@ -94,9 +78,6 @@ class CommandLine:
         return "plot, accepted"
 
 
-_parser = functools.cache(cli.parser)  # most of a case's time
-
-
 def _main(words: list[str]) -> str:
     """`onebit WORDS`: the plan without its pictures, other commands that do nothing but check the device."""
     started = []
@@ -109,8 +90,7 @@ def _main(words: list[str]) -> str:
             arguments.plot = arguments.map = None
             plan.run(arguments)
 
-    out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
-    errors = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    out, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace") for _ in range(2))
     with (
         mock.patch.object(cli, "COMMANDS", dict.fromkeys(cli.COMMANDS, run)),
         mock.patch.object(cli, "parser", _parser),

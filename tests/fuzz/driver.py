@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import signal
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,90 +28,64 @@ TARGETS: dict[str, Callable[[], Any]] = {  # a target's `case(source)` returns w
     "files": Files,
 }
 SHARES = {"wire": 40, "options": 22, "states": 16, "command_line": 20, "files": 2}  # of 100 cases
-LONGEST = 60.0  # seconds that a case may take before it counts as a hang
-_TURNS = [name for turn in range(50) for name, share in SHARES.items() if turn * share // 50 != (turn + 1) * share // 50
-          for _ in range((turn + 1) * share // 50 - turn * share // 50)]  # fmt: skip
-
-
-class Hang(Exception):
-    """A case took too long."""
+LONGEST = 120.0  # seconds after which a case counts as a hang
+_TURNS = [name for name, share in SHARES.items() for _ in range(share)]
 
 
 def turn(number: int, only: str | None = None) -> str:
     """Which target case `number` is of."""
-    return only or _TURNS[number % len(_TURNS)]
+    return only or _TURNS[37 * number % len(_TURNS)]
 
 
 class Fuzzer:
     """Runs cases one by one and keeps what came of them."""
 
-    def __init__(self, seed: int, only: str | None = None) -> None:
-        self.seed, self.only = seed, only
-        self.targets: dict[str, Any] = {}
+    def __init__(self, seed: int, only: str | None = None, targets: dict[str, Callable[[], Any]] = TARGETS) -> None:
+        self.seed, self.only, self.targets = seed, only, targets
+        self.made: dict[str, Any] = {}
         self.outcomes: Counter[tuple[str, str]] = Counter()
 
     def case(self, number: int) -> str | None:
         """None, or what is wrong: a traceback."""
         name = turn(number, self.only)
-        if name not in self.targets:
-            self.targets[name] = TARGETS[name]()
-        source = np.random.default_rng([self.seed, number])
+        if name not in self.made:
+            self.made[name] = self.targets[name]()
         torch.manual_seed(number)
         try:
-            with limited(LONGEST), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                outcome = self.targets[name].case(source)
+                outcome = self.made[name].case(np.random.default_rng([self.seed, number]))
         except Exception:
-            return (
-                f"case {number} of {name} (python -m tests.fuzz --only {name} --seed {self.seed} --first {number} "
-                f"--cases 1):\n{traceback.format_exc()}"
-            )
+            return f"{again(number, name, self.seed)}:\n{traceback.format_exc()}"
         self.outcomes[name, outcome] += 1
         return None
 
-    def run(
-        self, numbers: Iterator[int], until: float, on_case: Callable[[int], None] = lambda number: None
-    ) -> list[str]:
+    def run(self, numbers: Iterable[int], until: float = float("inf")) -> list[str]:
         """What was wrong, at most a few."""
         found: list[str] = []
         for number in numbers:
             if time.monotonic() > until or len(found) >= 5:
                 break
-            on_case(number)
             if (wrong := self.case(number)) is not None:
                 found.append(wrong)
         return found
 
 
-def work(job: int, jobs: int, given: dict[str, Any], at: Any, pipe: Connection) -> None:
-    """Every `jobs`-th case."""
-    faulthandler.enable()
+def again(number: int, name: str, seed: int) -> str:
+    return f"case {number} of {name} (python -m tests.fuzz --only {name} --seed {seed} --first {number} --cases 1)"
+
+
+def work(numbers: range, fuzzer: Fuzzer, seconds: float, at: Any, place: int, pipe: Connection) -> None:
+    """Some cases, in a process of its own, which ends where one of them hangs."""
     torch.set_num_threads(1)
-    fuzzer = Fuzzer(given["seed"], given["only"])
-    numbers = iter(range(given["first"] + job, given["first"] + given["cases"], jobs))
-    places = at.get_obj()
+    faulthandler.enable()
 
-    def on_case(number: int) -> None:
-        places[job] = number
+    def counted() -> Iterable[int]:
+        for number in numbers:
+            at[place] = number
+            faulthandler.dump_traceback_later(LONGEST, exit=True)
+            yield number
+        faulthandler.cancel_dump_traceback_later()
 
-    found = fuzzer.run(numbers, time.monotonic() + given["seconds"], on_case)
+    found = fuzzer.run(counted(), time.monotonic() + seconds)
     pipe.send((fuzzer.outcomes, found))
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """A Hang in the midst of what takes longer. What never comes back to Python is ended by the driver's parent."""
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def ring(*_: Any) -> None:
-        raise Hang(f"took over {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

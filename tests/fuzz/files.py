@@ -12,10 +12,9 @@ from typing import Any
 from onebit.checkpoint.files import INDEX, MANIFEST
 from tests import checkpoints
 from tests.checkpoints import Run, forge, put_manifest
-from tests.fuzz.mutate import Source, mutate, mutated_bytes, pick
+from tests.fuzz.mutate import ERRORS, Source, mutate, mutated_bytes, pick
 from tests.fuzz.states import CASES, goes_on, mark
 
-ERRORS = (ValueError, TypeError)
 _FORGED = 0.25  # of the cases: the other files are found by their checksums, which is quick
 
 
@@ -59,21 +58,15 @@ class Files:
             path = pick(source, checkpoints.written_files(folder))
             path.write_bytes(mutated_bytes(source, path.read_bytes()))
             return "damaged"
-        kind = pick(source, (self._manifest, self._index, self._index, self._content))
-        kind(source, folder)
+        what = pick(source, (MANIFEST, INDEX, INDEX, "content"))
+        if what == "content":
+            name = pick(source, [path.name for path in checkpoints.written_files(folder) if path.name != MANIFEST])
+            forge(folder, name, mutated_bytes(source, (checkpoints.data(folder) / name).read_bytes()))
+            return "forged"
+        changed: Any = checkpoints.manifest(folder) if what == MANIFEST else checkpoints.index(folder)
+        mutate(source, changed, json=True)
+        if what == MANIFEST:
+            put_manifest(folder, changed)
+        else:
+            forge(folder, INDEX, json.dumps(changed).encode())
         return "forged"
-
-    def _manifest(self, source: Source, folder: Path) -> None:
-        changed: Any = checkpoints.manifest(folder)
-        mutate(source, changed, json=True)
-        put_manifest(folder, changed)
-
-    def _index(self, source: Source, folder: Path) -> None:
-        changed = checkpoints.index(folder)
-        mutate(source, changed, json=True)
-        forge(folder, INDEX, json.dumps(changed).encode())
-
-    def _content(self, source: Source, folder: Path) -> None:
-        names = [path.name for path in checkpoints.written_files(folder) if path.name != MANIFEST]
-        name = pick(source, names)
-        forge(folder, name, mutated_bytes(source, (checkpoints.data(folder) / name).read_bytes()))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Source = np.random.Generator
+ERRORS = (ValueError, TypeError)  # that say what is wrong with an input
 
 PLAIN: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 31, 32, 64, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 0.5, 1.5,
@@ -86,16 +87,8 @@ def mutate(source: Source, value: Any, json: bool = False) -> None:
 
 
 def junk_key(source: Source, json: bool) -> Any:
-    keys = (
-        "step",
-        "exp_avg",
-        "residual_of_rank_1",
-        "residual_of_rank_999999999",
-        "server_residual_of_rank_1",
-        "lr",
-        "7",
-    )
-    return pick(source, keys if json else (*keys, 0, 99, None, (1,)))
+    residuals = ("residual_of_rank_1", "residual_of_rank_999999999", "server_residual_of_rank_1")
+    return pick(source, (*residuals, "step", "exp_avg", "lr", "7", *(() if json else (0, 99, None, (1,)))))
 
 
 def mutated_tensor(source: Source, tensor: Tensor) -> Tensor:

@@ -8,11 +8,10 @@ from torch import Tensor
 
 import onebit
 from tests.checkpoints import Run
-from tests.fuzz.mutate import Source, junk, mutate, pick
+from tests.fuzz.mutate import ERRORS, Source, junk, mutate, pick
 from tests.onebit.runs import Case, adamw_state, bits, snapshot
 
-ERRORS = (ValueError, TypeError)
-
+AUTO = {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5}
 SMALL = ((3, 5), (33,), (2,))
 CASES = [
     Case(kind, shapes=SMALL, dtype=dtype, options={"freeze_step": 2, "betas": (0.9, 0.95), **options}, groups=groups)
@@ -20,11 +19,7 @@ CASES = [
     for dtype, options, groups in (
         ("float32", {}, ({},)),
         ("float32", {"scale": "tensor", "chunks": 2}, ({}, {"lr": 2e-3})),
-        (
-            "bfloat16",
-            {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5, "zero_variance": "hold"},
-            ({},),
-        ),
+        ("bfloat16", {**AUTO, "zero_variance": "hold"}, ({},)),
         ("float32", {"chunks": "auto", "reply": 2}, ({},)),
         ("float32", {"reply": "direct"}, ({},)),
     )
@@ -33,9 +28,8 @@ CASES = [
 
 class States:
     def __init__(self) -> None:
-        self.states = [snapshot(Run(case, steps).optimizer.state_dict()) for case in CASES for steps in (0, 1, 4)] + [
-            adamw_state(CASES[0], 3)
-        ]
+        self.states = [snapshot(Run(case, steps).optimizer.state_dict()) for case in CASES for steps in (0, 1, 4)]
+        self.states.append(adamw_state(CASES[0], 3))
         self.runs: dict[tuple[int, int], Run] = {}
 
     def case(self, source: Source) -> str:
