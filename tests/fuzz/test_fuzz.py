@@ -11,7 +11,7 @@ from tests.fuzz import __main__ as command
 from tests.fuzz.driver import TARGETS, Fuzzer
 from tests.fuzz.mutate import Source
 
-CASES = {"wire": 300, "options": 300, "states": 300, "command_line": 300, "files": 120}
+CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 150}
 
 
 @pytest.mark.slow
