@@ -65,7 +65,7 @@ FOREIGN_2: Rows = {
     "another optimizer's": ((*NUMBERS, "optimizer"), "OneBitOther", "OneBitOther"),
     "shape of denominator": ((*ONE, "denominator"), shorter, "denominator"),
     "no denominator": ((*ONE, "denominator"), None, "denominator"),
-    "no parameter": (ONE, None, ""),
+    "no parameter": (ONE, None, "no denominator for parameter"),
     "no bits": ((*ONE, "momentum_bits"), None, "momentum_bits"),
     "no scales": ((*ONE, "momentum_scales"), None, "momentum_scales"),
     "bits of fewer blocks": ((*ONE, "momentum_bits"), lambda b: b[:1], "momentum_bits"),
@@ -220,7 +220,7 @@ def test_after_a_refusal_a_run_goes_on_as_if_nothing_had_been_tried(kind: str) -
             ((*ONE, "step"), torch.tensor(nan)),
             ((*ONE, "residual_of_rank_0"), with_value(nan)),
         ):
-            assert_refused(on, changed(saved(kind, 6), path, value), "")
+            assert_refused(on, changed(saved(kind, 6), path, value), ".")
         for each in (on, undisturbed):
             each.on(here + 1, here + 2)
         assert same(on.all(), undisturbed.all())
