@@ -266,11 +266,27 @@ def test_momentum_that_no_message_has_had_yet() -> None:
     case = Case("ZeroOneAdam", options={"var_update_scaler": 2})
     params, optimizer = trained(case, 0, 5)
     assert optimizer.schedule.kind == "1 bit" and optimizer.compressing
+    saved = snapshot(optimizer.state_dict()["state"])
     state = onebit.adamw_state(optimizer.state_dict())["state"]
+    for key, own in state.items():
+        torch.testing.assert_close(0.9 * own["exp_avg"], saved[key]["residual_of_rank_0"])
     sizes = [float(own["exp_avg"].abs().mean()) for own in state.values()]
     take(case, 0, optimizer, params, 6)
     then = [float(own["exp_avg"].abs().mean()) for own in onebit.adamw_state(optimizer.state_dict())["state"].values()]
     assert all(0.2 < a / b < 5 for a, b in zip(sizes, then, strict=True))
+
+
+def test_momentum_after_local_steps_has_its_own_unit() -> None:
+    """Messages then say how far ranks have moved."""
+    local = {"var_update_scaler": 2, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4}
+    case = Case("ZeroOneAdam", options=local)
+    _, optimizer = trained(case, 0, 7)
+    optimizer.synchronize()
+    saved = optimizer.state_dict()["state"]
+    for key, own in onebit.adamw_state(optimizer.state_dict())["state"].items():
+        factor, m = float(saved[key]["momentum_factor"]), decoded(saved[key], own["exp_avg"].numel())
+        assert factor > 2
+        np.testing.assert_allclose(own["exp_avg"].numpy().ravel(), factor * m, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
