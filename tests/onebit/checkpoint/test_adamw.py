@@ -211,7 +211,7 @@ MULTIPLIED = [
     ("OneBitAdam", ROTATED),
     ("OneBitLamb", {"scale": "tensor"}),
     ("OneBitLamb", {"reply": "direct"}),
-    ("ZeroOneAdam", {}),
+    ("ZeroOneAdam", {"variance_floor": 0.5}),
     ("ZeroOneAdam", {"reply": 2, "scale": "tensor"}),
     ("ZeroOneAdam", ROTATED),
 ]
