@@ -156,6 +156,24 @@ def test_gradients_dropped_or_changed_after_a_clip_are_averaged_anew(how: str) -
     assert len(set(run_ranks(3, clipped_then, how))) == 1
 
 
+def changed_after_a_clip(rank: int, size: int) -> None:
+    """With two levels a rank's gradient is the node's mean in its slice alone: it can't be averaged again."""
+    case = Case(each=2, options={"freeze_step": 2})
+    params, optimizer = started(case, 3, rank, size)
+    give(case, params, 4, rank)
+    optimizer.clip_grad_norm_(1.0)
+    for p in params:
+        p.grad.mul_(2)
+    before = bits(params)
+    with pytest.raises(ValueError, match="changed in place after clip_grad_norm_"):
+        optimizer.step()
+    assert bits(params) == before
+
+
+def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error() -> None:
+    run_ranks(4, changed_after_a_clip)
+
+
 @pytest.mark.parametrize("drop", ["zero_grad", "by hand"])
 def test_a_clip_is_not_used_for_other_gradients(drop: str) -> None:
     case = Case(options={"freeze_step": 50})
