@@ -138,6 +138,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
     transport = transport_for(comm)
+    assert MPI.Comm.Compare(transport.duplicate().communicator, comm) == MPI.CONGRUENT  # one of a thread's own
     found = {
         "transport": comm.gather(f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}"),
         "collectives": comm.gather(work.collectives_over(transport)),

@@ -72,8 +72,9 @@ def test_it_is_time_for_a_report_once() -> None:
     assert [i + 1 for i, each in enumerate(due) if each] == [REPORTED_AFTER]
 
 
-def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose events here pass when the test says so."""
+@pytest.mark.parametrize("late", [0.0, 100.0])
+def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch, late: float) -> None:
+    """As on a GPU, whose events here pass when the test says so; those of waits so much later than a step's end."""
     now, over = Clock(), Clock()
 
     def event() -> Any:
@@ -89,12 +90,16 @@ def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) 
         start = event()
         now.time += 1.0
         pay_off.waits.events.append((start, event()))
+        pay_off.waits.events[-1][1].at += late
         pay_off.step_ended("1 bit")
     assert pay_off.steps("1 bit", waits_here=True).seconds is None
     over.time = now.time
     pay_off.step_ended("1 bit")
     found = pay_off.steps("1 bit", waits_here=True)
-    assert found.seconds == pytest.approx(3.0) and found.waiting == pytest.approx(1 / 3)
+    if late:
+        assert found.seconds is None
+    else:
+        assert found.seconds == pytest.approx(3.0) and found.waiting == pytest.approx(1 / 3)
 
 
 def test_waits_are_those_of_this_thread_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
