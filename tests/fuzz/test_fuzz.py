@@ -11,7 +11,7 @@ from tests.fuzz import __main__ as command
 from tests.fuzz.driver import TARGETS, Fuzzer
 from tests.fuzz.mutate import Source
 
-CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 150}
+CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400}
 
 
 @pytest.mark.slow
