@@ -167,4 +167,7 @@ def report(
 
 
 if __name__ == "__main__":
-    json.dump(report(sys.argv[1:] or tuple(TARGETS)), sys.stdout, indent=1)
+    rows = report(sys.argv[1:] or tuple(TARGETS))
+    json.dump(rows, sys.stdout, indent=1)
+    if spilled := [f"{row['kernel']}, {row['variant']}, {row['target']}" for row in rows if row.get("spilled")]:
+        sys.exit("registers are spilled in: " + "; ".join(spilled))
