@@ -43,6 +43,22 @@ def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, fre
         assert optimizer.compressing
 
 
+def test_the_last_step_before_a_group_is_added_is_measured_without_it():
+    """Each number of a model of two dtypes is corrected by the beta2 of its group."""
+    ratios = []
+    for added in (False, True):
+        params = [nn.Parameter(torch.ones(40, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+        optimizer = build("OneBitAdam", params, betas=(0.9, 0.5), freeze_window=1)
+        for step in range(3):
+            if added and step == 2:
+                optimizer.add_param_group({"params": parameters((4,)), "betas": (0.9, 0.999)})
+            for p in params:
+                p.grad = torch.full_like(p, 3.0**step)
+            optimizer.step()
+        ratios.append(optimizer.freeze_ratio)
+    assert ratios[0] == ratios[1] is not None
+
+
 def add_a_group(rank, size, kind):
     case = Case(kind, shapes=((7, 9), (33,), (130,)), steps=12)
     params = case.parameters()

@@ -147,17 +147,17 @@ def test_a_model_of_two_dtypes_is_two_models(kind: str) -> None:
     assert len(set(run_ranks(2, mixed, kind))) == 1
 
 
-def test_16_bit_parameters_go_on_from_what_was_loaded_with_a_state_of_adamw() -> None:
+def test_16_bit_parameters_go_on_from_a_model_that_is_loaded_after_a_state_of_adamw() -> None:
     """Which has no fp32 copies: those of before are forgotten."""
     case = Case(dtype="bfloat16", options={"freeze_step": 50})
     theirs, params = case.parameters(), case.parameters()
     adamw, optimizer = torch.optim.AdamW(theirs, lr=0.5), case.build(params)
     run(case, 0, adamw, theirs, 1, 3)
-    for p, q in zip(params, theirs, strict=True):
-        p.data.copy_(q.data)
     state = adamw.state_dict()
     state["param_groups"][0]["lr"] = 1e-3
     optimizer.load_state_dict(state)
+    for p, q in zip(params, theirs, strict=True):
+        p.data.copy_(q.data)
     take(case, 0, optimizer, params, 4)
     for p, q in zip(params, theirs, strict=True):
         assert float((p - q).detach().abs().max()) < 0.1
