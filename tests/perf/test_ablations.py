@@ -21,78 +21,80 @@ def make(name: str, params: Any, **options: Any) -> Any:
     return getattr(ablations, name)(params, lr=1e-2, block_size=32, chunks=1, process_group=group(), **options)
 
 
-def basic_and_fixed_ratio(rank: int, size: int) -> list[bytes]:
-    found = []
+def run_all(rank: int, size: int) -> dict[str, Any]:
+    """What the ablations come to: parameters, and of naive Adam what its messages were like."""
+    found: dict[str, Any] = {}
     for name, options in (("LambBasic1Bit", {}), ("OneBitLamb", {"factor_min": 1.0, "factor_max": 1.0})):
         params = CASE.parameters()
         run(CASE, rank, make(name, params, freeze_step=5, weight_decay=0.01, **options), params, 1, CASE.steps)
-        found.append(bits(params))
+        found[name] = bits(params)
+    for dtype in ("float32", "bfloat16"):
+        case = CASE.but(dtype=dtype)
+        params = case.parameters()
+        optimizer = make("FrozenAdam", params, freeze_step=5, weight_decay=0.01)
+        run(case, rank, optimizer, params, 1, case.steps)
+        assert optimizer.wire_bytes == 0 and optimizer.compressing
+        found[dtype] = [p.detach().double().numpy() for p in params]
+    for feedback in (True, False):
+        found[f"naive, {feedback}"] = naive(rank, 4, feedback)
     return found
 
 
-def test_basic_lamb_is_1_bit_lamb_with_a_ratio_of_one() -> None:
-    for basic, fixed in run_ranks(2, basic_and_fixed_ratio):
-        assert basic == fixed
+def naive(rank: int, warmup: int, feedback: bool) -> list[np.ndarray]:
+    """Parameters after the warmup; gradients after it have one scale a parameter."""
+    params = CASE.parameters()
+    optimizer = ablations.NaiveAdam(params, warmup=warmup, feedback=feedback, lr=1e-2, process_group=group())
+    run(CASE, rank, optimizer, params, 1, warmup)
+    after = arrays(params)
+    assert optimizer.wire_bytes == 0
+    take(CASE, rank, optimizer, params, warmup + 1)
+    assert all(len(p.grad.abs().unique()) == 1 for p in params)  # none is longer than a block
+    take(CASE, rank, optimizer, params, warmup + 2)
+    assert len({float(x) for p in params for x in p.grad.abs().view(-1)}) == len(CASE.shapes)
+    assert bool((optimizer.all_reduce.exchange.residual.value != 0).any()) == feedback
+    assert optimizer.wire_bytes > 0
+    return after
 
 
-def frozen(rank: int, size: int, dtype: str) -> list[np.ndarray]:
-    case = CASE.but(dtype=dtype)
-    params = case.parameters()
-    optimizer = make("FrozenAdam", params, freeze_step=5, weight_decay=0.01)
-    run(case, rank, optimizer, params, 1, case.steps)
-    assert optimizer.wire_bytes == 0 and optimizer.compressing
-    return [p.detach().double().numpy() for p in params]
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(2, run_all)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_frozen_adam_is_adam_with_a_frozen_variance(dtype: str) -> None:
-    case, hypers = CASE.but(dtype=dtype), [oracle.Hyper(lr=1e-2, weight_decay=0.01)] * len(CASE.shapes)
+def test_basic_lamb_is_1_bit_lamb_with_a_ratio_of_one(found: list[dict[str, Any]]) -> None:
+    for of in found:
+        assert of["LambBasic1Bit"] == of["OneBitLamb"]
+
+
+def oracles(case: Case, steps: int, freeze: int) -> list[np.ndarray]:
+    """Parameters of Adam whose variance is frozen after step `freeze`, of gradients averaged over two ranks."""
+    hypers = [oracle.Hyper(lr=1e-2, weight_decay=0.01)] * len(case.shapes)
     x = arrays(case.parameters())
     m, v = oracle.zeros(x), oracle.zeros(x)
-    for step in range(1, case.steps + 1):
+    for step in range(1, steps + 1):
         everyone = [[g.double().numpy() for g in case.gradients(rank, step)] for rank in range(2)]
         mean = [np.mean(gs, 0) for gs in zip(*everyone, strict=True)]
-        if step <= 5:
+        if step <= freeze:
             x, m, v = oracle.adamw_step(x, mean, m, v, hypers, step)
             d = oracle.freeze(v, hypers, step)
         else:
             m = oracle.local_momentum(mean, m, hypers)
             x = oracle.onebit_adam_update(x, m, d, hypers)
-    for found in run_ranks(2, frozen, dtype):
-        for a, b in zip(found, x, strict=True):
-            # the mean of bf16 gradients is made in bf16, 12 steps of 1e-2 with 2^-9 of rounding each
-            rtol, atol = (1e-5, 1e-5) if dtype == "float32" else (1e-2, 3e-4)
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+    return x
 
 
-def naive(rank: int, size: int, warmup: int, feedback: bool) -> tuple[list[np.ndarray], list[float], int]:
-    """Parameters after the warmup, the sizes of the last gradient's elements, and bytes sent."""
-    params = CASE.parameters()
-    optimizer = ablations.NaiveAdam(params, warmup=warmup, feedback=feedback, lr=1e-2, process_group=group())
-    run(CASE, rank, optimizer, params, 1, warmup)
-    after = arrays(params)
-    take(CASE, rank, optimizer, params, warmup + 1)
-    first = [p.grad.clone() for p in params]
-    take(CASE, rank, optimizer, params, warmup + 2)
-    sizes = sorted({float(x) for p in params for x in p.grad.abs().view(-1)})
-    left = optimizer.all_reduce.exchange.residual.value
-    assert bool((left != 0).any()) == feedback
-    assert all(len(g.abs().unique()) == 1 for g in first)
-    return after, sizes, optimizer.wire_bytes
-
-
-@pytest.mark.parametrize("feedback", [True, False])
-def test_naive_adam_compresses_gradients_after_its_warmup(feedback: bool) -> None:
-    x, hypers = arrays(CASE.parameters()), [oracle.Hyper(lr=1e-2, weight_decay=0.01)] * len(CASE.shapes)
-    m, v = oracle.zeros(x), oracle.zeros(x)
-    for step in range(1, 5):
-        everyone = [[g.double().numpy() for g in CASE.gradients(rank, step)] for rank in range(2)]
-        x, m, v = oracle.adamw_step(x, [np.mean(g, 0) for g in zip(*everyone, strict=True)], m, v, hypers, step)
-    for after, sizes, sent in run_ranks(2, naive, 4, feedback):
-        for a, b in zip(after, x, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert len(sizes) == len(CASE.shapes)  # one scale a parameter: none is longer than a block
-        assert sent > 0
+def test_frozen_and_naive_adam_are_adam_before_and_frozen_adam_is_so_after(found: list[dict[str, Any]]) -> None:
+    # the mean of bf16 gradients is made in bf16, 12 steps of 1e-2 with 2^-9 of rounding each
+    for name, steps, freeze, rtol, atol in (
+        ("float32", CASE.steps, 5, 1e-5, 1e-5),
+        ("bfloat16", CASE.steps, 5, 1e-2, 3e-4),
+        ("naive, True", 4, 4, 1e-5, 1e-6),
+        ("naive, False", 4, 4, 1e-5, 1e-6),
+    ):
+        expected = oracles(CASE.but(dtype="bfloat16" if name == "bfloat16" else "float32"), steps, freeze)
+        for of in found:
+            for a, b in zip(of[name], expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
 def test_a_bad_gradient_skips_the_step_of_frozen_adam() -> None:

@@ -251,11 +251,12 @@ def test_an_exception_leaves_nothing(lab: NetworkLab, script: Script) -> None:
     ours = left_behind(os.getpid())
     with pytest.raises(ZeroDivisionError), NetworkLab(hosts=2) as second:  # beside another lab
         lines: list[str] = []
-        run = second.start(script(SLEEP), launcher="env", on_line=lambda rank, line: lines.append(line))
+        asked = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked to end', flush=True)))\n"
+        run = second.start(script(asked + SLEEP), launcher="env", on_line=lambda rank, line: lines.append(line))
         until(lambda: len(lines) == 2)
         assert len(pids_on(second.namespaces)) == 2
         assert 1 / 0
-    assert not run.running()
+    assert not run.running() and [rank.lines[-1] for rank in run.ranks] == ["asked to end\n"] * 2
     assert left_behind(os.getpid()) == ours and {lab.bridge, *lab.namespaces} <= set(ours)
     assert signal.signal(signal.SIGTERM, former) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
