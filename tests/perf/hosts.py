@@ -75,16 +75,3 @@ def _qdisc(namespace: str, device: str) -> dict[str, Any]:
     show = ["tc", "-s", "-j", "-n", namespace, "qdisc", "show", "dev", device]
     (found,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
     return {"rate": found["options"].get("rate"), **{key: found[key] for key in ("kind", "bytes", "overlimits")}}
-
-
-def sent_to_host_0(lab: NetworkLab, script: Callable[[str], list[str]], nbytes: int) -> list[int]:
-    """What each host's counter has, when host 1 alone sends so many bytes to host 0, and all of them have arrived."""
-    body = f"""
-if rank == 1:
-    connect(0).sendall(bytes({nbytes}))
-elif rank == 0:
-    print(count(listen(), 1))
-"""
-    before = lab.bytes_sent()
-    assert lab.run(script(body), timeout=HUNG, launcher="env")[0].output == f"{nbytes}\n"
-    return [after - first for after, first in zip(lab.bytes_sent(), before, strict=True)]

@@ -1,27 +1,30 @@
-"""The benchmark of the all-reduce: bytes by the interfaces' counters, a record, a plot, and no figure from a wrong
-result.
+"""The benchmark of the all-reduce: bytes by the interfaces' counters, figures and targets, and none of a wrong result.
+
+With several ranks a host, too: bytes are then of a host's link, and both figures of fp32 are told apart.
 """
 
 import contextlib
 import io
 import json
 import math
+import os
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from onebit.collectives import CompressedAllReduce
-from perf.all_reduce import benchmark, measure, report
-from perf.all_reduce.measure import KINDS, ONE_BIT, Row
+from onebit.cli.progress import Progress
+from onebit.collectives import CompressedAllReduce, all_reduce
+from perf import plots
+from perf.all_reduce import benchmark, measure, report, two_levels
+from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, TWO_LEVELS, Row
 from perf.command import WrongResult
-from perf.lab import network
-from perf.lab.namespaces import LabUnavailable
 from perf.ranks import Ranks
-from tests.ranks import run_ranks, run_ranks_once
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-ELEMENTS = 2**21
+GROUP = {"device": "Some CPU", "backend": "gloo", "ranks": 4, "threads": 1}
 
 
 def silent(text):
@@ -32,52 +35,72 @@ def row(kind=ONE_BIT, seconds=1.0, nbytes=1e6, hosts=4, rate="1gbit", elements=2
     return Row(hosts, rate, elements, kind, seconds, (seconds,), nbytes, **other)
 
 
+def node_row(kind, seconds, nbytes):
+    """Of 2 hosts of 4 ranks."""
+    return row(kind, seconds, nbytes, hosts=2, elements=2**22, chunks=2, each=4)
+
+
 FAST = [row(ONE_BIT, 0.1125, 5e6), row("fp32", 1.26, 150e6), row("fp16", 0.63, 75e6), row("bf16", 0.63, 75e6)]
 SMALL = [replace(r, elements=2**16) for r in FAST]
+NODES = [node_row(ONE_BIT, 0.07, 2.16e6), node_row(TWO_LEVELS, 0.14, 0.54e6), node_row("fp32", 0.27, 29.4e6)]
+NODES += [node_row("fp16", 0.14, 14.7e6), node_row("bf16", 0.14, 14.7e6)]
 
 
-@pytest.fixture(scope="module")
-def measured(lab_available, tmp_path_factory):
-    """One run in the lab: its exit status, what it printed, its record and the path of that."""
-    out = tmp_path_factory.mktemp("all_reduce") / "new"
-    arguments = ["--lab", "--rates=1gbit", f"--elements={ELEMENTS}", "--repeats=2", "--phases", "--check"]
+def run_in_the_lab(out, *options):
+    """What it printed, its record and the path of that."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = benchmark.main([*arguments, f"--out={out}"])
+        status = benchmark.main(["--lab", "--rates=1gbit", "--repeats=2", "--phases", f"--out={out}", *options])
+    assert status == 0, text.getvalue()
     (path,) = out.glob("*.json")
-    return status, text.getvalue(), json.loads(path.read_text()), path
+    return text.getvalue(), json.loads(path.read_text()), path
 
 
 @pytest.mark.slow
 @pytest.mark.netlab
-def test_bytes_on_the_wire_by_the_interfaces_counters(measured):
-    status, text, record, _ = measured
-    assert status == 0, text  # --check
+def test_a_run_in_the_lab(lab_available, tmp_path):
+    """Bytes are those of the interfaces' counters; a table, a record and a plot."""
+    text, record, path = run_in_the_lab(tmp_path / "new", "--hosts=2", "--elements=2**21", "--check")
     sent = {r["kind"]: r["bytes"] for r in record["rows"]}
-    assert sent[ONE_BIT] <= sent["fp32"] / 28
-    assert sent[ONE_BIT] <= sent["fp16"] / 14
-    assert sent["fp32"] == pytest.approx(2 * 3 / 4 * 4 * ELEMENTS, rel=0.02)  # it is the counter of these calls
+    assert sent[ONE_BIT] <= sent["fp32"] / 28 and sent[ONE_BIT] <= sent["fp16"] / 14
+    assert sent["fp32"] == pytest.approx(2 * 1 / 2 * 4 * 2**21, rel=0.02)  # it is the counter of these calls
     assert [t["needed"] for t in record["targets"]] == [28, 14]
     assert all(t["met"] and t["reached"] >= t["needed"] for t in record["targets"])
-
-
-@pytest.mark.netlab
-@pytest.mark.slow
-def test_a_run_writes_a_table_a_record_and_a_plot(measured):
-    pytest.importorskip("matplotlib")
-    _, text, record, path = measured
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert path.name.startswith("all_reduce-") and path.name.endswith(f"-rates-1gbit-elements-{ELEMENTS}.json")
-    assert str(path) in text and f"{ELEMENTS:,}" in text and "met" in text and "compress" in text
-    assert record["backend"] == "gloo" and record["ranks"] == 4 and record["threads"] == 1 and record["lab"]
+    assert path.name.startswith("all_reduce-") and path.name.endswith("-hosts-2-rates-1gbit-elements-2097152.json")
+    assert str(path) in text and "2,097,152" in text and "met" in text and "compress" in text
+    assert record["backend"] == "gloo" and record["ranks"] == 2 and record["threads"] == 1 and record["lab"]
     assert record["versions"]["torch"] == torch.__version__
     assert record["cpu"] and record["cpu_count"] and "load_before" in record
     assert [r["kind"] for r in record["rows"]] == [ONE_BIT, *KINDS]
     for r in record["rows"]:
-        assert (r["hosts"], r["rate"], r["elements"], len(r["calls"])) == (4, "1gbit", ELEMENTS, 2)
+        assert (r["hosts"], r["rate"], r["elements"], len(r["calls"])) == (2, "1gbit", 2**21, 2)
         assert min(r["calls"]) <= r["seconds"] <= max(r["calls"]) and r["error"] is None
     compressed = record["rows"][0]
     assert compressed["chunks"] in (1, 2, 4, 8)
     assert {"scan", "compress", "all-to-all", "average", "all-gather", "decode"} <= compressed["phases"].keys()
+    pytest.importorskip("matplotlib")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.netlab
+@pytest.mark.timeout(1200)  # four ranks share the cores with other tests
+def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_path):
+    """Over a host's link: with one level 2 bits an element, of which half are replies; with two levels 1."""
+    n = 2**20  # one level's replies are short enough to go straight to their receivers
+    text, record, path = run_in_the_lab(tmp_path, "--each=2", f"--elements={n}", "--chunks=1")
+    rows = {r["kind"]: r for r in record["rows"]}
+    assert list(rows) == [ONE_BIT, TWO_LEVELS, *KINDS]
+    sent = {kind: r["bytes"] for kind, r in rows.items()}
+    assert sent[TWO_LEVELS] == pytest.approx(n / 8, rel=0.1)
+    assert 1.85 < sent[ONE_BIT] / sent[TWO_LEVELS] < 2.15
+    assert sent["fp32"] == pytest.approx(2 * 3 / 4 * 4 * n, rel=0.05)  # a ring of 4 ranks
+    assert 4 * n / sent[TWO_LEVELS] > 28
+    assert path.name.endswith(f"-2-ranks-a-host-rates-1gbit-elements-{n}-chunks-1.json")
+    assert " 2 x 2        1gbit  1,048,576   1, 1 |" in text and record["ranks"] == 4
+    for r in rows.values():
+        assert (r["hosts"], r["each"], r["rate"], r["elements"], len(r["calls"])) == (2, 2, "1gbit", n, 2)
+    assert {"node mean", "spread"} <= rows[TWO_LEVELS]["phases"].keys()
+    assert not {"node mean", "spread"} & rows[ONE_BIT]["phases"].keys()
 
 
 @pytest.mark.slow
@@ -91,91 +114,106 @@ def test_a_wrong_result_in_the_lab_gets_no_figure(lab_available, tmp_path, monke
     )
     monkeypatch.setattr(benchmark, "WORKER", (str(script),))
     out = tmp_path / "out"
-    arguments = ["--lab", "--hosts=2", "--rates=unshaped", "--elements=5000", f"--out={out}"]
-    assert benchmark.main(arguments) == 1
+    assert benchmark.main(["--lab", "--hosts=2", "--rates=unshaped", "--elements=5000", f"--out={out}"]) == 1
     captured = capsys.readouterr()
     assert "no figures, since a result is wrong: 2 hosts, unshaped: the ranks' results" in captured.err
     assert not captured.out and not any(out.iterdir())
 
 
-def checked(rank, size, broken, elements, chunks):
-    """What `check` says of an all-reduce, and of one that is broken in a way."""
-    kind = {None: CompressedAllReduce, "zeros": Zeros, "forgets": Forgets, "differs": Differs, "nan": NotANumber}[
-        broken
+class Broken(CompressedAllReduce):
+    """In a way that its caller sets."""
+
+    def __call__(self, x):
+        right = all_reduce.average_slices
+        if self.how == "no node mean":  # a rank's slice of its own tensor stands for its node's mean
+            all_reduce.average_slices = lambda *_: None
+        try:
+            super().__call__(x)
+        finally:
+            all_reduce.average_slices = right
+        if self.how == "zeros":
+            x.zero_()
+        elif self.how == "no feedback":
+            self.exchange.residual.value.zero_()
+        elif self.how == "differs":
+            x[-1] += 1e-3 * self.transport.rank
+        elif self.how == "nan":
+            x.fill_(math.nan)
+
+
+def checked(rank, size, cases):
+    """What the checks say of an all-reduce that is broken in a way, on hosts of so many ranks."""
+    said = []
+    for how, each, reply, elements, chunks in cases:
+        os.environ["GROUP_RANK"] = str(rank // each)
+        try:
+            node_group = "auto" if each > 1 else None
+            average = Broken(elements, chunks=chunks, reply=reply, node_group=node_group)
+            average.how = how
+            ranks = Ranks(CPU, silent, each)
+            measure.check_levels(ranks, average, TWO_LEVELS if each > 1 else ONE_BIT)
+            measure.check(ranks, average, elements)
+            said.append("")
+        except WrongResult as error:
+            said.append(str(error))
+        finally:
+            del os.environ["GROUP_RANK"]
+    return said
+
+
+CASES = [
+    ((None, 1, "auto", 1, 1), ""),
+    ((None, 1, "auto", 2049, 3), ""),
+    ((None, 1, "auto", 100_003, 3), ""),
+    (("zeros", 1, "auto", 100_003, 2), "sum of the results"),
+    (("no feedback", 1, "auto", 100_003, 2), "sum of the results"),
+    (("differs", 1, "auto", 100_003, 2), "differ after call 1"),
+    (("nan", 1, "auto", 100_003, 2), "differs from the sum"),
+    ((None, 2, 1, 1, 1), ""),
+    ((None, 2, 1, 100_003, 2), ""),
+    ((None, 2, "direct", 100_003, 2), ""),
+    (("no feedback", 2, 1, 100_003, 2), "sum of the results"),
+    (("no node mean", 2, 1, 100_003, 2), "sum of the results"),
+    (("no node mean", 2, "direct", 100_003, 2), "sum of the results"),
+]
+
+
+@pytest.mark.slow
+def test_results_are_checked_on_every_rank():
+    first, *others = run_ranks(8, checked, [case for case, _ in CASES])
+    assert all(said == first for said in others)
+    for text, (case, says) in zip(first, CASES, strict=True):
+        assert says in text and bool(says) == bool(text), case
+
+
+def levels(rank, size, cases):
+    """What `check_levels` says where ranks are on these hosts, and four were to be on each."""
+    said = []
+    for hosts, kind in cases:
+        os.environ["GROUP_RANK"] = str(hosts[rank])
+        try:
+            average = CompressedAllReduce(1000, chunks=1, node_group="auto")
+            measure.check_levels(Ranks(CPU, silent, 4), average, kind)
+            said.append("")
+        except WrongResult as error:
+            said.append(str(error))
+        finally:
+            del os.environ["GROUP_RANK"]
+    return said
+
+
+def test_other_nodes_than_the_hosts_get_no_figure():
+    two, one = [0] * 4 + [1] * 4, [0] * 8
+    says = [
+        "",
+        "1 bit, two levels: 8 nodes of 1 ranks were found where 2 of 4 are",
+        "1 bit: 2 nodes of 4 ranks were found where 8 of 1 are",
     ]
-    average = kind(elements, chunks=chunks)
-    try:
-        measure.check(Ranks(CPU, silent), average, elements)
-    except WrongResult as error:
-        return str(error)
-    return ""
-
-
-class Zeros(CompressedAllReduce):
-    def __call__(self, x):
-        super().__call__(x)
-        x.zero_()
-
-
-class Forgets(CompressedAllReduce):
-    """No error feedback."""
-
-    def __call__(self, x):
-        super().__call__(x)
-        self.exchange.residual.value.zero_()
-
-
-class Differs(CompressedAllReduce):
-    def __call__(self, x):
-        super().__call__(x)
-        x[-1] += 1e-3 * self.transport.rank
-
-
-class NotANumber(CompressedAllReduce):
-    def __call__(self, x):
-        super().__call__(x)
-        x.fill_(math.nan)
-
-
-@pytest.mark.parametrize(
-    ("broken", "says"),
-    [
-        ("zeros", "sum of the results"),
-        ("forgets", "sum of the results"),
-        ("differs", "differ after call 1"),
-        ("nan", "differs from the sum"),
-    ],
-)
-def test_a_broken_all_reduce_is_found_on_every_rank(broken, says):
-    found = run_ranks(8, checked, broken, 100_003, 2)
-    assert len(set(found)) == 1
-    assert says in found[0]
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("elements", [1, 2049, 100_003])
-def test_a_right_all_reduce_passes_the_check(elements, chunks):
-    assert run_ranks(8, checked, None, elements, chunks) == [""] * 8
-
-
-def main_on_a_group(rank, size, arguments):
-    return benchmark.main(arguments)
-
-
-def test_it_measures_on_the_group_it_finds(tmp_path):
-    arguments = ["--device=cpu", "--elements=1000,50_000", "--repeats=2", "--chunks=2", f"--out={tmp_path}"]
-    assert run_ranks_once(2, main_on_a_group, (arguments,)) == [0, 0]
-    (path,) = tmp_path.glob("*.json")
-    assert path.name.endswith("-gloo-2-ranks-elements-1000-50000-chunks-2.json")
-    record = json.loads(path.read_text())
-    assert not record["lab"] and record["ranks"] == 2 and record["targets"] == []
-    assert [r["chunks"] for r in record["rows"] if r["kind"] == ONE_BIT] == [2, 2]
-    for r in record["rows"]:
-        assert r["seconds"] > 0 and r["rate"] is None
-        assert r["bytes"] is None  # no interface of their own
+    assert run_ranks(8, levels, [(two, TWO_LEVELS), (one, TWO_LEVELS), (two, ONE_BIT)]) == [says] * 8
 
 
 def refusing(rank, size, arguments):
+    """On the group that is there, which refuses bf16."""
     right = measure.dist.all_reduce
 
     def refuse(tensor, *args, **kwargs):
@@ -184,119 +222,217 @@ def refusing(rank, size, arguments):
         return right(tensor, *args, **kwargs)
 
     measure.dist.all_reduce = refuse
-    return benchmark.main(arguments)
+    try:
+        return benchmark.main(arguments)
+    finally:
+        measure.dist.all_reduce = right
 
 
-def test_a_type_that_the_backend_refuses_is_said_and_not_estimated(tmp_path):
-    arguments = ["--device=cpu", "--elements=1000", "--repeats=1", "--chunks=1", f"--out={tmp_path}"]
-    assert run_ranks_once(2, refusing, (arguments,)) == [0, 0]
+@pytest.mark.slow
+def test_it_measures_on_the_group_it_finds_and_estimates_nothing_that_it_refuses(tmp_path):
+    arguments = ["--device=cpu", "--elements=1000,50_000", "--repeats=2", "--chunks=2", f"--out={tmp_path}"]
+    assert run_ranks(8, refusing, arguments) == [0] * 8
     (path,) = tmp_path.glob("*.json")
-    rows = {r["kind"]: r for r in json.loads(path.read_text())["rows"]}
-    assert rows["bf16"]["seconds"] is None and rows["bf16"]["error"] == "Invalid scalar type"
-    assert rows["fp16"]["seconds"] > 0
-    assert "bf16 was not measured: Invalid scalar type" in report.table([Row(**r) for r in rows.values()])
+    assert path.name.endswith("-gloo-8-ranks-elements-1000-50000-chunks-2.json")
+    record = json.loads(path.read_text())
+    assert not record["lab"] and record["ranks"] == 8 and record["targets"] == []
+    assert [r["chunks"] for r in record["rows"] if r["kind"] == ONE_BIT] == [2, 2]
+    for r in record["rows"]:
+        assert r["rate"] is None and r["bytes"] is None  # no interface of their own
+        refused = r["kind"] == "bf16"
+        assert (r["error"] == "Invalid scalar type") == (r["seconds"] is None) == refused
+    assert "bf16 was not measured: Invalid scalar type" in report.table([Row.of(r) for r in record["rows"]])
+
+
+@pytest.mark.parametrize(("each", "local", "counted"), [(1, "1", True), (2, "2", True), (1, "2", False)])
+@pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="needs Linux's counters")
+def test_an_interface_is_counted_where_its_ranks_are_known(monkeypatch, each, local, counted):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    assert (Ranks(CPU, silent, each).bytes_sent() is not None) == counted
 
 
 def test_targets_speak_of_what_was_measured():
     met = report.targets(FAST)
     assert [(t.needed, t.met) for t in met] == [(11, True), (28, True), (14, True)]
     assert met[0].reached == pytest.approx(11.2)
-    assert str(met[0]).startswith("11.2 times as fast as fp32 (4 hosts, 1gbit") and str(met[0]).endswith(
-        "to reach 11: met"
-    )
-    slow = [replace(r, rate="100mbit") for r in FAST]
-    assert next((t.needed, t.met) for t in report.targets(slow)) == (25, False)
-    assert str(report.targets(slow)[0]).endswith("to reach 25: missed")
-    latency = [replace(r, elements=2**18) for r in FAST]
-    assert [t.needed for t in report.targets(latency)] == [1]
+    assert str(met[0]).startswith("11.2 times as fast as fp32 (4 hosts, 1gbit")
+    assert str(met[0]).endswith("to reach 11: met")
+    slow = report.targets([replace(r, rate="100mbit") for r in FAST])[0]
+    assert (slow.needed, slow.met) == (25, False) and str(slow).endswith("to reach 25: missed")
+    assert [t.needed for t in report.targets([replace(r, elements=2**18) for r in FAST])] == [1]
     for other in ({"hosts": 2}, {"rate": "2gbit"}, {"elements": 2**24}, {"rate": None}):
         assert [t.needed for t in report.targets([replace(r, **other) for r in FAST])] == [28, 14]
     assert report.targets(SMALL) == []
     assert report.targets([replace(r, seconds=None, bytes=None) for r in FAST]) == []
 
 
+def test_targets_of_two_levels():
+    reached = two_levels.targets(NODES)
+    assert [(t.needed, t.met) for t in reached] == [(3.8, True), (28, True)]
+    assert str(reached[0]).startswith(
+        "4.0 times fewer bytes over a link than one level (2 hosts of 4 ranks, 1gbit, 4,1"
+    )
+    ring = [replace(r, bytes=1.55e6) if r.kind == ONE_BIT else r for r in NODES]
+    assert [t.met for t in two_levels.targets(ring)] == [False, True]
+    many = [replace(r, bytes=0.6e6) if r.kind == TWO_LEVELS else r for r in NODES]
+    assert [t.met for t in two_levels.targets(many)] == [False, False]
+    assert [t.needed for t in two_levels.targets([replace(r, each=2) for r in NODES])] == [28]
+    for other in ({"elements": 2**20}, {"bytes": None}):
+        assert two_levels.targets([replace(r, **other) for r in NODES]) == []
+
+
+def test_fp32_is_measured_and_computed():
+    (group,) = measure.by_kind(NODES)
+    assert two_levels.least_fp32(group[TWO_LEVELS]) == 4 * 2**22
+    assert two_levels.least_fp32(replace(group[TWO_LEVELS], hosts=4)) == 6 * 2**22
+    assert two_levels.fewer(group, ONE_BIT) == pytest.approx(4)
+    assert two_levels.fewer_than_least(group) == pytest.approx(31.07, abs=0.01)
+    head, line, *about = two_levels.table(NODES).splitlines()[1:]
+    assert len(head) == len(line) <= 140
+    assert head.split("|")[2].split() == ["fp32", "least", "one", "two"]
+    where, times, sent, ratios = (part.split() for part in line.split("|"))
+    assert where == ["2", "x", "4", "1gbit", "4,194,304", "2,", "2"]
+    assert times == ["270.0", "140.0", "140.0", "70.0", "140.0"]
+    assert sent == ["29.40", "16.78", "2.16", "0.54"] and ratios == ["4.00", "31.1", "54.4"]
+    assert "as measured" in about[1] and "computed" in about[2]
+
+
 @pytest.mark.slow
-def test_a_missed_target_is_an_error_only_with_check(tmp_path, monkeypatch, capsys):
-    group = {"device": "Some CPU", "backend": "gloo", "ranks": 4, "threads": 1}
-    slow = [replace(r, seconds=1.0) for r in FAST]
-    for rows, status, says in ((FAST, 0, "met"), (slow, 1, "missed"), (SMALL, 1, "no target speaks")):
-        monkeypatch.setattr(benchmark, "run_lab", lambda *_, rows=rows: (rows, group))
-        assert benchmark.main(["--lab", f"--out={tmp_path}"]) == 0
-        assert benchmark.main(["--lab", f"--out={tmp_path}", "--check"]) == status
-        captured = capsys.readouterr()
-        assert says in captured.out + captured.err
-    assert (tmp_path / "all_reduce-some-cpu.json").exists()
-
-
-def test_every_panel_is_drawn(tmp_path):
+def test_plots_show_every_rate_and_what_is_there(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    many = [
-        replace(r, hosts=hosts, rate=rate, elements=elements)
-        for r in FAST
-        for hosts in (2, 4)
-        for rate in ("100mbit", "1gbit", "unshaped")
-        for elements in (2**16, 25_000_000)
+    shown, right = {}, plots.lines
+
+    def lines(title, xlabel, ylabel, curves, **options):
+        shown[title] = curves
+        return right(title, xlabel, ylabel, curves, **options)
+
+    monkeypatch.setattr(plots, "lines", lines)
+    rates, sizes = {"20mbit": 0.02, "100mbit": 0.1, "1gbit": 1.0}, (2**21, 2**22)
+    path = two_levels.plot([replace(r, rate=rate, elements=n) for n in sizes for rate in rates for r in NODES], "title",
+                           tmp_path / "plot.png")  # fmt: skip
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(shown) == [f"2 hosts of 4 ranks, {n} elements" for n in ("2,097,152", "4,194,304")]
+    for curves in shown.values():
+        for name, milliseconds in (("fp32", 270), ("1 bit, one level", 70), ("1 bit, two levels", 140)):
+            assert curves[name] == [(at, pytest.approx(milliseconds)) for at in rates.values()]
+    shown.clear()
+    networks = [(hosts, rate, n) for hosts in (2, 4) for rate in ("100mbit", "1gbit", "unshaped") for n in sizes]
+    many = [replace(r, hosts=hosts, rate=rate, elements=n) for r in FAST for hosts, rate, n in networks]
+    report.plot(many, "all", tmp_path / "all.png")
+    assert shown["Time, 4 ranks, 1gbit"]["fp32"] == [(n, pytest.approx(1260)) for n in sizes]
+    assert shown["Speed-up, 4,194,304 elements"]["fp16, 2 hosts"] == [
+        (0.1, pytest.approx(5.6)),
+        (1, pytest.approx(5.6)),
     ]
-    without_bytes = [replace(r, bytes=None, rate=None) for r in FAST]
-    for name, rows in (("all", many), ("one", FAST), ("group", without_bytes)):
-        path = tmp_path / f"{name}.png"
-        report.plot(rows, name, path)
-        assert path.read_bytes().startswith(b"\x89PNG")
+    report.plot([replace(r, bytes=None, rate=None) for r in FAST], "of a group", tmp_path / "group.png")
     assert len(report.table(many).splitlines()) == 2 + 2 * 3 * 2
     assert all(len(line) <= 140 for line in report.table(many).splitlines())
 
 
-def test_rows_survive_json():
-    before = row(phases={"scan": 0.1}, chunks=2)
-    after = json.loads(json.dumps(asdict(before)))
-    assert Row.of(after) == before
+def test_a_record_has_its_name_and_a_missed_target_is_an_error_only_with_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plots, "draw_if_possible", lambda draw: None)
+    slow = [replace(r, seconds=1.0) for r in FAST]
+    for rows, options, status, says, name in (
+        (FAST, ["--check"], 0, ": met", ""),
+        (slow, [], 0, "missed", ""),
+        (slow, ["--check"], 1, "missed", ""),
+        (SMALL, ["--check"], 1, "no target speaks", ""),
+        (NODES, ["--each=4", "--check"], 0, "31.1", "-4-ranks-a-host"),
+        (NODES, ["--each=4", "--hosts=3"], 0, "31.1", "-4-ranks-a-host-hosts-3"),
+    ):
+        monkeypatch.setattr(benchmark, "run_lab", lambda *_, rows=rows: (rows, GROUP))
+        assert benchmark.main(["--lab", f"--out={tmp_path}", *options]) == status
+        captured = capsys.readouterr()
+        assert says in captured.out + captured.err
+        record = json.loads((tmp_path / f"all_reduce-some-cpu{name}.json").read_text())
+        assert [Row.of(r) for r in record["rows"]] == rows
+    fields = {name: value for name, value in asdict(row(phases={"scan": 0.1})).items() if name != "each"}
+    assert Row.of(json.loads(json.dumps(fields))) == row(phases={"scan": 0.1})  # of before: one rank a host
 
 
-def test_arguments_are_parsed():
+def test_arguments_are_parsed_and_handed_to_ranks(monkeypatch):
     parsed = benchmark.parse_arguments(
         ["--lab", "--hosts=2,8", "--rates=100mbit,2.5Gbit,unshaped", "--elements=2**20,25_000_000", "--chunks=3"]
     )
     assert parsed.hosts == [2, 8] and parsed.rates == ["100mbit", "2.5gbit", "unshaped"]
     assert parsed.elements == [2**20, 25_000_000] and parsed.chunks == 3
-    assert benchmark.parse_arguments(["--lab"]).chunks == "auto"
-    assert benchmark.parse_arguments(["--lab"]).hosts == [4]
+    found = []
+
+    class Lab:
+        def __init__(self, hosts, each):
+            self.hosts, self.each = hosts, each
+
+        def set_link(self, rate):
+            pass
+
+    def run_workers(lab, argv, network, timeout, progress, on_result):
+        found.append((lab.each, argv))
+        on_result(json.dumps({"rows": [], "group": {}}))
+
+    monkeypatch.setattr(benchmark, "NetworkLab", lambda hosts, each: contextlib.nullcontext(Lab(hosts, each)))
+    monkeypatch.setattr(benchmark, "run_workers", run_workers)
+    for options, each, hosts, standard in ([], 1, [4], report), (["--each=4"], 4, [2], two_levels):
+        parsed = benchmark.parse_arguments(["--lab", *options])
+        assert (parsed.each, parsed.hosts, parsed.chunks) == (each, hosts, "auto")
+        assert (parsed.elements, parsed.rates) == (standard.STANDARD["elements"], standard.STANDARD["rates"])
+        benchmark.run_lab(parsed, Progress())
+        lab_each, argv = found[-1]
+        of_rank = benchmark.parse_arguments(argv[2:])
+        assert lab_each == of_rank.each == each and of_rank.worker and of_rank.elements == parsed.elements
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--lab", "--hosts=1"], "not a number of hosts: give 2 to 64"),
-        (["--lab", "--hosts=two"], "not a number of hosts"),
-        (["--lab", "--rates=1gbyte"], "no rate from 1mbit to 100gbit"),
-        (["--elements=2**20,many"], "'many' is not a positive number"),
-        (["--chunks=0"], "'0' is not a positive number"),
-        (["--repeats=0"], "'0' is not a positive number"),
-        (["--hosts=2"], "--hosts: only with --lab"),
-        (["--lab", "--device=cpu", "--backend=gloo"], "--device and --backend: only without --lab"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, says, capsys):
-    with pytest.raises(SystemExit) as caught:
-        benchmark.main(arguments)
-    assert caught.value.code == 2
-    assert says in capsys.readouterr().err
+def test_direct_replies_stand_beside_both(monkeypatch):
+    none, made = torch.zeros(0), measure.TimedKind
+    monkeypatch.setattr(measure, "_compressed", lambda ranks, kind, reply, *_: made(kind, none, none, reply))
+    monkeypatch.setattr(measure, "_uncompressed", lambda ranks, kind, *_: made(kind, none, none, None))
+    monkeypatch.setattr(measure, "time_in_turn", lambda ranks, kinds, *_: [(kind.row, kind.run) for kind in kinds])
+    how = benchmark.parse_arguments(["--lab", "--elements=8"])
+
+    class OfHosts:
+        rank, device = 0, CPU
+
+    ranks = OfHosts()
+    for each, direct, first in (
+        (1, False, [(ONE_BIT, 1)]),
+        (1, True, [(ONE_BIT, 1), (DIRECT, "direct")]),
+        (4, False, [(ONE_BIT, 1), (TWO_LEVELS, "auto")]),
+    ):
+        ranks.each, how.direct = each, direct
+        assert measure.measure(ranks, 8, how) == [*first, *((kind, None) for kind in KINDS)]
 
 
-def test_an_unwritable_folder_is_refused_before_measuring(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(benchmark, "run_lab", lambda *_: pytest.fail("it measured"))
-    assert benchmark.main(["--lab", f"--out={tmp_path / 'file'}"]) == 2
-    assert "is no folder to write to" in capsys.readouterr().err
+def test_kinds_take_turns_and_a_time_is_of_calls_in_a_row():
+    """The first turn does not count."""
+    log = []
 
+    class OfHosts:
+        rank, each, device = 0, 1, CPU
 
-def test_without_a_group_or_a_lab_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert benchmark.main(["--device=cpu", f"--out={tmp_path}"]) == 2
-    assert "start it with torchrun, or give it --lab" in capsys.readouterr().err
+        def progress(self, text):
+            pass
 
-    def unavailable():
-        raise LabUnavailable("the network lab needs Linux, not darwin: run it there, as root")
+        def barrier(self):
+            log.append("barrier")
 
-    monkeypatch.setattr(network, "check_available", unavailable)
-    assert benchmark.main(["--lab", f"--out={tmp_path}"]) == 2
-    assert "perf.all_reduce: error: the network lab needs Linux" in capsys.readouterr().err
+        def bytes_sent(self):
+            return 1000 * sum(name in ("a", "b") for name in log)
+
+        def seconds(self, run):
+            run()
+            return 6.0
+
+        def slowest(self, values):
+            return tuple(values)
+
+    def kind(name):
+        return measure.TimedKind(Row(2, None, 8, name), torch.ones(8), torch.zeros(8), lambda: log.append(name))
+
+    rows = measure.time_in_turn(OfHosts(), [kind("a"), kind("b")], repeats=2, in_a_row=3, what="")
+    assert [name for name in log if name != "barrier"] == 3 * (["a"] * 3 + ["b"] * 3)
+    assert [(row.kind, row.seconds, row.calls, row.bytes) for row in rows] == [
+        ("a", 2.0, (2.0, 2.0), 1000.0),
+        ("b", 2.0, (2.0, 2.0), 1000.0),
+    ]

@@ -52,7 +52,6 @@ from perf.train_step import volume
         (demo.main, "--rate=unshaped", "is no rate"),
         (demo.main, "--rate=1gbit --hosts=1", "not a number of hosts"),
         (demo.main, "--rate=1gbit --codec", "--codec needs no network"),
-        (kernels.main, "--device=cpu --backend=triton", "use cpu or reference"),
         (kernels.main, "--device=toaster", "toaster"),
         (kernels.main, "--device=cpu --block-size=33 --elements=4096", "block_size"),
         (comparison.main, "--rates=1gbyte", "no rate from"),

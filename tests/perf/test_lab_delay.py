@@ -7,17 +7,16 @@ import signal
 import statistics
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from perf import ranks
-from perf.all_reduce import benchmark as all_reduce
 from perf.all_reduce import delays, report
 from perf.all_reduce.measure import KINDS, ONE_BIT, Row
 from perf.lab import link_check, network
@@ -25,50 +24,18 @@ from perf.lab.delay import TRIES, WrongLink, check_rates, reach_round_trip
 from perf.lab.link_check import Host
 from perf.lab.namespaces import LabUnavailable, sweep_stale
 from perf.lab.network import BUFFERS, NetworkLab
-from perf.lab.rates import link_of, parse_rtt, rate_and_rtt, rate_bits, rtt_seconds
-from perf.train_step import benchmark as train_step
 from tests.limits import HUNG
-from tests.perf.hosts import SLEEP, incoming, left_behind, outgoing, pids_on, sent_to_host_0, until
+from tests.perf.hosts import SLEEP, incoming, left_behind, outgoing, pids_on, until
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("rtt", "seconds"), [("50ms", 0.05), ("1ms", 0.001), ("100MS", 0.1), ("2.5ms", 0.0025)])
-def test_round_trip_is_parsed(rtt: str, seconds: float) -> None:
-    assert parse_rtt(rtt) == pytest.approx(seconds)
-    assert parse_rtt(None) is None
-
-
-@pytest.mark.parametrize("rtt", ["", "50", "0.5ms", "101ms", "1s", "fast", "-1ms", "1e1ms"])
-def test_bad_round_trip_is_refused(rtt: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a round trip from 1ms to 100ms: write \"50ms\""):
-        parse_rtt(rtt)
-    with pytest.raises(ValueError, match="is not a round trip"):
-        NetworkLab(2, rtt=rtt)
-
-
-def test_links_of_records_are_read() -> None:
-    assert link_of("100mbit", "50ms") == "100mbit+50ms" and link_of("unshaped", None) == "unshaped"
-    assert rate_and_rtt("100mbit+50ms") == ("100mbit", "50ms") and rate_and_rtt("unshaped+1ms") == (None, "1ms")
-    assert (rate_bits("100mbit+50ms"), rtt_seconds("100mbit+50ms")) == (10**8, 0.05)
-    assert (rate_bits("1gbit"), rtt_seconds("1gbit")) == (10**9, None)
-    assert rate_bits(None) is rtt_seconds(None) is None
-
-
-@pytest.mark.parametrize("own", [0.0, 0.0002, -0.0001])
-def test_what_hosts_take_is_part_of_the_round_trip(own: float) -> None:
-    delays: list[float] = []
-    delay = reach_round_trip(0.002, delays.append, lambda: [2 * delays[-1] + own] * 3)
-    assert delay == delays[-1] == pytest.approx((0.002 - own) / 2)
-    assert len(delays) == 1 + (own != 0)
-
-
-def test_other_round_trips_are_refused() -> None:
-    delays: list[float] = []
-    with pytest.raises(WrongLink, match=r"take 1.5, 1 ms where 1 ms were asked for: this machine is too busy"):
-        reach_round_trip(0.001, delays.append, lambda: [0.0015, 0.001])
-    assert len(delays) == TRIES
-    assert reach_round_trip(0.001, delays.append, lambda: [0.00108, 0.001]) > 0  # less than a tenth
+def test_what_hosts_take_is_part_of_the_round_trip() -> None:
+    for own in (0.0, 0.0002, -0.0001):
+        delays: list[float] = []
+        delay = reach_round_trip(0.002, delays.append, lambda own=own, delays=delays: [2 * delays[-1] + own] * 3)
+        assert delay == delays[-1] == pytest.approx((0.002 - own) / 2)
+        assert len(delays) == 1 + (own != 0)
 
 
 def test_disturbed_tries_do_not_decide() -> None:
@@ -81,41 +48,16 @@ def test_disturbed_tries_do_not_decide() -> None:
     assert reach_round_trip(0.002, delays.append, lambda: [next(found)]) == delays[-1] == 0.001
 
 
-def test_other_rates_are_refused() -> None:
+def test_other_links_are_refused() -> None:
+    tries: list[float] = []
+    with pytest.raises(WrongLink, match=r"take 1.5, 1 ms where 1 ms were asked for: this machine is too busy"):
+        reach_round_trip(0.001, tries.append, lambda: [0.0015, 0.001])
+    assert len(tries) == TRIES
+    assert reach_round_trip(0.001, tries.append, lambda: [0.00108, 0.001]) > 0  # less than a tenth
     found = iter([[80e6, 95e6], [95e6, 90e6]])
     check_rates(100_000_000, lambda: next(found))
     with pytest.raises(WrongLink, match=r"TCP carries 80, 95 Mbit/s .* where 95.6 are the payload"):
         check_rates(100_000_000, lambda: [80e6, 95e6])
-
-
-@pytest.mark.parametrize("parse", [all_reduce.parse_arguments, train_step.parse_arguments])
-def test_rates_and_round_trips_are_paired(parse: Callable[[list[str]], Namespace]) -> None:
-    shared = ["--lab", "--rates=100mbit,1gbit,unshaped"]
-    assert parse(shared).rates == ["100mbit", "1gbit", "unshaped"]
-    assert parse([*shared, "--rtt=50ms"]).rates == ["100mbit+50ms", "1gbit+50ms", "unshaped+50ms"]
-    assert parse([*shared, "--rtt=50ms,none,2.5ms"]).rates == ["100mbit+50ms", "1gbit", "unshaped+2.5ms"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--lab", "--rtt=1s"], 'no round trip from 1ms to 100ms: write "50ms"'),
-        (["--lab", "--rates=1gbit,2gbit,3gbit", "--rtt=1ms,2ms"], "--rtt has 2 round trips for 3 rates: give one, or"),
-        (["--rtt=1ms"], "--rtt: only with --lab"),
-    ],
-)
-def test_wrong_round_trips_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for main in (all_reduce.main, train_step.main):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2 and says in capsys.readouterr().err
-
-
-def test_a_share_goes_with_links_without_delay(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_step.parse_arguments(["--lab", "--rtt=1ms"]).share == 0
-    with pytest.raises(SystemExit):
-        train_step.parse_arguments(["--lab", "--rtt=1ms", "--share=0.9"])
-    assert "--share: links that it chooses have no round trip" in capsys.readouterr().err
 
 
 def test_round_trips_of_a_call_are_held_against_three() -> None:
@@ -136,24 +78,12 @@ def test_round_trips_of_a_call_are_held_against_three() -> None:
     assert "100mbit+50ms" in report.table([of(2**18, 0.125), *(replace(of(2**18, 1.0), kind=kind) for kind in KINDS)])
 
 
-class Clock:
-    """Of a rank: `maximum` takes three seconds, and the slowest rank's clock says what ours does."""
-
-    def __init__(self) -> None:
-        self.now, self.slept = 100.0, 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept += seconds
-
-
 @pytest.mark.parametrize(("one_clock", "slept"), [(False, 0.0), (True, 3.0)])
 def test_a_barrier_ends_at_one_time_where_ranks_share_a_clock(
     monkeypatch: pytest.MonkeyPatch, one_clock: bool, slept: float
 ) -> None:
-    clock = Clock()
+    """`maximum` takes three seconds, and the slowest rank's clock says what ours does."""
+    clock, sleeps = SimpleNamespace(now=100.0), [0.0]
 
     def maximum(values: Tensor) -> Tensor:
         clock.now += 3.0
@@ -161,12 +91,11 @@ def test_a_barrier_ends_at_one_time_where_ranks_share_a_clock(
 
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(ranks, "time", clock)
-    monkeypatch.setattr(clock, "monotonic", clock.perf_counter, raising=False)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleeps.append))
     own = ranks.Ranks(torch.device("cpu"), lambda text: None, one_clock=one_clock)
     monkeypatch.setattr(own, "maximum", maximum)
     own.barrier()
-    assert clock.slept == pytest.approx(slept)
+    assert sum(sleeps) == pytest.approx(slept)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +140,10 @@ def test_delay_and_rate_are_what_was_asked(delayed: NetworkLab) -> None:
 
 @pytest.mark.netlab
 def test_counters_count_what_passes_the_router(delayed: NetworkLab, script: Callable[[str], list[str]]) -> None:
-    sent = sent_to_host_0(delayed, script, 2_000_000)
+    before = delayed.bytes_sent()
+    body = "if rank == 1:\n    send(0, 2_000_000)\nelif rank == 0:\n    print(count(listen(), 1))\n"
+    assert delayed.run(script(body), timeout=HUNG, launcher="env")[0].output == "2000000\n"
+    sent = [after - first for after, first in zip(delayed.bytes_sent(), before, strict=True)]
     assert 2_000_000 < sent[1] < 2_100_000
     assert sent[0] < 200_000 and sent[2] < 500
 
@@ -283,21 +215,18 @@ def test_without_its_router_a_run_ends(delay_available: None, script: Callable[[
 
 
 @pytest.mark.netlab
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_stays_behind(delay_available: None, script: Callable[[str], list[str]], number: int) -> None:
-    """Of a lab that is stopped, or killed: then its router ends by itself, and the next lab removes the rest."""
+def test_the_router_of_a_killed_lab_ends(delay_available: None, script: Callable[[str], list[str]]) -> None:
+    """By itself."""
     options = ["--hosts=2", "--rate=100mbit", "--rtt=20ms", "--launcher=env", "--", *script(SLEEP)]
     command = [sys.executable, "-m", "perf.lab", *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert "links of 100mbit and round trips of 20ms" in process.stdout.readline()
-        (bridge,) = (name for name in left_behind(process.pid) if name.endswith("bridge"))
-        (router,) = pids_on([bridge])
-    finally:
-        process.send_signal(number)
-        process.communicate(timeout=HUNG)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "links of 100mbit and round trips of 20ms" in process.stdout.readline()
+            (bridge,) = (name for name in left_behind(process.pid) if name.endswith("bridge"))
+            (router,) = pids_on([bridge])
+        finally:
+            process.kill()
     until(lambda: not Path(f"/proc/{router}").exists())
-    if number == signal.SIGKILL:
-        sweep_stale()
+    sweep_stale()
     until(lambda: not left_behind(process.pid))  # a lab of another test that starts now sweeps, too
