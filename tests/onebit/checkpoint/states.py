@@ -42,6 +42,27 @@ def trained(case, rank, steps, of=None):
     return params, optimizer
 
 
+def checkpoint(params, optimizer):
+    """What no later step changes."""
+    return snapshot(optimizer.state_dict()), snapshot(list(params))
+
+
+def resumed(case, state, values, of=None):
+    """As in a new process."""
+    params = other_parameters(case)
+    set_parameters(params, values)
+    optimizer = case.build(params, of)
+    optimizer.load_state_dict(state)
+    return params, optimizer
+
+
+def assert_go_on_alike(case, rank, one, other, first, last):
+    for params, optimizer in (one, other):
+        run(case, rank, optimizer, params, first, last)
+    assert bits(one[0]) == bits(other[0])
+    assert same(snapshot(one[1].state_dict()), snapshot(other[1].state_dict()))
+
+
 def as_model(params):
     model = nn.Module()
     for i, p in enumerate(params):
@@ -78,32 +99,24 @@ def meaning(states, case):
     shard_of = np.repeat(np.arange(len(plan.shards())) % shards, [part.stop - part.start for part in plan.shards()])
     slice_of = shard_of // (shards // each)
     owner = shard_of % nodes * each + slice_of  # of what was averaged, by place
-    by_parameter = zip(plan.unflatten(owner), plan.unflatten(slice_of), strict=True)
-    e, server, m, d = [], [], [], []
-    for p, (keepers, slices) in enumerate(by_parameter):
-        numel = numels[p]
-        own = [s["state"][p] for s in states]
+    found = []
+    for p, (keepers, slices) in enumerate(zip(plan.unflatten(owner), plan.unflatten(slice_of), strict=True)):
+        numel, own = numels[p], [s["state"][p] for s in states]
         gamma = float(own[0].get("gamma", 1.0))
-        mean = np.zeros(numel)
-        for r in range(size):
-            if each == 1 or (slices == r % each).any():
-                mean[slices == r % each] += own[r][f"residual_of_rank_{r}"].double().numpy().ravel() / nodes
-            else:
-                assert f"residual_of_rank_{r}" not in own[r]
-        e.append(mean / gamma)
-        whole = np.full(numel, nan) if served else np.zeros(numel)
-        for r in range(size):
-            if served and (keepers == r).any():
-                whole[keepers == r] = own[r][f"server_residual_of_rank_{r}"].double().numpy()
-            else:
-                assert f"server_residual_of_rank_{r}" not in own[r]
-        server.append(whole / gamma)
-        for r in range(1, size):
-            assert same(snapshot(own[r]["momentum_bits"]), own[0]["momentum_bits"])
-            assert same(snapshot(own[r]["momentum_scales"]), own[0]["momentum_scales"])
-        m.append(decoded(own[0], numel, plan.block_size, not served and case.options.get("norm") == "rotated") / gamma)
-        d.append(own[0]["denominator"].double().numpy().ravel() * gamma)
-    e, server, m, d = (np.concatenate(parts) for parts in (e, server, m, d))
+        mean, whole = np.zeros(numel), np.full(numel, nan if served else 0.0)
+        for r, of in enumerate(own):
+            here = np.full(numel, True) if each == 1 else slices == r % each
+            assert (f"residual_of_rank_{r}" in of) == (each == 1 or here.any())
+            if f"residual_of_rank_{r}" in of:
+                mean[here] += of[f"residual_of_rank_{r}"].double().numpy().ravel() / nodes
+            assert (f"server_residual_of_rank_{r}" in of) == (served and (keepers == r).any())
+            if f"server_residual_of_rank_{r}" in of:
+                whole[keepers == r] = of[f"server_residual_of_rank_{r}"].double().numpy()
+            assert all(same(of[name], own[0][name]) for name in ("momentum_bits", "momentum_scales"))
+        m = decoded(own[0], numel, plan.block_size, not served and case.options.get("norm") == "rotated")
+        d = own[0]["denominator"].double().numpy().ravel()
+        found.append((mean / gamma, whole / gamma, m / gamma, d * gamma))
+    e, server, m, d = (np.concatenate(parts) for parts in zip(*found, strict=True))
     assert all(np.isfinite(a).all() for a in (e, server, m, d))
     return SimpleNamespace(e=e, server=server, m=m, d=d)
 
@@ -139,29 +152,24 @@ def assert_step(case, size, step, before, after, x_before, params):
 
 
 def save_run(rank, size, case, steps):
-    params, optimizer = trained(case, rank, steps, group())
-    return snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+    return checkpoint(*trained(case, rank, steps, group()))
 
 
 def load_run(rank, size, case, states, values, step):
     """Load the rank's one of `states`, or the only one, and take step `step`."""
-    params = other_parameters(case)
-    set_parameters(params, values)
-    optimizer = case.build(params, group())
     given = snapshot(states[rank % len(states)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer.load_state_dict(given)
+        params, optimizer = resumed(case, given, values, group())
     assert same(given, states[rank % len(states)])
     before = snapshot(optimizer.state_dict())
     take(case, rank, optimizer, params, step)
     assert optimizer.compressing
-    after, x = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+    after, x = checkpoint(params, optimizer)
     run(case, rank, optimizer, params, step + 1, step + 3)
     assert all(torch.isfinite(p).all() for p in params)
-    return SimpleNamespace(
-        before=before, after=after, params=x, end=bits(params), warned=[str(w.message) for w in caught]
-    )
+    warned = [str(w.message) for w in caught]
+    return SimpleNamespace(before=before, after=after, params=x, end=bits(params), warned=warned)
 
 
 def saved_and_loaded(case, there, size, here, prepare, each=1):
