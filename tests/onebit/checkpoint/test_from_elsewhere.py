@@ -1,15 +1,12 @@
 """States that were saved under other circumstances: by another optimizer later in a run, while parameters were frozen,
 or in another memory format."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import onebit
 from onebit.optim.schedule import VarianceSchedule
@@ -18,25 +15,25 @@ from tests.ranks import group, run_ranks
 SHAPE, LR, BETAS, EPS = (8, 16), 1e-2, (0.9, 0.99), 1e-8
 
 
-def gradient(step: int) -> Tensor:
+def gradient(step):
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)) + 0.5
 
 
-def take(optimizer: torch.optim.Optimizer, p: nn.Parameter, step: int) -> Tensor:
-    """One step: how far it went."""
+def take(optimizer, p, *steps):
+    """How far they went."""
     before = p.detach().clone()
-    p.grad = gradient(step)
-    optimizer.step()
-    return p.detach() - before
+    for step in steps:
+        p.grad = gradient(step)
+        optimizer.step()
+    return (p.detach() - before).double()
 
 
-def from_adamw(steps: int, **options: object) -> tuple[onebit.ZeroOneAdam, nn.Parameter, dict[str, Tensor]]:
+def from_adamw(steps, **options):
     """0/1 Adam with AdamW's state of so many steps, and that state."""
     p = nn.Parameter(torch.zeros(SHAPE))
     adamw = torch.optim.AdamW([p], lr=LR, betas=BETAS, weight_decay=0.0)
-    for step in range(1, steps + 1):
-        take(adamw, p, step)
-    optimizer = onebit.ZeroOneAdam([p], lr=LR, block_size=32, variance_floor=0.0, **options)  # type: ignore[arg-type]
+    take(adamw, p, *range(1, steps + 1))
+    optimizer = onebit.ZeroOneAdam([p], lr=LR, block_size=32, variance_floor=0.0, **options)
     optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
     return optimizer, p, {name: value.clone().double() for name, value in adamw.state[p].items()}
 
@@ -56,7 +53,7 @@ def test_a_full_step_right_after_adamws_state_has_its_momentum(steps):
     optimizer, p, theirs = from_adamw(steps)
     schedule = VarianceSchedule(4)
     assert schedule.is_full(steps + 1)
-    moved = take(optimizer, p, steps + 1).double()
+    moved = take(optimizer, p, steps + 1)
     assert not optimizer.compressing
     g, b, weight = gradient(steps + 1).double(), *(of(steps + 1, BETAS[1]) for of in (schedule.decay, schedule.weight))
     m = BETAS[0] * theirs["exp_avg"] + (1 - BETAS[0]) * g
@@ -92,88 +89,74 @@ def test_local_steps_right_after_adamws_state_have_its_momentum(first_local):
 
 
 def test_a_schedule_that_was_another_is_an_error_before_the_freeze_too():
-    def stage_1(steps: int) -> dict[str, object]:
+    def built(scaler):
         p = nn.Parameter(torch.zeros(SHAPE))
-        optimizer = onebit.ZeroOneAdam([p], lr=LR, var_update_scaler=100)
-        for step in range(1, steps + 1):
-            take(optimizer, p, step)
-        assert not optimizer.compressing
-        return copy.deepcopy(optimizer.state_dict())
+        return p, onebit.ZeroOneAdam([p], lr=LR, var_update_scaler=scaler)
 
-    def load(state: dict[str, object], scaler: int) -> onebit.ZeroOneAdam:
-        optimizer = onebit.ZeroOneAdam([nn.Parameter(torch.zeros(SHAPE))], lr=LR, var_update_scaler=scaler)
-        optimizer.load_state_dict(state)
-        return optimizer
+    for steps, scaler, fits in ((90, 4, False), (6, 4, False), (5, 4, True), (90, 100, True)):  # 5: both decided alike
+        (p, saved), (_, other) = built(100), built(scaler)
+        take(saved, p, *range(1, steps + 1))
+        assert not saved.compressing
+        if fits:
+            other.load_state_dict(saved.state_dict())
+            assert other.steps == steps
+        else:
+            with pytest.raises(ValueError, match="var_update_scaler=100"):
+                other.load_state_dict(saved.state_dict())
 
-    with pytest.raises(ValueError, match="var_update_scaler=100"):
-        load(stage_1(90), 4)
-    with pytest.raises(ValueError, match="var_update_scaler=100"):
-        load(stage_1(6), 4)
-    assert load(stage_1(5), 4).steps == 5  # of which both schedules have decided alike
-    assert load(stage_1(90), 100).steps == 90
+
+def steps_of(params, optimizer, *gradients):
+    for value in gradients:
+        for p in params:
+            p.grad = torch.full_like(p, value)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("frozen", [slice(None), slice(0, 500)], ids=["all", "the small ones"])
 def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
-    def build() -> tuple[list[nn.Parameter], onebit.OneBitAdam]:
+    def built():
         params = [*(nn.Parameter(torch.ones(10)) for _ in range(500)), nn.Parameter(torch.ones(100, 100))]
         return params, onebit.OneBitAdam(params, lr=1e-2, freeze_step=1)
 
-    def steps(params: list[nn.Parameter], optimizer: onebit.OneBitAdam, first: int) -> list[Tensor]:
-        for step in range(first, first + 2):
-            for p in params:
-                p.grad = torch.full_like(p, 0.1 * step)
-            optimizer.step()
-        return [p.detach().clone() for p in params]
-
-    params, optimizer = build()
-    steps(params, optimizer, 1)
+    (params, optimizer), (others, again) = built(), built()
+    steps_of(params, optimizer, 0.1, 0.2)
     for p in params[frozen]:
         p.requires_grad_(False)
-    state, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    state = copy.deepcopy(optimizer.state_dict())
     for p in params[frozen]:
         p.requires_grad_(True)
-    others, again = build()
-    for p, value in zip(others, values, strict=True):
+    for p, value in zip(others, params, strict=True):
         p.data.copy_(value)
     again.load_state_dict(state)
-    for a, b in zip(steps(params, optimizer, 3), steps(others, again, 3), strict=True):
-        assert torch.equal(a, b)
+    steps_of(params, optimizer, 0.3, 0.4)
+    steps_of(others, again, 0.3, 0.4)
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
 def test_lambs_coefficients_of_before_a_group_was_added_are_not_saved():
-    def step(params: list[nn.Parameter], optimizer: onebit.OneBitLamb) -> None:
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-
     params = [nn.Parameter(torch.ones(40)) for _ in range(3)]
     optimizer = onebit.OneBitLamb(params[:2], lr=1e-3, freeze_window=32)
-    for _ in range(20):
-        step(params[:2], optimizer)
+    steps_of(params[:2], optimizer, *[1.0] * 20)
     optimizer.add_param_group({"params": params[2:]})
-    for _ in range(5):
-        step(params, optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
+    steps_of(params, optimizer, *[1.0] * 5)
     again = onebit.OneBitLamb([{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_window=32)
-    again.load_state_dict(state)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(40):
-        step(params, optimizer)
-        step(params, again)
+        steps_of(params, optimizer, 1.0)
+        steps_of(params, again, 1.0)
     assert optimizer.freeze_ratio == again.freeze_ratio is not None
 
 
-def residuals_in_another_format(rank: int, size: int, folder: Path) -> tuple[list[list[float]], int]:
+def residuals_in_another_format(rank, size, folder):
     """Norms of what was left out: as it was, loaded as it was, loaded into channels_last; and how many warnings."""
 
-    def build(memory_format: torch.memory_format) -> tuple[nn.Module, onebit.OneBitAdam]:
+    def build(memory_format):
         torch.manual_seed(0)
         model = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=memory_format)
-        return model, onebit.OneBitAdam(
-            model.parameters(), freeze_step=3, reply=1, block_size=64, process_group=group()
-        )
+        options = {"freeze_step": 3, "reply": 1, "block_size": 64, "process_group": group()}
+        return model, onebit.OneBitAdam(model.parameters(), **options)
 
-    def left_out(optimizer: onebit.OneBitAdam) -> list[float]:
+    def left_out(optimizer):
         (own,) = optimizer.diagnostics().values()
         return [own["residual_norm"], own["server_residual_norm"]]
 
