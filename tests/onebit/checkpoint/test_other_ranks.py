@@ -1,36 +1,24 @@
 """Load on another number of ranks, or with other messages: merged states keep the mean residual, a single rank's start
 it from zero. With two levels a rank has what it left out of its slice."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import onebit
-from tests.onebit.checkpoint.states import (
-    TWO_GROUPS,
-    assert_near,
-    assert_step,
-    load_run,
-    other_parameters,
-    per_element,
-    save_run,
-    saved_and_loaded,
-    set_parameters,
-    trained,
-)
+from tests.onebit.checkpoint import states
+from tests.onebit.checkpoint.states import TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
 from tests.onebit.runs import Case, bits, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
 DIRECT, TWO_BITS, TENSOR, CHUNKS = {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}, {"chunks": 2}
 ROTATED = {**DIRECT, "norm": "rotated"}
-MOVES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {  # ranks there and here, options, others here
+SHAPES = ((7, 9), (33,), (2,), (130,), (400,))  # with two levels
+MOVES = {  # ranks there and here, options, others here, ranks a node there and here
     "4 to 2, two chunks": (A, 4, 2, CHUNKS, {}),
     "2 to 3": (L, 2, 3, {}, {}),
     "1 to 2": (A, 1, 2, {}, {}),
@@ -55,128 +43,91 @@ MOVES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {  # ra
     "rotated to mean sizes": (A, 2, 2, ROTATED, {"norm": "l1"}),
     "mean sizes to rotated, 3 to 2": (L, 3, 2, DIRECT, {"norm": "rotated"}),
     "rotated, two phases to direct": (A, 2, 2, {"norm": "rotated"}, DIRECT),
+    "own states, one bit to direct": (A, 3, 3, CHUNKS, DIRECT),
+    "own states, one bit to two": (L, 3, 3, CHUNKS, TWO_BITS),
+    "own states, two bits to one": (A, 3, 3, {**TWO_BITS, **CHUNKS}, {"reply": 1}),
+    "own states, two bits to direct": (L, 3, 3, {**TWO_BITS, **CHUNKS}, DIRECT),
+    "own states, direct to two bits": (A, 3, 3, {**DIRECT, **CHUNKS}, TWO_BITS),
+    "2 x 2 to 4": (A, 4, 4, {}, {}, 2, 1),
+    "4 to 2 x 2": (L, 4, 4, CHUNKS, {}, 1, 2),
+    "2 x 2 to 1": (L, 4, 1, CHUNKS, {}, 2, 1),
+    "1 to 2 x 2": (A, 1, 4, {}, {}, 1, 2),
+    "2 x 2, blocks 64 to 96": (L, 4, 4, DIRECT, {"block_size": 96}, 2, 2),
+    "2 x 2, direct to one bit": (L, 4, 4, {**DIRECT, "chunks": 3}, {"reply": 1}, 2, 2),
+    "2 x 2, one bit to direct, chunks 3 to 1": (A, 4, 4, {"chunks": 3}, {**DIRECT, "chunks": 1}, 2, 2),
+    "2 x 2, tensor to block": (A, 4, 4, TENSOR, {"scale": "block"}, 2, 2),
 }
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_other_ranks_keep_the_mean_residual(move: str) -> None:
-    kind, there, size, options, here = MOVES[move]
+def test_other_ranks_and_messages_keep_the_mean_residual(move):
+    """From merged states; each rank's own do for as many ranks: none needs what the others have left out."""
+    kind, there, size, options, here, *nodes = MOVES[move]
+    each, each_here = nodes or (1, 1)
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
-    moved = saved_and_loaded(case, there, size, here, lambda states: [onebit.merge_states(states)])
-    saved, before, beta1 = moved.saved, moved.before, per_element(case, lambda o: o["betas"][0])
+    case = case.but(shapes=SHAPES, each=each) if nodes else case
+
+    def prepare(states):
+        return states if "own" in move else [onebit.merge_states(states)]
+
+    moved = saved_and_loaded(case, there, size, here, prepare, each_here)
+    saved, before, beta1 = moved.saved, moved.before, states.per_element(case, lambda o: o["betas"][0])
     assert min(np.abs(saved.e).max(), np.abs(saved.m).max()) > 0
     replies = options.get("reply", 1), {**options, **here}.get("reply", 1)
     # of one message the mean is the message: E is rounding, or 0
-    assert there == 1 or replies[0] == "direct" or np.abs(saved.server).max() > 0
+    assert there == each or replies[0] == "direct" or np.abs(saved.server).max() > 0
     assert moved.warned == [[]] * size
     assert_near(before.d, saved.d)
     served = replies[1] != "direct"  # else what servers had left out is sent with the rest
     assert_near(before.server, saved.server if served else 0 * saved.server)
     e = saved.e if served else saved.e + saved.server
     blocks_fit = not {"block_size", "scale", "norm"} & here.keys() and case.options.get("scale") != "tensor"
-    if blocks_fit and replies[0] == replies[1] and (served or there == size):
+    if nodes:
+        assert_near(beta1 * before.m + before.e, beta1 * saved.m + e)
+    elif blocks_fit and replies[0] == replies[1] and (served or there == size):
         assert_near(before.m, saved.m)
         assert_near(before.e, e)
     else:
         assert not before.m.any()
         assert_near(before.e, e + beta1 * saved.m)
-    assert_step(moved.case, size, 7, saved, moved.after, moved.x, moved.params)
+    states.assert_step(moved.case, size, 7, saved, moved.after, moved.x, moved.params)
 
 
-@pytest.mark.parametrize(
-    ("kind", "replies"), [(A, (1, "direct")), (L, (1, 2)), (A, (2, 1)), (L, (2, "direct")), (A, ("direct", 2))], ids=str
-)
-def test_each_ranks_own_state_keeps_all_residuals_with_another_reply(kind: str, replies: tuple[Any, Any]) -> None:
-    """As many ranks: none needs what the others have left out."""
-    case = Case(kind, options={"freeze_step": 3, "reply": replies[0], "chunks": 2}, groups=TWO_GROUPS)
-    moved = saved_and_loaded(case, 3, 3, {"reply": replies[1]}, lambda states: states)
-    saved, before, beta1 = moved.saved, moved.before, per_element(case, lambda o: o["betas"][0])
-    assert moved.warned == [[]] * 3
-    served = replies[1] != "direct"
-    assert_near(before.server, saved.server if served else 0 * saved.server)
-    assert_near(before.e, saved.e + (0 if served else saved.server) + beta1 * saved.m)
-    assert not before.m.any()
-
-
-LOSSES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
-    "the same ranks": (A, 3, 3, {}, {}),
-    "tensor scale": (L, 3, 3, TENSOR, {}),
-    "other ranks": (L, 2, 3, {}, {}),
-    "one rank": (A, 4, 1, {}, {}),
-    "other blocks": (A, 2, 2, {}, {"block_size": 32}),
+LOSSES = {  # ranks there and here, options, others here, whose states are loaded
+    "the same ranks": (A, 3, 3, {}, {}, 1),
+    "tensor scale": (L, 3, 3, TENSOR, {}, 1),
+    "other ranks": (L, 2, 3, {}, {}, 1),
+    "one rank": (A, 4, 1, {}, {}, 1),
+    "other blocks": (A, 2, 2, {}, {"block_size": 32}, 1),
+    "own states on fewer ranks": (A, 3, 2, {}, {}, 2),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_one_ranks_state_on_all_starts_from_zero_residuals(loss: str) -> None:
-    kind, there, size, options, here = LOSSES[loss]
+def test_states_that_lack_other_ranks_residuals_start_from_zero(loss):
+    kind, there, size, options, here, given = LOSSES[loss]
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
-    moved = saved_and_loaded(case, there, size, here, lambda states: [states[0]])
-    assert_zero_residuals(moved, size)
+    moved = saved_and_loaded(case, there, size, here, lambda states: states[:given])
+    lost = SimpleNamespace(e=0.0, server=0.0, m=moved.saved.m, d=moved.saved.d)
+    states.assert_step(moved.case, size, 7, lost, moved.after, moved.x, moved.params)
     for rank, warned in enumerate(moved.warned):
         if rank > 0 or there != size:  # that rank's own state is loaded
             assert len(warned) == 1
-            assert "residuals" in warned[0] and "start from zero" in warned[0]
+            assert all(word in warned[0] for word in ("residuals", "start from zero", "merge_states"))
 
 
-def test_own_states_on_fewer_ranks_start_from_zero_residuals() -> None:
-    """Not merged: a rank's own file lacks what the others had left out."""
-    moved = saved_and_loaded(Case(options={"freeze_step": 3}, groups=TWO_GROUPS), 3, 2, {}, lambda states: states[:2])
-    assert_zero_residuals(moved, 2)
-    assert all(len(warned) == 1 and "merge_states" in warned[0] for warned in moved.warned)
-
-
-def assert_zero_residuals(moved: Any, size: int) -> None:
-    lost = SimpleNamespace(e=0.0, server=0.0, m=moved.saved.m, d=moved.saved.d)
-    assert_step(moved.case, size, 7, lost, moved.after, moved.x, moved.params)
-
-
-# Two levels
-
-SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
-NODES = {  # ranks and ranks a node, there and here
-    "2 x 2 to 4": (A, 4, 2, 4, 1, {}, {}),
-    "4 to 2 x 2": (L, 4, 1, 4, 2, CHUNKS, {}),
-    "2 x 2 to 1": (L, 4, 2, 1, 1, CHUNKS, {}),
-    "1 to 2 x 2": (A, 1, 1, 4, 2, {}, {}),
-    "2 x 2, blocks 64 to 96": (L, 4, 2, 4, 2, DIRECT, {"block_size": 96}),
-    "2 x 2, direct to one bit": (L, 4, 2, 4, 2, {**DIRECT, "chunks": 3}, {"reply": 1}),
-    "2 x 2, one bit to direct, chunks 3 to 1": (A, 4, 2, 4, 2, {"chunks": 3}, {**DIRECT, "chunks": 1}),
-    "2 x 2, tensor to block": (A, 4, 2, 4, 2, TENSOR, {"scale": "block"}),
-}
-
-
-@pytest.mark.parametrize("move", NODES)
-def test_other_nodes_keep_the_mean_residual(move: str) -> None:
-    kind, there, each, size, each_here, options, here = NODES[move]
-    case = Case(kind, SHAPES, options={"freeze_step": 3, **options}, groups=TWO_GROUPS, each=each)
-    moved = saved_and_loaded(case, there, size, here, lambda states: [onebit.merge_states(states)], each_here)
-    saved, before, beta1 = moved.saved, moved.before, per_element(case, lambda o: o["betas"][0])
-    assert min(np.abs(saved.e).max(), np.abs(saved.m).max()) > 0
-    assert moved.warned == [[]] * size
-    served = moved.case.options.get("reply", 1) != "direct"
-    assert_near(beta1 * before.m + before.e + before.server, beta1 * saved.m + saved.e + saved.server)
-    assert_near(before.server, saved.server if served else 0 * saved.server)
-    assert_step(moved.case, size, 7, saved, moved.after, moved.x, moved.params)
-
-
-def resumed_by_a_skipped_step(rank: int, size: int, case: Case) -> tuple[bool, int]:
+def resumed_by_a_skipped_step(rank, size, case):
     """A step that is not taken, right after a load: what a rank sent before must be there as well."""
     params, optimizer = trained(case, rank, 6, group())
-    other = case.parameters()
-    resumed = case.build(other, group())
-    resumed.load_state_dict(snapshot(optimizer.state_dict()))
-    set_parameters(other, params)
-    for own, values in ((optimizer, params), (resumed, other)):
-        take(case.but(bad=((7, 1, float("nan")),)), rank, own, values, 7)
-        run(case, rank, own, values, 8, 10)
-    return bits(params) == bits(other), resumed.skipped_steps
+    again, other = states.resumed(case, snapshot(optimizer.state_dict()), params, group())
+    states.assert_go_on_alike(case.but(bad=((7, 1, float("nan")),)), rank, (params, optimizer), (again, other), 7, 10)
+    return other.skipped_steps
 
 
 @pytest.mark.parametrize(("kind", "reply"), [(A, 1), (L, "direct"), ("ZeroOneAdam", 1)])
-def test_a_skipped_step_after_a_load_on_nodes_changes_nothing(kind: str, reply: Any) -> None:
+def test_a_skipped_step_after_a_load_on_nodes_changes_nothing(kind, reply):
     case = Case(kind, SHAPES, options={"freeze_step": 3, "reply": reply, "chunks": 2}, each=2)
-    assert run_ranks(4, resumed_by_a_skipped_step, case) == [(True, 1)] * 4
+    assert run_ranks(4, resumed_by_a_skipped_step, case) == [1] * 4
 
 
 @pytest.mark.parametrize(
@@ -190,7 +141,7 @@ def test_a_skipped_step_after_a_load_on_nodes_changes_nothing(kind: str, reply: 
     ],
     ids=str,
 )
-def test_as_many_ranks_go_on_bit_for_bit_from_own_and_merged_states(kind: str, each: int, options: Any) -> None:
+def test_as_many_ranks_go_on_bit_for_bit_from_own_and_merged_states(kind, each, options):
     case = Case(kind, SHAPES, options={"freeze_step": 3, **options}, each=each)
     size = 2 * each if each > 1 else 3
     saved = run_ranks(size, save_run, case, 6)
@@ -203,14 +154,14 @@ def test_as_many_ranks_go_on_bit_for_bit_from_own_and_merged_states(kind: str, e
     merged = run_ranks(size, load_run, case, [together], values, 7)
     for (_, params), one, other in zip(whole, own, merged, strict=True):
         assert one.warned == other.warned == []
-        assert one.end == other.end == b"".join(p.numpy().tobytes() for p in params)
+        assert one.end == other.end == bits(params)
         assert same(one.after, other.after)
 
 
 # What else moves
 
 
-def test_other_ranks_go_on_with_16_bit_parameters() -> None:
+def test_other_ranks_go_on_with_16_bit_parameters():
     case = Case(options={"freeze_step": 3}, dtype="bfloat16")
     saved = run_ranks(2, save_run, case, 6)
     merged = onebit.merge_states([s for s, _ in saved])
@@ -218,13 +169,10 @@ def test_other_ranks_go_on_with_16_bit_parameters() -> None:
         assert all(same(own.before["state"][p]["master"], merged["state"][p]["master"]) for p in range(4))
 
 
-def load_stage_1(rank: int, size: int, case: Case, state: Any, values: Any) -> None:
-    params = other_parameters(case)
-    set_parameters(params, values)
-    optimizer = case.build(params, group())
+def load_stage_1(rank, size, case, state, values):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer.load_state_dict(snapshot(state))
+        params, optimizer = states.resumed(case, snapshot(state), values, group())
     assert same(snapshot(optimizer.state_dict()["state"]), state["state"])
     run(case, rank, optimizer, params, 5, 6)
     assert not optimizer.compressing
@@ -233,7 +181,7 @@ def load_stage_1(rank: int, size: int, case: Case, state: Any, values: Any) -> N
 
 
 @pytest.mark.parametrize("kind", [L, "ZeroOneAdam"])
-def test_states_of_stage_1_move_to_any_number_of_ranks(kind: str) -> None:
+def test_states_of_stage_1_move_to_any_number_of_ranks(kind):
     case = Case(kind, options={"freeze_step": 6})
     saved = run_ranks(2, save_run, case, 4)
     states, values = [s for s, _ in saved], saved[0][1]
@@ -244,15 +192,14 @@ def test_states_of_stage_1_move_to_any_number_of_ranks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_tensors_of_a_state_have_default_strides(scale: str) -> None:
+def test_tensors_of_a_state_have_default_strides(scale):
     """With the strides of a fresh tensor, so that any tool can read their bytes."""
     _, optimizer = trained(Case(L, options={"freeze_step": 3, "scale": scale}), 0, 5)
     for own in optimizer.state_dict()["state"].values():
-        for name, value in own.items():
-            assert value.stride() == torch.empty(value.shape).stride(), name
+        assert all(value.stride() == torch.empty(value.shape).stride() for value in own.values())
 
 
-def load_different_states(rank: int, size: int, case: Case) -> None:
+def load_different_states(rank, size, case):
     params, optimizer = trained(case, rank, 5, group())
     states = [snapshot(optimizer.state_dict())]
     take(case, rank, optimizer, params, 6)
@@ -262,6 +209,6 @@ def load_different_states(rank: int, size: int, case: Case) -> None:
         take(case, rank, optimizer, params, 7)
 
 
-def test_ranks_that_loaded_different_states_are_refused_by_the_next_step() -> None:
+def test_ranks_that_loaded_different_states_are_refused_by_the_next_step():
     """Also in an optimizer whose ranks had agreed before."""
     run_ranks(2, load_different_states, Case(options={"freeze_step": 3}))
