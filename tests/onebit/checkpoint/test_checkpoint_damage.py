@@ -1,17 +1,13 @@
 """Checkpoints that are damaged, foreign or planted: the same error on every rank, and nothing has changed."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,26 +25,26 @@ FILES = ("checkpoint.json", ".metadata", "__0_0.distcp", "index.json")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     Run(CASE, 6).save(folder)
     return folder
 
 
 @pytest.fixture
-def saved(written: Path, tmp_path: Path) -> Path:
+def saved(written, tmp_path):
     """A copy of its own, to be damaged."""
     shutil.copytree(written, tmp_path / "saved")
     return tmp_path / "saved"
 
 
 @functools.cache
-def loader() -> Run:
+def loader():
     """What has refused a checkpoint is as it was, and takes the next."""
     return Run(CASE.but(seed=1), 5)
 
 
-def assert_refused(folder: Path, match: str, errors: Any = ValueError, run: Run | None = None) -> None:
+def assert_refused(folder, match, errors=ValueError, run=None):
     run = run or loader()
     before = run.all()
     with pytest.raises(errors, match=match):
@@ -56,17 +52,23 @@ def assert_refused(folder: Path, match: str, errors: Any = ValueError, run: Run 
     assert same(run.all(), before)
 
 
-def path_of(folder: Path, name: str) -> Path:
+def assert_loads(folder):
+    run = Run(CASE, 2)
+    run.load(folder)
+    assert same(run.all(), Run(CASE, 6).all())
+
+
+def path_of(folder, name):
     return next(path for path in written_files(folder) if path.name == name)
 
 
-def flip(path: Path, place: float, bit: int) -> None:
+def flip(path, place, bit):
     content = bytearray(path.read_bytes())
     content[int(place * (len(content) - 1))] ^= 1 << bit
     path.write_bytes(content)
 
 
-DAMAGE: dict[str, Callable[[Path], Any]] = {
+DAMAGE = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -81,7 +83,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_found(name: str, saved: Path) -> None:
+def test_a_damaged_file_is_found(name, saved):
+    """Every kind of damage, and bits drawn from the file: none may pass."""
     assert sorted(path.name for path in written_files(saved)) == sorted(FILES)
     path = path_of(saved, name)
     content = path.read_bytes()
@@ -94,27 +97,15 @@ def test_a_damaged_file_is_found(name: str, saved: Path) -> None:
         if path.is_dir():
             path.rmdir()
         path.write_bytes(content)
-    assert loads_whole(saved)
+    source = np.random.default_rng(FILES.index(name))
+    for _ in range(25):
+        flip(path, source.random(), int(source.integers(8)))
+        assert_refused(saved, ".")
+        path.write_bytes(content)
+    assert_loads(saved)
 
 
-def loads_whole(folder: Path) -> bool:
-    run = Run(CASE, 2)
-    run.load(folder)
-    return same(run.all(), Run(CASE, 6).all())
-
-
-def test_any_flipped_bit_is_found(saved: Path) -> None:
-    """Bits drawn from every file: none may pass."""
-    source = np.random.default_rng(0)
-    for path in written_files(saved):
-        content = path.read_bytes()
-        for _ in range(25):
-            flip(path, source.random(), int(source.integers(8)))
-            assert_refused(saved, ".")
-            path.write_bytes(content)
-
-
-def test_another_manifest_is_refused(saved: Path) -> None:
+def test_another_manifest_is_refused(saved):
     """Also with a checksum that fits."""
     whole = checkpoints.manifest(saved)
     for change, match in (
@@ -134,13 +125,13 @@ def test_another_manifest_is_refused(saved: Path) -> None:
         assert_refused(saved, match)
 
 
-def test_what_another_program_left_is_refused(tmp_path: Path) -> None:
+def test_what_another_program_left_is_refused(tmp_path):
     for content in (b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a": 1' + b"0" * 5000 + b"}"):
         (tmp_path / MANIFEST).write_bytes(content)
         assert_refused(tmp_path, "not written by onebit|not JSON")
 
 
-def test_another_models_checkpoint_is_refused(written: Path) -> None:
+def test_another_models_checkpoint_is_refused(written):
     for change, match in (
         ({"shapes": ((7, 9), (33,), (2,), (131,))}, r"held\.3 has shape \[130\] there and \[131\] here"),
         ({"shapes": ((7, 9), (33,), (2,))}, r"held\.3 is only there"),
@@ -158,28 +149,27 @@ def test_another_models_checkpoint_is_refused(written: Path) -> None:
 # On several ranks
 
 
-def refused_on(rank: int, size: int, folder: str, own: str | None) -> str:
-    """This rank's error; rank 1 loads from the folder `own`, or has another model."""
-    case = CASE.but(shapes=((7, 9), (34,))) if own == "model" and rank == 1 else CASE
-    run = Run(case.but(seed=1), 0, rank, group())
-    before = run.all()
-    with pytest.raises(ValueError) as caught:
-        run.load(own if own != "model" and own and rank == 1 else folder)
-    assert same(run.all(), before)
-    return str(caught.value)
-
-
-def save_on(rank: int, size: int, folder: str, steps: int) -> None:
+def save_on(rank, size, folder, steps):
     Run(CASE, steps, rank, group()).save(folder)
 
 
-def refused_each(rank: int, size: int, folders: list[str], folder: str) -> list[str]:
+def refused_each(rank, size, folders, folder):
     """Errors of damaged folders, then those where rank 1 has another model, another folder, or none."""
-    texts = [refused_on(rank, size, each, None) for each in folders]
-    return texts + [refused_on(rank, size, folder, own) for own in ("model", f"{folder}/../other", f"{folder}/none")]
+    other = CASE.but(shapes=((7, 9), (34,))) if rank == 1 else CASE
+    rows = [(CASE, each) for each in folders] + [(other, folder)]
+    rows += [(CASE, own if rank == 1 else folder) for own in (f"{folder}/../other", f"{folder}/none")]
+    texts = []
+    for case, each in rows:
+        run = Run(case.but(seed=1), 0, rank, group())
+        before = run.all()
+        with pytest.raises(ValueError) as caught:
+            run.load(each)
+        assert same(run.all(), before)
+        texts.append(str(caught.value))
+    return texts
 
 
-def test_what_one_rank_finds_is_an_error_on_all(tmp_path: Path) -> None:
+def test_what_one_rank_finds_is_an_error_on_all(tmp_path):
     run_ranks(3, save_on, str(tmp_path / "one"), 5)
     run_ranks(3, save_on, str(tmp_path / "other"), 6)
     names = ("__0_0.distcp", "__2_0.distcp", "index.json")
@@ -188,19 +178,14 @@ def test_what_one_rank_finds_is_an_error_on_all(tmp_path: Path) -> None:
         flip(path_of(tmp_path / name, name), 0.5, 1)
     found = run_ranks(3, refused_each, [str(tmp_path / name) for name in names], str(tmp_path / "one"))
     for name, texts in zip(names, zip(*found, strict=True), strict=False):
-        assert len(set(texts)) == 1
-        assert name in texts[0] and "sha256" in texts[0]
+        assert len(set(texts)) == 1 and name in texts[0] and "sha256" in texts[0]
     assert all("rank 1 of 3" in text or "ranks [1]" in text for texts in found for text in texts[len(names) :])
 
 
 # Nothing is unpickled
 
 
-def entries(folder: Path) -> dict[str, Any]:
-    return checkpoints.index(folder)
-
-
-def torch_saved(value: Any, hidden: bytes | None = None) -> bytes:
+def torch_saved(value, hidden=None):
     """A file as torch.save makes it, with `hidden` for its pickle."""
     file = BytesIO()
     torch.save(value, file)
@@ -213,44 +198,41 @@ def torch_saved(value: Any, hidden: bytes | None = None) -> bytes:
     return made.getvalue()
 
 
-PLANTS: dict[str, Callable[[Path, Path], None]] = {
-    "manifest": lambda folder, mark: (folder / MANIFEST).write_bytes(Payload(mark).pickled()),
-    "index": lambda folder, mark: forge(folder, INDEX, Payload(mark).pickled()),
-    "a number": lambda folder, mark: forge_value(
-        folder, "optimizer.param_groups.0.lr", torch_saved(1.0, Payload(mark).pickled())
-    ),
-    "a number, bare": lambda folder, mark: forge_value(folder, "optimizer.param_groups.0.lr", Payload(mark).pickled()),
-    "a number, saved": lambda folder, mark: forge_value(
-        folder, "optimizer.param_groups.0.lr", torch_saved(Payload(mark))
-    ),
-    "a tensor": lambda folder, mark: forge_value(folder, "model.held.0", torch_saved(Payload(mark))),
+LR = "optimizer.param_groups.0.lr"
+PLANTS = {
+    "manifest": lambda folder, mark: (folder / MANIFEST).write_bytes(mark.pickled()),
+    "index": lambda folder, mark: forge(folder, INDEX, mark.pickled()),
+    "a number": lambda folder, mark: forge_value(folder, LR, torch_saved(1.0, mark.pickled())),
+    "a number, bare": lambda folder, mark: forge_value(folder, LR, mark.pickled()),
+    "a number, saved": lambda folder, mark: forge_value(folder, LR, torch_saved(mark)),
+    "a tensor": lambda folder, mark: forge_value(folder, "model.held.0", torch_saved(mark)),
     "a tensor of state": lambda folder, mark: forge_value(
-        folder, "optimizer.state.0.denominator", torch_saved(torch.zeros(7, 9), Payload(mark).pickled())
+        folder, "optimizer.state.0.denominator", torch_saved(torch.zeros(7, 9), mark.pickled())
     ),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_pickle_does_not_run(plant: str, saved: Path, tmp_path: Path) -> None:
+def test_a_planted_pickle_does_not_run(plant, saved, tmp_path):
     mark = tmp_path / "it ran"
-    assert "optimizer.param_groups.0.lr" in entries(saved)
-    PLANTS[plant](saved, mark)
+    assert LR in checkpoints.index(saved)
+    PLANTS[plant](saved, Payload(mark))
     assert_refused(saved, r"damaged|reading a checkpoint failed")
     assert not mark.exists()
 
 
-def test_a_planted_pickle_in_torchs_own_index_is_not_read(saved: Path, tmp_path: Path) -> None:
+def test_a_planted_pickle_in_torchs_own_index_is_not_read(saved, tmp_path):
     """.metadata is for other programs: with a checksum that fits, a load succeeds without it."""
     mark = tmp_path / "it ran"
     forge(saved, ".metadata", Payload(mark).pickled())
-    assert loads_whole(saved)
+    assert_loads(saved)
     (saved / MANIFEST).unlink()
     (saved / ".metadata").write_bytes(Payload(mark).pickled())
     assert_refused(saved, "holds no optimizer.*pickle")
     assert not mark.exists()
 
 
-def test_the_planted_pickle_runs_if_unpickled(tmp_path: Path) -> None:
+def test_the_planted_pickle_runs_if_unpickled(tmp_path):
     """Whoever unpickles it runs it: the tests above could fail."""
     mark = tmp_path / "it ran"
     pickle.loads(Payload(mark).pickled())
@@ -260,61 +242,48 @@ def test_the_planted_pickle_runs_if_unpickled(tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def calls(source: str) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+def unsafe_loads(source):
+    calls = (
+        [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)] if "torch.load" in source else []
+    )
+    loads = [list(map(ast.unparse, call.keywords)) for call in calls if ast.unparse(call.func) == "torch.load"]
+    return sum("weights_only=True" not in given for given in loads)
 
 
-def loads_without_weights_only(call: ast.Call) -> bool:
-    given = {k.arg: ast.unparse(k.value) for k in call.keywords}
-    return ast.unparse(call.func) == "torch.load" and given.get("weights_only") != "True"
-
-
-def test_every_load_of_the_repository_says_weights_only() -> None:
-    """But for the one above that shows what it is good for, and one of a whole model that a test has saved. No code
-    but tests imports pickle, and the cache of machine code: who can write there can write what runs in any case, so
-    only a folder of the user's own is read."""
+def test_every_load_of_the_repository_says_weights_only():
+    """But for the one above, and one of a whole model that a test has saved. No code but tests imports pickle, and the
+    cache of machine code: who can write there can write what runs in any case."""
     unsafe = []
     for layer in ("onebit", "kernels", "collectives", "perf", "examples", "tests"):
         for path in (ROOT / layer).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
-            found = calls(source) if "torch.load" in source else []
-            unsafe += [path.name for call in found if loads_without_weights_only(call)]
+            unsafe += [path.name] * unsafe_loads(source)
             if layer != "tests" and path != ROOT / "kernels/cpu/compile.py":
                 assert not {"import pickle", "from pickle"} & {line[:13].strip() for line in source.splitlines()}, path
     assert sorted(unsafe) == sorted([Path(__file__).name, "test_wrappers.py"])
-    assert loads_without_weights_only(calls("torch.load(x)")[0])
+    assert unsafe_loads("torch.load(x)")
 
 
 # What can't be loaded is not saved
 
 
-class Unknown:
-    pass
-
-
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    run = Run(CASE, 5)
-    run.save(tmp_path)
-    before = checkpoints.manifest(tmp_path)
-    run.optimizer.param_groups[0]["note"] = Unknown()
-    with pytest.raises(ValueError, match=r"Unknown.*could be saved and not be loaded"):
-        run.save(tmp_path)
-    assert checkpoints.manifest(tmp_path) == before
-
-
-def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
-    run = Run(CASE, 5)
+def test_what_could_not_be_loaded_is_not_saved_and_numbers_of_numpy_are_numbers(tmp_path):
+    run, other = Run(CASE, 5), Run(CASE, 2)
     run.optimizer.param_groups[0]["lr"] = np.float64(0.25)
     run.save(tmp_path)
-    other = Run(CASE, 2)
+    before = checkpoints.manifest(tmp_path)
+    run.optimizer.param_groups[0]["note"] = Path()
+    with pytest.raises(ValueError, match=r"Path.*could be saved and not be loaded"):
+        run.save(tmp_path)
+    assert checkpoints.manifest(tmp_path) == before
     other.load(tmp_path)
-    assert type(other.optimizer.param_groups[0]["lr"]) is float
-    assert other.optimizer.param_groups[0]["lr"] == 0.25
+    lr = other.optimizer.param_groups[0]["lr"]
+    assert type(lr) is float and lr == 0.25
 
 
-def test_a_false_index_is_refused(saved: Path) -> None:
+def test_a_false_index_is_refused(saved):
     """With checksums that fit: no room is made that the files could not fill, no file is read beyond its end."""
-    whole = entries(saved)
+    whole = checkpoints.index(saved)
     key = "optimizer.state.0.denominator"
     piece = whole[key]["pieces"][0]
     for change, match in (
