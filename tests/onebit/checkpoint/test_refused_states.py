@@ -1,11 +1,8 @@
 """States that are damaged or do not fit: an error with a word, and an optimizer that is bit for bit as it was."""
 
-from __future__ import annotations
-
 import functools
+import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,28 +18,20 @@ from tests.ranks import group, run_ranks
 CASE = Case(options={"freeze_step": 3, "betas": (0.9, 0.95)}, groups=({"lr": 1e-3}, {"weight_decay": 0.1}))
 ONE, GROUP = ("state", 0), ("param_groups", 0)
 NUMBERS = (*GROUP, "onebit")
+ENDLESS = torch.zeros(1).expand(2**40)
 nan, inf = float("nan"), float("inf")
 
 
-def with_value(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        changed = tensor.clone()
-        changed.view(-1)[-1] = value
-        return changed
-
-    return change
+def with_value(value):
+    return lambda t: torch.cat([t.reshape(-1)[:-1], torch.tensor([value], dtype=t.dtype)]).view_as(t)
 
 
-def shorter(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)[:-1].clone()
+def first(n):
+    return lambda t: t.reshape(-1)[:n].clone()
 
 
-def one_number(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)[:1].clone()
-
-
-Rows = dict[str, tuple[tuple[Any, ...], Any, str]]  # where, what is there instead (None: nothing), words of the error
-FOREIGN: Rows = {
+# where, what is there instead (None: nothing), words of the error; in any stage, in stage 1, in stage 2
+FOREIGN = {
     "no param_groups": (("param_groups",), None, "param_groups"),
     "no state": (("state",), None, "param_groups"),
     "a group too few": (("param_groups",), lambda groups: groups[:1], "groups"),
@@ -53,17 +42,16 @@ FOREIGN: Rows = {
     "a version that is a bool": ((*NUMBERS, "version"), True, "version True"),
     "maximize": ((*GROUP, "maximize"), True, "maximize"),
 }
-FOREIGN_1: Rows = {
+FOREIGN_1 = {
     **FOREIGN,
-    "shape of exp_avg": ((*ONE, "exp_avg"), shorter, "exp_avg"),
-    "shape of exp_avg_sq": ((*ONE, "exp_avg_sq"), one_number, "exp_avg_sq"),
+    "shape of exp_avg": ((*ONE, "exp_avg"), first(-1), "exp_avg"),
     "no exp_avg": ((*ONE, "exp_avg"), None, "exp_avg"),
     "no exp_avg_sq": ((*ONE, "exp_avg_sq"), None, "exp_avg_sq"),
 }
-FOREIGN_2: Rows = {
+FOREIGN_2 = {
     **FOREIGN,
     "another optimizer's": ((*NUMBERS, "optimizer"), "OneBitOther", "OneBitOther"),
-    "shape of denominator": ((*ONE, "denominator"), shorter, "denominator"),
+    "shape of denominator": ((*ONE, "denominator"), first(-1), "denominator"),
     "no denominator": ((*ONE, "denominator"), None, "denominator"),
     "no parameter": (ONE, None, "no denominator for parameter"),
     "no bits": ((*ONE, "momentum_bits"), None, "momentum_bits"),
@@ -71,12 +59,11 @@ FOREIGN_2: Rows = {
     "bits of fewer blocks": ((*ONE, "momentum_bits"), lambda b: b[:1], "momentum_bits"),
     "scales of fewer blocks": ((*ONE, "momentum_scales"), lambda s: s[:0], "momentum_scales"),
     "no server residual": ((*ONE, "server_residual_of_rank_0"), None, "server_residual"),
-    "shape of residual": ((*ONE, "residual_of_rank_0"), shorter, "residual_of_rank_0"),
-    "number for a residual": ((*ONE, "residual_of_rank_0"), one_number, "residual_of_rank_0"),
-    "shape of server residual": ((*ONE, "server_residual_of_rank_0"), shorter, "server_residual_of_rank_0"),
+    "number for a residual": ((*ONE, "residual_of_rank_0"), first(1), "residual_of_rank_0"),
+    "shape of server residual": ((*ONE, "server_residual_of_rank_0"), first(-1), "server_residual_of_rank_0"),
     "another step": ((*ONE, "step"), torch.tensor(5.0), "different numbers of steps"),
 }
-DAMAGED: Rows = {
+DAMAGED = {
     "state is a list": (("state",), [], "state is not a dict"),
     "a parameter's state is a list": (ONE, [], "state is not a dict"),
     "param_groups is a dict": (("param_groups",), {}, "not a list of dicts"),
@@ -89,7 +76,7 @@ DAMAGED: Rows = {
     "lr beyond fp32": ((*GROUP, "lr"), 1e39, "lr=1e"),
     "lr beyond any float": ((*GROUP, "lr"), 10**400, "lr="),
     "lr without a value": ((*GROUP, "lr"), torch.empty(1, device="meta"), "without a value"),
-    "betas without end": ((*GROUP, "betas"), torch.zeros(1).expand(2**40), "betas="),
+    "betas without end": ((*GROUP, "betas"), ENDLESS, "betas="),
     "amsgrad is a tensor": ((*GROUP, "amsgrad"), torch.zeros(3), "neither true nor false"),
     "numbers are a list": (NUMBERS, [1], "is a list"),
     "version is a tensor": ((*NUMBERS, "version"), torch.zeros(3), "version"),
@@ -110,29 +97,24 @@ DAMAGED: Rows = {
     "trace of nothing": ((*NUMBERS, "trace"), "[[]]", "list of lists of numbers"),
     "trace with rows of other lengths": ((*NUMBERS, "trace"), "[[1.0], [1.0, 2.0]]", "different lengths"),
     "chunks are a tensor": ((*NUMBERS, "chunks"), torch.ones(2), "not a Tensor"),
-    "chunks is a number": ((*NUMBERS, "chunks"), 1, "chunks is a list"),
     "compressing is a word": ((*NUMBERS, "compressing"), "yes", "in which stage"),
     "a negative step": ((*ONE, "step"), torch.tensor(-1.0), "step is -1"),
-    "a step that is NaN": ((*ONE, "step"), torch.tensor(nan), "step is nan"),
     "steps in a tensor": ((*ONE, "step"), torch.ones(3), "step is a number"),
     "steps in a word": ((*ONE, "step"), "7", "step is '7'"),
 }
-DAMAGED_1: Rows = {
+DAMAGED_1 = {
     **DAMAGED,
     "a moment that is NaN": ((*ONE, "exp_avg"), with_value(nan), "exp_avg .* nan"),
     "an infinite variance": ((*ONE, "exp_avg_sq"), with_value(inf), "exp_avg_sq .* inf"),
     "a negative variance": ((*ONE, "exp_avg_sq"), with_value(-1.0), "exp_avg_sq .* -1"),
     "a moment of whole numbers": ((*ONE, "exp_avg"), lambda t: t.long(), "dtype torch.int64"),
-    "a complex moment": ((*ONE, "exp_avg"), lambda t: t.to(torch.complex64), "dtype torch.complex64"),
     "a moment in a list": ((*ONE, "exp_avg"), lambda t: t.tolist(), "is a list, not a tensor"),
-    "a moment of numpy": ((*ONE, "exp_avg"), lambda t: t.numpy(), "is a ndarray, not a tensor"),
     "a moment without values": ((*ONE, "exp_avg"), lambda t: t.to("meta"), "no values"),
     "a sparse moment": ((*ONE, "exp_avg"), lambda t: t.to_sparse(), "no values"),
     "a moment beyond fp32": ((*ONE, "exp_avg"), lambda t: with_value(1e300)(t.double()), "exp_avg .* inf"),
 }
-DAMAGED_2: Rows = {
+DAMAGED_2 = {
     **DAMAGED,
-    "a denominator that is NaN": ((*ONE, "denominator"), with_value(nan), "denominator .* nan"),
     "a negative denominator": ((*ONE, "denominator"), with_value(-1.0), "denominator .* -1"),
     "bits that are floats": ((*ONE, "momentum_bits"), lambda t: t.float(), "dtype torch.float32"),
     "a negative scale": ((*ONE, "momentum_scales"), with_value(-1.0), "momentum_scales .* -1"),
@@ -152,24 +134,22 @@ DAMAGED_2: Rows = {
 
 
 @functools.cache
-def saved(kind: str, steps: int) -> Any:
+def saved(kind, steps):
     state = snapshot(Run(CASE.but(kind=kind, options={**CASE.options, "lr": 0.5}), steps).optimizer.state_dict())
     state["param_groups"][0]["maximize"] = False
     return state
 
 
 @functools.cache
-def loader(kind: str, here: int) -> Run:
+def loader(kind, here):
     """What has refused a state is as it was, and takes the next."""
     return Run(CASE.but(kind=kind, seed=1), here)
 
 
-def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+def changed(state, path, value):
     state = snapshot(state)
     *way, last = path
-    place = state
-    for key in way:
-        place = place[key]
+    place = functools.reduce(lambda place, key: place[key], way, state)
     if value is None:
         del place[last]
     else:
@@ -177,7 +157,7 @@ def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     return state
 
 
-def assert_refused(on: Run, state: Any, match: str, errors: Any = ValueError) -> None:
+def assert_refused(on, state, match, errors=ValueError):
     before, current = mark(on), on.optimizer.current
     shown = {p: snapshot(own) for p, own in on.optimizer.state.items()}
     with warnings.catch_warnings():
@@ -188,79 +168,77 @@ def assert_refused(on: Run, state: Any, match: str, errors: Any = ValueError) ->
     assert all(same(snapshot(on.optimizer.state[p]), own) for p, own in shown.items())
 
 
-def rows() -> list[Any]:
-    """All on 1-bit Adam; of each table some on the others."""
-    tables = ((2, FOREIGN_1, False), (6, FOREIGN_2, False), (2, DAMAGED_1, True), (6, DAMAGED_2, True))
-    every = [("OneBitAdam", steps, damaged, *row, name)
-             for steps, table, damaged in tables for name, row in table.items()]  # fmt: skip
-    for kind, some in (
-        ("OneBitLamb", ("a later version", "shape of exp_avg", "shape of denominator", "an infinite E", "no lr")),
-        ("ZeroOneAdam", ("a later version", "shape of exp_avg", "another optimizer's", "no bits", "an infinite E")),
-    ):
-        every += [(kind, *row[1:]) for row in every if row[0] == "OneBitAdam" and row[-1] in some]
-    return [pytest.param(*row[:-1], id=f"{row[0]}, {row[1]} steps, {row[-1]}") for row in every]
+NAMES = {  # all on 1-bit Adam; of each table some on the others
+    "OneBitAdam": {**FOREIGN_1, **FOREIGN_2, **DAMAGED_1, **DAMAGED_2}.keys(),
+    "OneBitLamb": ("a later version", "shape of exp_avg", "shape of denominator", "an infinite E", "no lr"),
+    "ZeroOneAdam": ("a later version", "shape of exp_avg", "another optimizer's", "no bits", "an infinite E"),
+}
+BOTH = (ValueError, TypeError)
+TABLES = ((2, FOREIGN_1, ValueError), (6, FOREIGN_2, ValueError), (2, DAMAGED_1, BOTH), (6, DAMAGED_2, BOTH))
+ROWS = {
+    f"{kind}, {steps} steps, {name}": (kind, steps, *table[name], errors)
+    for kind, names in NAMES.items()
+    for steps, table, errors in TABLES
+    for name in table
+    if name in names
+}
 
 
-@pytest.mark.parametrize(("kind", "steps", "damaged", "path", "value", "match"), rows())
-def test_what_no_run_leaves_behind_is_refused(
-    kind: str, steps: int, damaged: bool, path: tuple[Any, ...], value: Any, match: str
-) -> None:
+@pytest.mark.parametrize("row", ROWS)
+def test_what_no_run_leaves_behind_is_refused(row):
     """In the stage it was saved in; a state of stage 2 in stage 1 too."""
+    kind, steps, path, value, match, errors = ROWS[row]
     state = changed(saved(kind, steps), path, value)
     for here in sorted({2, steps}):
-        assert_refused(loader(kind, here), state, match, (ValueError, TypeError) if damaged else ValueError)
+        assert_refused(loader(kind, here), state, match, errors)
 
 
 @kinds
-def test_after_a_refusal_a_run_goes_on_as_if_nothing_had_been_tried(kind: str) -> None:
+def test_after_a_refusal_a_run_goes_on_as_if_nothing_had_been_tried(kind):
     for here in (2, 6):
         on, undisturbed = (Run(CASE.but(kind=kind, seed=1), here) for _ in range(2))
-        for path, value in (
-            (("param_groups",), None),
-            ((*ONE, "step"), torch.tensor(nan)),
-            ((*ONE, "residual_of_rank_0"), with_value(nan)),
+        for path, value, match in (
+            (("param_groups",), None, "param_groups"),
+            ((*ONE, "step"), torch.tensor(nan), "step is nan"),
+            ((*ONE, "residual_of_rank_0"), with_value(nan), "residual_of_rank_0 .* nan"),
         ):
-            assert_refused(on, changed(saved(kind, 6), path, value), ".")
+            assert_refused(on, changed(saved(kind, 6), path, value), match)
         for each in (on, undisturbed):
             each.on(here + 1, here + 2)
         assert same(on.all(), undisturbed.all())
 
 
-@pytest.mark.parametrize("state", [None, 3, [], torch.zeros(1).expand(2**40)], ids=["None", "3", "list", "tensor"])
-def test_what_is_no_state_is_refused(state: Any) -> None:
+@pytest.mark.parametrize("state", [None, 3, [], ENDLESS], ids=["None", "3", "list", "tensor"])
+def test_what_is_no_state_is_refused(state):
     assert_refused(loader("OneBitAdam", 6), state, "a state is a dict", TypeError)
 
 
-def test_states_of_adamw_that_do_not_fit_are_refused() -> None:
-    on = loader("OneBitAdam", 2)
+def test_states_of_adamw_that_do_not_fit_are_refused():
     for case, options, match in (
         (Case(missing=((2, 0, 1), (4, 0, 1))), {}, r"different numbers of steps \(\[3, 5\]\)"),
         (Case(), {"maximize": True}, "maximize"),
     ):
         state = adamw_run(case, 5, **options)[1].state_dict()
-        one = Run(case.but(options=CASE.options, seed=1), 2)
-        assert_refused(one, state, match)
-        assert_refused(on, state, "groups")
+        assert_refused(Run(case.but(options=CASE.options, seed=1), 2), state, match)
+        assert_refused(loader("OneBitAdam", 2), state, "groups")
 
 
-def test_damage_to_lambs_own_state_is_refused() -> None:
+def test_damage_to_lambs_own_state_is_refused():
     for what, value, match in (
         ("coefficient_average", torch.tensor(nan), "coefficient_average"),
-        ("coefficient_average", torch.zeros(2), "2 elements"),
-        ("coefficient_average", torch.zeros(1).expand(2**40), "elements, not one"),
+        ("coefficient_average", ENDLESS, "elements, not one"),
         ("ratio", torch.tensor(-1.0), "ratio"),
         ("ratio", "x", "is a str"),
         ("coefficient_steps", torch.tensor(-1.0), "coefficient_steps is -1"),
         ("first_momentum", torch.zeros(3), "first_momentum .* shape"),
         ("counted_bits", torch.zeros(1, dtype=torch.uint8), "counted_bits .* shape"),
     ):
-        fields = saved("OneBitLamb", 6)["param_groups"][0]["onebit"]["fields"]
-        state = changed(saved("OneBitLamb", 6), (*NUMBERS, "fields"), f"{fields} {what}")
+        state = changed(saved("OneBitLamb", 6), (*NUMBERS, "fields"), lambda names, what=what: f"{names} {what}")
         state["state"][0][what] = value
-        assert_refused(loader("OneBitLamb", 6), state, match, (ValueError, TypeError))
+        assert_refused(loader("OneBitLamb", 6), state, match, BOTH)
 
 
-def test_merge_states_refuses_damaged_states() -> None:
+def test_merge_states_refuses_damaged_states():
     good = saved("OneBitAdam", 6)
     for path, value, match in (
         (NUMBERS, [1], "is a list"),
@@ -270,7 +248,7 @@ def test_merge_states_refuses_damaged_states() -> None:
         ((*NUMBERS, "steps"), 5, "number 1 has steps 5 where the first has 6"),
         ((*NUMBERS, "version"), 2, "version 2"),
     ):
-        with pytest.raises((ValueError, TypeError), match=match):
+        with pytest.raises(BOTH, match=match):
             onebit.merge_states([good, changed(good, path, value)])
     with pytest.raises(ValueError, match="no states"):
         onebit.merge_states([])
@@ -279,7 +257,7 @@ def test_merge_states_refuses_damaged_states() -> None:
 # Parameters of two dtypes
 
 
-def save_two_dtypes(rank: int, size: int, steps: int) -> Any:
+def save_two_dtypes(rank, size, steps):
     params = CASE.parameters()
     params[1].data = params[1].data.bfloat16()
     optimizer = CASE.build(params, group())
@@ -290,7 +268,7 @@ def save_two_dtypes(rank: int, size: int, steps: int) -> Any:
     return snapshot(optimizer.state_dict())
 
 
-def load_one_dtype(rank: int, size: int, states: list[Any]) -> None:
+def load_one_dtype(rank, size, states):
     params, optimizer = trained(CASE, rank, 6, group())
     before = snapshot(optimizer.state_dict())
     with pytest.raises(ValueError, match="dtype"):
@@ -299,12 +277,12 @@ def load_one_dtype(rank: int, size: int, states: list[Any]) -> None:
     run(CASE, rank, optimizer, params, 7, 8)
 
 
-def test_a_state_of_other_dtypes_changes_nothing() -> None:
+def test_a_state_of_other_dtypes_changes_nothing():
     """Saved with parameters in two dtypes, which lie in two flat states; here in one, so that E lies on other ranks."""
     run_ranks(2, load_one_dtype, run_ranks(2, save_two_dtypes, 6))
 
 
-def test_moments_fit_parameters_of_any_dtype() -> None:
+def test_moments_fit_parameters_of_any_dtype():
     (state,) = run_ranks(1, save_two_dtypes, 2)
     optimizer = CASE.build(CASE.parameters())
     optimizer.load_state_dict(state)
@@ -315,34 +293,23 @@ def test_moments_fit_parameters_of_any_dtype() -> None:
 
 # Found by fuzzing: values that can't be compared, or have no end
 
-ODD = [torch.zeros(3), torch.zeros(0), np.zeros(3), 10**400, nan, [1]]
 
-
-@pytest.mark.parametrize("name", ["coeff_beta", "min_coeff", "factor_max", "factor_threshold", "ratio"])
-def test_lambs_options_are_numbers_or_refused(name: str) -> None:
-    for value in [*ODD, None, "x"]:
-        with pytest.raises(ValueError, match=r"coeff|factor|ratio"):
-            onebit.OneBitLamb(CASE.parameters(), **{name: value})
-
-
-@pytest.mark.parametrize(
-    "name", ["freeze_step", "freeze_window", "zero_variance", "scale", "norm", "chunks", "variance_floor"]
-)
-def test_options_of_a_wrong_type_are_refused_by_name(name: str) -> None:
-    for value in [*ODD, 2**63]:
-        with pytest.raises(ValueError, match=name):
-            onebit.OneBitAdam(CASE.parameters(), **{name: value})
-
-
-def test_a_group_without_parameters_is_refused() -> None:
+def test_arguments_of_a_wrong_type_are_refused_by_name():
+    odd = [torch.zeros(3), torch.zeros(0), np.zeros(3), 10**400, nan, [1]]
+    of_lamb = ("coeff_beta", "min_coeff", "factor_max", "factor_threshold", "ratio")
+    of_adam = ("freeze_step", "freeze_window", "zero_variance", "scale", "norm", "chunks", "variance_floor")
+    for kind, names, values in (
+        (onebit.OneBitLamb, of_lamb, [*odd, None, "x"]),
+        (onebit.OneBitAdam, of_adam, [*odd, 2**63]),
+    ):
+        for name, value in itertools.product(names, values):
+            with pytest.raises(ValueError, match="coeff|factor|ratio" if names == of_lamb else name):
+                kind(CASE.parameters(), **{name: value})
     optimizer = onebit.OneBitAdam(CASE.parameters())
     for wrong in ({}, {"lr": 0.1}, [], None, 3):
         with pytest.raises(TypeError, match="params"):
-            optimizer.add_param_group(wrong)  # type: ignore[arg-type]
+            optimizer.add_param_group(wrong)
     assert len(optimizer.param_groups) == 1
-
-
-def test_a_number_of_elements_of_a_wrong_type_is_refused() -> None:
-    for numel in (None, 1.5, "7", [1.5], torch.empty(3, device="meta"), torch.zeros(1).expand(2**40)):
+    for numel in (None, 1.5, "7", [1.5], torch.empty(3, device="meta"), ENDLESS):
         with pytest.raises(TypeError, match="numel="):
-            onebit.CompressedAllReduce(numel)  # type: ignore[arg-type]
+            onebit.CompressedAllReduce(numel)
