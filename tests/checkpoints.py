@@ -17,8 +17,6 @@ from tests.onebit.runs import Case, bits, run, snapshot
 
 
 class Holder(nn.Module):
-    """A module around a case's parameters."""
-
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__()
         self.held = nn.ParameterList(params)
@@ -60,8 +58,7 @@ def index(folder: Path) -> dict[str, Any]:
 
 
 def written_files(folder: Path) -> list[Path]:
-    """Every file of a checkpoint."""
-    return [folder / MANIFEST, *sorted(path for path in data(folder).iterdir())]
+    return [folder / MANIFEST, *sorted(data(folder).iterdir())]
 
 
 def put_manifest(folder: Path, changed: dict[str, Any]) -> None:
