@@ -1,71 +1,62 @@
 """onebit.save and load: one checkpoint of all ranks in a folder, with what else a run has, loaded by as many ranks and
 by other numbers."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import onebit
-from tests.checkpoints import Holder, Run, written_files
+from tests.checkpoints import Run, written_files
 from tests.onebit.checkpoint.states import TWO_GROUPS
-from tests.onebit.runs import Case, arrays, bits, same, snapshot, take
+from tests.onebit.runs import Case, arrays, same, take
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3})
 NESTED = {"epoch": 3, "order": [1, 2, (3, None)], 7: "seven"}
 
 
-class Training:
+class Training(Run):
     """A run with a schedule, a scaler, random noise and a place in the data."""
 
-    def __init__(self, case: Case, rank: int, seed: int = 0) -> None:
-        self.case, self.rank, self.params = case, rank, case.but(seed=seed).parameters()
-        self.optimizer = case.build(self.params, group())
-        self.model = Holder(self.params)
+    def __init__(self, case, rank, seed=0):
+        super().__init__(case.but(seed=seed), 0, rank, group())
+        self.case = case
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=30)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0 * (rank + 1))
         self.random = torch.Generator().manual_seed(rank)
         self.place = 100 * rank
 
-    def on(self, steps: int) -> None:
+    def train(self, steps):
         for _ in range(steps):
-            with torch.no_grad():
-                noise = torch.rand((), generator=self.random)
+            noise = torch.rand((), generator=self.random)
             take(self.case, self.rank, self.optimizer, self.params, self.place % 100 + int(noise * 5) + 1)
             self.schedule.step()
             self.place += 1
 
-    def save(self, folder: str) -> None:
-        extra = {
-            "schedule": self.schedule,
-            "scaler": self.scaler,
-            "random": self.random.get_state(),
-            "python": random.getstate(),
-            "place": self.place,
-            "nested": NESTED,
-        }
+    def save(self, folder):
+        extra = {"schedule": self.schedule, "scaler": self.scaler, "random": self.random.get_state()}
+        extra |= {"python": random.getstate(), "place": self.place, "nested": NESTED}
         onebit.save(folder, self.model, self.optimizer, extra=extra)
 
-    def load(self, folder: str) -> dict[str, Any]:
+    def load(self, folder):
         asked = {"schedule": self.schedule, "scaler": self.scaler}
         found = onebit.load(folder, self.model, self.optimizer, extra=asked)
         self.random.set_state(found["random"])
         self.place = found["place"]
         return found
 
-    def all(self) -> Any:
-        return bits(self.params), snapshot(self.optimizer.state_dict()), self.schedule.state_dict(), self.place
+    def all(self):
+        return *super().all(), self.schedule.state_dict(), self.place
 
 
-def mean_residual(optimizer: Any) -> list[np.ndarray]:
-    """mean_i e_i + E of each parameter: what the next messages have to make up for."""
+def residual_of(case, optimizer):
+    """mean_i e_i + E of each parameter, where there is one: what the next messages have to make up for."""
+    if case.each > 1 or case.options.get("reply", 1) != 1:
+        return None
     found = []
     transport = optimizer.setup.topology.replicas
     for reducer in optimizer.current.reducers:
@@ -76,41 +67,37 @@ def mean_residual(optimizer: Any) -> list[np.ndarray]:
     return found
 
 
-def residual_of(case: Case, optimizer: Any) -> Any:
-    return mean_residual(optimizer) if case.each == 1 and case.options.get("reply", 1) == 1 else None
-
-
-def saving(rank: int, size: int, case: Case, folder: str) -> Any:
+def saving(rank, size, case, folder):
     """A run that is saved after 6 steps and goes on; the same one goes on from there in an optimizer that had begun."""
     training = Training(case, rank)
-    training.on(6)
+    training.train(6)
     training.save(folder)
     python = random.getstate()
     state, residual = training.all(), residual_of(case, training.optimizer)
-    training.on(4)
+    training.train(4)
     again = Training(case, rank, seed=1)
-    again.on(2)
+    again.train(2)
     found = again.load(folder)
     assert found["nested"] == NESTED and found["python"] == python
     assert again.scaler.get_scale() == 256.0 * (rank + 1)
     assert same(again.all(), state)
-    again.on(4)
+    again.train(4)
     assert same(again.all(), training.all())
     return state, residual, training.all()
 
 
-def loading(rank: int, size: int, case: Case, folder: str) -> Any:
+def loading(rank, size, case, folder):
     training = Training(case, rank, seed=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.load(folder)
     texts = [str(w.message) for w in caught if "residuals" in str(w.message) or "extra was" in str(w.message)]
     state, residual = training.all(), residual_of(case, training.optimizer)
-    training.on(4)
+    training.train(4)
     return state, residual, training.all(), arrays(training.params), texts
 
 
-ROWS: list[tuple[Case, int, tuple[tuple[int, int], ...]]] = [  # ranks there, and here; each with ranks a node
+ROWS = [  # ranks there, and here; each with ranks a node
     (Case("OneBitAdam", dtype="bfloat16", options={"freeze_step": 4, "chunks": 2}, groups=TWO_GROUPS), 2, ((3, 1),)),
     (Case("OneBitAdam", options={"freeze_step": 4}), 4, ((2, 1), (1, 1))),
     (Case("OneBitLamb", options={"freeze_step": 3, "scale": "tensor"}), 3, ((2, 1),)),
@@ -130,18 +117,15 @@ ROWS: list[tuple[Case, int, tuple[tuple[int, int], ...]]] = [  # ranks there, an
     ROWS,
     ids=lambda row: f"{row.kind}, {row.options}" if isinstance(row, Case) else str(row),
 )
-def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(
-    case: Case, there: int, others: Any, tmp_path: Path
-) -> None:
+def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(case, there, others, tmp_path):
     before = run_ranks(there, saving, case, str(tmp_path))
-    for (state, _, end), (its, _, its_end, _, texts) in zip(
-        before, run_ranks(there, loading, case, str(tmp_path)), strict=True
-    ):
+    after = run_ranks(there, loading, case, str(tmp_path))
+    for (state, _, end), (its, _, its_end, _, texts) in zip(before, after, strict=True):
         assert same(its, state) and same(its_end, end) and texts == []
     for size, each in others:
         after = run_ranks(size, loading, case.but(each=each), str(tmp_path))
         for rank, (state, residual, _, _, texts) in enumerate(after):
-            assert state[3] == 100 * (rank % there) + 6, "each has the extra of a rank"
+            assert state[-1] == 100 * (rank % there) + 6, "each has the extra of a rank"
             expected = [f"extra was saved by {there} ranks, here are {size}"] if rank == 0 and size != there else []
             assert [text.split(":")[0] for text in texts] == expected
             if before[0][1] is None or residual is None:
@@ -156,45 +140,43 @@ def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(
 
 
 class Picky:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def state_dict(self):
+        return {"it": 1}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rank": self.rank}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         raise KeyError("no such thing")
 
 
-def wrong_extra(rank: int, size: int, folder: str) -> list[str]:
+def wrong_extra(rank, size, folder):
     training = Training(CASE, rank)
-    training.on(5)
+    training.train(5)
     model, optimizer = training.model, training.optimizer
     found = []
-    for extra in ({"it": object() if rank else 1}, {3: 1}, [1]):
+
+    def fails(do, extra):
         with pytest.raises((ValueError, TypeError)) as caught:
-            onebit.save(folder, model, optimizer, extra=extra)  # type: ignore[arg-type]
+            do(folder, model, optimizer, extra=extra)
         found.append(str(caught.value))
+
+    for extra in ({"it": object() if rank else 1}, {3: 1}, [1]):
+        fails(onebit.save, extra)
     assert not (Path(folder) / "checkpoint.json").exists()
-    onebit.save(folder, model, optimizer, extra={"picky": Picky(rank), "epoch": 1})
-    training.on(2)
+    onebit.save(folder, model, optimizer, extra={"picky": Picky(), "epoch": 1})
+    training.train(2)
     before = training.all()
     for asked in ({"schedule": training.schedule} if rank else {}, {"epoch": 2}):
-        with pytest.raises((ValueError, TypeError)) as caught:
-            onebit.load(folder, model, optimizer, extra=asked)
-        found.append(str(caught.value))
+        fails(onebit.load, asked)
     assert same(training.all(), before)
     return found
 
 
-def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(tmp_path):
     words = ("rank 1 of 2: extra 'it'", "by names", "by names", "no extra 'schedule'", "no load_state_dict")
     for texts in run_ranks(2, wrong_extra, str(tmp_path)):
-        for text, word in zip(texts, words, strict=True):
-            assert word in text
+        assert all(word in text for text, word in zip(texts, words, strict=True)), texts
 
 
-def test_a_checkpoint_without_extra(tmp_path: Path) -> None:
+def test_a_checkpoint_without_extra(tmp_path):
     run = Run(CASE, 5)
     run.save(tmp_path)
     assert onebit.load(tmp_path, run.model, run.optimizer) == {}
@@ -205,7 +187,7 @@ def test_a_checkpoint_without_extra(tmp_path: Path) -> None:
         assert b"extra" not in path.read_bytes()
 
 
-def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
     run = Run(CASE, 0)
     with pytest.raises(ValueError, match="holds no checkpoint"):
         run.load(tmp_path)
