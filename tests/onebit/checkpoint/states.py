@@ -70,10 +70,6 @@ def as_model(params):
     return model
 
 
-def counters(optimizer):
-    return optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio
-
-
 def decoded(own, numel, block_size=64, rotated=False):
     """m; with direct replies the mean of what each rank's message says."""
     lengths = oracle.Layout((numel,), block_size).lengths[: -(-numel // block_size)]
