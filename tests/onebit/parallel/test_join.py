@@ -7,6 +7,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.collectives.work import error_of
 from tests.onebit.runs import build
 from tests.ranks import group, run_ranks
 
@@ -31,13 +32,10 @@ def uneven(rank, size, kind, freeze_step, how):
         "disabled": lambda: ddp.join(enable=False),
         "throwing": lambda: ddp.join(throw_on_early_termination=True),
     }[how]
-    text = ""
-    try:
-        with joined():
-            train(3 if how == "disabled" else 3 - rank)
-    except (ValueError, RuntimeError) as error:
-        text = f"{type(error).__name__}: {error}"
-    return text, optimizer.steps
+    errors = []
+    with error_of(errors), joined():
+        train(3 if how == "disabled" else 3 - rank)
+    return "".join(errors), optimizer.steps
 
 
 @pytest.mark.parametrize(

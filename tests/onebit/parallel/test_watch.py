@@ -20,17 +20,15 @@ from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.parallel import watch
 from onebit.parallel.watch import shared_tensors
+from tests.checkpoints import Run
+from tests.collectives.work import error_of
 from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, frozen_name, run, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, bits, build, frozen_name, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 KINDS_STAGES_AND_DTYPES = [
-    ("OneBitAdam", 50, "float32"),
-    ("OneBitAdam", 3, "bfloat16"),
-    ("OneBitLamb", 3, "float32"),
-    ("OneBitLamb", 50, "bfloat16"),
-    ("ZeroOneAdam", 3, "bfloat16"),
-    ("ZeroOneAdam", 50, "float32"),
+    *(("OneBitAdam", 50, "float32"), ("OneBitLamb", 3, "float32"), ("ZeroOneAdam", 50, "float32")),
+    *(("OneBitAdam", 3, "bfloat16"), ("OneBitLamb", 50, "bfloat16"), ("ZeroOneAdam", 3, "bfloat16")),
 ]
 ALWAYS = {"check_every": 1}
 CHECK = "comparing the ranks' state (all-gather)"
@@ -85,9 +83,7 @@ def check_now(optimizer: Any) -> str:
 
 def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
     """A bit of each tensor that ranks share, on rank 1, one after the other."""
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, case.steps)
+    optimizer = Run(case, case.steps, rank, group()).optimizer
     texts = {"": check_now(optimizer)}
     for name, tensor in shared_tensors(optimizer.setup, optimizer.current):
         if not tensor.numel():
@@ -129,24 +125,17 @@ def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter:
     """A bit of one rank's parameter, or of its fp32 copy, flips before step `at`: errors, warnings, and the end."""
     params = case.parameters()
     optimizer = case.build(params, group())
-    error, step = "", 0
-    with warnings.catch_warnings(record=True) as recorded:
+    errors, step = [], 0
+    with warnings.catch_warnings(record=True) as recorded, error_of(errors):
         warnings.simplefilter("always")
-        try:
-            for step in range(1, case.steps + 1):
-                if (rank, step) == (who, at):
-                    held = params[parameter]
-                    flip(optimizer.state[held].get("master", held), 30)  # 16 bits would be written anew from it
-                take(case, rank, optimizer, params, step)
-        except onebit.DivergenceError as caught:
-            error = str(caught)
-    return {
-        "error": error,
-        "step": step,
-        "warned": [str(w.message) for w in recorded if "the same bits" in str(w.message)],
-        "params": bits(params),
-        "state": snapshot(optimizer.state_dict()),
-    }
+        for step in range(1, case.steps + 1):
+            if (rank, step) == (who, at):
+                held = params[parameter]
+                flip(optimizer.state[held].get("master", held), 30)  # 16 bits would be written anew from it
+            take(case, rank, optimizer, params, step)
+    warned = [str(w.message) for w in recorded if "the same bits" in str(w.message)]
+    state = bits(params), snapshot(optimizer.state_dict())
+    return {"error": "".join(errors), "step": step, "warned": warned, "state": state}
 
 
 @pytest.mark.parametrize(("kind", "freeze_step"), [("OneBitAdam", 50), ("OneBitLamb", 3), ("ZeroOneAdam", 3)])
@@ -155,8 +144,8 @@ def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> Non
     for one in run_ranks(3, flipped_once, case, 2, 6, 1):
         assert one["step"] == 8
         assert one["error"].startswith(
-            "after 8 steps the ranks do not hold the same bits: parameter 1 of group 0 (shape (33,)) has other values "
-            "on rank 2 than on rank 0"
+            "DivergenceError: after 8 steps the ranks do not hold the same bits: parameter 1 of group 0 (shape (33,)) "
+            "has other values on rank 2 than on rank 0"
         )
         assert "checkpoint" in one["error"] and 'on_divergence="broadcast"' in one["error"]
 
@@ -166,27 +155,23 @@ def test_a_broadcast_puts_it_right_bit_for_bit(kind: str, freeze_step: int, dtyp
     """These gradients do not depend on the parameters: the run ends as if no bit had flipped."""
     options = {"freeze_step": freeze_step, "check_every": 4, "on_divergence": "broadcast"}
     case = Case(kind, dtype=dtype, steps=12, options=options)
-    after = run_ranks(3, flipped_once, case, 0, 6, 1)
-    without = run_ranks(3, flipped_once, case, -1, 6, 1)
+    after, without = (run_ranks(3, flipped_once, case, who, 6, 1) for who in (0, -1))
     for rank, (one, other) in enumerate(zip(after, without, strict=True)):
         assert one["error"] == "" and one["step"] == 12
         assert len(one["warned"]) == (rank == 0) and not other["warned"]
         for text in one["warned"]:
             assert "on rank 0 than on rank 1" in text and "given what most ranks hold" in text
-        assert one["params"] == other["params"]
         assert same(one["state"], other["state"])
 
 
 def with_odd_ranks_apart(rank: int, size: int, case: Case, of_their_own: bool) -> tuple[str, bool]:
     """A bit of the first parameter is flipped on them, or of another one on each. The error, and whether it changes
     nothing."""
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 3)
+    run = Run(case, 3, rank, group())
     if rank % 2:
-        flip(params[rank if of_their_own else 0], 5)
-    before = bits(params)
-    return check_now(optimizer), bits(params) == before
+        flip(run.params[rank if of_their_own else 0], 5)
+    before = bits(run.params)
+    return check_now(run.optimizer), bits(run.params) == before
 
 
 def test_without_a_majority_nobody_is_taken_for_right() -> None:
@@ -205,10 +190,8 @@ def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
 
 def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
     """In pieces that no parameter is a multiple of; then with another count of steps on one rank."""
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 3)
-    before = bits(params)
+    run = Run(case, 3, rank, group())
+    params, optimizer, before = run.params, run.optimizer, bits(run.params)
     if rank == 2:
         for p in params:
             flip(p, 7, p.numel() - 1)
@@ -250,34 +233,23 @@ def counted(rank: int, size: int, case: Case) -> list[int]:
     return checks
 
 
-@pytest.mark.parametrize(("every", "steps", "expected"), [(3, 10, [3, 6, 9]), (0, 10, [])])
-def test_a_check_comes_last_in_every_so_many_steps(every: int, steps: int, expected: list[int]) -> None:
-    """A step that is skipped counts as well."""
-    options = {"freeze_step": 4, "check_every": every}
-    case = Case(shapes=((5,),), steps=steps, options=options, bad=((2, 1, float("nan")),))
-    assert run_ranks(2, counted, case) == [expected] * 2
-
-
-def test_the_default_is_a_check_in_a_thousand_steps() -> None:
+def test_a_check_comes_last_in_every_so_many_steps() -> None:
+    """A step that is skipped counts as well. The default is a thousand."""
+    for every, expected in ((3, [3, 6, 9]), (0, [])):
+        options = {"freeze_step": 4, "check_every": every}
+        case = Case(shapes=((5,),), steps=10, options=options, bad=((2, 1, float("nan")),))
+        assert run_ranks(2, counted, case) == [expected] * 2
     assert build("OneBitAdam").setup.options.check_every == 1000
 
 
 def test_one_rank_alone_compares_nothing() -> None:
-    case = Case(options=ALWAYS, steps=3)
-    params = case.parameters()
-    optimizer = case.build(params)
-    run(case, 0, optimizer, params, 1, 3)
-    assert optimizer.steps == 3
+    assert Run(Case(options=ALWAYS), 3).optimizer.steps == 3
 
 
 def disagreeing(rank: int, size: int, name: str, values: list[Any]) -> str:
-    case = Case(options={name: values[rank]})
-    params = case.parameters()
-    try:
-        take(case, rank, case.build(params, group()), params, 1)
-    except ValueError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ValueError) as error:
+        Run(Case(options={name: values[rank]}), 1, rank, group())
+    return str(error.value)
 
 
 @pytest.mark.parametrize(("name", "values"), [("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])])
@@ -296,9 +268,8 @@ def test_ranks_that_would_check_at_different_steps_are_refused_by_the_first_step
     ],
 )
 def test_a_wrong_option_is_refused(name: str, value: Any, parts: list[str]) -> None:
-    case = Case(options={name: value})
     with pytest.raises(ValueError) as caught:
-        case.build(case.parameters())
+        Run(Case(options={name: value}), 0)
     assert all(part in str(caught.value) for part in parts)
 
 
