@@ -14,17 +14,14 @@ class Flipping(LocalTransport):
     def __init__(self, collective: str, bit: int) -> None:
         self.collective, self.bit = collective, bit
 
-    def all_to_all(self, out, sent, phase):
-        return self._carry("all_to_all", out, sent, phase)
-
-    def all_gather(self, out, sent, phase):
-        return self._carry("all_gather", out, sent, phase)
-
-    def _carry(self, collective, out, sent, phase):
+    def all_to_all(self, out, sent, phase, name="all_to_all"):
         out.copy_(sent)
-        if collective == self.collective and "comparing" not in phase:
+        if name == self.collective and "comparing" not in phase:
             out[0, self.bit // 8] ^= 1 << self.bit % 8
         return Done()
+
+    def all_gather(self, out, sent, phase):
+        return self.all_to_all(out, sent, phase, "all_gather")
 
 
 @pytest.mark.parametrize("bit", [0, 31, 33, 64, 100])
@@ -33,11 +30,3 @@ def test_a_bit_flipped_in_a_header_on_the_way_is_found_by_the_rank_that_reads_it
         average = CompressedAllReduce(100, block_size=32, chunks=2, process_group=Flipping(collective, bit))
         with pytest.raises(MessageError, match=f"the {phase} phase: what came from rank 0"):
             average(torch.randn(100))
-
-
-def test_without_it_nothing_is_found():
-    average = CompressedAllReduce(100, block_size=32, chunks=2, process_group=Flipping("none", 0))
-    x = torch.randn(100)
-    before = x.clone()
-    average(x)
-    assert bool(x.isfinite().all()) and not torch.equal(x, before)  # it went all the way
