@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.optim import gradients
+from tests.checkpoints import Run
 from tests.collectives.work import logged
 from tests.onebit.parallel.test_overlap import run_with_and_without
-from tests.onebit.runs import Case, bits, build, frozen_name, kinds, nodes_of, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, bits, build, frozen_name, kinds, nodes_of, take, unchanged
 from tests.ranks import group, run_ranks
 
 SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
@@ -53,14 +54,11 @@ def test_clipping_ends_overlap_and_changes_no_bit() -> None:
 
 def with_a_bad_gradient(rank: int, size: int, case: Case) -> tuple[bool, list[bytes]]:
     """Is the state what it was after a step with a bad gradient, and what do the ranks hold at the end?"""
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 3)
-    before = snapshot(optimizer.state_dict())
-    bad = case.but(bad=((4, 2, math.inf),))
-    take(bad, rank, optimizer, params, 4)
-    same = unchanged(before, snapshot(optimizer.state_dict()))
-    run(case, rank, optimizer, params, 4, 6)
+    run = Run(case, 3, rank, group())
+    optimizer, params, before = run.optimizer, run.params, run.all()[1]
+    take(case.but(bad=((4, 2, math.inf),)), rank, optimizer, params, 4)
+    same = unchanged(before, run.all()[1])
+    run.on(4, 6)
     return same, [bits(params), bits([optimizer.state[p][frozen_name(case.kind)] for p in params])]
 
 
@@ -173,33 +171,27 @@ def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
         assert (ends[0] - narrow[0]).abs().max() > 1e-4
 
 
-def averages_of_the_step(rank: int, size: int) -> list[int]:
-    """How many slices the step itself averages over the node, with DDP and without."""
-    counts = []
-    for ddp in (True, False):
-        with patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average:
-            trained(rank, "OneBitAdam", ddp)
-        counts.append(int(average.call_count))
-    return counts
+def averages_of_the_step(rank: int, size: int, ddp: bool) -> int:
+    """How many slices the step itself averages over the node."""
+    with patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average:
+        trained(rank, "OneBitAdam", ddp)
+    return int(average.call_count)
 
 
 def test_what_ddp_has_averaged_over_the_node_is_not_averaged_again() -> None:
-    for with_ddp, without in run_ranks(4, averages_of_the_step):
-        assert with_ddp == 0 and without
+    assert run_ranks(4, averages_of_the_step, True) == [0] * 4
+    assert all(run_ranks(4, averages_of_the_step, False))
 
 
 def on_hosts(rank: int, size: int, hosts: list[int]) -> tuple[int, int, list[str], bytes]:
     case = Case(shapes=SHAPES, options={"freeze_step": 2, "node_group": "auto"})
-    params = case.parameters()
     with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), logged() as said:
-        optimizer = case.build(params, group())
-        run(case, rank, optimizer, params, 1, 4)
-        other = case.build(params, group())
-        other.load_state_dict(snapshot(optimizer.state_dict()))
-        topology = optimizer.setup.topology
-        assert other.setup.topology.place == topology.place
-        run(case, rank, other, params, 5, 6)
-    return topology.slices, topology.place, said, bits(params)
+        run = Run(case, 4, rank, group())
+        topology, run.optimizer, state = run.optimizer.setup.topology, case.build(run.params, group()), run.all()[1]
+        run.optimizer.load_state_dict(state)
+        assert run.optimizer.setup.topology.place == topology.place
+        run.on(5, 6)
+    return topology.slices, topology.place, said, bits(run.params)
 
 
 def test_hosts_are_nodes() -> None:
@@ -213,9 +205,7 @@ def test_hosts_are_nodes() -> None:
 
 def diagnosed(rank: int, size: int, case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
     """Of every parameter the norm that is reported of this rank's residual, that of what it saves, and other keys."""
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 5)
+    optimizer = Run(case, 5, rank, group()).optimizer
     found = list(optimizer.diagnostics().values())
     saved = [own.get(f"residual_of_rank_{rank}") for own in optimizer.state_dict()["state"].values()]
     norms = [0.0 if e is None else float(e.norm()) for e in saved]
