@@ -88,6 +88,25 @@ def test_overlap_gives_the_same_bits_and_knows_whether_somebody_accumulates(kind
         assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
 
 
+def stepping_within_no_sync(rank, size):
+    """Whether DDP's switch stays where the user has put it, and the parameters at the end."""
+    model, ddp, optimizer = built("OneBitAdam", overlap=True)
+    kept = []
+    with ddp.no_sync():
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, rank, 2 * step).backward()
+            kept.append(ddp.require_backward_grad_sync is False and not optimizer.overlap.in_flight)
+            optimizer.step()
+            kept.append(ddp.require_backward_grad_sync is False)
+    return bits(model.parameters()), all(kept)
+
+
+def test_a_step_within_no_sync_leaves_it_on_and_averages_itself():
+    expected = run_ranks(2, train, "OneBitAdam", True)
+    assert run_ranks(2, stepping_within_no_sync) == [(each[0], True) for each in expected]
+
+
 def test_a_full_step_that_was_not_expected_is_averaged_by_the_step():
     """A step that is skipped moves the schedule by one: the gradients of a full step may not have been in a bucket."""
     algorithm = onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], var_update_scaler=2).setup.algorithm
