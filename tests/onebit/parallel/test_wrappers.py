@@ -74,11 +74,9 @@ def loss_of(model, rank, step):
 
 def train(model, optimizer, rank, first, last):
     for step in range(first, last):
-        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-            each.zero_grad()
+        optimizer.zero_grad()
         loss_of(model, rank, step).backward()
-        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-            each.step()
+        optimizer.step()
 
 
 def with_wrappers(rank, size, kind, how, folder):
@@ -125,9 +123,8 @@ def with_several(rank, size, kinds_of, options, ddp):
     model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Linear(30, 1))
     for i, p in enumerate(model.parameters()):
         nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(i))
-    params, called, optimizers = list(model.parameters()), model, []
-    if ddp:
-        called = DistributedDataParallel(model, process_group=group())
+    params, optimizers = list(model.parameters()), []
+    called = DistributedDataParallel(model, process_group=group()) if ddp else model
     for i, kind in enumerate(kinds_of):
         own = params[i :: len(kinds_of)]
         if kind == "AdamW":
@@ -162,8 +159,7 @@ def with_several(rank, size, kinds_of, options, ddp):
 )
 def test_several_optimizers_of_a_model(kinds_of, options):
     """Gradients that no optimizer of onebit has are averaged in every step; buckets are left out where all have one."""
-    found = run_ranks(2, with_several, kinds_of, options, True)
-    expected = run_ranks(2, with_several, kinds_of, options, False)
+    found, expected = (run_ranks(2, with_several, kinds_of, options, ddp) for ddp in (True, False))
     assert found[0][0] == found[1][0] == expected[0][0]
     assert all(found[0][2])
     assert found[0][1] == ("AdamW" not in kinds_of)
@@ -171,8 +167,7 @@ def test_several_optimizers_of_a_model(kinds_of, options):
 
 def test_several_optimizers_with_nodes():
     """Some gradients of a bucket are averaged over a node, and others over all ranks."""
-    found = run_ranks(4, with_several, ("OneBitAdam", "AdamW"), {}, True)
-    expected = run_ranks(4, with_several, ("OneBitAdam", "AdamW"), {}, False)
+    found, expected = (run_ranks(4, with_several, ("OneBitAdam", "AdamW"), {}, ddp) for ddp in (True, False))
     assert {each[0] for each in found} == {found[0][0]}
     one, other = (torch.frombuffer(bytearray(each[0][0]), dtype=torch.float32) for each in (found, expected))
     assert (one - other).abs().max() < 1e-6  # four ranks' gradients are added in another order
@@ -212,15 +207,15 @@ def test_copies_of_an_attached_model(kind, overlap):
 def test_what_is_no_optimizer_of_onebit(tmp_path):
     model = net()
     foreign = torch.optim.AdamW(model.parameters())
-    for call in (
-        lambda: onebit.attach(model, foreign),
-        lambda: onebit.save(tmp_path, model, foreign),
-        lambda: onebit.load(tmp_path, model, foreign),
-        lambda: onebit.make_room({}, model, foreign),
-        lambda: onebit.History().record(foreign),
+    for call, *before in (
+        (onebit.attach, model),
+        (onebit.save, tmp_path, model),
+        (onebit.load, tmp_path, model),
+        (onebit.make_room, {}, model),
+        (onebit.History().record,),
     ):
         with pytest.raises(TypeError, match="needs an optimizer of onebit, such as OneBitAdam; this is a AdamW"):
-            call()
+            call(*before, foreign)
     own = build("OneBitAdam", model.parameters())
     for call in (onebit.save, onebit.load):
         with pytest.raises(TypeError, match=r"needs a model, a torch\.nn\.Module; this is a list"):
