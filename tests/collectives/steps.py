@@ -17,6 +17,7 @@ from torch import Tensor
 from onebit.collectives import CompressedAllReduce
 from tests import oracle
 
+Array = np.ndarray
 ROUNDING = 1e-5  # relative to the size of what is added up: fp32, and sums over a block
 HALF_PLACE = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -51,17 +52,9 @@ class Case:
         return oracle.SimulatedAllReduce(self.plan(ranks), self.scale, self.norm, direct=direct, reply_bits=bits)
 
     def all_reduce(self, group: Any, device: str = "cpu", node_group: Any = None) -> CompressedAllReduce:
-        return CompressedAllReduce(
-            list(self.numels),
-            device=device,
-            scale=self.scale,
-            norm=self.norm,
-            reply=self.reply,
-            block_size=self.block_size,
-            chunks=self.chunks,
-            process_group=group,
-            node_group=node_group,
-        )
+        options = {name: getattr(self, name) for name in ("scale", "norm", "reply", "block_size", "chunks")}
+        groups = {"process_group": group, "node_group": node_group}
+        return CompressedAllReduce(list(self.numels), device=device, **options, **groups)
 
     def inputs(self, rank: int, step: int) -> list[Tensor]:
         """A common part, a rank's own part, and another magnitude for each tensor."""
@@ -96,9 +89,8 @@ def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Bit for bit."""
-    return one.keys() == other.keys() and all(
-        np.asarray(one[k]).tobytes() == np.asarray(other[k]).tobytes() for k in one
-    )
+    one, other = ({k: np.asarray(v).tobytes() for k, v in state.items()} for state in (one, other))
+    return one == other
 
 
 def raw(tensors: list[Tensor]) -> list[np.ndarray]:
@@ -111,16 +103,9 @@ def values(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [torch.from_numpy(a).view(getattr(torch, case.dtype)).double().numpy() for a in arrays]
 
 
-def record(
-    case: Case,
-    rank: int,
-    group: Any,
-    first: int = 0,
-    all_reduce: CompressedAllReduce | None = None,
-    device: str = "cpu",
-) -> Recorded:
+def record(case: Case, rank: int, group: Any, first: int = 0, all_reduce: Any = None, device: str = "cpu") -> Recorded:
     """Run a case's steps, from step `first`, on this rank."""
-    all_reduce = case.all_reduce(group, device) if all_reduce is None else all_reduce
+    all_reduce = all_reduce or case.all_reduce(group, device)
     all_reduce.prepare()
     states, results = [state_of(all_reduce)], []
     for step in range(first, case.steps):
@@ -200,7 +185,7 @@ def check(case: Case, recorded: list[Recorded]) -> None:
             size = sizes[rank] + np.abs(started[0][rank]) + scale
             e = worker_residual(case, ranks, *after[node])
             where = f"the worker residual of sender {rank} after step {t}"
-            turned |= _compare(e, simulation.worker[rank], c, scale=scale, size=size, valid=plan.valid, what=where)
+            turned |= _compare(e, simulation.worker[rank], c, scale, size, plan.valid, where)
         if turned.any():
             continue  # what rounding turned is in this step's average
         size = sum(_whole(messages)[1] for messages in simulation.gathered) / senders + np.abs(started[1])
@@ -214,17 +199,9 @@ def check(case: Case, recorded: list[Recorded]) -> None:
         C, scale = _whole(simulation.scattered)
         E, size = server_residual(case, ranks, after), size + scale
         turned = _unsure_blocks(simulation.scattered, ROUNDING * size)
-        _compare(
-            E,
-            simulation.server,
-            C,
-            scale=scale,
-            size=size,
-            valid=plan.valid & ~turned,
-            what=f"the server residual after step {t}",
-        )
-        what = f"the result of step {t}"
-        _compare(got, expected, C, scale=scale, size=size + rounded, valid=plan.valid & ~turned, what=what)
+        valid = plan.valid & ~turned
+        _compare(E, simulation.server, C, scale, size, valid, f"the server residual after step {t}")
+        _compare(got, expected, C, scale, size + rounded, valid, f"the result of step {t}")
         certain += np.mean(~turned)
     assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
     assert simulation.direct or certain >= 0.9 * compared, "the sizes of too many blocks could not be compared"
@@ -241,15 +218,7 @@ def _whole(messages: list[oracle.Message]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([m.c for m in messages]), np.concatenate([m.scale for m in messages])
 
 
-def _compare(
-    got: np.ndarray,
-    expected: np.ndarray,
-    c: np.ndarray,
-    scale: np.ndarray,
-    size: np.ndarray,
-    valid: np.ndarray,
-    what: str,
-) -> np.ndarray:
+def _compare(got: Array, expected: Array, c: Array, scale: Array, size: Array, valid: Array, what: str) -> np.ndarray:
     """`got` is `expected`; where |c| is within rounding of 0 it may be 2 scales away. Returns where that is so."""
     allowed = ROUNDING * size
     unsure = valid & (np.abs(c) <= allowed) & (scale > 0)

@@ -75,9 +75,8 @@ def test_what_each_reply_sends():
 
 @pytest.mark.parametrize(("size", "way"), [(1, 1), (2, "direct"), (3, 1)])
 def test_auto_is_direct_where_that_sends_no_more(size, way):
-    for auto, chosen in run_ranks(
-        size, work.recorded_many, [Case((300, 63), steps=2, reply=each) for each in ("auto", way)]
-    ):
+    cases = [Case((300, 63), steps=2, reply=reply) for reply in ("auto", way)]
+    for auto, chosen in run_ranks(size, work.recorded_many, cases):
         assert auto.result_bytes == chosen.result_bytes
         assert auto.states[-1]["wire_bytes"] == chosen.states[-1]["wire_bytes"]
 
@@ -94,8 +93,7 @@ def test_groups_that_are_not_the_first_ranks():
 
 def test_without_a_group_this_process_alone():
     case = Case((63, 1000), chunks=2, steps=4)
-    recorded = steps.record(case, 0, None)
-    steps.check(case, [recorded])
+    steps.check(case, [recorded := steps.record(case, 0, None)])
     assert recorded.states[-1]["wire_bytes"] == 0
 
 
@@ -132,13 +130,15 @@ def telescopes(draw):
 def test_it_telescopes(drawn):
     """sum of results + mean over ranks of e_i + E = sum of mean inputs: nothing is ever lost."""
     size, case = drawn
-    sums = run_ranks(size, work.summed, case)
-    states = [s.state for s in sums]
+    runs, plan = run_ranks(size, work.recorded_many, [case]), case.plan(size)
+    states, results = [own.states[-1] for (own,) in runs], runs[0][0].results
     kept = np.mean([steps.worker_residual(case, size, state) for state in states], axis=0)
     kept += steps.server_residual(case, size, states)
-    mean = np.mean([s.inputs for s in sums], axis=0)
-    magnitude = case.steps * (np.abs(mean).max() + np.abs(sums[0].results).max() + np.abs(kept).max())
-    np.testing.assert_allclose(sums[0].results + kept, mean, rtol=0, atol=1e-6 * magnitude)
+    given = [[x.double().numpy() for x in case.inputs(rank, t)] for rank in range(size) for t in range(case.steps)]
+    mean = sum(map(plan.flatten, given)) / size
+    total = sum(plan.flatten(steps.values(case, each)) for each in results)
+    magnitude = case.steps * (np.abs(mean).max() + np.abs(total).max() + np.abs(kept).max())
+    np.testing.assert_allclose(total + kept, mean, rtol=0, atol=1e-6 * magnitude)
 
 
 FLAGGED = [
@@ -158,7 +158,7 @@ FLAGGED = [
 def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(third, value):
     """The steps around the bad one are those of a run that never met it. Each value with a third of the cases."""
     cases = FLAGGED[third::3]
-    for runs in run_ranks(3, work.recorded_with_and_without, cases, 2, value):
+    for runs in run_ranks(3, work.with_and_without, cases, 2, value):
         for case, (run, skipping) in zip(cases, runs, strict=True):
             assert all(np.isnan(a).all() for a in steps.values(case, run.results[2]))
             before, after = ({**s, "wire_bytes": 0} for s in run.states[2:4])
@@ -168,22 +168,15 @@ def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(third, val
             assert all(np.isfinite(a).all() for arrays in kept.results for a in steps.values(case, arrays))
 
 
-@pytest.mark.parametrize(
-    "scale, norm, value",
-    [
-        ("block", "l1", 3e38),
-        ("block", "l2", 1e25),
-        ("block", "unbiased", 1e25),
-        ("block", "rotated", 1e25),
-        ("tensor", "l1", 3e38),
-        ("tensor", "l2", 1e25),
-    ],
-)
-def test_huge_values_do_no_lasting_harm(scale, norm, value):
+HUGE = [("block", norm) for norm in ("l1", "l2", "unbiased", "rotated")] + [("tensor", "l1"), ("tensor", "l2")]
+
+
+@pytest.mark.parametrize(("scale", "norm"), HUGE)
+def test_huge_values_do_no_lasting_harm(scale, norm):
     """Every input is finite, the sum of a block is not."""
+    value = 3e38 if norm == "l1" else 1e25
     all_reduce = CompressedAllReduce(1000, chunks=1, scale=scale, norm=norm)
     all_reduce(torch.full((1000,), value))
-    last = torch.ones(1000)
     for _ in range(3):
         last = torch.ones(1000)
         all_reduce(last)
@@ -221,11 +214,6 @@ def test_no_tensor_is_kept_alive():
     assert alive() is None
 
 
-def test_dtypes_that_differ_are_named():
-    for error in run_ranks(2, work.dtypes_differ):
-        assert "rank 1 has dtype 'torch.bfloat16' where rank 0 has 'torch.float32'" in error
-
-
 def test_no_warnings():
     assert run_ranks(2, work.warned, Case((100,), chunks=2, steps=2)) == [[], []]
 
@@ -243,12 +231,11 @@ def test_no_warnings():
 )
 def test_wrong_tensors_leave_everything_as_it_was(tensors, error, needle):
     all_reduce = CompressedAllReduce([100, 7], chunks=1)
-    before, kept = steps.state_of(all_reduce), [t.clone() for t in tensors]
+    before = steps.state_of(all_reduce)
     with pytest.raises(error, match=needle):
         all_reduce(tensors)
     assert steps.same_state(before, steps.state_of(all_reduce))
-    if tensors[0].device.type == "cpu":
-        assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+    assert all(t.device.type == "meta" or bool((t == 1).all()) for t in tensors)
 
 
 def test_one_object_takes_one_dtype_after_the_other():

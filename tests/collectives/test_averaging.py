@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
@@ -16,8 +15,7 @@ from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Done, LocalTransport
-from onebit.collectives.transport.torch import TorchTransport
-from tests.collectives.work import error_of
+from tests.collectives.work import bare_transport, error_of
 from tests.ranks import group, run_ranks
 
 SCALES = (4.0, 1024.0, 0.5)
@@ -37,9 +35,6 @@ class Mean:
     bucket_bytes: int = 2**20
     scales: tuple[float, ...] | None = None  # the ranks'
     wire: str | None = None
-
-    def but(self, **changes: Any) -> Mean:
-        return replace(self, **changes)
 
 
 def averaged(rank: int, size: int, means: list[Mean]) -> list[tuple[list[np.ndarray], int]]:
@@ -87,8 +82,8 @@ def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:
 @pytest.mark.parametrize(("dtype", "wire"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")])
 def test_a_narrower_dtype_travels_instead(dtype: str, wire: str) -> None:
     """Half the bytes, and the mean within its rounding; what is as narrow already travels as it is, scaled in fp32."""
-    usual, numel = Mean(dtype), sum(t.numel() for t in tensors(0, dtype))
-    means = [usual, usual.but(scales=SCALES), usual.but(wire=wire), usual.but(wire=wire, scales=SCALES)]
+    numel = sum(t.numel() for t in tensors(0, dtype))
+    means = [Mean(dtype, scales=scales, wire=via) for via in (None, wire) for scales in (None, SCALES)]
     sizes = [4, 4, 2, 2] if dtype == "float32" else [2, 4, 2, 4]
     assert check(3, means) == [each * numel for each in sizes]
 
@@ -138,9 +133,7 @@ def test_tensors_of_two_dtypes_travel_apart() -> None:
 def test_nccl_has_a_collective_for_means(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(dist, "all_reduce", lambda values, op, group, async_op: asked.append(op) or Done())
-    transport = TorchTransport.__new__(TorchTransport)
-    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "nccl"
-    transport.backends = {"cpu": "nccl"}
+    transport = bare_transport({"cpu": "nccl"})
     work = transport.all_mean(torch.ones(3), "test")
     assert work is not None and asked == [dist.ReduceOp.AVG]
     transport.backends = {"cpu": "gloo"}
@@ -174,10 +167,10 @@ def compared(rank: int, size: int) -> list[str]:
         for who, tensor, element in odd:
             if who == rank:
                 given[tensor].view(-1)[element] += 1e-6
-        text = [""]
+        text: list[str] = []
         with error_of(text):
             agree_on_values(transport_for(group()), given, lambda i: f"number {i}")
-        errors.append(text[-1])
+        errors.append("".join(text))
     return errors
 
 

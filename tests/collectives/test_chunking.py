@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -37,18 +37,8 @@ def cache_folder(folder: str) -> Iterator[None]:
             tuner.forget()
 
 
-class Clock:
-    """Gives the seconds of each number of chunks in turn, however long it really takes."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        ends = [t for s in seconds for t in [0.0, s] * RUNS]
-        self.readings = iter(ends)
-
-    def perf_counter(self) -> float:
-        return next(self.readings)
-
-
 RUNS = 3  # timed for each number of chunks
+SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
 
 
 @dataclass
@@ -60,44 +50,27 @@ class Choice:
     phases: list[str]
 
 
-@contextmanager
-def measuring(seconds: list[float]) -> Iterator[list[list[int]]]:
-    """Replace the clock, and note the options of every measurement."""
-    measured: list[list[int]] = []
-    real = chunking.measure_chunks
+def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, small: int = 0) -> list[Choice]:
+    """Choose for one case after the other, in a process that has read nothing yet. Models of `small` elements take one
+    chunk, for their flags."""
+    made, real = [], chunking.measure_chunks
 
     def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
-        measured.append(list(kwargs["options"]))
-        with patch.object(chunking, "time", Clock(seconds)):
+        readings = [t for s in seconds[rank] for t in [0.0, s] * RUNS]  # however long it really takes
+        with patch.object(chunking, "time", Mock(perf_counter=Mock(side_effect=readings))):
             return real(*args, **kwargs)
 
-    with patch.object(chunking, "measure_chunks", measure):
-        yield measured
-
-
-def small_models_up_to(elements: int) -> Any:
-    """Models of so many elements take one chunk, for their flags."""
-    return patch.object(chunking, "MOST_ELEMENTS", elements)
-
-
-def choices(
-    rank: int, size: int, cases: list[Case], folders: list[str], seconds: list[list[float]], small: int = 0
-) -> list[Choice]:
-    """Choose for one case after the other, in a process that has read nothing yet."""
-    made = []
-    with cache_folder(folders[rank]), measuring(seconds[rank]) as measured, small_models_up_to(small):
+    few = patch.object(chunking, "MOST_ELEMENTS", small)
+    with cache_folder(folders[rank]), few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
         for case in cases:
-            transport = Watched(transport_for(group()))
-            all_reduce = case.all_reduce(transport)
-            before = len(measured)
-            made.append(Choice(all_reduce.prepare().layout.chunks, len(measured) - before, transport.events))
+            transport, before = Watched(transport_for(group())), measured.call_count
+            chunks = case.all_reduce(transport).prepare().layout.chunks
+            made.append(Choice(chunks, measured.call_count - before, transport.events))
     return made
 
 
 SIZE = 3
 CASE = Case((12_288,), 32, chunks="auto", steps=2)  # 8 chunks * 3 ranks * 16 blocks * 32 elements
-ALL = [1, 2, 4, 8]
-SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
 COMPARED = 2 * [f"{event} comparing the ranks' layouts (all-gather)" for event in ("start", "wait")]  # lengths, text
 ASKING = "all_max finding out whether all ranks are on one host (all-reduce of two numbers)"
 AGREEING = "all_max agreeing on the number of chunks (all-reduce of one number)"
@@ -141,12 +114,6 @@ def test_candidates_have_a_chunk_worth_its_latency():
     assert candidates(10**12, 64, 2048) == list(CANDIDATES)
 
 
-def test_all_ranks_use_what_is_fastest_for_the_slowest(folders):
-    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
-    assert (choice.chunks, choice.measured) == (BEST, 1)
-    assert entries(folders[0]) == {KEY: {"chunks": BEST}}
-
-
 def test_of_equally_fast_ones_the_fewest_chunks(folders):
     (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
     assert choice.chunks == 2
@@ -155,16 +122,17 @@ def test_of_equally_fast_ones_the_fewest_chunks(folders):
 def test_measured_once_and_cached(folders):
     """By rank 0 for all: other ranks may have caches of their own, or none. Later processes read it."""
     similar = replace(CASE, numels=(12_000, 500), scale="tensor")
-    first, *later = agreed(run_ranks(SIZE, choices, [CASE, CASE, similar], folders, SECONDS))
+    first, *later = agreed(run_ranks(SIZE, choices, [CASE, CASE, similar], folders))
     assert (first.chunks, first.measured) == (BEST, 1)
-    for choice in [*later, *agreed(run_ranks(SIZE, choices, [similar, CASE], folders, SECONDS))]:
+    assert entries(folders[0]) == {KEY: {"chunks": BEST}}
+    for choice in [*later, *agreed(run_ranks(SIZE, choices, [similar, CASE], folders))]:
         assert (choice.chunks, choice.measured) == (BEST, 0)
         assert choice.phases == [*COMPARED, ASKING, AGREEING]
 
 
 def test_another_size_is_measured_anew(folders):
     larger = replace(CASE, numels=(40_000,))
-    first, second = agreed(run_ranks(SIZE, choices, [CASE, larger], folders, SECONDS))
+    first, second = agreed(run_ranks(SIZE, choices, [CASE, larger], folders))
     assert (first.measured, second.measured) == (1, 1)
     assert len(entries(folders[0])) == 2
 
@@ -172,12 +140,12 @@ def test_another_size_is_measured_anew(folders):
 def choices_on_hosts(rank, size, folders):
     """As torchrun numbers two hosts."""
     with patch.dict(os.environ, {"GROUP_RANK": str([0, 0, 1][rank])}):
-        return choices(rank, size, [CASE], folders, SECONDS)
+        return choices(rank, size, [CASE], folders)
 
 
 def test_a_trial_on_one_host_says_nothing_of_several(folders):
     """Where messages pass a network it is measured anew, and both are kept."""
-    first = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
+    first = agreed(run_ranks(SIZE, choices, [CASE], folders))
     again, later = (agreed(run_ranks(SIZE, choices_on_hosts, folders)) for _ in range(2))
     assert [[c.measured for c in found] for found in (first, again, later)] == [[1], [1], [0]]
     assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
@@ -188,7 +156,7 @@ def test_the_cache_of_rank_0_counts_for_all_and_no_other(folders, own, chunks, m
     if own:
         write(folders[0], KEY, own)
     write(folders[1], KEY, {"chunks": 8})
-    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
+    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders))
     assert (choice.chunks, choice.measured) == (chunks, measured)
 
 
@@ -196,21 +164,18 @@ def test_a_foreign_value_is_measured_over(folders):
     foreign = [{"rows": 4}, *({"chunks": each} for each in (3, 16, 0, -1, "4", None, [4]))]
     for each in foreign:
         write(folders[0], KEY, each)
-        (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS))
+        (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders))
         assert (choice.chunks, choice.measured) == (BEST, 1), each
         assert entries(folders[0])[KEY] == {"chunks": BEST}
 
 
-@pytest.mark.parametrize("size, numels", [(1, (12_288,)), (SIZE, (3_071,))], ids=["one rank", "a small tensor"])
-def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, numels):
-    (choice,) = agreed(run_ranks(size, choices, [replace(CASE, numels=numels)], folders, SECONDS))
+@pytest.mark.parametrize("size, numel, small", [(1, 12_288, 0), (SIZE, 3_071, 0), (SIZE, 12_288, 12_288)])
+def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, numel, small):
+    """One rank, a small tensor, or a model whose message carries its flags."""
+    (choice,) = agreed(run_ranks(size, choices, [replace(CASE, numels=(numel,))], folders, SECONDS, small))
     assert choice == Choice(1, 0, COMPARED)
-
-
-@pytest.mark.parametrize("small, chunks, measured", [(12_288, 1, 0), (12_287, BEST, 1)])
-def test_a_model_whose_message_carries_its_flags_has_one_chunk(folders, small, chunks, measured):
-    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS, small))
-    assert (choice.chunks, choice.measured) == (chunks, measured)
+    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS, 12_287))
+    assert choice.measured == 1
 
 
 def before_and_in_the_first_call(rank, size):

@@ -1,21 +1,17 @@
 """The transports: which one a group gets, what its collectives do, and errors that name the phase."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport, collective_errors
-from onebit.collectives.transport.torch import SMALL, TorchTransport, TorchWork
+from onebit.collectives.transport.torch import SMALL, TorchWork
 from tests.collectives import work
 from tests.limits import HUNG
 from tests.ranks import run_ranks, run_ranks_once
-
-
-def test_none_without_torch_distributed_is_this_process():
-    transport = transport_for(None)
-    assert isinstance(transport, LocalTransport)
-    assert (transport.rank, transport.size, transport.name) == (0, 1, "local")
 
 
 def test_a_group_counts_its_own_ranks_and_a_rank_outside_is_told_so():
@@ -42,16 +38,9 @@ def test_groups_are_made_of_a_group_without_one_backend_of_its_own(backend, tmp_
 
 
 def test_a_tensor_that_no_backend_sends_is_an_error():
-    transport = TorchTransport.__new__(TorchTransport)
-    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "nccl"
-    transport.backends = {"cuda": "nccl"}
+    transport = work.bare_transport({"cuda": "nccl"})
     with pytest.raises(ValueError, match=r"sends cuda tensors, by nccl, and this one is on cpu: call init_process"):
         transport.all_max(torch.zeros(1), PHASE)
-
-
-def test_a_transport_passes_as_it_is():
-    transport = LocalTransport()
-    assert transport_for(transport) is transport
 
 
 @pytest.mark.parametrize("foreign", [3, "gloo", [0, 1]])
@@ -99,16 +88,6 @@ def test_messages_that_were_expected_arrive(size):
         assert answer == [[[10 * k + rank] * 5 for rank in range(size)] for k in range(4)]
 
 
-class Broken:
-    """Work of a backend that fails with `error`."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def wait(self):
-        raise self.error
-
-
 PHASE = "the gather phase (all-to-all of chunk 3)"
 
 
@@ -116,16 +95,13 @@ def test_an_error_of_the_backend_names_the_phase():
     x = torch.zeros(1, dtype=torch.uint8)
     error = RuntimeError("[gloo/pair.cc:534] Connection closed by peer\nmore of it")
     with pytest.raises(CollectiveError) as caught:
-        TorchWork(Broken(error), PHASE, "gloo", source=x, landing=x, out=x).wait()
+        TorchWork(Mock(wait=Mock(side_effect=error)), PHASE, "gloo", source=x, landing=x, out=x).wait()
     text = str(caught.value)
+    with pytest.raises(CollectiveError, match="the gather phase"), collective_errors(PHASE, "gloo"):
+        raise RuntimeError("")
     assert text.startswith(PHASE) and "(gloo: [gloo/pair.cc:534] Connection closed by peer)" in text
     assert "\n" not in text and "checkpoint" in text
     assert caught.value.__cause__ is error
-
-
-def test_an_error_without_a_text():
-    with pytest.raises(CollectiveError, match="the gather phase"), collective_errors(PHASE, "gloo"):
-        raise RuntimeError("")
 
 
 @pytest.mark.parametrize("error", [CollectiveError("the scatter phase"), ValueError("wrong"), KeyboardInterrupt()])
@@ -143,9 +119,7 @@ def test_an_error_at_the_start_names_the_phase(monkeypatch, what):
     collectives = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce")
     for name in (*collectives, "isend", "irecv"):
         monkeypatch.setattr(torch.distributed, name, fail, raising=False)
-    transport = TorchTransport.__new__(TorchTransport)
-    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, "gloo"
-    transport.backends, transport.members, transport.expected = {"cpu": "gloo"}, [0, 1], {}
+    transport = work.bare_transport({"cpu": "gloo"})
     x = torch.zeros((2, 4), dtype=torch.uint8)
     arguments = (x[:1],) if what == "all_max" else (x,) if what == "expect" else (x, x)
     with pytest.raises(CollectiveError, match=r"the gather phase.*no more sockets"):

@@ -83,42 +83,21 @@ def on_two_nodes(rank, size):
 
     found["elsewhere"] = []
     with work.error_of(found["elsewhere"]):
-        CompressedAllReduce(300, chunks=2, process_group=group(), node_group=other).load_state_dict(
-            average.state_dict()
-        )
+        elsewhere = CompressedAllReduce(300, chunks=2, process_group=group(), node_group=other)
+        elsewhere.load_state_dict(average.state_dict())
     return found
 
 
-@pytest.fixture(scope="module")
-def on_nodes():
-    return run_ranks(4, on_two_nodes)
-
-
-def test_a_saved_state_goes_on_bit_for_bit(on_nodes):
+def test_what_two_nodes_of_two_ranks_do():
+    on_nodes = run_ranks(4, on_two_nodes)
     assert [found["resumed"] for found in on_nodes] == [[True] * 3] * 4
-
-
-def test_what_is_not_finite_on_one_rank_gives_nan_on_all(on_nodes):
-    assert [found["bad value"] for found in on_nodes] == [(True, True)] * 4
-
-
-def test_parameters_are_averaged_in_place(on_nodes):
+    assert [found["bad value"] for found in on_nodes] == [(True, True)] * 4  # NaN on all, residuals as they were
     assert [found["means"] for found in on_nodes] == [[pytest.approx(1.5), pytest.approx(1.0)]] * 4
-
-
-def test_a_node_sends_what_one_rank_would(on_nodes):
-    """With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks."""
+    # With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks.
     two, one = (sum(found["sent"][i] for found in on_nodes[:2]) for i in (0, 1))
     assert one == pytest.approx(3 * two, rel=0.01)
-
-
-def test_nodes_of_one_rank_are_one_level(on_nodes):
-    assert [found["nodes of one"] for found in on_nodes] == [True] * 4
-
-
-def test_a_state_of_another_place_is_refused(on_nodes):
-    """A state of ranks 0 and 1 on one node, loaded where 0 and 2 are."""
-    errors = [found["elsewhere"] for found in on_nodes]
+    assert [found["nodes of one"] for found in on_nodes] == [True] * 4  # are one level
+    errors = [found["elsewhere"] for found in on_nodes]  # a state of ranks 0 and 1 on one node, where 0 and 2 are
     assert [bool(each) for each in errors] == [False, True, True, False]
     assert "the state was saved with slice 1, here it is 0" in errors[1][0]
 
@@ -210,7 +189,7 @@ def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
 def test_the_topology_of_a_process_alone():
     found, transport = Topology.of(), LocalTransport()
     assert isinstance(found.replicas, LocalTransport) and found.everyone is found.replicas
-    assert (found.replicas.rank, found.replicas.size) == (0, 1)
+    assert (found.replicas.rank, found.replicas.size, found.replicas.name) == (0, 1, "local")
     assert Topology.of(transport).replicas is transport
     with pytest.raises(TypeError, match="can't communicate over a str"):
         Topology.of("gloo")

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import onebit
-from onebit.collectives import CompressedAllReduce
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
 from onebit.collectives.transport.torch import TorchTransport
@@ -31,9 +30,7 @@ def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
     return [steps.record(case, rank, group()) for case in cases]
 
 
-def recorded_with_and_without(
-    rank: int, size: int, cases: list[Case], at: int, value: float
-) -> list[tuple[Recorded, Recorded]]:
+def with_and_without(rank: int, size: int, cases: list[Case], at: int, value: float) -> list[tuple[Recorded, Recorded]]:
     """Each case with a bad value in one step, and without that step."""
     found = []
     for case in cases:
@@ -52,26 +49,6 @@ def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> R
         made = dist.new_group(members)
         mine = made if rank in members else mine
     return None if mine is None else steps.record(case, dist.get_rank(mine), mine)
-
-
-@dataclass
-class Sums:
-    """What telescopes, of one rank: its own inputs and the results, summed in float64."""
-
-    inputs: Any
-    results: Any
-    state: dict[str, Any]
-
-
-def summed(rank: int, size: int, case: Case) -> Sums:
-    plan, all_reduce = case.plan(size), case.all_reduce(group())
-    inputs, results = 0.0, 0.0
-    for step in range(case.steps):
-        tensors = case.inputs(rank, step)
-        inputs = inputs + plan.flatten([x.double().numpy() for x in tensors])
-        all_reduce(tensors)
-        results = results + plan.flatten([x.double().numpy() for x in tensors])
-    return Sums(inputs, results, steps.state_of(all_reduce))
 
 
 def resumed(rank: int, size: int, cases: list[Case], stop: int, auto: bool) -> list[tuple[Recorded, Recorded]]:
@@ -107,15 +84,6 @@ def gathered_server(rank: int, size: int, case: Case) -> tuple[bytes, dict[str, 
     all_reduce = case.all_reduce(group())
     steps.record(case, rank, group(), all_reduce=all_reduce)
     return all_reduce.prepare().gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
-
-
-def dtypes_differ(rank: int, size: int) -> str:
-    average = CompressedAllReduce(100, chunks=1, process_group=group())
-    try:
-        average(torch.ones(100, dtype=torch.bfloat16 if rank == 1 else torch.float32))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 @dataclass
@@ -206,6 +174,14 @@ def logged() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def bare_transport(backends: dict[str, str]) -> TorchTransport:
+    """Rank 0 of 2 that are not there."""
+    transport = TorchTransport.__new__(TorchTransport)
+    transport.group, transport.rank, transport.size, transport.name = None, 0, 2, next(iter(backends.values()))
+    transport.backends, transport.members, transport.expected = backends, [0, 1], {}
+    return transport
 
 
 def transports(rank: int, size: int, members: list[int]) -> tuple[str, list[str], list[int]]:
