@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 import onebit
-from tests.onebit.runs import Case, kinds, run, take
+from tests.checkpoints import Run
+from tests.onebit.runs import Case, kinds
 from tests.ranks import group, run_ranks
 
 
 def diagnosed(rank: int, size: int, case: Case) -> dict[str, Any]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 3)
+    run = Run(case, 3, rank, group())
+    optimizer, params = run.optimizer, run.params
     early, v = optimizer.diagnostics(), [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
-    run(case, rank, optimizer, params, 4, case.steps)
+    run.on(4, case.steps)
     late = optimizer.diagnostics()
     (reducer,) = optimizer.current.reducers
     e, server, state = reducer.exchange.residual.left_out(), reducer.exchange.gathered_server_residual(), reducer.state
@@ -72,12 +72,9 @@ def test_norms_and_scales(kind: str, scale: str, reply: Any) -> None:
 
 
 def test_coefficients_are_those_of_the_last_step() -> None:
-    case = Case("OneBitLamb", options={"freeze_step": 50})
-    params = case.parameters()
-    optimizer = case.build(params)
-    run(case, 0, optimizer, params, 1, 2)
-    before = [p.detach().clone() for p in params]
-    take(case, 0, optimizer, params, 3)
+    run = Run(Case("OneBitLamb", options={"freeze_step": 50}), 2)
+    optimizer, params, before = run.optimizer, run.params, [p.detach().clone() for p in run.params]
+    run.on(3, 3)
     for p, old, said in zip(params, before, optimizer.diagnostics().values(), strict=True):
         s = optimizer.state[p]
         u = (s["exp_avg"] / (1 - 0.9**3)) / ((s["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
@@ -86,12 +83,10 @@ def test_coefficients_are_those_of_the_last_step() -> None:
 
 @kinds
 def test_a_history_and_its_picture(kind: str, tmp_path: Path) -> None:
-    case = Case(kind, options={"freeze_step": 4})
-    params = case.parameters()
-    optimizer, history = case.build(params), onebit.History()
+    run, history = Run(Case(kind, options={"freeze_step": 4}), 0), onebit.History()
     for step in range(1, 9):
-        take(case, 0, optimizer, params, step)
-        history.record(optimizer)
+        run.on(step, step)
+        history.record(run.optimizer)
     assert history.steps == list(range(1, 9))
     assert all(math.isnan(line[0]) and line[-1] > 0 for line in history.series("residual_norm").values())
     if kind == "OneBitLamb":  # which has the most to draw

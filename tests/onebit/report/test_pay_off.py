@@ -12,8 +12,9 @@ import torch
 
 from onebit.collectives.waits import Waits, counted, waiting
 from onebit.report.pay_off import KEPT, REPORTED_AFTER, PayOff, Report, Steps
+from tests.checkpoints import Run
 from tests.collectives.work import logged
-from tests.onebit.runs import Case, kinds, run
+from tests.onebit.runs import Case, kinds
 from tests.ranks import group, run_ranks
 
 CPU = torch.device("cpu")
@@ -27,11 +28,14 @@ class Clock:
         return self.time
 
 
-def timed(*steps: tuple[str, float, float]) -> PayOff:
-    """Steps of a kind that take so long, and wait for so much of it."""
+def timed(*steps: tuple[str, float, float], pause: float | None = None) -> PayOff:
+    """Steps of a kind that take so long, and wait for so much of it; each after a pause that ends with a restart."""
     clock = Clock()
     pay_off = PayOff(CPU, clock)
     for kind, seconds, waits in steps:
+        if pause is not None:
+            clock.time += pause
+            pay_off.restart()
         clock.time += seconds
         pay_off.waits.seconds += waits
         pay_off.step_ended(kind)  # type: ignore[arg-type]
@@ -56,13 +60,7 @@ def test_too_few_steps_are_not_timed_and_old_ones_are_dropped() -> None:
 
 
 def test_what_comes_before_a_restart_does_not_count() -> None:
-    clock = Clock()
-    pay_off = PayOff(CPU, clock)
-    for _ in range(4):
-        clock.time += 50.0
-        pay_off.restart()
-        clock.time += 2.0
-        pay_off.step_ended("1 bit")
+    pay_off = timed(*[("1 bit", 2.0, 0.0)] * 4, pause=50.0)
     assert pay_off.steps("1 bit", waits_here=True) == Steps(4, 2.0, 0.0)
 
 
@@ -124,11 +122,9 @@ def test_waits_are_those_of_this_thread_where_they_are_counted(monkeypatch: pyte
     assert waits.total() == 18.0 and inner.total() == 8.0 and waits.passed
 
 
-def report(
-    slow: float | None, fast: float | None, waits: float | None = 0.5, n: int = 100, alone: float | None = None
-) -> Report:
-    compressed, local = Steps(3 * n, fast, 0.25), Steps(*((0, None, None) if alone is None else (100 * n, alone, 0.0)))
-    return Report(Steps(n, slow, waits), compressed, local, 2, sent=2e6, sent_by_fp32=4e7, sent_by_fp16=2e7)
+def report(slow: float | None, fast: float | None, waits: float | None = 0.5, alone: float | None = None) -> Report:
+    compressed, local = Steps(300, fast, 0.25), Steps(*((0, None, None) if alone is None else (10_000, alone, 0.0)))
+    return Report(Steps(100, slow, waits), compressed, local, 2, sent=2e6, sent_by_fp32=4e7, sent_by_fp16=2e7)
 
 
 def test_verdicts() -> None:
@@ -161,10 +157,8 @@ def test_the_text() -> None:
 
 
 def reported(rank: int, size: int, case: Case) -> tuple[Any, int, list[str]]:
-    params = case.parameters()
     with logged() as said:
-        optimizer = case.build(params, group())
-        run(case, rank, optimizer, params, 1, case.steps)
+        optimizer = Run(case, case.steps, rank, group()).optimizer
     return optimizer.report(), optimizer.wire_bytes, [text for text in said if "1 bit  " in text]
 
 
