@@ -58,7 +58,7 @@ def end_step(how: str, case: Case, rank: int, optimizer: Any, params: list[nn.Pa
     optimizer.step()
 
 
-def run_with_and_without(rank: int, size: int, case: Case, how: str = "", first: int = 1) -> dict[str, Any]:
+def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[str, Any]:
     """With overlap and without: is every step the same, and did messages leave before step was called?
 
     how: what is done from step `first` on, between backward and step or, with "no_sync", before the last backward pass
@@ -92,8 +92,16 @@ def run_with_and_without(rank: int, size: int, case: Case, how: str = "", first:
     }  # fmt: skip
 
 
-def run_all(rank: int, size: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return [run_with_and_without(rank, size, case) for case in cases]
+def run_all(rank: int, size: int, cases: tuple[Case, ...], how: str, first: int) -> list[dict[str, Any]]:
+    return [run_with_and_without(rank, case, how, first) for case in cases]
+
+
+def check(size: int, *cases: Case, how: str = "", first: int = 1) -> list[dict[str, Any]]:
+    """What each rank has of each case: the same with overlap as without it, and where every rank ends."""
+    found = run_ranks(size, run_all, cases, how, first)
+    for one, other in ((one, other) for own in found for one, other in zip(own, found[0], strict=True)):
+        assert all(one["equal"]) and one["params"] == other["params"]
+    return [one for own in found for one in own]
 
 
 WAYS: list[dict[str, Any]] = [{}, {"scale": "tensor"}, {"reply": "direct"}, {"reply": 2}]
@@ -107,12 +115,9 @@ def test_every_step_is_the_same_bit_for_bit(kind: str) -> None:
         Case(kind, dtype=DTYPES[(i + turn) % 2], steps=8, options=options, missing=((6, 0, 1),))
         for i, options in enumerate(WAYS)
     ]
-    found = run_ranks(3, run_all, cases)
-    for one, first in ((one, first) for own in found for one, first in zip(own, found[0], strict=True)):
-        assert all(one["equal"])
+    for one in check(3, *cases):
         assert one["early"] == [False] * 4 + [True] * 4  # the exchange begins with the first step of stage 2
         assert not one["warned"]
-        assert one["params"] == first["params"]
 
 
 @pytest.mark.parametrize("at", [4, 5, 7])
@@ -128,19 +133,16 @@ def test_a_bad_gradient_skips_the_step_after_messages_have_left(kind: str, at: i
         )
         for w in (0, 1)
     ]  # fmt: skip
-    for own in run_ranks(2, run_all, cases):
-        for one in own:
-            assert all(one["equal"])
-            assert one["skipped"] == (3 if at < 8 else 2)
-            assert not one["warned"]
+    for one in check(2, *cases):
+        assert one["skipped"] == 3
+        assert not one["warned"]
 
 
 @kinds
 def test_a_step_skipped_after_overlap_was_disabled_is_the_same(kind: str) -> None:
     """Its messages hold what the last replies had: not those of the step before, which was cancelled."""
     case = Case(kind, steps=9, bad=((6, 1, math.nan), (7, 0, math.nan)))
-    for one in run_ranks(2, run_with_and_without, case, "clip", 7):
-        assert all(one["equal"])
+    for one in check(2, case, how="clip", first=7):
         assert one["early"][5:8] == [True, True, False]
 
 
@@ -168,8 +170,7 @@ def test_parameters_of_two_dtypes_give_the_same_bits(kind: str) -> None:
 def test_overlap_is_disabled_where_one_rank_has_sent_nothing() -> None:
     """It had no gradient in this step, and the others had."""
     case = Case(steps=8, missing=tuple((6, 1, p) for p in range(4)))
-    one, other = run_ranks(2, run_with_and_without, case, "clip", 6)
-    assert all(one["equal"]) and all(other["equal"]) and one["params"] == other["params"]
+    one, other = check(2, case, how="clip", first=6)
     assert one["early"][4:] == [True, True, False, False] and other["early"][4:] == [True, False, False, False]
 
 
@@ -214,10 +215,7 @@ def test_messages_arrive_while_backward_still_computes() -> None:
     ],
 )
 def test_changing_gradients_after_backward_disables_overlap_and_no_more(kind: str, what: str) -> None:
-    found = run_ranks(2, run_with_and_without, Case(kind, steps=8), what)
-    for one in found:
-        assert all(one["equal"])
-        assert one["params"] == found[0]["params"]
+    for one in check(2, Case(kind, steps=8), how=what):
         assert len(one["warned"]) == 1
         assert "off from here on" in one["warned"][0]
         at_once = what in ("clip", "scaler")  # those two are met in step 4
@@ -226,8 +224,7 @@ def test_changing_gradients_after_backward_disables_overlap_and_no_more(kind: st
 
 @kinds
 def test_accumulation_within_no_sync_and_a_step_left_out_keep_overlap(kind: str) -> None:
-    for one in run_ranks(2, run_with_and_without, Case(kind, steps=8), "no_sync"):
-        assert all(one["equal"])
+    for one in check(2, Case(kind, steps=8), how="no_sync"):
         assert not one["warned"]
         assert one["early"] == [False] * 4 + [True] * 4
         assert one["more threads"] <= 0
