@@ -58,9 +58,7 @@ def no_waits(step: int, device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def train(
-    net: nn.Module, optimizer: Any, rank: int, device: str, *, clip: float | None = None, scaler: Any = None
-) -> str:
+def train(net: nn.Module, optimizer: Any, rank: int, device: str, clip: Any = None, scaler: Any = None) -> str:
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         loss = loss_of(net, step, rank, device)
@@ -98,12 +96,7 @@ def hooked(rank: int, device: str, kind: str, group: Any) -> str:
     net = model(device)
     wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.05)
     wrapped.register_comm_hook(onebit.OneBitState(net, group, block_size=256), onebit.onebit_hook)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
-    for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        loss_of(wrapped, step, rank, device).backward()
-        optimizer.step()
-    return bits([p.detach().cpu() for p in net.parameters()])
+    return train(wrapped, torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9), rank, device)
 
 
 WAYS: dict[str, Callable[..., str]] = {
@@ -126,16 +119,16 @@ def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str
     dist.destroy_process_group()
     named = {"no backend named": None, "cpu:gloo": "gloo"}.get(start, "nccl" if device == "cuda" else "gloo")
     dist.init_process_group(named, init_method=f"file://{path}", rank=rank, world_size=size)
-    if start != "some of the ranks":
-        return {name: way(rank, device, kind, None) for name, way in WAYS.items()}
-    members = [0, size - 1]
-    group = dist.new_group(members)
+    members, group = [*range(size)], None
+    if start == "some of the ranks":
+        group = dist.new_group(members := [0, size - 1])
     if rank not in members:
         return None
     return {name: way(members.index(rank), device, kind, group) for name, way in WAYS.items()}
 
 
-def check(answers: list[dict[str, str] | None]) -> None:
+def check_ranks(size: int, device: str, kind: str, start: str, folder: Path) -> None:
+    answers = run_ranks_once(size, all_ways, (device, kind, start, str(folder / "store")), timeout=HUNG)
     found = [each for each in answers if each is not None]
     for way in WAYS:
         assert len({each[way] for each in found}) == 1, f"{way}: the ranks differ"
@@ -146,10 +139,6 @@ def check(answers: list[dict[str, str] | None]) -> None:
         assert ways["ddp"] == ways["plain"]
         assert ways["scaled"] == ways["plain"]  # by a power of two
     assert len(set(ways.values())) >= 3  # clipping and the hook go elsewhere
-
-
-def check_ranks(size: int, device: str, kind: str, start: str, folder: Path) -> None:
-    check(run_ranks_once(size, all_ways, (device, kind, start, str(folder / "store")), timeout=HUNG))
 
 
 CASES = [(2, "OneBitAdam", "default"), (2, "OneBitLamb", "no backend named"), (3, "ZeroOneAdam", "some of the ranks")]
