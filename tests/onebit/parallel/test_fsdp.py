@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,25 +34,18 @@ def model(width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
 
-def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 16, generator=source)
-    return x, torch.sin(x.sum(1, keepdim=True)).expand(-1, 64)
-
-
 def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
-    x, y = data(rank, step)
-    out = net(x)
-    return (out - y[:, : out.shape[1]]).square().mean()
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (net(x) - torch.sin(x.sum(1, keepdim=True))).square().mean()
 
 
 def mesh_of(replicas: int, shards: int) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(net: nn.Module, mesh: Any) -> nn.Module:
+def sharded(net: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     for module in (net[0], net[2], net):  # type: ignore[index]
-        fully_shard(module, mesh=mesh["shard"])
+        fully_shard(module, mesh=mesh["shard"], **options)
         module.set_force_sum_reduction_for_comms(True)  # Gloo's average is a sum
     return net
 
@@ -67,11 +62,20 @@ def trained(rank: int, net: nn.Module, optimizer: Any, steps: int, values: Calla
     return ends
 
 
-def with_fsdp(rank: int, kind: str, steps: int, mesh: Any, attached: bool, width: int = 64, **options: Any) -> Any:
-    net = sharded(model(width), mesh)
-    optimizer = build(kind, net.parameters(), process_group=mesh.get_group("replicate"), **{**OPTIONS, **options})
-    if attached:
+def attached(
+    net: nn.Module, mesh: Any, kind: str = "OneBitAdam", params: Any = None, hook: bool = True, **options: Any
+) -> Any:
+    """The optimizer; without the hook it averages in step."""
+    options = {**OPTIONS, "process_group": mesh.get_group("replicate"), **options}
+    optimizer = build(kind, net.parameters() if params is None else params, **options)
+    if hook:
         onebit.attach(net, optimizer)
+    return optimizer
+
+
+def with_fsdp(rank: int, kind: str, steps: int, mesh: Any, hook: bool = True, **options: Any) -> Any:
+    net = sharded(model(), mesh)
+    optimizer = attached(net, mesh, kind, hook=hook, **options)
     return net, optimizer, trained(rank, net, optimizer, steps, lambda: whole(net))
 
 
@@ -91,19 +95,17 @@ def whole(net: nn.Module) -> list[Tensor]:
 def both(rank: int, size: int, kind: str, reply: Any) -> dict[str, Any]:
     mesh = mesh_of(2, 2)
     common: dict[str, Any] = {"reply": reply, "norm": "l1"}  # with smaller scales a sign that rounding turns moves less
-    net, optimizer, ends = with_fsdp(rank, kind, AT[-1], mesh, attached=True, **common)
-    _, _, plain = with_fsdp(rank, kind, AT[-1], mesh, attached=False, **common)
+    net, optimizer, ends = with_fsdp(rank, kind, AT[-1], mesh, **common)
+    *_, plain = with_fsdp(rank, kind, AT[-1], mesh, hook=False, **common)
     ddp_optimizer, theirs = with_ddp(rank, kind, AT[-1], **common)
     theirs_at_the_end = model()
     for p, value in zip(theirs_at_the_end.parameters(), theirs[-1], strict=True):
         p.data.copy_(value)
+    pairs = [list(zip(one, other, strict=True)) for one, other in zip(ends, theirs, strict=True)]
     return {
         "same": [bits(a) == bits(b) for a, b in zip(ends, plain, strict=True)],
         "bits": bits(ends[-1]),
-        "off": [
-            max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
-            for one, other in zip(ends, theirs, strict=True)
-        ],
+        "off": [max(float((a - b).norm() / b.norm()) for a, b in of) for of in pairs],
         "losses": [float(loss_of(other, 0, 1000).detach()) for other in (net, theirs_at_the_end, model())],
         "compressing": (optimizer.compressing, ddp_optimizer.compressing),
     }
@@ -146,13 +148,6 @@ def uneven(rank: int, mesh: Any) -> tuple[bytes, bool, list[float]]:
     return bits(whole(net)), before == bits(whole(net)), norms
 
 
-def attached(net: nn.Module, mesh: Any, kind: str = "OneBitAdam", params: Any = None, **options: Any) -> Any:
-    options = {**OPTIONS, "process_group": mesh.get_group("replicate"), **options}
-    optimizer = build(kind, net.parameters() if params is None else params, **options)
-    onebit.attach(net, optimizer)
-    return optimizer
-
-
 def masked(rank: int, mesh: Any) -> tuple[bytes, bool, str]:
     """Some rows of the first weight are held, in both parts."""
     net = sharded(model(8), mesh)
@@ -180,10 +175,7 @@ def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
     for hooked in (True, False):
         net = sharded(model(), mesh)
         layers = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]  # type: ignore[index]
-        if hooked:
-            optimizer = attached(net, mesh, kind, layers)
-        else:
-            optimizer = build(kind, layers, process_group=mesh.get_group("replicate"), **OPTIONS)
+        optimizer = attached(net, mesh, kind, layers, hooked)
         trained(rank, net, optimizer, 20, lambda: None)
         assert optimizer.compressing and len(optimizer.current.uncompressed) == 1
         ends.append(bits(whole(net)))
@@ -206,10 +198,7 @@ def with_policies(rank: int, mesh: Any) -> list[tuple[bytes, bool]]:
         net: Any = model()
         if again:
             net = nn.Sequential(checkpoint_wrapper(net[0]), *net[1:])
-        for module in (net[0], net[2], net):
-            fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard)
-            module.set_force_sum_reduction_for_comms(True)
-        optimizer = attached(net, mesh)
+        optimizer = attached(sharded(net, mesh, mp_policy=policy, reshard_after_forward=reshard), mesh)
         for step in range(14):
             optimizer.zero_grad()
             for last in (False, True):
@@ -223,13 +212,9 @@ def with_policies(rank: int, mesh: Any) -> list[tuple[bytes, bool]]:
 
 def with_a_refused_hook(rank: int, mesh: Any) -> tuple[bool, bool]:
     """A module that takes no hook: the optimizer averages in step, to the same end."""
-    expected, _, _ = with_fsdp(rank, "OneBitAdam", 14, mesh, attached=True)
+    expected, _, _ = with_fsdp(rank, "OneBitAdam", 14, mesh)
     net = sharded(model(), mesh)
-
-    def refuse(hook: Any) -> None:
-        raise ValueError("several param groups")
-
-    net[2].set_all_reduce_hook = refuse  # type: ignore[index]
+    net[2].set_all_reduce_hook = Mock(side_effect=ValueError("several param groups"))  # type: ignore[index]
     optimizer = attached(net, mesh)
     trained(rank, net, optimizer, 14, lambda: None)
     return bits(whole(net)) == bits(whole(expected)), optimizer.averaged_in_backward
@@ -240,18 +225,15 @@ def diverged(rank: int, mesh: Any) -> list[str]:
     texts = []
     for when in (0, 3):
         net = sharded(model(), mesh)
-        optimizer, text = attached(net, mesh, check_every=2), "no error"
-        for step in range(6):
-            if step == when and rank == 0:
-                next(net.parameters()).data.to_local().view(-1)[3] += 1e-3  # type: ignore[operator]
-            optimizer.zero_grad()
-            try:
+        optimizer, step = attached(net, mesh, check_every=2), 0
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            for step in range(6):
+                if step == when and rank == 0:
+                    next(net.parameters()).data.to_local().view(-1)[3] += 1e-3  # type: ignore[operator]
+                optimizer.zero_grad()
                 loss_of(net, rank, step).backward()
                 optimizer.step()
-            except (ValueError, RuntimeError) as error:
-                text = f"step {step}: {error}"
-                break
-        texts.append(text)
+        texts.append(f"step {step}: {error.value}")
     return texts
 
 
@@ -267,45 +249,19 @@ def all_runs(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks_once(4, all_runs)
-
-
 @pytest.mark.slow
-def test_uneven_parts_clipping_and_a_bad_gradient(found: Any) -> None:
+def test_runs_over_two_shards_and_two_replicas() -> None:
+    found = run_ranks_once(4, all_runs)
+    for name in ("uneven", "masked", "apart", "policies"):
+        assert all(one[name] == found[0][name] for one in found), name
     _, untouched, norms = found[0]["uneven"]
-    assert all(one["uneven"] == found[0]["uneven"] for one in found)
     assert untouched and len(norms) == 7
-
-
-@pytest.mark.slow
-def test_a_mask_of_a_sharded_parameter(found: Any) -> None:
     _, held, refused = found[0]["masked"]
-    assert all(one["masked"] == found[0]["masked"] for one in found)
     assert held and "must be sharded as it is" in refused
-
-
-@pytest.mark.slow
-def test_a_layer_that_stays_uncompressed(found: Any) -> None:
-    assert all(one["apart"] == found[0]["apart"] for one in found)
-
-
-@pytest.mark.slow
-def test_policies_of_fsdp_and_accumulated_gradients(found: Any) -> None:
     (one, compressing), (other, compressing_too) = found[0]["policies"]
-    assert all(each["policies"] == found[0]["policies"] for each in found)
     assert compressing and compressing_too and one != other
-
-
-@pytest.mark.slow
-def test_a_module_that_takes_no_hook(found: Any) -> None:
     assert [one["no hook"] for one in found] == [(True, False)] * 4
-
-
-@pytest.mark.slow
-def test_a_difference_in_one_part_is_an_error_on_all_ranks(found: Any) -> None:
-    for rank, one in enumerate(found):
+    for rank, one in enumerate(found):  # a difference in one part is an error on all ranks
         start, later = one["diverged"]
         assert start.startswith("step 0: ") and later.startswith("step 3: "), (start, later)
         own = rank in (0, 2)
@@ -315,33 +271,25 @@ def test_a_difference_in_one_part_is_an_error_on_all_ranks(found: Any) -> None:
 
 
 def refused(case: str, mesh: Any) -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    options: dict[str, Any] = {"process_group": mesh.get_group("replicate")}
-    if case == "plain FSDP":
-        fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
-        options = {}
-    elif case == "two dimensions":
-        fully_shard(net, mesh=mesh)
-    else:
-        fully_shard(net[0] if case == "in part" else net, mesh=mesh["shard"])
-    options |= {
+    """By an optimizer, or by `attach`: one that was built too early, lacks parameters of the model, or has others."""
+    net: Any = model()
+    if case == "too early":
+        optimizer = build("OneBitAdam", net.parameters())
+        onebit.attach(sharded(net, mesh), optimizer)
+    if case in ("some", "more"):
+        params, other = list(sharded(net, mesh).parameters()), sharded(model(), mesh)
+        attached(net, mesh, params=params[:2] if case == "some" else [*params, *other.parameters()])
+    of = {"plain FSDP": init_device_mesh("cpu", (4,)), "two dimensions": mesh}.get(case, mesh["shard"])
+    fully_shard(net[0] if case == "in part" else net, mesh=of)
+    options = {
+        "plain FSDP": {"process_group": None},
         "the shard group": {"process_group": mesh.get_group("shard")},
         "everyone": {"process_group": None},
         "node_group": {"node_group": mesh.get_group("shard")},
         "overlap": {"overlap": True},
         "rotated": {"norm": "rotated"},
     }.get(case, {})
-    build("OneBitAdam", net.parameters(), **options)
-
-
-def refused_by_attach(case: str, mesh: Any) -> None:
-    """An optimizer that was built too early, lacks parameters of the model, or has others."""
-    net, other = model(), sharded(model(), mesh)
-    if case == "too early":
-        optimizer = build("OneBitAdam", net.parameters())
-        onebit.attach(sharded(net, mesh), optimizer)
-    params = list(sharded(net, mesh).parameters())
-    attached(net, mesh, params=params[:2] if case == "some" else [*params, *other.parameters()])
+    build("OneBitAdam", net.parameters(), **{"process_group": mesh.get_group("replicate"), **options})
 
 
 REFUSED = {
@@ -353,25 +301,18 @@ REFUSED = {
     "in part": "is whole where others are sharded",
     "node_group": "Leave it out",
     "overlap": "Pass overlap=False",
-}
-REFUSED_BY_ATTACH = {
     "too early": "call fully_shard first",
     "some": "the optimizer does not hold '2.weight' and 3 more of the model",
     "more": "the model does not hold parameter",
 }
 
 
-def refusals(rank: int, size: int) -> list[str]:
-    mesh, texts = mesh_of(2, 2), []
-    for cases, call in ((REFUSED, refused), (REFUSED_BY_ATTACH, refused_by_attach)):
-        for case in cases:
-            with pytest.raises(ValueError) as error:
-                call(case, mesh)
-            texts.append(str(error.value))
-    return texts
+def refusals(rank: int, size: int) -> None:
+    mesh = mesh_of(2, 2)
+    for case, says in REFUSED.items():
+        with pytest.raises(ValueError, match=re.escape(says)):
+            refused(case, mesh)
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
-    for texts in run_ranks_once(4, refusals):
-        for text, says in zip(texts, [*REFUSED.values(), *REFUSED_BY_ATTACH.values()], strict=True):
-            assert says in text
+    run_ranks_once(4, refusals)
