@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -41,18 +41,9 @@ RUNS = 3  # timed for each number of chunks
 SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
 
 
-@dataclass
-class Choice:
-    """The chunks of one object, how often the candidates were measured for it, and the phases of its collectives."""
-
-    chunks: int
-    measured: int
-    phases: list[str]
-
-
-def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, small: int = 0) -> list[Choice]:
-    """Choose for one case after the other, in a process that has read nothing yet. Models of `small` elements take one
-    chunk, for their flags."""
+def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, small: int = 0) -> list[Any]:
+    """Of one case after the other, in a process that has read nothing yet: the chunks, how often candidates were
+    measured for it, and the phases of its collectives. Models of `small` elements take one chunk, for their flags."""
     made, real = [], chunking.measure_chunks
 
     def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
@@ -65,7 +56,7 @@ def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, 
         for case in cases:
             transport, before = Watched(transport_for(group())), measured.call_count
             chunks = case.all_reduce(transport).prepare().layout.chunks
-            made.append(Choice(chunks, measured.call_count - before, transport.events))
+            made.append((chunks, measured.call_count - before, transport.events))
     return made
 
 
@@ -115,25 +106,24 @@ def test_candidates_have_a_chunk_worth_its_latency():
 
 
 def test_of_equally_fast_ones_the_fewest_chunks(folders):
-    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
-    assert choice.chunks == 2
+    ((chunks, *_),) = agreed(run_ranks(SIZE, choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
+    assert chunks == 2
 
 
 def test_measured_once_and_cached(folders):
     """By rank 0 for all: other ranks may have caches of their own, or none. Later processes read it."""
     similar = replace(CASE, numels=(12_000, 500), scale="tensor")
     first, *later = agreed(run_ranks(SIZE, choices, [CASE, CASE, similar], folders))
-    assert (first.chunks, first.measured) == (BEST, 1)
+    assert first[:2] == (BEST, 1)
     assert entries(folders[0]) == {KEY: {"chunks": BEST}}
     for choice in [*later, *agreed(run_ranks(SIZE, choices, [similar, CASE], folders))]:
-        assert (choice.chunks, choice.measured) == (BEST, 0)
-        assert choice.phases == [*COMPARED, ASKING, AGREEING]
+        assert choice == (BEST, 0, [*COMPARED, ASKING, AGREEING])
 
 
 def test_another_size_is_measured_anew(folders):
     larger = replace(CASE, numels=(40_000,))
     first, second = agreed(run_ranks(SIZE, choices, [CASE, larger], folders))
-    assert (first.measured, second.measured) == (1, 1)
+    assert first[1] == second[1] == 1
     assert len(entries(folders[0])) == 2
 
 
@@ -147,7 +137,7 @@ def test_a_trial_on_one_host_says_nothing_of_several(folders):
     """Where messages pass a network it is measured anew, and both are kept."""
     first = agreed(run_ranks(SIZE, choices, [CASE], folders))
     again, later = (agreed(run_ranks(SIZE, choices_on_hosts, folders)) for _ in range(2))
-    assert [[c.measured for c in found] for found in (first, again, later)] == [[1], [1], [0]]
+    assert [[measured for _, measured, _ in found] for found in (first, again, later)] == [[1], [1], [0]]
     assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
 
 
@@ -157,7 +147,7 @@ def test_the_cache_of_rank_0_counts_for_all_and_no_other(folders, own, chunks, m
         write(folders[0], KEY, own)
     write(folders[1], KEY, {"chunks": 8})
     (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders))
-    assert (choice.chunks, choice.measured) == (chunks, measured)
+    assert choice[:2] == (chunks, measured)
 
 
 def test_a_foreign_value_is_measured_over(folders):
@@ -165,7 +155,7 @@ def test_a_foreign_value_is_measured_over(folders):
     for each in foreign:
         write(folders[0], KEY, each)
         (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders))
-        assert (choice.chunks, choice.measured) == (BEST, 1), each
+        assert choice[:2] == (BEST, 1), each
         assert entries(folders[0])[KEY] == {"chunks": BEST}
 
 
@@ -173,9 +163,9 @@ def test_a_foreign_value_is_measured_over(folders):
 def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, numel, small):
     """One rank, a small tensor, or a model whose message carries its flags."""
     (choice,) = agreed(run_ranks(size, choices, [replace(CASE, numels=(numel,))], folders, SECONDS, small))
-    assert choice == Choice(1, 0, COMPARED)
+    assert choice == (1, 0, COMPARED)
     (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS, 12_287))
-    assert choice.measured == 1
+    assert choice[1] == 1
 
 
 def before_and_in_the_first_call(rank, size):

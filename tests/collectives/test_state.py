@@ -48,8 +48,8 @@ WRONG = {
     "bytes as text": ({"wire_bytes": "many"}, "damaged"),
     "another rank": ({"rank": 1}, "saved by rank 1, this is rank 0"),
     "other tensors": (CompressedAllReduce([301, 699], chunks=2).state_dict(), "other sizes"),
-    "another number of tensors": (CompressedAllReduce([300, 350, 350], chunks=2).state_dict(), ""),
-    "another block size": (CompressedAllReduce([300, 700], block_size=64, chunks=2).state_dict(), ""),
+    "another number of tensors": (CompressedAllReduce([300, 350, 350], chunks=2).state_dict(), "other sizes"),
+    "another block size": (CompressedAllReduce([300, 700], block_size=64, chunks=2).state_dict(), "other sizes"),
 }
 
 
