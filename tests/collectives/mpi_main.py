@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from onebit.collectives import CollectiveError
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.mpi import MpiTransport
+from tests.checkpoints import Run
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.onebit import runs
@@ -67,9 +67,7 @@ def numbers(comm: Any) -> dict[str, list[str]]:
 def optimizer(comm: Any, overlap: bool = False) -> list[Any]:
     """Both stages of 1-bit Adam: each rank's parameters at the end."""
     case = ADAM.but(options={**ADAM.options, "overlap": overlap})
-    params = case.parameters()
-    runs.run(case, comm.rank, case.build(params, comm), params, first=1, last=case.steps)
-    return comm.gather([p.tolist() for p in params])
+    return comm.gather([p.tolist() for p in Run(case, case.steps, comm.rank, comm).params])
 
 
 def of_nodes(comm: Any) -> list[list[Any]]:
@@ -86,11 +84,9 @@ def of_nodes(comm: Any) -> list[list[Any]]:
 def trained(comm: Any, kind: str, overlap: bool) -> str:
     options = {"freeze_step": 3, "chunks": 2, "overlap": overlap}
     case = runs.Case(kind, ((7, 9), (33,), (130,), (400,)), options=options, each=2)
-    params = case.parameters()
-    optimizer = case.build(params, comm)
-    runs.run(case, comm.rank, optimizer, params, 1, 8)
-    assert optimizer.compressing and optimizer.setup.topology.slices == 2
-    return hashlib.sha256(runs.bits(params)).hexdigest()
+    run = Run(case, 8, comm.rank, comm)
+    assert run.optimizer.compressing and run.optimizer.setup.topology.slices == 2
+    return hashlib.sha256(runs.bits(run.params)).hexdigest()
 
 
 def refusals(comm: Any) -> list[list[str]]:
@@ -108,19 +104,18 @@ def absence(comm: Any) -> list[str]:
     """Rank 0 comes late, when the others have given up: their error."""
     transport = MpiTransport(comm, timeout=30 if comm.rank == 0 else 1)
     sent, out = (torch.zeros((comm.size, 64), dtype=torch.uint8) for _ in range(2))
-    gave_up, text = comm.Dup(), ""
+    gave_up, errors = comm.Dup(), []
     if comm.rank == 0:
         for rank in range(1, comm.size):
             gave_up.recv(source=rank)
     pending = transport.all_to_all(out, sent, PHASE)
-    try:
+    with work.error_of(errors):
         pending.wait()
-    except CollectiveError as error:
-        text = str(error)
+    if errors:
         gave_up.send(None, 0)
     comm.barrier()
     pending.wait()  # MPI still holds the buffers
-    return comm.gather(text)
+    return comm.gather("".join(errors))
 
 
 def bytes_of_sums(transport: Any) -> list[list[int]]:

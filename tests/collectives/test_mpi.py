@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.checkpoints import Run
 from tests.collectives import work
 from tests.collectives.test_transport import check_collectives
-from tests.onebit.runs import run
 from tests.ranks import group, run_ranks
 
 mpi_main = pytest.importorskip("tests.collectives.mpi_main", reason="needs mpi4py", exc_type=ImportError)
@@ -31,16 +31,12 @@ OPEN_MPI = {
 }
 
 
-def mpiexec() -> str | None:
-    """The one installed beside this Python, else the system's."""
-    beside = Path(sys.executable).parent
-    return shutil.which("mpiexec", path=str(beside)) or shutil.which("mpiexec")
-
-
+BESIDE = str(Path(sys.executable).parent)  # this Python, else the system's
+MPIEXEC = shutil.which("mpiexec", path=BESIDE) or shutil.which("mpiexec")
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.slow,
-    pytest.mark.skipif(mpiexec() is None, reason="needs mpiexec: pip install mpi4py mpich"),
+    pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec: pip install mpi4py mpich"),
 ]
 
 
@@ -50,7 +46,7 @@ def found(tmp_path_factory):
     out = tmp_path_factory.mktemp("mpi") / "found.json"
     python = [sys.executable, "-m", "mpi4py", "-m", "tests.collectives.mpi_main", str(out)]
     started = subprocess.Popen(
-        [mpiexec(), "-n", str(SIZE), *python],
+        [MPIEXEC, "-n", str(SIZE), *python],
         cwd=ROOT,
         env=os.environ | OPEN_MPI | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -69,17 +65,11 @@ def found(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_a_communicator_gets_the_transport_of_mpi(found):
+def test_the_transport_of_a_communicator(found):
     assert found["transport"] == [f"MpiTransport {rank} of {SIZE} mpi" for rank in range(SIZE)]
-
-
-def test_collectives(found):
     for rank, answer in enumerate(found["collectives"]):
         check_collectives(rank, SIZE, answer)
-
-
-def test_a_sum_sends_its_dtypes_bytes(found):
-    """7 elements are 4 shards of 2; of both messages three quarters are for others."""
+    # A sum sends its dtype's bytes: 7 elements are 4 shards of 2, of both messages three quarters are for others.
     assert found["bytes"] == [[2 * 12, 2 * 24]] * SIZE
 
 
@@ -91,9 +81,7 @@ def test_the_simulation_and_gloos_bytes(found):
 
 
 def adam_over_gloo(rank, size):
-    params = mpi_main.ADAM.parameters()
-    run(mpi_main.ADAM, rank, mpi_main.ADAM.build(params, group()), params, first=1, last=mpi_main.ADAM.steps)
-    return [p.tolist() for p in params]
+    return [p.tolist() for p in Run(mpi_main.ADAM, mpi_main.ADAM.steps, rank, group()).params]
 
 
 def test_the_optimizer_of_both_stages_without_overlap_and_with_it(found):
@@ -113,17 +101,16 @@ def test_two_levels_whatever_the_order_of_a_nodes_ranks(found):
         assert {end for both in kind for end in both} == {kind[0][0]}
 
 
-def test_a_rank_that_means_something_else_and_one_in_no_communicator(found):
+def test_errors(found):
+    """A rank that means something else, ranks that are in no communicator, and one that does not come in time."""
     first, *others = found["refusals"]
     for error, *_ in found["refusals"]:
         assert error.startswith("ValueError: the ranks do not agree: rank 1 has block_size 64 where rank 0 has 32")
     assert len(first) == 1
     for _, error in others:
         assert error.startswith("ValueError: this rank is not in"), error
-
-
-def test_a_rank_that_does_not_come_in_time(found):
     first, *others = found["absence"]
     assert first == ""
     for error in others:
-        assert error.startswith("the gather phase (all-to-all of chunk 0) did not end within 1 s"), error
+        says = "CollectiveError: the gather phase (all-to-all of chunk 0) did not end within 1 s"
+        assert error.startswith(says), error
