@@ -42,13 +42,7 @@ def moments(
 
 
 def adamw_step(
-    x: Arrays,
-    g: Gradients,
-    m: Arrays,
-    v: Arrays,
-    hypers: Sequence[Hyper],
-    step: int,
-    bias_correction: bool = True,
+    x: Arrays, g: Gradients, m: Arrays, v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Stage 1 of 1-bit Adam: new x, m, v."""
     xs, ms, vs = [], [], []
@@ -109,12 +103,7 @@ def onebit_adam_update(x: Arrays, m: Arrays, d: Arrays, hypers: Sequence[Hyper])
 
 
 def onebit_adam_step(
-    x: Arrays,
-    grads: Sequence[Gradients],
-    m: Arrays,
-    d: Arrays,
-    hypers: Sequence[Hyper],
-    all_reduce: SimulatedAllReduce,
+    x: Arrays, grads: Sequence[Gradients], m: Arrays, d: Arrays, hypers: Sequence[Hyper], all_reduce: SimulatedAllReduce
 ) -> tuple[Arrays, Arrays]:
     """Stage 2 of 1-bit Adam over N ranks, `grads[i]` those of rank i: new x, m, the same on every rank."""
     m = averaged_momentum(grads, m, hypers, all_reduce)

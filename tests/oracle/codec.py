@@ -28,10 +28,8 @@ class Layout:
     @cached_property
     def lengths(self) -> list[int]:
         """Of every block. A shard has one at least: empty ones of 32 follow where there are too few."""
-        lengths = []
-        for numel in self.numels:
-            for start in range(0, numel, self.block_size):
-                lengths.append(32 * math.ceil(min(self.block_size, numel - start) / 32))
+        places = ((numel, start) for numel in self.numels for start in range(0, numel, self.block_size))
+        lengths = [32 * math.ceil(min(self.block_size, numel - start) / 32) for numel, start in places]
         return lengths + [32] * (self.ranks * self.chunks - len(lengths))
 
     @property
@@ -41,11 +39,7 @@ class Layout:
     @property
     def starts(self) -> list[int]:
         """The flat index of every parameter's first element."""
-        starts, at = [], 0
-        for numel in self.numels:
-            starts.append(at)
-            at += 32 * math.ceil(numel / 32)
-        return starts
+        return np.cumsum([0, *(32 * math.ceil(numel / 32) for numel in self.numels)])[:-1].tolist()
 
     @property
     def owner(self) -> np.ndarray:
@@ -198,9 +192,7 @@ def magnitude(values: np.ndarray, norm: str) -> float:
     rms = float(np.sqrt((values**2).mean()))
     if norm == "l2":
         return rms
-    if norm == "unbiased":
-        return min(float((values**2).sum() / np.abs(values).sum()), MOST * rms) if values.any() else 0.0
-    raise ValueError(norm)
+    return min(float((values**2).sum() / np.abs(values).sum()), MOST * rms) if values.any() else 0.0
 
 
 def compress(
@@ -217,8 +209,6 @@ def compress(
     c = np.asarray(c, np.float64)
     valid = np.ones(c.shape, bool) if valid is None else valid
     counted = valid if counted is None else counted & valid
-    if scale not in ("block", "tensor"):
-        raise ValueError(scale)
     if norm == "rotated":
         return _compress_rotated(np.where(counted, c, 0.0), counted, lengths)
     lengths = [c.size] if scale == "tensor" else lengths

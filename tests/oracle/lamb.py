@@ -103,11 +103,9 @@ def variance_ratio(frozen: np.ndarray, fresh: np.ndarray, h: Hyper, ratio: str) 
     if not positive.any():
         return 1.0
     frozen, fresh = frozen[positive], fresh[positive]
-    if ratio == "variance":
-        return float((frozen / fresh).max())
     if ratio == "denominator":
-        return float(((np.sqrt(frozen) + h.eps) / (np.sqrt(fresh) + h.eps)).max())
-    raise ValueError(ratio)
+        frozen, fresh = np.sqrt(frozen) + h.eps, np.sqrt(fresh) + h.eps
+    return float((frozen / fresh).max())
 
 
 def clipped_ratio(r: float, previous: float, h: LambHyper) -> float:

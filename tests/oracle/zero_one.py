@@ -20,12 +20,10 @@ Floor = tuple[float, float]
 def full_steps(last: int, kappa: int, var_freeze_step: int | None = None) -> list[int]:
     """T_v up to `last`: t_0 = 1, t_(j+1) = t_j + 2^floor(j / kappa). None of them comes after var_freeze_step."""
     last = last if var_freeze_step is None else min(last, var_freeze_step)
-    steps: list[int] = []
-    t = 1
+    steps, t = [], 1
     while t <= last:
-        gap = 2 ** (len(steps) // kappa)
         steps.append(t)
-        t += gap
+        t += 2 ** ((len(steps) - 1) // kappa)
     return steps
 
 
@@ -39,8 +37,7 @@ def sync_steps(last: int, var_freeze_step: int, scaler: int, clipper: int) -> li
 
     t_0 itself is not among them.
     """
-    steps: list[int] = []
-    t = var_freeze_step
+    steps, t = [], var_freeze_step
     while (t := t + min(clipper, 2 ** ((t - var_freeze_step) // scaler))) <= last:
         steps.append(t)
     return steps
@@ -52,8 +49,6 @@ def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None =
     b = max(b2^gap, min(b2, 0.9)), W = b W + (1 - b) from 0. The gap is the way from the full step before, 1 at step 1.
     """
     steps = full_steps(step, kappa, var_freeze_step)
-    if not steps:
-        raise ValueError(f"no full step up to step {step}")
     b, weight = beta2, 0.0
     for previous, t in zip([0, *steps], steps, strict=False):
         b = max(beta2 ** (t - previous), min(beta2, 0.9))
@@ -69,8 +64,6 @@ def floors(
     With the mean of vhat over v > 0 (0 if there is none): least = sqrt(variance_floor mean), and at_zero = sqrt(mean)
     (zero_variance="floor") or 0 ("hold").
     """
-    if zero_variance not in ("floor", "hold"):
-        raise ValueError(zero_variance)
     result = []
     for v_p, weight in zip(v, weights, strict=True):
         positive = v_p > 0
@@ -90,11 +83,6 @@ def roots(v: Arrays, weights: Sequence[float], floors: Sequence[Floor], bias_cor
     return us
 
 
-def live_coordinates(v: Arrays, floors: Sequence[Floor]) -> list[np.ndarray]:
-    """Where there is a variance, or a floor stands in for it."""
-    return [(v_p > 0) | (at_zero > 0) for v_p, (_, at_zero) in zip(v, floors, strict=True)]
-
-
 def mean_gradient(grads: Sequence[Gradients], like: Arrays) -> Arrays:
     """g of every parameter, averaged over the ranks; None counts as zero."""
     return [np.mean([gradient(g[p], like_p) for g in grads], axis=0) for p, like_p in enumerate(like)]
@@ -111,13 +99,13 @@ def update(x: Arrays, m: Arrays, u: Arrays, hypers: Sequence[Hyper], step: int, 
     return xs
 
 
+def _where(live: Sequence[np.ndarray], m: Arrays) -> Arrays:
+    return [np.where(on, m_p, 0.0) for on, m_p in zip(live, m, strict=True)]
+
+
 def momentum_weights(hypers: Sequence[Hyper], step: int, bias_correction: bool = True) -> list[float]:
     """w = lr / (1 - b1^step) of every parameter: x moves by w m / (u + eps)."""
     return [h.lr / (1 - h.beta1**step) if bias_correction else h.lr for h in hypers]
-
-
-def all_finite(g: Gradients) -> bool:
-    return all(g_p is None or bool(np.isfinite(g_p).all()) for g_p in g)
 
 
 @dataclass
@@ -156,13 +144,10 @@ class ZeroOne:
     since_sync: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        if self.local_step_scaler is not None and self.var_freeze_step is None:
-            raise ValueError("local steps come after var_freeze_step")
         self.x = [np.array(x_p, np.float64) for x_p in self.x]
         self.m, self.v = zeros(self.x), zeros(self.x)
         self.floors = [(0.0, 0.0) for _ in self.x]
-        self.weight_sum, self.decay = [0.0] * len(self.x), [1.0] * len(self.x)
-        self.reference = [0.0] * len(self.x)
+        self.weight_sum, self.reference, self.decay = ([start] * len(self.x) for start in (0.0, 0.0, 1.0))
 
     @property
     def local_start(self) -> int | None:
@@ -185,7 +170,8 @@ class ZeroOne:
 
     @property
     def live(self) -> list[np.ndarray]:
-        return live_coordinates(self.v, self.floors)
+        """Where there is a variance, or a floor stands in for it."""
+        return [(v_p > 0) | (at_zero > 0) for v_p, (_, at_zero) in zip(self.v, self.floors, strict=True)]
 
     def take_step(self, grads: Sequence[Gradients]) -> None:
         """The coming step, with `grads[i]` those of rank i."""
@@ -208,8 +194,6 @@ class ZeroOne:
         u is that of the new v, with the floors of the full step before. Afterwards they are set anew and m is folded.
         """
         t = self.step + 1
-        if t not in full_steps(t, self.kappa, self.var_freeze_step):
-            raise ValueError(f"step {t} is no full step: it has no b")
         ms, vs = [], []
         parts = zip(mean_gradient(grads, self.x), self.m, self.v, self.live, self.hypers, strict=True)
         for g_p, m_p, v_p, live_p, h in parts:
@@ -230,13 +214,9 @@ class ZeroOne:
         live = self.live
         self._set_counted()
         self._clear_residuals()
-        fresh = [
-            [np.where(on, gradient(g_p, like), 0.0) for g_p, like, on in zip(g, self.x, live, strict=True)]
-            for g in grads
-        ]
-        m = [np.where(on, m_p, 0.0) for m_p, on in zip(self.m, live, strict=True)]
-        m = averaged_momentum(fresh, m, self.hypers, self.all_reduce)
-        self.m = [np.where(on, m_p, 0.0) for m_p, on in zip(m, live, strict=True)]
+        fresh = [_where(live, [gradient(*each) for each in zip(g, self.x, strict=True)]) for g in grads]
+        m = averaged_momentum(fresh, _where(live, self.m), self.hypers, self.all_reduce)
+        self.m = _where(live, m)
         self._clear_residuals()
         self.step += 1
         self._move()
@@ -250,11 +230,9 @@ class ZeroOne:
         self._set_counted()
         self._clear_residuals()
         for i, g in enumerate(grads):
-            if not all_finite(g):
+            if not all(np.isfinite(g_p).all() for g_p in g if g_p is not None):
                 continue
-            parts = zip(local_momentum(g, self.own_m[i], self.hypers), live, strict=True)
-            m = [np.where(on, m_p, 0.0) for m_p, on in parts]
-            self.own_m[i] = m
+            self.own_m[i] = m = _where(live, local_momentum(g, self.own_m[i], self.hypers))
             self.own_x[i] = update(self.own_x[i], m, u, self.hypers, self.step, self.bias_correction)
             moved = self.all_reduce.layout.flatten([w * m_p for w, m_p in zip(ws, m, strict=True)])
             self.all_reduce.worker[i] = self.all_reduce.worker[i] + moved
@@ -308,7 +286,7 @@ class ZeroOne:
 
     def _part(self) -> None:
         """Before the first local step: all start from x and m, and residuals of m become residuals of w m."""
-        self.m = [np.where(on, m_p, 0.0) for m_p, on in zip(self.m, self.live, strict=True)]
+        self.m = _where(self.live, self.m)
         ws = momentum_weights(self.hypers, self.step + 1, self.bias_correction)
         w = self.all_reduce.layout.flatten([np.full(x_p.shape, w_p) for x_p, w_p in zip(self.x, ws, strict=True)])
         self.all_reduce.worker = [w * e for e in self.all_reduce.worker]
