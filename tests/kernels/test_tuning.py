@@ -50,6 +50,10 @@ def gpu(monkeypatch):
     return measured
 
 
+def lookup(kernel="compress_kernel", device=GPU, dtype=torch.float32):
+    return tuner.lookup(kernel, device, dtype)
+
+
 def entries(folder):
     return json.loads((folder / "kernels.json").read_text())["choices"]
 
@@ -80,23 +84,16 @@ def test_a_timing_is_a_median_and_half_the_distance_of_the_quartiles(monkeypatch
     assert timing.median_seconds(lambda: None, CPU) == 3.0
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
-def test_a_candidate_that_does_not_run_is_passed_over(odd):
-    def measure(config):
-        if config == ONE:
-            raise RuntimeError("out of resource: shared memory")
-        return Timing(odd if config == TWO else 5.0)
+def test_a_candidate_that_does_not_run_is_passed_over_and_where_none_does_the_default_stays(own_cache):
+    def none(config):
+        raise RuntimeError("out of resource: shared memory")
 
-    choice = tuner.choose([ONE, TWO, THREE], measure)
-    assert choice.config == THREE
-    assert choice.seconds[ONE] == choice.seconds[TWO] == math.inf
-
-
-def test_where_nothing_runs_the_default_stays_and_is_not_written(own_cache):
-    def measure(config):
-        raise RuntimeError("no device")
-
-    choice = tuner.tune("compress_kernel", CPU, torch.float32, measure=measure)
+    for odd in (math.nan, math.inf, 0.0, -1.0):
+        times = {TWO: Timing(odd), THREE: Timing(5.0)}
+        choice = tuner.choose([ONE, TWO, THREE], lambda config, times=times: times.get(config) or none(config))
+        assert choice.config == THREE
+        assert choice.seconds[ONE] == choice.seconds[TWO] == math.inf
+    choice = tuner.tune("compress_kernel", CPU, torch.float32, measure=none)
     assert choice.config == tuner.DEFAULT and not choice.saved
     assert not (own_cache / "kernels.json").exists()
 
@@ -114,29 +111,30 @@ def test_candidates_never_change_the_order_of_a_sum():
 
 def test_first_use_measures_once_and_logs_and_later_ones_read_the_cache(gpu, own_cache, caplog):
     with caplog.at_level(logging.INFO, logger="onebit"):
-        found = [tuner.lookup("compress_kernel", GPU, torch.float32) for _ in range(3)]
-    assert found == [Config(4, 8)] * 3
+        assert [lookup() for _ in range(3)] == [Config(4, 8)] * 3
     assert gpu == ["compress_kernel"]
     assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
     (key,) = entries(own_cache)
     assert key.startswith("Test cuda, compress_kernel, float32, ")
     assert f"torch {torch.__version__}" in key and "triton " in key
     tuner.forget()  # as the next process
-    assert tuner.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+    assert lookup() == Config(4, 8)
     assert gpu == ["compress_kernel"]
 
 
-def test_device_kernel_dtype_and_version_each_make_a_key(gpu, own_cache, monkeypatch):
-    tuner.lookup("compress_kernel", GPU, torch.float32)
-    tuner.lookup("compress_kernel", GPU, torch.bfloat16)
-    tuner.lookup("decode_kernel", GPU, torch.float32)
-    tuner.forget()
-    monkeypatch.setattr(tuner, "versions", lambda: "torch 99")
-    tuner.lookup("compress_kernel", GPU, torch.float32)
-    tuner.forget()
-    monkeypatch.setattr(tuner, "device_name", lambda device: "Another")
-    tuner.lookup("compress_kernel", GPU, torch.float32)
-    assert len(gpu) == 5 and len(entries(own_cache)) == 5
+def test_device_kernel_dtype_and_version_each_make_a_key_but_what_touches_no_parameter_has_one(
+    gpu, own_cache, monkeypatch
+):
+    tuner.tune("average_kernel", GPU, torch.bfloat16)
+    assert lookup("average_kernel") == Config(4, 8) and gpu == ["average_kernel"]
+    assert "float32" in next(iter(entries(own_cache)))
+    for key in ({}, {"dtype": torch.bfloat16}, {"kernel": "decode_kernel"}):
+        lookup(**key)
+    for name, other in (("versions", lambda: "torch 99"), ("device_name", lambda device: "Another")):
+        tuner.forget()
+        monkeypatch.setattr(tuner, name, other)
+        lookup()
+    assert len(gpu) == 6 and len(entries(own_cache)) == 6
 
 
 @pytest.mark.parametrize("setting, device", [
@@ -145,18 +143,18 @@ def test_device_kernel_dtype_and_version_each_make_a_key(gpu, own_cache, monkeyp
 ])  # fmt: skip
 def test_where_nothing_is_measured_the_default_is_used(gpu, monkeypatch, setting, device):
     monkeypatch.setenv(*setting)
-    assert tuner.lookup("compress_kernel", device, torch.float32) == tuner.DEFAULT
+    assert lookup(device=device) == tuner.DEFAULT
     assert gpu == []
 
 
 def test_while_a_graph_is_captured_or_tuning_suspended_the_default_is_used_and_tuning_comes_later(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
+    assert lookup() == tuner.DEFAULT
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with tuner.suspended():
-        assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
+        assert lookup() == tuner.DEFAULT
     assert gpu == []
-    assert tuner.lookup("compress_kernel", GPU, torch.float32) == Config(4, 8)
+    assert lookup() == Config(4, 8)
 
 
 @pytest.mark.parametrize("room", [0, 2**25])
@@ -169,15 +167,8 @@ def test_a_device_without_room_measures_fewer_elements_or_runs_with_defaults(gpu
         return enough(kernel, device, dtype, elements)
 
     monkeypatch.setattr(tuner, "gpu_measure", full)
-    assert tuner.lookup("compress_kernel", GPU, torch.float32) == (Config(4, 8) if room else tuner.DEFAULT)
+    assert lookup() == (Config(4, 8) if room else tuner.DEFAULT)
     assert (own_cache / "kernels.json").exists() == bool(room)
-
-
-def test_what_touches_no_parameter_has_one_key(gpu, own_cache):
-    tuner.tune("average_kernel", GPU, torch.bfloat16)
-    assert tuner.lookup("average_kernel", GPU, torch.float32) == Config(4, 8)
-    assert gpu == ["average_kernel"]
-    assert "float32" in next(iter(entries(own_cache)))
 
 
 def test_tuned_kernels_are_the_kernels_there_are_and_their_passes_launch_them_under_their_keys():
@@ -195,25 +186,16 @@ def test_tuned_kernels_are_the_kernels_there_are_and_their_passes_launch_them_un
         assert kernel in [item.kernel.__name__ for item in launches]
 
 
-CORRUPT = {
-    "empty": "",
-    "half": '{"onebit": 1, "choices": {"a',
-    "binary": b"\xff\xfe\x00\x80",
-    "a list": "[]",
-    "another program's": '{"version": 3}',
-    "a later schema": '{"onebit": 2, "choices": {}}',
-    "no table": '{"onebit": 1, "choices": 7}',
-    "deep": "[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+@pytest.mark.parametrize("content", [
+    b"", b'{"onebit": 1, "choices": {"a', b"\xff\xfe\x00\x80", b"[]", b'{"version": 3}',
+    b'{"onebit": 2, "choices": {}}', b'{"onebit": 1, "choices": 7}', b"[" * 100_000,
+], ids=["empty", "half", "binary", "a list", "another's", "a later schema", "no table", "deep"])  # fmt: skip
 def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, content):
     path = own_cache / "kernels.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content)
     monkeypatch.setenv("ONEBIT_TUNE", "0")
     for kernel in tuner.PASS_OF:
-        assert tuner.lookup(kernel, GPU, torch.float32) == tuner.DEFAULT
+        assert lookup(kernel) == tuner.DEFAULT
     (record,) = warnings_in(caplog)
     assert str(path) in record.getMessage() and "ONEBIT_CACHE_DIR" in record.getMessage()
     tuner.tune("compress_kernel", GPU, torch.float32)
@@ -221,23 +203,17 @@ def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, 
     assert len(warnings_in(caplog)) == 1
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"blocks_per_program": 3, "warps": 8},
-        {"blocks_per_program": 4, "warps": 8, "stages": 2},
-        {"blocks_per_program": "4", "warps": "8"},
-        [4, 8],
-    ],
-    ids=str,
-)
-def test_an_entry_that_is_no_candidate_is_ignored(gpu, own_cache, monkeypatch, caplog, entry):
+def test_an_entry_that_is_no_candidate_is_ignored(gpu, own_cache, monkeypatch, caplog):
     tuner.tune("compress_kernel", GPU, torch.float32)
     (key,) = entries(own_cache)
-    (own_cache / "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: entry}}))
-    tuner.forget()
     monkeypatch.setenv("ONEBIT_TUNE", "0")
-    assert tuner.lookup("compress_kernel", GPU, torch.float32) == tuner.DEFAULT
+    for entry in (
+        {"blocks_per_program": 3, "warps": 8}, {"blocks_per_program": 4, "warps": 8, "stages": 2},
+        {"blocks_per_program": "4", "warps": "8"}, [4, 8],
+    ):  # fmt: skip
+        (own_cache / "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: entry}}))
+        tuner.forget()
+        assert lookup() == tuner.DEFAULT, entry
     assert not warnings_in(caplog)
 
 
@@ -245,7 +221,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(gpu, own_cache, monke
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(own_cache / "file" / "folder"))
     for kernel in ("compress_kernel", "decode_kernel"):
-        assert tuner.lookup(kernel, GPU, torch.float32) == Config(4, 8)
+        assert lookup(kernel) == Config(4, 8)
     assert tuner.tune("scan_kernel", GPU, torch.float32).saved is False
     assert len(warnings_in(caplog)) == 1
 
@@ -265,20 +241,15 @@ def test_a_failed_write_leaves_the_old_file_whole(own_cache, monkeypatch, caplog
     assert len(warnings_in(caplog)) == 1
 
 
-def _write_many(folder, rank, count):
+def _write_20(folder, rank):
     store = cache.Cache(folder / "kernels.json")
-    for i in range(count):
-        assert store.put(f"rank {rank} entry {i}", {"tile": i})
+    return [store.put(f"rank {rank} entry {i}", {"tile": i}) for i in range(20)]
 
 
 def test_ranks_that_write_at_once_lose_nothing(own_cache):
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    ranks = [context.Process(target=_write_many, args=(own_cache, r, 20)) for r in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [0] * 4
+    with context.Pool(4) as pool:
+        assert pool.starmap(_write_20, [(own_cache, r) for r in range(4)], chunksize=1) == [[True] * 20] * 4
     assert entries(own_cache) == {f"rank {r} entry {i}": {"tile": i} for r in range(4) for i in range(20)}
 
 
@@ -287,8 +258,8 @@ def test_the_cache_folder(monkeypatch):
     monkeypatch.setenv("ONEBIT_CACHE_DIR", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("HOME", "/home/someone")
-    found = [str(cache.folder())]
-    for name in ("ONEBIT_CACHE_DIR", "XDG_CACHE_HOME"):
+    for name, found in (
+        ("ONEBIT_CACHE_DIR", "/somewhere"), ("XDG_CACHE_HOME", "/xdg/onebit"), ("HOME", "/home/someone/.cache/onebit"),
+    ):  # fmt: skip
+        assert str(cache.folder()) == found
         monkeypatch.delenv(name)
-        found.append(str(cache.folder()))
-    assert found == ["/somewhere", "/xdg/onebit", "/home/someone/.cache/onebit"]
