@@ -9,32 +9,14 @@ from onebit.kernels.tuning.workload import Workload
 
 # TARGETS, "Bytes moved per element", and the modules' docstrings.
 FP32 = {
-    "scan": 4,
-    "compress": 12.25,
-    "average": 8 / 8 + 8.125,
-    "decode": 4.125,
-    "adam_warmup": 28,
-    "adam_update": 12.125,
-    "lamb_warmup": 40,
-    "lamb_statistics": 12.25,
-    "lamb_update": 12.125,
-    "zero_one_full": 28.25,
-    "zero_one_update": 12.125,
-    "zero_one_local": 32,
-    "zero_one_sync": 20.125,
-}
-
-
-def run_all(workload, backend, times=1):
-    for work in workload.passes(backend).values():
-        for _ in range(times):
-            work.run()
-    return workload.outputs()
+    "scan": 4, "compress": 12.25, "average": 8 / 8 + 8.125, "decode": 4.125, "adam_warmup": 28, "adam_update": 12.125,
+    "lamb_warmup": 40, "lamb_statistics": 12.25, "lamb_update": 12.125, "zero_one_full": 28.25,
+    "zero_one_update": 12.125, "zero_one_local": 32, "zero_one_sync": 20.125,
+}  # fmt: skip
 
 
 def test_bytes_are_those_of_the_targets():
-    found = {n: bytes_per_element(n, 4, master=False, packed=True, ranks=8) for n in PASSES}
-    assert found == FP32
+    assert {n: bytes_per_element(n, 4, master=False, packed=True, ranks=8) for n in PASSES} == FP32
 
 
 def test_bytes_of_16_bit_parameters_count_the_master_copy():
@@ -70,13 +52,14 @@ def test_only_valid_elements_count_and_average_works_on_a_shard():
     assert passes["average"].bytes == round((2 / 8 + 8.125) * (1 + 2049 + 1024))
 
 
-@pytest.mark.parametrize(
-    "dtype, scale, packed", [(torch.float32, "block", True), (torch.bfloat16, "tensor", False)], ids=str
-)
+@pytest.mark.parametrize("dtype, scale, packed", [(torch.float32, "block", True), (torch.bfloat16, "tensor", False)])
 def test_values_stay_of_their_size(dtype, scale, packed):
     """Nothing overflows, and nothing decays to zeros or denormals."""
     workload = Workload([7, 3000], dtype=dtype, scale=scale, packed=packed, ranks=2)
-    for name, tensor in run_all(workload, cpu, times=100).items():
+    for work in workload.passes(cpu).values():
+        for _ in range(100):
+            work.run()
+    for name, tensor in workload.outputs().items():
         if tensor.is_floating_point():
             size = tensor.float().abs()
             assert size.isfinite().all(), name
