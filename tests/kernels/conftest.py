@@ -1,7 +1,10 @@
-"""Memory that nobody has written yet holds NaN in every test of the kernels."""
+"""Memory that nobody has written yet holds NaN in every test of the kernels, and passes are cut as a case says."""
 
 import pytest
 import torch
+
+from onebit.kernels.cpu import threads
+from onebit.kernels.tuning import tuner
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +14,22 @@ def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def use_grain(monkeypatch):
+    def use(case):
+        """Have Triton programs take `grain` blocks, and cut CPU loops into runs of as many, on three threads."""
+        config = tuner.Config(blocks_per_program=case.grain, warps=8)
+        monkeypatch.setattr(tuner, "lookup", lambda *_: config)
+        monkeypatch.setattr(threads, "LEAST", case.grain * case.block_size)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    return use
+
+
+@pytest.fixture
+def case(request, use_grain):
+    """Of GRID."""
+    use_grain(request.param)
+    return request.param

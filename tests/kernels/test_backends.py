@@ -15,22 +15,11 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import PASSES, Backend
 from tests import oracle
-from tests.kernels.cases import (
-    BF16,
-    CASES,
-    GRID,
-    ON_BACKENDS,
-    assert_all_close,
-    assert_close,
-    backend,
-    frozen_bits,
-    numpy,
-    use_grain,
-)
+from tests.kernels.cases import BF16, CASES, GRID, MASKED, ON_BACKENDS, backend
+from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy
 from tests.kernels.world import World
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "kernels").rglob("*.py"))
+FILES = sorted((Path(__file__).resolve().parents[2] / "kernels").rglob("*.py"))
 METHODS = [*(name for name in PASSES if name != "lamb_update"), "restore"]
 ROUNDED = 1e-6  # another order of the same sum
 
@@ -50,23 +39,26 @@ def moments(world: World) -> list[torch.Tensor]:
     return [world.exp_avg, world.exp_avg_sq]
 
 
+def left(world: World) -> torch.Tensor:
+    return torch.cat([residual.value for residual in world.residuals])
+
+
+def of_state(world: World, *names: str) -> list[torch.Tensor]:
+    """What LAMB keeps of parameters that have elements."""
+    return [getattr(world.state, name).cpu()[torch.tensor(world.case.numels) > 0] for name in names]
+
+
 def ratios(world: World) -> list[torch.Tensor]:
-    some = torch.tensor(world.case.numels) > 0
-    return [world.exp_avg_sq, *(of.cpu()[some] for of in (world.state.ratio, world.state.coefficient))]
-
-
-def coefficients(world: World) -> list[torch.Tensor]:
-    some = torch.tensor(world.case.numels) > 0
-    return [of.cpu()[some] for of in (world.state.coefficient, world.state.average)]
+    return [world.exp_avg_sq, *of_state(world, "ratio", "coefficient")]
 
 
 COMPARED = {
-    "scan": Pass(lambda w: [w.flag], lambda w: [w.squares]),
+    "scan": Pass(lambda w: [w.flags], lambda w: [w.squares]),
     "decode": Pass(),
     "adam_warmup": Pass(moments, lambda w: [w.sums]),
     "adam_update": Pass(),
     "lamb_update": Pass(),
-    "lamb_warmup": Pass(moments, coefficients, x=2 * ROUNDED),
+    "lamb_warmup": Pass(moments, lambda w: of_state(w, "coefficient", "average"), x=2 * ROUNDED),
     "lamb_statistics": Pass(ratios),
     "lamb_statistics, masked and scaled": Pass(ratios, masked=True),
     "zero_one_full": Pass(lambda w: [w.exp_avg_sq, left(w), w.written_live, w.counts], lambda w: [w.sums]),
@@ -76,28 +68,17 @@ COMPARED = {
 }
 
 
-def left(world: World) -> torch.Tensor:
-    return torch.cat([residual.value for residual in world.residuals])
-
-
-def valid(world: World, tensor: torch.Tensor) -> np.ndarray:
-    """Of flat state what is not padding."""
-    found = numpy(tensor)
-    return found[world.plan.valid] if len(found) == world.elements else found
-
-
 @pytest.mark.parametrize("each", COMPARED)
 @GRID
-def test_triton_agrees_with_the_cpu(each, case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_triton_agrees_with_the_cpu(each, case):
     how = COMPARED[each]
-    ours, theirs = (
-        World(case, name, masked=how.masked, zeros=each.startswith("zero_one")) for name in ("triton", "cpu")
-    )
+    options = {"masked": how.masked, "zeros": each.startswith("zero_one")}
+    ours, theirs = (World(case, name, **options) for name in ("triton", "cpu"))
     for world in (ours, theirs):
-        getattr(world, each.partition(",")[0])()
+        world.run(each.partition(",")[0])
     for got, want in zip(how.exact(ours), how.exact(theirs), strict=True):
-        assert np.array_equal(valid(ours, got) + 0.0, valid(theirs, want) + 0.0)  # + 0: a scale of 0 may stand for -0
+        valid = ours.plan.valid if len(want) == ours.elements else slice(None)  # of flat state what is not padding
+        assert np.array_equal(numpy(got)[valid] + 0.0, numpy(want)[valid] + 0.0)  # + 0: a scale of 0 may stand for -0
     for got, want in zip(how.close(ours), how.close(theirs), strict=True):
         assert_close(numpy(got), numpy(want), ROUNDED)
     places = 2 * theirs.half_place if case.param == BF16 or how.x else 0.0
@@ -115,19 +96,17 @@ def assert_same_messages(ours: Messages, theirs: Messages, span: Span) -> np.nda
     return scales
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked and scaled"])
+@MASKED
 @GRID
-def test_triton_compresses_as_the_cpu_does(case, masked, monkeypatch):
+def test_triton_compresses_as_the_cpu_does(case, masked):
     """Residuals are what scales leave out; with a tensor scale they are c, bit for bit."""
-    use_grain(monkeypatch, case.grain, case.block_size)
     ours, theirs = (World(case, name, masked=masked) for name in ("triton", "cpu"))
     for world in (ours, theirs):
-        world.compress()
+        world.run("compress")
     whole = ours.layout.all()
     size = decoded_size(ours, assert_same_messages(ours.sent, theirs.sent, whole), whole)
     for chunk in ours.chunks():
-        residuals = ours.residuals[chunk.index], theirs.residuals[chunk.index]
-        assert_same_residuals(*residuals, size[chunk.part])
+        assert_same_residuals(ours.residuals[chunk.index], theirs.residuals[chunk.index], size[chunk.part])
     for row in range(ours.rows):
         chunk, rank = divmod(row, case.ranks)
         for bits in (1, 2):
@@ -154,16 +133,16 @@ def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray) ->
         assert not ours.counter.any()
 
 
-def test_results_do_not_depend_on_how_many_blocks_a_program_takes(monkeypatch):
+def test_results_do_not_depend_on_how_many_blocks_a_program_takes(use_grain):
     for name in ("three-groups-tensor", "chunks"):
         found = []
         for grain in (1, 3, 64):
             world = World(replace(CASES[name], grain=grain), "triton")
-            use_grain(monkeypatch, grain, world.case.block_size)
-            world.compress()
-            world.lamb_statistics()
-            world.lamb_warmup()
-            world.adam_update()
+            use_grain(world.case)
+            world.run("compress")
+            world.run("lamb_statistics")
+            world.run("lamb_warmup")
+            world.run("adam_update")
             found.append(frozen_bits(world.sent, world.residuals, world.params, world.exp_avg, world.exp_avg_sq))
             found[-1] += frozen_bits(world.state.coefficient, world.state.average, world.state.ratio)
         assert found[0] == found[1] == found[2]

@@ -6,31 +6,18 @@ import pytest
 from onebit.kernels.data.hyper import LARGEST
 from onebit.kernels.data.wire import NONFINITE
 from tests import oracle
-from tests.kernels.cases import (
-    BF16,
-    F16,
-    F32,
-    GRID,
-    ON_BACKENDS,
-    Case,
-    assert_all_close,
-    assert_close,
-    assert_guards,
-    numpy,
-    use_grain,
-)
-from tests.kernels.world import ELEMENTWISE, World
+from tests.kernels.cases import BF16, ELEMENTWISE, F16, F32, GRID, ON_BACKENDS, SCALES, Case
+from tests.kernels.compare import assert_all_close, assert_guards, numpy
+from tests.kernels.world import World
 from tests.wire import values_of
 
 
 @GRID
-def test_scan_sums_the_squares_of_the_scaled_gradients_of_each_block(case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_scan_sums_the_squares_of_the_scaled_gradients_of_each_block(case):
     world = World(case)
-    world.scan()
-    flat = world.plan.flatten(world.scaled_g)
-    assert_close(numpy(world.squares), [(block**2).sum() for block in world.plan.of_blocks(flat)], 4e-6)
-    assert int(world.flag) == 0
+    world.run("scan")
+    world.check_sums(world.squares, world.plan.flatten(world.scaled_g) ** 2)
+    assert int(world.flags) == 0
     assert_guards(world.grads)
 
 
@@ -38,14 +25,13 @@ def test_scan_sums_the_squares_of_the_scaled_gradients_of_each_block(case, monke
 def test_scan_of_four_blocks_at_a_time(numel):
     """On the CPU, of fp32 gradients: each sum and each flag is that of its own block."""
     world = World(Case((numel, 40)))
-    world.scan()
-    flat = world.plan.flatten(world.scaled_g)
-    assert_close(numpy(world.squares), [(block**2).sum() for block in world.plan.of_blocks(flat)], 4e-6)
+    world.run("scan")
+    world.check_sums(world.squares, world.plan.flatten(world.scaled_g) ** 2)
     for element in range(0, numel, 31):
         bad = World(Case((numel, 40)))
         bad.g[0][element] = np.nan
-        bad.scan()
-        assert int(bad.flag) == 1, element
+        bad.run("scan")
+        assert int(bad.flags) == 1, element
 
 
 @ON_BACKENDS
@@ -55,11 +41,11 @@ def test_scan_of_four_blocks_at_a_time(numel):
 def test_one_element_that_is_not_finite_sets_the_flag(name, parameter, element, value, grad):
     world = World(Case((70, 3, 64), grad=grad, param=grad, groups=2), name)
     world.g[parameter][element] = value
-    world.scan()
-    assert int(world.flag) == 1
-    world.flag.zero_()
-    world.passes.scan(world.layout.all(), world.grads, world.hyper(), world.flag)
-    assert int(world.flag) == 1
+    world.run("scan")
+    assert int(world.flags) == 1
+    world.flags.zero_()
+    world.passes.scan(world.layout.all(), world.grads, world.hyper(), world.flags)
+    assert int(world.flags) == 1
 
 
 @ON_BACKENDS
@@ -67,30 +53,23 @@ def test_a_gradient_that_is_too_large_when_scaled_sets_the_flag_which_stays_set(
     """Group 2 has a gradient scale of 3. Only the gradients of the span are looked at; one that is None is 0."""
     world = World(Case((5, 40, 5), groups=3, chunks=2, missing=(0,)), name)
     world.g[1][3] = 0.7 * LARGEST
-    world.scan()
-    assert int(world.flag) == 0 and float(world.squares[0]) == 0
-    large = World(Case((5, 5, 40), groups=3, chunks=2), name)
-    large.g[2][39] = 0.7 * LARGEST
-    large.scan(0)
-    assert int(large.flag) == 0
-    large.scan(1)
-    assert int(large.flag) == 1
-    large.scan(0)
-    assert int(large.flag) == 1
+    world.run("scan")
+    assert int(world.flags) == 0 and float(world.squares[0]) == 0
+    world = World(Case((5, 5, 40), groups=3, chunks=2), name)
+    world.g[2][39] = 0.7 * LARGEST
+    for chunk, flag in ((0, 0), (1, 1), (0, 1)):
+        world.run("scan", chunk)
+        assert int(world.flags) == flag
 
 
 @GRID
-def test_warmup_agrees_with_the_oracle(case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_warmup_agrees_with_the_oracle(case):
     world = World(case)
-    world.adam_warmup()
+    world.run("adam_warmup")
     x, m, v = oracle.adamw_step(world.x, world.scaled_g, world.m, world.v, world.hypers, 7)
-    terms = [np.abs(a) + np.abs(b) for a, b in zip(m, world.m, strict=True)]
-    assert_all_close(world.unpadded(world.exp_avg), m, ELEMENTWISE, terms)
-    assert_all_close(world.unpadded(world.exp_avg_sq), v, ELEMENTWISE)
-    moved = [np.abs(a) + np.abs(b - a) + 10 * h.lr for a, b, h in zip(world.x, x, world.hypers, strict=True)]
-    world.check_parameters(x, moved)
-    assert_close(numpy(world.sums), [block.sum() for block in world.plan.of_blocks(world.plan.flatten(v))], 4e-6)
+    world.check_moments(m, v)
+    world.check_parameters(x, lrs=10)
+    world.check_sums(world.sums, world.plan.flatten(v))
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
@@ -98,38 +77,33 @@ def test_warmup_carries_its_state_over_steps_each_with_its_bias_correction(bias_
     world = World(Case((100, 7), groups=2, missing=(1,)))
     x, m, v = world.x, world.m, world.v
     for step in (1, 2, 1000):
-        world.adam_warmup(step=step, bias_correction=bias_correction)
+        world.run("adam_warmup", hyper=world.hyper(step, bias_correction))
         x, m, v = oracle.adamw_step(x, world.scaled_g, m, v, world.hypers, step, bias_correction)
     assert_all_close(world.moved(), x, 3 * ELEMENTWISE, 1)
 
 
 @GRID
 @pytest.mark.parametrize("each", ["adam_update", "lamb_update"])
-def test_update_agrees_with_the_oracle(each, case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_update_agrees_with_the_oracle(each, case):
     world = World(case)
-    getattr(world, each)()
-    factors = world.c64 if each == "lamb_update" else np.ones(len(world.x))
+    world.run(each)
+    factors = world.coefficient64 if each == "lamb_update" else np.ones(len(world.x))
     hypers = [oracle.Hyper(h.lr * c, weight_decay=h.weight_decay) for h, c in zip(world.hypers, factors, strict=True)]
     m = world.plan.unflatten(values_of(world.replies, world.plan))
-    x = oracle.onebit_adam_update(world.x, m, world.d64, hypers)
-    world.check_parameters(x, [np.abs(a) + np.abs(b - a) for a, b in zip(world.x, x, strict=True)])
+    world.check_parameters(oracle.onebit_adam_update(world.x, m, world.d64, hypers))
     for got, start, d in zip(world.moved(), world.x, world.d64, strict=True):  # weight decay does not move it either
         assert (got[d == 0] == start[d == 0]).all()
 
 
-STOPPED_BY_A_FLAG = ["adam_warmup", "lamb_warmup", "zero_one_full", "zero_one_local"]
-
-
 @ON_BACKENDS
 @pytest.mark.parametrize("master, scale", [(True, "block"), (False, "tensor")])
-@pytest.mark.parametrize("each", STOPPED_BY_A_FLAG)
+@pytest.mark.parametrize("each", ["adam_warmup", "lamb_warmup", "zero_one_full", "zero_one_local"])
 def test_a_set_flag_changes_nothing(name, each, master, scale):
     world = World(Case((70, 5), param=F16, grad=F16, master=master, scale=scale), name)
     world.g[0][3] = np.inf
-    world.flag.fill_(NONFINITE)
+    world.flags.fill_(NONFINITE)
     before = world.everything()
-    getattr(world, each)()
+    world.run(each)
     assert world.everything() == before
 
 
@@ -143,7 +117,7 @@ def test_a_flagged_reply_leaves_its_blocks_alone(name, each, param, master, copi
     stopped.replies.flags[copies - 1] = NONFINITE
     stopped.replies.scales(0, stopped.layout.shard(0, 0)).fill_(float("nan"))
     for world in (stopped, plain):
-        getattr(world, each)()
+        world.run(each)
     for found, whole, start in (
         (stopped.moved(), plain.moved(), stopped.x),
         (stopped.unpadded(stopped.anchor), plain.unpadded(plain.anchor), stopped.anchor64),
@@ -155,18 +129,17 @@ def test_a_flagged_reply_leaves_its_blocks_alone(name, each, param, master, copi
     assert_guards(stopped.params)
 
 
-PADDED = ["adam_warmup", "lamb_warmup", "lamb_statistics", "zero_one_full", "zero_one_local", "zero_one_sync"]
-
-
 @ON_BACKENDS
-@pytest.mark.parametrize("each", PADDED)
-@pytest.mark.parametrize("scale", ["block", "tensor"])
+@SCALES
+@pytest.mark.parametrize(
+    "each", ["adam_warmup", "lamb_warmup", "lamb_statistics", "zero_one_full", "zero_one_local", "zero_one_sync"]
+)
 def test_padding_stays_as_it_is(name, each, scale):
     world = World(Case((70, 5), ranks=2, param=F16, grad=F16, master=True, scale=scale), name)
     states = [world.exp_avg, world.exp_avg_sq, world.anchor, world.d, world.master, world.residuals[0].value]
     for state in states:
         state.nan_to_num_(nan=2.5)  # what a NaN is added to would not show
-    getattr(world, each)()
+    world.run(each)
     for state in states:
         assert (numpy(state)[~world.plan.valid] == 2.5).all()
 
@@ -176,7 +149,7 @@ def test_a_pass_over_one_chunk_leaves_the_others_alone(name):
     """A parameter that two chunks share moves in one of them only."""
     for each in ("adam_warmup", "adam_update", "zero_one_full", "zero_one_update", "zero_one_local", "zero_one_sync"):
         world = World(Case((160, 40), chunks=2), name)
-        getattr(world, each)(1)
+        world.run(each, 1)
         assert world.chunks()[1].part.start == 96
         (whole, last), m = world.moved(), world.unpadded(world.exp_avg)[0]
         assert whole[:96].tolist() == world.x[0][:96].tolist() and m[:96].tolist() == world.m[0][:96].tolist()

@@ -8,37 +8,16 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import ABOVE, MAGIC, NONFINITE, Messages
 from onebit.kernels.tuning.workload import Workload
 from tests import oracle
-from tests.kernels.cases import (
-    BF16,
-    GRID,
-    HALF_PLACE,
-    ON_BACKENDS,
-    SCALES,
-    Case,
-    assert_close,
-    assert_guards,
-    backend,
-    decoded_rows,
-    device_of,
-    frozen_bits,
-    numpy,
-    stored,
-    use_grain,
-)
+from tests.kernels.cases import BF16, GRID, HALF_PLACE, MASKED, ON_BACKENDS, SCALES, Case, backend, device_of
+from tests.kernels.compare import assert_close, assert_guards, frozen_bits, numpy, stored
 from tests.kernels.world import World
 from tests.wire import contents, values_of
 
 ELEMENTWISE = 1e-6  # a handful of fp32 roundings
 SUMMED = 4e-6  # and one more for each level of a sum
-MASKED = pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked and scaled"])
-FORMS = [
-    ("block", "l1"),
-    ("block", "l2"),
-    ("block", "unbiased"),
-    ("block", "rotated"),
-    ("tensor", "l1"),
-    ("tensor", "l2"),
-]
+FORMS = pytest.mark.parametrize("scale, norm", [
+    ("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("block", "rotated"), ("tensor", "l1"), ("tensor", "l2"),
+])  # fmt: skip
 
 
 def expected_c(world: World) -> tuple[np.ndarray, np.ndarray]:
@@ -56,10 +35,7 @@ def expected_c(world: World) -> tuple[np.ndarray, np.ndarray]:
     return np.where(world.counted, y + e, 0.0), size
 
 
-def check_message(
-    world: World, out: Messages, row: int, part: slice, left: np.ndarray, scale: float | None, c: np.ndarray,
-    size: np.ndarray,
-) -> None:  # fmt: skip
+def check_message(world, out, row, part, left, scale, c, size):
     """One message, of a part of the space, and the residual it leaves (`left`, `scale`), against the oracle's of c."""
     lengths, counts, bits = world.plan.lengths_in(part), world.counted[part], out.format.bits
     rotated, allowed = out.format.norm == "rotated", ELEMENTWISE * size
@@ -92,11 +68,10 @@ def check_message(
 
 @MASKED
 @GRID
-def test_compress_agrees_with_the_oracle(case, masked, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_compress_agrees_with_the_oracle(case, masked):
     world = World(case, masked=masked)
     c, size = expected_c(world)
-    world.compress()
+    world.run("compress")
     assert_guards(world.grads)
     for chunk in world.chunks():
         residual = world.residuals[chunk.index]
@@ -110,12 +85,12 @@ def test_compress_agrees_with_the_oracle(case, masked, monkeypatch):
 @MASKED
 @pytest.mark.parametrize("bits", [1, 2])
 @GRID
-def test_average_agrees_with_the_oracle(case, bits, masked, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_average_agrees_with_the_oracle(case, bits, masked):
     world = World(case, masked=masked)
     for row, part in enumerate(world.plan.shards()):
         chunk, rank = divmod(row, case.ranks)
-        values = decoded_rows(world.received(chunk, rank), world.plan.lengths_in(part))
+        received, lengths = world.received(chunk, rank), world.plan.lengths_in(part)
+        values = np.stack([contents(received, i, lengths).values for i in range(case.ranks)])
         e = world.plan.flatten(world.e)[part]
         if case.scale == "tensor" and bits == 1:
             e = e - oracle.sigma(e) * world.scales64[row]
@@ -127,13 +102,12 @@ def test_average_agrees_with_the_oracle(case, bits, masked, monkeypatch):
 
 
 @GRID
-def test_decode_writes_each_sign_times_its_scale_and_nothing_else(case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_decode_writes_each_sign_times_its_scale_and_nothing_else(case):
     world = World(case)
     values = world.plan.unflatten(values_of(world.replies, world.plan))
     for chunk in world.chunks():
         before = world.plan.flatten([numpy(t) for t in world.params.tensors])
-        world.decode(chunk.index)
+        world.run("decode", chunk.index)
         after = world.plan.flatten([numpy(t) for t in world.params.tensors])
         before[chunk.part] = after[chunk.part]
         assert (after == before).all()
@@ -146,14 +120,14 @@ def test_decode_writes_each_sign_times_its_scale_and_nothing_else(case, monkeypa
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("scale, norm", FORMS)
+@FORMS
 def test_all_live_is_no_mask_and_gamma_one_is_no_gamma_bit_for_bit(name, scale, norm):
     found = []
     for masked in (False, True):
         world = World(Case((100, 7, 96, 33), 96, 2, scale=scale, norm=norm, groups=3), name)
         world.masked = masked
-        world.compress()
-        world.lamb_statistics()
+        world.run("compress")
+        world.run("lamb_statistics")
         averages = [world.average(0, 1, bits) for bits in (1, 2)]
         found.append(frozen_bits(world.sent, world.residuals, averages, world.state, world.exp_avg_sq))
     assert found[0] == found[1]
@@ -168,7 +142,7 @@ def test_a_coordinate_that_takes_no_part_stays_zero_however_many_steps_go_by(nam
     world.masked, world.live, world.scales64 = True, np.array([1, 0, 1, 0, 1, 1, 1, 1] * 4, bool), np.zeros(1)
     span = world.layout.all()
     for step in range(3):
-        world.compress()
+        world.run("compress")
         assert numpy(world.residuals[0].value)[[1, 3]].tolist() == [0, 0]
         found = world.sent.bits(0, span).tolist()
         assert not any(byte & ~valid for byte, valid in zip(found, [0b10101, 0, 0, 0], strict=True))
@@ -180,9 +154,9 @@ def test_a_coordinate_that_takes_no_part_stays_zero_however_many_steps_go_by(nam
 def test_a_set_flag_goes_into_every_header_and_nothing_else_changes(name, scale):
     """Whatever else a flagged message holds, NaN included."""
     world = World(Case((100, 5), ranks=3, scale=scale, momentum="packed"), name)
-    world.flag.fill_(NONFINITE)
+    world.flags.fill_(NONFINITE)
     before = frozen_bits(world.residuals)
-    world.compress()
+    world.run("compress")
     assert frozen_bits(world.residuals) == before
     for flagged, bits in ((0, 1), (2, 1), (1, 2)):
         received = world.received(0, 1)
@@ -197,12 +171,12 @@ def test_a_set_flag_goes_into_every_header_and_nothing_else_changes(name, scale)
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("scale, norm", FORMS)
+@FORMS
 def test_zeros_of_either_sign_are_positive_and_give_scale_zero_and_no_nan(name, scale, norm):
     world = World(Case((40, 3), ranks=2, scale=scale, norm=norm, momentum="none"), name)
     world.g = world.e = [np.resize([0.0, -0.0, -0.0], n) for n in (40, 3)]
     world.scales64 = np.zeros(2)
-    world.compress()
+    world.run("compress")
     assert not bool(world.sent.scales_of(world.layout.all()).any())
     assert not numpy(world.residuals[0].value)[world.plan.valid].any()
     if norm != "rotated":

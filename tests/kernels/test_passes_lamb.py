@@ -5,45 +5,25 @@ import pytest
 
 from onebit.kernels.data.wire import NONFINITE, Messages
 from tests import oracle
-from tests.kernels.cases import (
-    F32,
-    GRID,
-    ON_BACKENDS,
-    Case,
-    assert_all_close,
-    assert_close,
-    frozen_bits,
-    numpy,
-    rounded,
-    use_grain,
-)
-from tests.kernels.world import ELEMENTWISE, World
+from tests.kernels.cases import ELEMENTWISE, F32, GRID, MASKED, ON_BACKENDS, Case
+from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy, rounded
+from tests.kernels.world import World
 from tests.wire import values_of
 
 SUMMED = 1e-5  # a norm over a parameter, and what is divided by it
 RATIOS = pytest.mark.parametrize("ratio", ["variance", "denominator"])
-MASKED = pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked and scaled"])
-
-
-def holding_elements(world: World) -> np.ndarray:
-    """Parameters with elements: the coefficient of one without means nothing."""
-    return np.array(world.case.numels) > 0
 
 
 @GRID
-def test_warmup_agrees_with_the_oracle(case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_warmup_agrees_with_the_oracle(case):
     world, average = World(case), numpy(World(case).state.average)
-    world.lamb_warmup()
+    world.run("lamb_warmup")
     x, m, v, c_avg, c = oracle.lamb_step(world.x, world.scaled_g, world.m, world.v, average, world.hypers, 7)
-    some = holding_elements(world)
+    some = np.array(case.numels) > 0  # the coefficient of a parameter without elements means nothing
     assert_close(numpy(world.state.coefficient)[some], c[some], SUMMED)
     assert_close(numpy(world.state.average)[some], c_avg[some], SUMMED)
-    terms = [np.abs(a) + np.abs(b) for a, b in zip(m, world.m, strict=True)]
-    assert_all_close(world.unpadded(world.exp_avg), m, ELEMENTWISE, terms)
-    assert_all_close(world.unpadded(world.exp_avg_sq), v, ELEMENTWISE)
-    sizes = [np.abs(a) + 5 * np.abs(b - a) + h.lr for a, b, h in zip(world.x, x, world.hypers, strict=True)]
-    world.check_parameters(x, sizes)
+    world.check_moments(m, v)
+    world.check_parameters(x, moves=5, lrs=1)
 
 
 @ON_BACKENDS
@@ -57,7 +37,7 @@ def test_coefficients_lie_on_both_limits_and_between_and_are_one_where_a_norm_is
     world.state.average.zero_()
     x, m, v, c_avg = world.x, world.m, world.v, np.zeros(5)
     for step in (1, 2, 3):
-        world.lamb_warmup(step)
+        world.run("lamb_warmup", hyper=world.hyper(step))
         x, m, v, c_avg, c = oracle.lamb_step(x, world.scaled_g, m, v, c_avg, world.hypers, step)
         assert step > 1 or (c[0] == 0.3 and 0.01 < c[1] < 0.3 and c[2] == 0.01 and c[3] == c[4] == 1)
         assert_close(numpy(world.state.coefficient), c, 3 * SUMMED)
@@ -85,12 +65,11 @@ def expected_statistics(world: World, ratio: str, v: oracle.Arrays, r: np.ndarra
 @RATIOS
 @MASKED
 @GRID
-def test_statistics_agree_with_the_oracle(ratio, masked, case, monkeypatch):
-    use_grain(monkeypatch, case.grain, case.block_size)
+def test_statistics_agree_with_the_oracle(ratio, masked, case):
     world = World(case, masked=masked)
-    some = holding_elements(world)
+    some = np.array(case.numels) > 0
     v, r = expected_statistics(world, ratio, world.v, numpy(world.state.ratio))
-    world.lamb_statistics(ratio)
+    world.run("lamb_statistics", ratio=ratio)
     assert_all_close(world.unpadded(world.exp_avg_sq), v, 2 * ELEMENTWISE, 1e-3)
     assert_close(numpy(world.state.ratio)[some], r[some], SUMMED)
     assert_close(numpy(world.state.coefficient)[some], (r * numpy(world.state.average))[some], SUMMED)
@@ -110,7 +89,7 @@ def test_without_clips_the_ratio_is_the_maximum_over_steps(name, ratio, masked):
     v, r = world.v, numpy(world.state.ratio)
     for seed in (6, 7, 8):
         v, r = expected_statistics(world, ratio, v, r)
-        world.lamb_statistics(ratio, **open_wide)
+        world.run("lamb_statistics", ratio=ratio, **open_wide)
         assert seed > 6 or (r > 1.5).all()
         assert_close(numpy(world.state.ratio), r, 3 * SUMMED)
         assert not world.state.counter.any()
@@ -132,7 +111,7 @@ def test_the_ratio_is_clipped_to_the_last_one_and_then_to_its_limits(name, last,
     world.state.ratio.fill_(last)
     world.replies.scales(0, world.layout.all()).fill_(1e-6)
     world.exp_avg.zero_()
-    world.lamb_statistics(factor_min=least)
+    world.run("lamb_statistics", factor_min=least)
     assert_close(numpy(world.state.ratio), [want], 1e-6)
     assert_close(numpy(world.state.coefficient), want * numpy(world.state.average), 1e-6)
 
@@ -145,7 +124,7 @@ def test_a_parameter_that_no_gradient_ever_reached_has_ratio_one_and_no_nan(name
     world.v[1], world.m[1], world.d64[1] = np.zeros(33), np.zeros(33), np.zeros(33)
     world.state.ratio.fill_(1.0)
     world.replies.scales(0, world.layout.all())[3:] = 0.0
-    world.lamb_statistics(ratio)
+    world.run("lamb_statistics", ratio=ratio)
     assert numpy(world.state.ratio)[1] == 1
     assert not world.unpadded(world.exp_avg_sq)[1].any()
     assert np.isfinite(numpy(world.state.ratio)).all()
@@ -157,27 +136,22 @@ def test_statistics_of_flagged_replies_change_nothing(name):
     world.replies.flags[1::3] = NONFINITE  # as in all servers' replies
     world.replies.scales(1, world.layout.shard(0, 0)).fill_(float("nan"))
     before = frozen_bits(world.exp_avg_sq, world.state)
-    world.lamb_statistics()
+    world.run("lamb_statistics")
     assert frozen_bits(world.exp_avg_sq, world.state) == before
 
 
 @ON_BACKENDS
 def test_between_sees_the_sums_of_squares_and_may_put_other_coefficients(name):
     """Where this rank has a part of a parameter alone: x moves by what `between` leaves."""
-    worlds = {c: World(Case((90, 40)), name) for c in (0.0, 0.05)}
-    for c, world in worlds.items():
-        partials = []
+    for c in (0.0, 0.05):
+        world, partials = World(Case((90, 40)), name), []
 
         def between(state=world.state, c=c, partials=partials):
             partials.append(numpy(state.partial))
             state.coefficient.fill_(c)
 
-        world.passes.lamb_warmup(
-            world.layout.all(), world.params, world.grads, world.exp_avg, world.exp_avg_sq, world.master,
-            world.hyper(), world.flag, world.state, coeff_beta=0.9, min_coeff=0.01, max_coeff=0.3, between=between,
-        )  # fmt: skip
+        world.run("lamb_warmup", between=between)
         squares = [(block**2).sum() for block in world.plan.of_blocks(world.plan.flatten(world.x))]
         assert_close(partials[0][0], squares, SUMMED)
-    still, moved = (world.moved() for world in worlds.values())
-    assert [x.tolist() for x in still] == [x.tolist() for x in worlds[0.0].x]
-    assert all((a != b).any() for a, b in zip(still, moved, strict=True))
+        for x, start in zip(world.moved(), world.x, strict=True):
+            assert (x != start).all() if c else x.tolist() == start.tolist()

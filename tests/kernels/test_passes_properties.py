@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from onebit.kernels.data import rotation
 from onebit.kernels.data.hyper import Hyper, hyper_table
-from onebit.kernels.data.layout import Layout
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Format, Messages
+from onebit.kernels.data.wire import Messages
 from tests import oracle
-from tests.kernels.cases import ON_BACKENDS, backend, device_of
+from tests.kernels.cases import F32, ON_BACKENDS, Case
+from tests.kernels.world import World
 from tests.wire import contents
 
 VALUES = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=100).map(
@@ -23,29 +21,24 @@ VALUES = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_si
 FEW = settings(max_examples=20)
 
 
-class Compressor:
+class Compressor(World):
     """compress with beta1 = 0 and no momentum, so that c is the gradient and the residual alone."""
 
     def __init__(self, name: str, numel: int, scale: str = "block", norm: str = "l1", block_size: int = 32) -> None:
-        self.passes, self.device = backend(name), torch.device(device_of(name))
-        self.layout = Layout([numel], block_size=block_size)
-        self.form = Format(self.layout, scale, norm)
-        self.residual = Residual.zeros(self.layout.all(), self.form, self.device)
-        self.hyper = hyper_table([Hyper()], self.device)
-        self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        super().__init__(Case((numel,), block_size, scale=scale, norm=norm, momentum="none"), name)
+        self.e, self.scales64 = [np.zeros(numel)], np.zeros(1)
 
     def __call__(self, values: np.ndarray, live: torch.Tensor | None = None) -> Messages:
-        out = self.form.empty(1, self.device)
-        grads = Pointers.to(self.layout, [torch.from_numpy(values).to(self.device)], "gradient")
+        grads, hyper, out = self.pointers([values], F32, "gradient"), hyper_table([Hyper()], self.device), self.fresh(1)
         live = None if live is None else live.to(self.device)
-        self.passes.compress(self.layout.all(), grads, None, self.residual, self.hyper, self.flags, out, live=live)
+        self.run("compress", grads=grads, hyper=hyper, out=out, live=live)
         return out
 
     def left(self) -> np.ndarray:
-        return self.residual.value.cpu().numpy()[: self.layout.numel[0]]
+        return self.residuals[0].value.cpu().numpy()[: self.case.numels[0]]
 
-    def sent(self, out: Messages) -> np.ndarray:
-        return contents(out, 0, self.layout.lengths().tolist()).values[: self.layout.numel[0]]
+    def decoded(self, out: Messages) -> np.ndarray:
+        return contents(out, 0, self.plan.lengths).values[: self.case.numels[0]]
 
 
 @ON_BACKENDS
@@ -55,11 +48,11 @@ def test_the_residual_is_c_minus_what_was_sent_in_one_fp32_subtraction(name, val
     """With a tensor scale one step later."""
     compress, tensor = Compressor(name, len(values)), Compressor(name, len(values), "tensor")
     out = compress(values)
-    assert np.array_equal(compress.left(), values - compress.sent(out).astype(np.float32))
+    assert np.array_equal(compress.left(), values - compress.decoded(out).astype(np.float32))
     out = tensor(values)
     assert np.array_equal(tensor.left(), values)
     tensor(np.zeros_like(values))
-    assert np.array_equal(tensor.left(), values - tensor.sent(out).astype(np.float32))
+    assert np.array_equal(tensor.left(), values - tensor.decoded(out).astype(np.float32))
 
 
 @pytest.mark.parametrize("name, scale, norm", [
@@ -72,9 +65,9 @@ def test_over_steps_what_was_sent_and_what_is_left_is_what_was_given(name, scale
     given_, sent = np.zeros(numel), np.zeros(numel)
     for _ in range(steps):
         values = rng.normal(size=numel).astype(np.float32)
-        sent += compress.sent(compress(values))
+        sent += compress.decoded(compress(values))
         given_ += values
-    left = compress.residual.left_out().double().cpu().numpy()[:numel]
+    left = compress.left_out()[0]
     assert np.allclose(sent + left, given_, rtol=0, atol=(2e-5 if norm == "rotated" else 2e-6) * steps)
 
 

@@ -1,147 +1,293 @@
-"""The tensors of a case on a backend, and a method for each pass."""
+"""The numbers of a case, its tensors on a backend, and each pass on them.
+
+Inputs are made twice from the same numbers: float64 for the oracle, tensors for a backend. What a pass must not read
+would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters and gradients lie between
+guard elements.
+"""
 
 from __future__ import annotations
 
-from functools import cached_property
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.lamb_state import LambState
+from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages
+from onebit.kernels.data.wire import Format, Messages
+from onebit.kernels.passes import Backend
 from tests import oracle
-from tests.kernels.cases import (
-    STEP,
-    Chunk,
-    Inputs,
-    assert_all_close,
-    assert_guards,
-    frozen_bits,
-    numpy,
-    stored,
-)
+from tests.kernels.cases import BF16, ELEMENTWISE, F32, GPU, GUARD, HALF_PLACE, SENTINEL, Case, backend, device_of
+from tests.kernels.compare import assert_all_close, assert_close, assert_guards, frozen_bits, numpy, rounded, stored
 
-COEFFICIENTS = {"coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3}
-FACTORS = {"factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
-ELEMENTWISE = 2e-6  # a dozen fp32 roundings, and hyper-parameters in fp32
+STEP = 7
+HYPERS = (
+    oracle.LambHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.01),
+    oracle.LambHyper(lr=0.02, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.0),
+    oracle.LambHyper(lr=1.5, beta1=0.0, beta2=0.999, eps=1e-8, weight_decay=0.3),
+)
+GRAD_SCALES = (0.5, 1.0, 3.0)
+# 0/1 Adam's, by parameter: every third holds what has no variance, the others give it that of the mean.
+LEAST, AT_ZERO, DECAY, FACTOR = (0.3, 2.0, 0.0), (0.0, 1.5, 0.7), (0.9, 1.0, 0.5), (0.7, 3.0, 0.1)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk as the passes take it: the part of a flat array that it is, its blocks and its messages."""
+
+    index: int
+    span: Span
+    part: slice
+    blocks: slice
+    rows: slice
+
+
+class Inputs:
+    """The numbers of one case: lists of float64 arrays, one a parameter, that the tensors can hold.
+
+    `masked`: some coordinates take no part, and messages hold gamma times the momentum. `zeros`: every fifth v is 0,
+    and every third gradient of those too. Every seventh d is 0.
+    """
+
+    def __init__(self, case: Case, name: str = "cpu", *, masked: bool = False, zeros: bool = False) -> None:
+        self.case, self.name, self.device, self.masked = case, name, torch.device(device_of(name)), masked
+        self.passes = backend(name)
+        self.rng = rng = np.random.default_rng(0)
+        groups = [p % case.groups for p in range(len(case.numels))]
+        self.layout = Layout(
+            case.numels, groups=groups, block_size=case.block_size, ranks=case.ranks, chunks=case.chunks
+        )
+        self.elements, self.rows = self.layout.elements, case.ranks * case.chunks
+        self.plan = oracle.Layout(case.numels, case.block_size, case.ranks, case.chunks)
+        self.form = Format(self.layout, case.scale, case.norm)
+        self.hypers = [HYPERS[group] for group in groups]
+        self.grad_scales = [GRAD_SCALES[group] for group in groups]
+        self.x = self._normal(case.param if not case.master else F32)
+        self.g = [None if p in case.missing else g for p, g in enumerate(self._normal(case.grad))]
+        self.m, self.e = self._normal(F32), self._normal(F32)
+        self.v = [rounded(rng.uniform(0.5, 1.5, n) * s * s, F32) for n, s in self._sizes()]
+        for v, g in zip(self.v, self.g, strict=True) if zeros else ():
+            v[::5] = 0.0
+            if g is not None:
+                g[::15] = 0.0
+        self.live, self.gamma = np.ones(self.elements, bool), np.ones(len(self.x))
+        if masked:
+            self.live = rng.random(self.elements) < 0.6
+            first, second, *_ = [*self.plan.lengths, 0]
+            self.live[first : first + second] = False  # nothing of the second block
+            self.gamma = rounded(rng.uniform(0.2, 5.0, len(self.x)), F32)
+        frozen = [v * rng.uniform(0.5, 4.0, v.size) for v in self.v]
+        parts = zip(frozen, self.hypers, self.gamma, strict=True)
+        self.d64 = [rounded(1 / ((np.sqrt(f) + h.eps) * gamma), F32) for f, h, gamma in parts]
+        for d in self.d64:
+            d[3::7] = 0.0
+        self.coefficient64 = rounded(rng.uniform(0.01, 0.3, len(self.x)), F32)
+        self.scales64 = rounded(rng.uniform(0.1, 0.4, self.rows), F32)  # of residuals, with a tensor scale
+        self.anchor64 = [rounded(x + 0.3 * m, F32) for x, m in zip(self.x, self.m, strict=True)]
+        self.least_root64, self.root_at_zero64, self.decay64, self.factor64 = (
+            rounded(np.resize(values, len(self.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR)
+        )
+
+    def _sizes(self) -> Iterator[tuple[int, float]]:
+        """Elements and magnitude of each parameter: from 0.1 to 10."""
+        return ((n, 10.0 ** (p % 3 - 1)) for p, n in enumerate(self.case.numels))
+
+    def _normal(self, dtype: torch.dtype) -> oracle.Arrays:
+        return [rounded(s * self.rng.normal(size=n), dtype) for n, s in self._sizes()]
+
+    @property
+    def scaled_g(self) -> list[np.ndarray | None]:
+        return [None if g is None else s * g for g, s in zip(self.g, self.grad_scales, strict=True)]
+
+    @property
+    def counted(self) -> np.ndarray:
+        """bool over the whole space: which elements take part."""
+        return self.plan.valid & self.live
+
+    @property
+    def half_place(self) -> float:
+        """What storing x, where it is kept in 16 bits only, may change."""
+        if self.case.master:
+            return 0.0
+        cut_off = self.name == "triton" and GPU == "cpu" and self.case.param == BF16
+        return HALF_PLACE[self.case.param] * (2 if cut_off else 1)
+
+    def hyper(self, step: int = STEP, bias_correction: bool = True) -> Tensor:
+        rows = [
+            Hyper.at_step(
+                step, lr=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay,
+                bias_correction=bias_correction, grad_scale=scale,
+            )
+            for h, scale in zip(HYPERS, GRAD_SCALES, strict=True)
+        ]  # fmt: skip
+        return hyper_table(rows[: self.case.groups], self.device)
+
+    def chunks(self, only: int | None = None) -> list[Chunk]:
+        found, ranks = [], self.case.ranks
+        for j in range(self.case.chunks) if only is None else [only]:
+            span, rows = self.layout.chunk(j), slice(j * ranks, (j + 1) * ranks)
+            part = slice(self.plan.shard(j, 0).start, self.plan.shard(j, ranks - 1).stop)
+            found.append(Chunk(j, span, part, slice(span.first, span.first + span.count), rows))
+        return found
+
+    def unpadded(self, flat: Tensor) -> oracle.Arrays:
+        return self.plan.unflatten(numpy(flat))
+
+    def pointers(self, values: list[np.ndarray | None], dtype: torch.dtype, what: str) -> Pointers:
+        """One tensor a parameter, each inside a longer one whose other elements are SENTINEL."""
+        start, made = 1 if self.case.unaligned else GUARD, [None] * len(values)
+        for p, value in ((p, value) for p, value in enumerate(values) if value is not None):
+            longer = torch.full((start + value.size + GUARD,), SENTINEL, dtype=dtype, device=self.device)
+            made[p] = longer[start : start + value.size].copy_(torch.from_numpy(value))
+        pointers = Pointers(self.layout, self.device, dtype, what)
+        pointers.bind_tensors(made)
+        return pointers
+
+    def flat(self, arrays: oracle.Arrays) -> Tensor:
+        """A flat state buffer with NaN where nothing is valid."""
+        return torch.from_numpy(self.plan.flatten(arrays, float("nan"))).to(self.device, F32)
+
+    def per_parameter(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, F32)
+
+    def residual(self, span: Span, first_row: int, form: Format) -> Residual:
+        """A residual of `span` with e; with a tensor scale e is c, and `scales64` the last ones."""
+        made = Residual.zeros(span, form, self.device)
+        made.value.copy_(span.of(self.flat(self.e)))
+        if made.scale is not None:
+            made.scale.copy_(torch.from_numpy(self.scales64[first_row:][: len(made.scale)]))
+            made.partial.fill_(float("nan"))
+        return made
+
+    def fresh(self, rows: int, form: Format | None = None) -> Messages:
+        messages = (form or self.form).empty(rows, self.device)
+        messages.buffer.fill_(0xFF)
+        return messages
+
+    def random_messages(self, shards: list[Span], seed: int = 1, bits: int = 1) -> Messages:
+        """Of these shards, with random bits (in padding too) and random scales, one of them 0."""
+        rng, messages = np.random.default_rng(seed), self.fresh(len(shards), self.form.with_bits(bits))
+        messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
+        exact = self.case.norm == "rotated"  # powers of two: fp32 holds all that such messages decode to
+        for row, shard in enumerate(shards):
+            bits, scales = messages.bits(row, shard), messages.scales(row, shard)
+            bits.copy_(torch.from_numpy(rng.integers(0, 256, len(bits), dtype=np.uint8)))
+            sizes = 2.0 ** rng.integers(-8, -4, len(scales)) if exact else rng.uniform(0.1, 2.0, len(scales))
+            scales.copy_(torch.from_numpy(sizes))
+        if len(shards) > 2 or len(scales) > 2:
+            scales[-1] = 0
+        return messages
+
+    def all_messages(self, seed: int = 1) -> Messages:
+        """Those of every shard, as replies are."""
+        shards, copies = self.layout.all().shards(), self.case.copies
+        found = self.random_messages([s for s in shards for _ in range(copies)], seed, self.case.reply_bits)
+        return Messages(found.buffer, found.format, copies)
+
+
+def lamb_state(world: Inputs) -> LambState:
+    state, rng = LambState.initial(world.layout, world.device), np.random.default_rng(3)
+    state.partial.fill_(float("nan"))
+    state.average.copy_(torch.from_numpy(rng.uniform(0.01, 0.3, len(world.x))))
+    state.ratio.copy_(torch.from_numpy(rng.uniform(0.9, 1.1, len(world.x))))
+    return state
+
+
+def momentum(world: Inputs) -> Tensor | Messages | None:
+    """As the case has it, before the last replies."""
+    if world.case.momentum == "packed":
+        return world.all_messages(5)
+    return world.flat(world.m) if world.case.momentum == "dense" else None
+
+
+# What a world has, by its name in a pass's signature where it is an argument.
+MADE: dict[str, Callable[[World], Any]] = {
+    "params": lambda w: w.pointers(list(w.x), w.case.param, "parameter"),
+    "grads": lambda w: w.pointers(w.g, w.case.grad, "gradient"),
+    "master": lambda w: w.flat(w.x) if w.case.master else None,
+    "exp_avg": lambda w: w.flat(w.m),
+    "exp_avg_sq": lambda w: w.flat(w.v),
+    "anchor": lambda w: w.flat(w.anchor64),
+    "d": lambda w: w.flat(w.d64),
+    "replies": lambda w: w.all_messages(),
+    "momentum": momentum,
+    "residuals": lambda w: [w.residual(c.span, c.rows.start, w.form) for c in w.chunks()],
+    "sent": lambda w: w.fresh(w.rows),
+    "squares": lambda w: torch.full((w.layout.blocks,), float("nan"), device=w.device),
+    "sums": lambda w: torch.full_like(w.squares, float("nan")),
+    "counts": lambda w: torch.full_like(w.squares, float("nan")),
+    "written_live": lambda w: torch.full((w.elements // 8,), 0xA5, dtype=torch.uint8, device=w.device),
+    "flags": lambda w: torch.zeros(1, dtype=torch.int32, device=w.device),
+    "state": lamb_state,
+}
+PER_PARAMETER = ("least_root", "root_at_zero", "decay", "factor", "coefficient")
+OPTIONS = {
+    "coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3, "between": None,
+    "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1, "ratio": "variance",
+}  # fmt: skip
 
 
 class World(Inputs):
-    """The tensors of one case on a backend, each made when it is first used, and a method a pass, which runs it over
-    all chunks or over one."""
+    """The tensors of one case on a backend, each made when it is first used, and every pass on them."""
 
-    @cached_property
-    def params(self) -> Pointers:
-        return self.pointers(list(self.x), self.case.param, "parameter")
+    def __getattr__(self, name: str) -> Any:
+        if name not in MADE:
+            raise AttributeError(name)
+        setattr(self, name, MADE[name](self))
+        return getattr(self, name)
 
-    @cached_property
-    def grads(self) -> Pointers:
-        return self.pointers(self.g, self.case.grad, "gradient")
+    def run(self, name: str, chunk: int | None = None, **options: Any) -> None:
+        """A pass, over all chunks or over one; LAMB's own over the whole layout. Options are arguments of others."""
+        method = {"lamb_update": "adam_update"}.get(name, name)
+        names = [*inspect.signature(getattr(Backend, method)).parameters][1:]  # without self
+        whole = Chunk(0, self.layout.all(), slice(0, self.elements), slice(0, None), slice(0, self.rows))
+        for c in [whole] if name in ("lamb_warmup", "lamb_statistics") else self.chunks(chunk):
+            found = {each: self.argument(name, each, c) for each in names}
+            getattr(self.passes, method)(**{**found, **options})
 
-    @cached_property
-    def master(self) -> Tensor | None:
-        return self.flat(self.x) if self.case.master else None
-
-    @cached_property
-    def exp_avg(self) -> Tensor:
-        return self.flat(self.m)
-
-    @cached_property
-    def exp_avg_sq(self) -> Tensor:
-        return self.flat(self.v)
-
-    @cached_property
-    def anchor(self) -> Tensor:
-        return self.flat(self.anchor64)
-
-    @cached_property
-    def d(self) -> Tensor:
-        return self.flat(self.d64)
-
-    @cached_property
-    def replies(self) -> Messages:
-        return self.all_messages()
-
-    @cached_property
-    def momentum(self) -> Tensor | Messages | None:
-        """As the case has it, before the last replies."""
-        if self.case.momentum == "packed":
-            return self.all_messages(5)
-        return self.flat(self.m) if self.case.momentum == "dense" else None
-
-    @cached_property
-    def residuals(self) -> list[Residual | None]:
-        return [self.residual(c.span, c.rows.start, self.form) for c in self.chunks()]
-
-    @cached_property
-    def sent(self) -> Messages:
-        return self.fresh(self.rows)
-
-    @cached_property
-    def squares(self) -> Tensor:
-        return torch.full((self.layout.blocks,), float("nan"), device=self.device)
-
-    @cached_property
-    def sums(self) -> Tensor:
-        return torch.full_like(self.squares, float("nan"))
-
-    @cached_property
-    def counts(self) -> Tensor:
-        return torch.full_like(self.squares, float("nan"))
-
-    @cached_property
-    def written_live(self) -> Tensor:
-        return torch.full((self.elements // 8,), 0xA5, dtype=torch.uint8, device=self.device)
-
-    @cached_property
-    def flag(self) -> Tensor:
-        return self.flags()
-
-    @cached_property
-    def state(self) -> LambState:
-        state, rng = LambState.initial(self.layout, self.device), np.random.default_rng(3)
-        state.partial.fill_(float("nan"))
-        state.average.copy_(torch.from_numpy(rng.uniform(0.01, 0.3, len(self.x))))
-        state.ratio.copy_(torch.from_numpy(rng.uniform(0.9, 1.1, len(self.x))))
-        return state
-
-    @cached_property
-    def roots(self) -> tuple[Tensor, Tensor]:
-        return self.per_parameter(self.least64), self.per_parameter(self.at_zero64)
-
-    def of_master(self, c: Chunk) -> Tensor | None:
-        return None if self.master is None else self.master[c.part]
-
-    def of_replies(self, c: Chunk) -> Messages:
-        return self.of_chunk(self.replies, c)
-
-    def of_chunk(self, messages: Messages, c: Chunk) -> Messages:
-        copies = messages.copies
-        return messages.slice(c.rows.start * copies, self.case.ranks * copies)
+    def argument(self, name: str, of: str, c: Chunk) -> Any:
+        """One of a pass, for a chunk."""
+        match name, of:
+            case _, "span":
+                return c.span
+            case _, "hyper":
+                return self.hyper()
+            case _, "residual":
+                return self.residuals[c.index]
+            case "decode", "out":
+                return self.params
+            case "zero_one_full", "live":
+                return self.written_live[c.part.start // 8 : c.part.stop // 8]
+            case _, "live":
+                return self.mask(c.part)
+            case "adam_update", "coefficient":
+                return None
+            case _, "gamma":
+                return self.per_parameter(self.gamma) if self.masked else None
+            case "lamb_statistics", "previous" if not isinstance(self.momentum, Messages):
+                return self.exp_avg
+        if of in OPTIONS:
+            return OPTIONS[of]
+        if of in PER_PARAMETER:
+            return self.per_parameter(getattr(self, f"{of}64"))
+        found = getattr(self, {"messages": "replies", "out": "sent", "previous": "momentum"}.get(of, of))
+        if isinstance(found, Messages):
+            return found.slice(c.rows.start * found.copies, (c.rows.stop - c.rows.start) * found.copies)
+        if of in ("squares", "sums", "counts"):
+            return found[c.blocks]
+        return found[c.part] if isinstance(found, Tensor) and of != "flags" else found
 
     def mask(self, part: slice) -> Tensor | None:
-        return self.packed(self.live[part]) if self.masked else None
-
-    def scaling(self) -> Tensor | None:
-        return self.per_parameter(self.gamma) if self.masked else None
-
-    def scan(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.scan(c.span, self.grads, self.hyper(), self.flag, self.squares[c.blocks])
-
-    def compress(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            m = self.momentum
-            if m is not None:
-                m = self.of_chunk(m, c) if isinstance(m, Messages) else m[c.part]
-            self.passes.compress(
-                c.span, self.grads, m, self.residuals[c.index], self.hyper(), self.flag,
-                self.of_chunk(self.sent, c), live=self.mask(c.part), gamma=self.scaling(),
-            )  # fmt: skip
+        """live as the passes take it."""
+        live = torch.from_numpy(np.packbits(self.live[part], bitorder="little"))
+        return live.to(self.device) if self.masked else None
 
     def received(self, chunk: int, rank: int) -> Messages:
         """What a rank gets for its shard, from each."""
@@ -156,73 +302,6 @@ class World(Inputs):
         self.passes.average(shard, received, residual, out, live=mask)
         return out, residual
 
-    def decode(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.decode(c.span, self.of_replies(c), self.params)
-
-    def adam_warmup(self, chunk: int | None = None, **hyper: Any) -> None:
-        for c in self.chunks(chunk):
-            self.passes.adam_warmup(
-                c.span, self.params, self.grads, self.exp_avg[c.part], self.exp_avg_sq[c.part], self.of_master(c),
-                self.hyper(**hyper), self.flag, self.sums[c.blocks],
-            )  # fmt: skip
-
-    def adam_update(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.adam_update(
-                c.span, self.params, self.d[c.part], self.of_replies(c), self.of_master(c), self.hyper()
-            )
-
-    def lamb_update(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.adam_update(
-                c.span, self.params, self.d[c.part], self.of_replies(c), self.of_master(c), self.hyper(),
-                self.per_parameter(self.c64),
-            )  # fmt: skip
-
-    def lamb_warmup(self, step: int = STEP) -> None:
-        self.passes.lamb_warmup(
-            self.layout.all(), self.params, self.grads, self.exp_avg, self.exp_avg_sq, self.master, self.hyper(step),
-            self.flag, self.state, **COEFFICIENTS,
-        )  # fmt: skip
-
-    def lamb_statistics(self, ratio: str = "variance", **factors: float) -> None:
-        previous = self.momentum if isinstance(self.momentum, Messages) else self.exp_avg
-        self.passes.lamb_statistics(
-            self.layout.all(), self.replies, previous, self.d, self.exp_avg_sq, self.hyper(), self.state,
-            **{**FACTORS, **factors}, ratio=ratio, live=self.mask(slice(None)), gamma=self.scaling(),
-        )  # fmt: skip
-
-    def zero_one_full(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.zero_one_full(
-                c.span, self.params, self.grads, self.exp_avg_sq[c.part], self.of_replies(c), self.residuals[c.index],
-                self.of_master(c), self.hyper(), self.flag, *self.roots, self.written_live[c.bits()],
-                self.sums[c.blocks], self.counts[c.blocks],
-            )  # fmt: skip
-
-    def zero_one_update(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.zero_one_update(
-                c.span, self.params, self.exp_avg_sq[c.part], self.of_replies(c), self.of_master(c), self.hyper(),
-                *self.roots,
-            )  # fmt: skip
-
-    def zero_one_local(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.zero_one_local(
-                c.span, self.params, self.grads, self.exp_avg_sq[c.part], self.exp_avg[c.part],
-                self.residuals[c.index], self.of_master(c), self.hyper(), self.flag, *self.roots,
-            )  # fmt: skip
-
-    def zero_one_sync(self, chunk: int | None = None) -> None:
-        for c in self.chunks(chunk):
-            self.passes.zero_one_sync(
-                c.span, self.params, self.exp_avg_sq[c.part], self.exp_avg[c.part], self.anchor[c.part],
-                self.of_replies(c), self.of_master(c), self.hyper(), *self.roots, self.per_parameter(self.decay64),
-                self.per_parameter(self.factor64),
-            )  # fmt: skip
-
     def moved(self) -> oracle.Arrays:
         """x: the master copy where there is one."""
         return [numpy(t) for t in self.params.tensors] if self.master is None else self.unpadded(self.master)
@@ -233,12 +312,24 @@ class World(Inputs):
 
     def everything(self) -> list[bytes]:
         """Every byte of all tensors."""
-        return frozen_bits(
-            *(getattr(self, name) for name, of in vars(World).items() if isinstance(of, cached_property))
-        )
+        return frozen_bits(*(getattr(self, name) for name in MADE))
 
-    def check_parameters(self, expected: oracle.Arrays, sizes: oracle.Arrays) -> None:
-        """x, and the master copy that x is rounded from, where there is one."""
+    def check_moments(self, m: oracle.Arrays, v: oracle.Arrays) -> None:
+        terms = [np.abs(a) + np.abs(b) for a, b in zip(m, self.m, strict=True)]
+        assert_all_close(self.unpadded(self.exp_avg), m, ELEMENTWISE, terms)
+        assert_all_close(self.unpadded(self.exp_avg_sq), v, ELEMENTWISE)
+
+    def check_sums(self, found: Tensor, flat: np.ndarray) -> None:
+        """Of every block."""
+        assert_close(numpy(found), [block.sum() for block in self.plan.of_blocks(flat)], 4e-6)
+
+    def check_parameters(
+        self, expected: oracle.Arrays, *, moves: int = 1, lrs: int = 0, sizes: oracle.Arrays | None = None
+    ) -> None:
+        """x, and the master copy that x is rounded from, where there is one. Rounding is of x, so many times of what
+        it moves by, and so many times of lr."""
+        pairs = zip(self.x, expected, self.hypers, strict=True)
+        sizes = sizes or [np.abs(a) + moves * np.abs(b - a) + lrs * h.lr for a, b, h in pairs]
         assert_guards(self.params)
         found = [numpy(t) for t in self.params.tensors]
         if self.master is None:
