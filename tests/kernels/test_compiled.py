@@ -7,9 +7,8 @@ import pickle
 import stat
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from onebit.kernels.cpu.blocks import BF16, FP16, FP32, put, staged
 from onebit.kernels.tuning.workload import Workload
 from tests.limits import HUNG
 
-NUMELS = [1, 7, 2048, 50_000, 63, 0, 4096]
 VARIANTS = [
     {},
     {"scale": "tensor", "norm": "l2", "dtype": torch.bfloat16, "masked": True, "scaled": True},
@@ -31,34 +29,23 @@ VARIANTS = [
 SCAN = import_module("onebit.kernels.cpu.scan")
 
 
-def outputs(**options):
-    """What all passes leave, in bytes. NaN is equal to NaN here."""
-    workload = Workload(NUMELS, **{"ranks": 2, **options})
-    for work in workload.passes(cpu).values():
-        work.run()
+def outputs(*only, **options):
+    """What all passes leave, or some, in bytes. NaN is equal to NaN here."""
+    workload = Workload([1, 7, 2048, 50_000, 63, 0, 4096], **{"ranks": 2, **options})
+    for name, work in workload.passes(cpu).items():
+        if name in (only or (name,)):
+            work.run()
     return {name: t.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, t in workload.outputs().items()}
-
-
-def checksum():
-    return hashlib.sha256(repr(outputs()).encode()).digest()
 
 
 def test_any_number_of_threads_gives_the_same_bits_also_to_python_threads_that_run_at_once(monkeypatch):
     """Every pass is cut into as many runs of blocks as there are threads."""
     monkeypatch.setattr(threads, "LEAST", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    wanted, found = [outputs(**options) for options in VARIANTS], {}
+    wanted = [outputs(**options) for options in VARIANTS]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-
-    def run(index):
-        found[index] = outputs(**VARIANTS[index % len(VARIANTS)])
-
-    callers = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(120)
-    assert all(found[i] == wanted[i % len(VARIANTS)] for i in range(8))
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(lambda options: outputs(**options), 2 * VARIANTS)] == 2 * wanted
 
 
 def test_what_is_decoded_past_the_caches_is_the_same(monkeypatch):
@@ -66,39 +53,35 @@ def test_what_is_decoded_past_the_caches_is_the_same(monkeypatch):
         found = []
         for large in (2**40, 0):
             monkeypatch.setattr(codec, "LARGE", large)
-            workload = Workload(NUMELS, **{"ranks": 2, **options})
-            workload.passes(cpu)["decode"].run()
-            found.append([t.view(torch.uint8).tolist() for t in workload.decoded().tensors])
+            found.append(outputs("decode", **options))
         assert found[0] == found[1]
 
 
 FORKS = """
-import atexit, os
+import atexit, hashlib, os
 import torch
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 torch.get_num_threads = lambda: 3
 from onebit.kernels.cpu import codec, threads
 threads.LEAST = 1
-from tests.kernels.test_compiled import checksum, outputs
+from tests.kernels.test_compiled import outputs
 
 for when in ("before", "after"):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write, checksum())
+        os.write(write, hashlib.sha256(repr(outputs()).encode()).digest())
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert os.read(read, 32) == checksum()
-wanted = outputs()
+    wanted = outputs()
+    assert os.read(read, 32) == hashlib.sha256(repr(wanted).encode()).digest()
 atexit.register(lambda: print(outputs() == wanted))
 """
 
 
-def run_python(code, *arguments, **environment):
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=HUNG, cwd=Path.cwd()
-    )
+def run_python(code, **environment):
+    environment, command = {**os.environ, **environment}, [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
 
 
 @pytest.mark.slow
@@ -110,28 +93,33 @@ def test_a_forked_child_runs_passes_and_so_does_a_process_that_shuts_down():
     assert result.stdout.split() == ["True"]
 
 
-def scanned(monkeypatch, caplog):
+@pytest.fixture
+def scan(monkeypatch, caplog, tmp_path):
     """What a process says that scans for the first time; the result is checked."""
-    monkeypatch.setattr(SCAN, "_scan", compile.Loop(vars(SCAN)["_scan"].__wrapped__))
-    caplog.clear()
-    work = Workload([5000])
-    with caplog.at_level(logging.DEBUG, logger="onebit"):
-        work.passes(cpu)["scan"].run()
-    g = work.grads().tensors[0]
-    torch.testing.assert_close(work.squares().nansum(), (g * g).sum())
-    return caplog.text
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
+
+    def run():
+        monkeypatch.setattr(SCAN, "_scan", compile.Loop(vars(SCAN)["_scan"].__wrapped__))
+        caplog.clear()
+        work = Workload([5000])
+        with caplog.at_level(logging.DEBUG, logger="onebit"):
+            work.passes(cpu)["scan"].run()
+        g = work.grads().tensors[0]
+        torch.testing.assert_close(work.squares().nansum(), (g * g).sum())
+        return caplog.text
+
+    return run
 
 
 @pytest.fixture
-def filled(tmp_path, monkeypatch, caplog):
-    """A cache that has the machine code of one loop, and its file."""
-    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
-    scanned(monkeypatch, caplog)
+def filled(tmp_path, scan):
+    """The file of a cache that has the machine code of one loop."""
+    scan()
     (path,) = (tmp_path / "loops").iterdir()
     return path
 
 
-def test_a_damaged_file_is_compiled_anew_and_a_whole_one_is_read(filled, monkeypatch, caplog):
+def test_a_damaged_file_is_compiled_anew_and_a_whole_one_is_read(filled, scan):
     content = filled.read_bytes()
     damages = [
         b"",
@@ -142,38 +130,37 @@ def test_a_damaged_file_is_compiled_anew_and_a_whole_one_is_read(filled, monkeyp
     ]
     for damaged in damages:
         filled.write_bytes(damaged)
-        assert "is of no use" in scanned(monkeypatch, caplog)
+        assert "is of no use" in scan()
         again = filled.read_bytes()
         assert hashlib.sha256(again[32:]).digest() == again[:32]
         assert [path.name for path in filled.parent.iterdir()] == [filled.name]
     before = filled.stat().st_mtime_ns
-    assert "Compiling" not in scanned(monkeypatch, caplog)
+    assert "Compiling" not in scan()
     assert filled.stat().st_mtime_ns == before
 
 
-def test_a_process_whose_modules_were_replaced_leaves_the_cache_alone(filled, monkeypatch, caplog):
+def test_a_process_whose_modules_were_replaced_leaves_the_cache_alone(filled, scan, monkeypatch):
     """An upgrade while it runs: what it compiles is not what the new files say, nor what the cache has for them."""
     before = filled.read_bytes()
     monkeypatch.setattr(compile, "version", lambda: "another")
-    assert scanned(monkeypatch, caplog).count("onebit was changed") == 2  # neither read nor kept
+    assert scan().count("onebit was changed") == 2  # neither read nor kept
     assert [path.read_bytes() for path in filled.parent.iterdir()] == [before]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of posix")
-def test_machine_code_in_a_folder_that_others_can_write_is_not_run(filled, monkeypatch, caplog):
+def test_machine_code_in_a_folder_that_others_can_write_is_not_run(filled, scan):
     filled.parent.chmod(0o777)
-    assert "others can write to its folder" in scanned(monkeypatch, caplog)
+    assert "others can write to its folder" in scan()
 
 
-def test_where_no_file_can_be_written_every_process_compiles(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    assert "is not kept" in scanned(monkeypatch, caplog)
+def test_where_no_file_can_be_written_every_process_compiles(tmp_path, scan, monkeypatch):
     if os.geteuid() != 0:  # root may write anywhere
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-        monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
-        assert "is not kept" in scanned(monkeypatch, caplog)
+        assert "is not kept" in scan()
         tmp_path.chmod(stat.S_IRWXU)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    assert "is not kept" in scan()
 
 
 PROCESS = """
@@ -193,29 +180,19 @@ print(float(work.squares().nansum()))
 @pytest.mark.slow
 def test_processes_that_compile_at_once_all_run_and_the_next_one_compiles_nothing(tmp_path):
     """Importing onebit does not import Numba."""
-    environment = {**os.environ, "ONEBIT_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", PROCESS]
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = {process.communicate(timeout=HUNG)[0] for process in running}
+    with ThreadPoolExecutor() as pool:
+        found = {done.stdout for done in pool.map(lambda _: run_python(PROCESS, ONEBIT_CACHE_DIR=str(tmp_path)), "ab")}
     assert len(found) == 1 and len(list((tmp_path / "loops").iterdir())) == 1
     result = run_python(PROCESS, ONEBIT_CACHE_DIR=str(tmp_path))
     assert {result.stdout} == found and "Compiling" not in result.stderr
 
 
 def test_without_numba_an_error_says_what_to_install():
-    code = """
-import sys
-sys.modules["numba"] = None
-import torch
-from onebit.kernels import backend
-try:
-    backend(torch.device("cpu"))
-except ModuleNotFoundError as error:
-    print(error.name, error)
-"""
-    result = run_python(code)
-    assert result.stdout.startswith("numba tensors on cpu need Numba, which cannot be imported"), result.stderr
-    assert result.stdout.endswith(": pip install numba\n")
+    start = 'import sys; sys.modules["numba"] = None; from onebit.kernels import backend; import torch; '
+    result = run_python(start + 'backend(torch.device("cpu"))')
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("ModuleNotFoundError: tensors on cpu need Numba, which cannot be imported"), error
+    assert error.endswith(": pip install numba")
 
 
 @pytest.mark.parametrize("dtype, kind", [(torch.float32, FP32), (torch.bfloat16, BF16), (torch.float16, FP16)])
