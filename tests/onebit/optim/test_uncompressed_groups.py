@@ -16,19 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit.optim.contract import options, started
-from tests.onebit.runs import (
-    Case,
-    assert_message,
-    bits,
-    build,
-    kinds,
-    options_of,
-    parameters,
-    run,
-    snapshot,
-    take,
-)
+from tests.onebit.optim.contract import give, options, started
+from tests.onebit.runs import Case, assert_message, bits, build, kinds, options_of, parameters, run, snapshot, take
 from tests.ranks import group, run_ranks
 
 APART = {"compress": False}
@@ -43,28 +32,23 @@ def halves(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
     return tensors[::2], tensors[1::2]
 
 
-def apart_alone(case: Case, params: list[nn.Parameter]) -> Any:
-    kind = "OneBitLamb" if case.kind == "OneBitLamb" else "OneBitAdam"
-    own = {k: v for k, v in case.options.items() if k not in SPACED}
-    alone = case.but(kind=kind, groups=({},), options={**own, "freeze_step": 10**6, "overlap": False})
-    return alone.build(params, group())
-
-
-def beside_two(rank: int, size: int, case: Case) -> dict[str, Any]:
+def beside_two(rank: int, size: int, case: Case) -> bytes:
     one, two = case.parameters(), case.parameters()
     optimizer = case.build(one, group())
     first = case.but(groups=({},)).build(halves(two)[0], group())
-    second = apart_alone(case, halves(two)[1])
+    stage_1 = {**{k: v for k, v in case.options.items() if k not in SPACED}, "freeze_step": 10**6, "overlap": False}
+    kind = "OneBitLamb" if case.kind == "OneBitLamb" else "OneBitAdam"
+    second = case.but(kind=kind, groups=({},), options=stage_1).build(halves(two)[1], group())
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, one, step)
-        for p, g in zip(two, case.gradients(rank, step), strict=True):
-            p.grad = g
+        give(case, two, step, rank)
         first.step()
         second.step()
         for ours, theirs, what in zip(halves(one), halves(two), ("compressed", "others"), strict=True):
             assert bits(ours) == bits(theirs), f"step {step}: {what}"
     assert optimizer.compressing and first.compressing and not second.compressing
-    return {"bits": bits(one), "sent": (optimizer.wire_bytes, first.wire_bytes)}
+    assert optimizer.wire_bytes == first.wire_bytes
+    return bits(one)
 
 
 ALONE = {  # ranks and the case
@@ -83,10 +67,7 @@ ALONE = {  # ranks and the case
 @pytest.mark.parametrize("name", ALONE)
 def test_both_are_what_they_are_alone(name: str) -> None:
     size, case = ALONE[name]
-    found = run_ranks(size, beside_two, case)
-    assert len({own["bits"] for own in found}) == 1
-    for own in found:
-        assert own["sent"][0] == own["sent"][1]
+    assert len(set(run_ranks(size, beside_two, case))) == 1
 
 
 def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> list[bytes]:
@@ -95,9 +76,8 @@ def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> li
     groups = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]
     own = options_of(kind, {**OPTIONS, **(SPACED if kind == "ZeroOneAdam" else {})})
     optimizer = build(kind, groups, lr=1e-2, block_size=32, overlap=overlap, process_group=group(), **own)
-    module: nn.Module = net
+    module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if attached else net
     if attached:
-        module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003)
         onebit.attach(module, optimizer)
     found = []
     for step in range(12):
@@ -120,14 +100,21 @@ def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
 # States
 
 
-def saved(rank: int, size: int, case: Case) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def saved(rank: int, size: int, case: Case, folder: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The state and the values, of a run that goes on bit for bit from a checkpoint."""
     params, optimizer = started(case, 7, rank, size)
-    return snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+    found = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
+    onebit.save(folder, nn.ParameterList(params), optimizer)
+    again = [nn.Parameter(torch.zeros_like(p)) for p in params]
+    other = case.build(again, group())
+    onebit.load(folder, nn.ParameterList(again), other)
+    run(case, rank, optimizer, params, 8, 10)
+    run(case, rank, other, again, 8, 10)
+    assert bits(params) == bits(again)
+    return found
 
 
-def loaded(
-    rank: int, size: int, case: Case, states: list[Any], values: list[torch.Tensor]
-) -> tuple[dict[str, Any], bytes]:
+def loaded(rank: int, size: int, case: Case, states: list[Any], values: list[torch.Tensor]) -> tuple[Any, bytes]:
     params = [nn.Parameter(v.clone()) for v in values]
     optimizer = case.build(params, group())
     with warnings.catch_warnings():
@@ -139,9 +126,9 @@ def loaded(
 
 
 @kinds
-def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str) -> None:
+def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str, tmp_path: Path) -> None:
     case = CASE.but(kind=kind)
-    found = run_ranks(2, saved, case)
+    found = run_ranks(2, saved, case, str(tmp_path))
     states, values = [state for state, _ in found], found[0][1]
     assert any("residual" in name for name in states[0]["state"][0])
     theirs = onebit.adamw_state(states[0])
@@ -156,34 +143,16 @@ def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str
             assert not any("residual" in name or "momentum_bits" in name for name in state["state"][key])
 
 
-def saved_to_a_folder(rank: int, size: int, folder: str) -> None:
-    params, optimizer = started(CASE, 7, rank, size)
-    onebit.save(folder, nn.ParameterList(params), optimizer)
-    again = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    other = CASE.build(again, group())
-    onebit.load(folder, nn.ParameterList(again), other)
-    run(CASE, rank, optimizer, params, 8, 10)
-    run(CASE, rank, other, again, 8, 10)
-    assert bits(params) == bits(again)
-
-
-def test_a_checkpoint(tmp_path: Path) -> None:
-    run_ranks(2, saved_to_a_folder, str(tmp_path))
-
-
 def another_choice(rank: int, size: int, kind: str) -> None:
     """For stage 1 alone a state is of another choice too."""
-    for at in (3, 7):
-        case = CASE.but(kind=kind)
-        _, optimizer = started(case, at, rank, size)
-        state, other = optimizer.state_dict(), case.but(groups=({}, {})).build(case.parameters(), group())
-        if at <= 3:
-            other.load_state_dict(state)
-            assert other.param_groups[1]["compress"] is True
-            continue
-        with pytest.raises(ValueError) as caught:
-            other.load_state_dict(state)
-        assert_message(caught, "compress=False in param group 1", "it is True", "Give the group what it had")
+    case = CASE.but(kind=kind)
+    early, late = (started(case, at, rank, size)[1].state_dict() for at in (3, 7))
+    other = case.but(groups=({}, {})).build(case.parameters(), group())
+    other.load_state_dict(early)
+    assert other.param_groups[1]["compress"] is True
+    with pytest.raises(ValueError) as caught:
+        other.load_state_dict(late)
+    assert_message(caught, "compress=False in param group 1", "it is True", "Give the group what it had")
 
 
 @kinds
@@ -211,19 +180,14 @@ def test_the_report_counts_what_they_send_and_the_watch_looks_at_them() -> None:
 
 
 @kinds
-def test_diagnostics_have_all(kind: str) -> None:
-    _, optimizer = started(CASE.but(kind=kind), 6)
-    found = list(optimizer.diagnostics().values())  # in the order of the groups
-    assert all("momentum_scale" in own for own in found[:2]) and not any("momentum_scale" in own for own in found[2:])
-    assert all(own["variance_norm"] > 0 for own in found[2:])
-
-
-@kinds
-def test_nobody_is_warned_of_coordinates_that_have_a_variance_to_come(kind: str) -> None:
+def test_diagnostics_have_all_and_only_what_is_compressed_must_have_a_variance_by_then(kind: str) -> None:
     case = CASE.but(kind=kind, untouched=((1, 3, 99),))  # of the second group
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        started(case, 8)
+        _, optimizer = started(case, 8)
+    found = list(optimizer.diagnostics().values())  # in the order of the groups
+    assert ["momentum_scale" in own for own in found] == [True, True, False, False]
+    assert all(own["variance_norm"] > 0 for own in found[2:])
     with pytest.warns(UserWarning, match="coordinates without a variance"):
         started(case.but(untouched=((0, 3, 99),)), 8)
 
@@ -264,11 +228,8 @@ def test_a_group_that_is_switched(kind: str) -> None:
 
 
 def differing(rank: int, size: int) -> None:
-    case = CASE.but(groups=({}, {"compress": rank == 0}))
-    params = case.parameters()
-    optimizer = case.build(params, group())
     with pytest.raises(ValueError, match="compress"):
-        take(case, rank, optimizer, params, 1)
+        started(CASE.but(groups=({}, {"compress": rank == 0})), 1, rank, size)
 
 
 def test_ranks_that_differ() -> None:
