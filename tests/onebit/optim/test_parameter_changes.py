@@ -4,24 +4,22 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.optim.contract import give, started
+from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, arrays, assert_message, bits, build, kinds, parameters, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((7, 9), (33,))
-STAGES = pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
 
 
 @pytest.mark.parametrize(("moment", "freeze_step"), [(1, "auto"), (5, 12), (5, 7)])
 def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, freeze_step):
     """As AdamW, which counts each parameter's steps by itself: here the gradients before were zero."""
-    case = Case(shapes=((7, 9), (33,), (130,)), steps=10)
+    case = Case(shapes=(*SHAPES, (130,)), steps=10)
     params, theirs = case.parameters(), case.parameters()
-    optimizer = build("OneBitAdam", params[:2], lr=1e-2, betas=(0.9, 0.95), freeze_step=freeze_step, block_size=32)
-    adamw = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0}], lr=1e-2, betas=(0.9, 0.95))
-    for o in (optimizer, adamw):
-        for g in o.param_groups:
-            g["weight_decay"] = 0.1
+    own = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "freeze_step": freeze_step, "block_size": 32}
+    optimizer = build("OneBitAdam", params[:2], **own)
+    groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     last = case.steps if freeze_step == "auto" else min(case.steps, freeze_step)
     for step in range(1, last + 1):
         if step == moment + 1:
@@ -60,7 +58,7 @@ def test_the_last_step_before_a_group_is_added_is_measured_without_it():
 
 
 def add_a_group(rank, size, kind):
-    case = Case(kind, shapes=((7, 9), (33,), (130,)), steps=12)
+    case = Case(kind, shapes=(*SHAPES, (130,)), steps=12)
     params = case.parameters()
     optimizer = build(kind, params[:2], freeze_step=6, block_size=32, process_group=group())
     for step in range(1, case.steps + 1):
@@ -96,14 +94,12 @@ def test_a_wrong_param_group_is_not_added():
 
 
 def another_shape(p):
-    p.grad = None
-    p.data = torch.zeros(34)
+    p.grad, p.data = None, torch.zeros(34)
     p.grad = torch.ones(34)
 
 
 def another_dtype(p):
-    p.grad = None
-    p.data = p.data.half()
+    p.grad, p.data = None, p.data.half()
 
 
 def gradient_of_another_dtype(p):
@@ -121,11 +117,9 @@ def gradient_of_another_dtype(p):
         (gradient_of_another_dtype, TypeError, ["gradient 1", "float16", "float32"]),
     ],
 )
-@STAGES
+@pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
 def test_a_parameter_that_has_become_another_is_refused(change, error, parts, freeze_step):
-    case = Case(shapes=SHAPES, options={"freeze_step": freeze_step})
-    params, optimizer = started(case, 4)
-    give(case, params, 5)
+    params, optimizer = started(Case(shapes=SHAPES, options={"freeze_step": freeze_step}), 4)
     change(params[1])
     before = bits(params)
     with pytest.raises(error) as caught:
@@ -193,13 +187,14 @@ def test_sparse_gradients_are_refused():
 
 def frozen_groups(rank, size, kind):
     """The first group frozen, and all of them until the third step; then one rank alone has nothing that trains."""
-    first, params = parameters((3, 2), (5,)), parameters((4, 3), (7,))
-    for p in first:
+    params, twins, late = (parameters((4, 3), (7,)) for _ in range(3))
+    first = [p.requires_grad_(False) for p in parameters((3, 2), (5,))]
+    for p in late:
         p.requires_grad_(False)
-    part = build(kind, [{"params": first}, {"params": params}], freeze_step=2, process_group=group())
-    alone = build(kind, (twins := parameters((4, 3), (7,))), freeze_step=2, process_group=group())
-    late = [p.requires_grad_(False) for p in parameters((4, 3), (7,))]
-    whole = build(kind, late, freeze_step=2, process_group=group())
+    part, alone, whole = (
+        build(kind, own, freeze_step=2, process_group=group())
+        for own in ([{"params": first}, {"params": params}], twins, late)
+    )
     for _ in range(2):
         assert float(whole.clip_grad_norm_(1.0)) == 0
         whole.step()
