@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +27,6 @@ def pair() -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
     return params, optimizer, theirs, adamw
 
 
-def clear(o: Any, params: list[nn.Parameter]) -> None:
-    o.state.clear()
-
-
 def assign_nothing(o: Any, params: list[nn.Parameter]) -> None:
     o.state = defaultdict(dict)
 
@@ -41,10 +38,6 @@ def assign_other_moments(o: Any, params: list[nn.Parameter]) -> None:
 
 def assign_one_tensor(o: Any, params: list[nn.Parameter]) -> None:
     o.state[params[1]]["exp_avg"] = torch.ones_like(params[1])
-
-
-def write_into_a_tensor(o: Any, params: list[nn.Parameter]) -> None:
-    o.state[params[1]]["exp_avg"].fill_(1.0)
 
 
 def copies(o: Any, params: list[nn.Parameter]) -> None:
@@ -59,15 +52,22 @@ def replace_a_parameter(o: Any, params: list[nn.Parameter]) -> None:
     o.state[new] = o.state.pop(old)
 
 
-CHANGES = [clear, assign_nothing, assign_other_moments, assign_one_tensor, write_into_a_tensor, copies,
-           replace_a_parameter]  # fmt: skip
+CHANGES: dict[str, Callable[[Any, list[nn.Parameter]], object]] = {
+    "clear": lambda o, params: o.state.clear(),
+    "nothing": assign_nothing,
+    "other moments": assign_other_moments,
+    "one tensor": assign_one_tensor,
+    "written into": lambda o, params: o.state[params[1]]["exp_avg"].fill_(1.0),
+    "copies": copies,
+    "another parameter": replace_a_parameter,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_state_that_was_changed_holds_as_in_adamw(change: Callable[..., None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_state_that_was_changed_holds_as_in_adamw(name: str) -> None:
     params, optimizer, theirs, adamw = pair()
-    change(optimizer, params)
-    change(adamw, theirs)
+    for own, each in ((optimizer, params), (adamw, theirs)):
+        CHANGES[name](own, each)
     run(CASE, 0, optimizer, params, 5, 8)
     run(CASE, 0, adamw, theirs, 5, 8)
     for p, q in zip(params, theirs, strict=True):
@@ -78,7 +78,7 @@ def test_state_that_was_changed_holds_as_in_adamw(change: Callable[..., None]) -
 
 
 def test_it_holds_for_what_is_saved_at_once() -> None:
-    params, optimizer, _, _ = pair()
+    params, optimizer = started(CASE, 4)
     assign_other_moments(optimizer, params)
     state = optimizer.state_dict()["state"]
     assert [int(own["step"]) for own in state.values()] == [9] * 4
@@ -88,12 +88,11 @@ def test_it_holds_for_what_is_saved_at_once() -> None:
 def cleared(rank: int, size: int, kind: str) -> None:
     case = Case(kind, options={"freeze_step": 3})
     params, optimizer = started(case, 6, rank, size)
-    values = [p.detach().clone() for p in params]
+    fresh = copy.deepcopy(params)
     optimizer.state.clear()
-    run(case, rank, optimizer, params, 7, 12)
-    fresh = [nn.Parameter(value) for value in values]
     other = case.build(fresh, group())
-    run(case, rank, other, fresh, 7, 12)
+    for own, each in ((params, optimizer), (fresh, other)):
+        run(case, rank, each, own, 7, 12)
     assert bits(params) == bits(fresh)
     assert same(snapshot(optimizer.state_dict()), snapshot(other.state_dict()))
 
@@ -135,7 +134,7 @@ def state(**changes: Any) -> dict[str, Any]:
     ids=["no step", "other steps", "another shape", "no dict", "taken away"],
 )
 def test_what_is_no_state_is_an_error(value: Any, parts: list[str]) -> None:
-    params, optimizer, _, _ = pair()
+    params, optimizer = started(CASE, 4)
     optimizer.state[params[1]] = value
     if value is None:
         del optimizer.state[params[1]]
@@ -146,7 +145,7 @@ def test_what_is_no_state_is_an_error(value: Any, parts: list[str]) -> None:
 
 def test_reading_the_state_of_others_changes_nothing() -> None:
     """A defaultdict makes an entry of it."""
-    params, optimizer, _, _ = pair()
+    params, optimizer = started(CASE, 4)
     current = optimizer.current
     assert optimizer.state[nn.Parameter(torch.zeros(2))] == {}
     take(CASE, 0, optimizer, params, 5)
