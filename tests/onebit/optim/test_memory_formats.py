@@ -14,11 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
@@ -38,9 +34,8 @@ def shown(stored: list[Any]) -> list[Any]:
 
 
 def as_stored(tensors: list[Any]) -> list[Tensor]:
-    return [
-        t.detach().permute([back.index(d) for d in range(len(back))]) for t, back in zip(tensors, BACK, strict=True)
-    ]
+    """`shown` taken back."""
+    return [t.detach().permute(sorted(range(len(b)), key=b.__getitem__)) for t, b in zip(tensors, BACK, strict=True)]
 
 
 def permuted(case: Case) -> list[nn.Parameter]:
@@ -49,10 +44,9 @@ def permuted(case: Case) -> list[nn.Parameter]:
     return found
 
 
-def step_of(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int, grads: str) -> None:
+def give_shown(case: Case, rank: int, params: list[nn.Parameter], step: int, grads: str = "alike") -> None:
     """grads: "alike": as the parameters lie; "contiguous"; "scattered": every second element of others; "backward":
     by autograd, into which messages may leave."""
-    optimizer.zero_grad()
     for p, g in zip(params, shown(case.gradients(rank, step)), strict=True):
         if g is not None and grads == "contiguous":
             g = g.contiguous()
@@ -60,10 +54,10 @@ def step_of(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], s
             g = torch.stack([g, g], -1)[..., 0]
         p.grad = g
     if grads == "backward":
-        terms = [(p * p.grad).sum() for p in params]
-        optimizer.zero_grad()
-        sum(terms, torch.zeros(())).backward()
-    optimizer.step()
+        loss = sum(((p * p.grad).sum() for p in params), torch.zeros(()))
+        for p in params:
+            p.grad = None
+        loss.backward()
 
 
 def twins(rank: int, size: int, case: Case, grads: str) -> bytes:
@@ -72,15 +66,20 @@ def twins(rank: int, size: int, case: Case, grads: str) -> bytes:
     memory, early = [p.data_ptr() for p in params], False
     for step in range(1, case.steps + 1):
         give(case, stored, step, rank)
+        give_shown(case, rank, params, step, grads)
+        if size == 1 and grads == "alike":
+            assert float(plain.clip_grad_norm_(0.5)) == float(optimizer.clip_grad_norm_(0.5))
         plain.step()
-        step_of(case, rank, optimizer, params, step, grads)
+        optimizer.step()
         early |= optimizer.overlap.on
         assert bits(as_stored(params)) == bits(stored), step
     assert optimizer.compressing and early == ("overlap" in case.options)
     assert [p.data_ptr() for p in params] == memory
     if optimizer.synchronized:
-        kept = [optimizer.state[p].get("exp_avg_sq", optimizer.state[p].get("denominator")) for p in params]
-        theirs = [plain.state[p].get("exp_avg_sq", plain.state[p].get("denominator")) for p in stored]
+        kept, theirs = (
+            [o.state[p].get("exp_avg_sq", o.state[p].get("denominator")) for p in own]
+            for o, own in ((optimizer, params), (plain, stored))
+        )
         assert [t.shape for t in kept] == [p.shape for p in params]
         assert bits(as_stored(kept)) == bits(theirs)
         mine, twin = (onebit.adamw_state(o.state_dict())["state"] for o in (optimizer, plain))
@@ -90,8 +89,9 @@ def twins(rank: int, size: int, case: Case, grads: str) -> bytes:
 
 
 WATCHED = {"check_every": 1, "gradient_dtype": torch.bfloat16}
-TWINS = {  # ranks, ranks a node, kind, dtype, gradients, options
+TWINS = {  # ranks, ranks a node, kind, dtype, gradients, options; one rank with "alike" is clipped
     "Adam": (1, 1, "OneBitAdam", "float32", "contiguous", {}),
+    "Adam, clipped": (1, 1, "OneBitAdam", "float32", "alike", {}),
     "Adam, 16 bits": (1, 1, "OneBitAdam", "bfloat16", "scattered", {}),
     "LAMB": (1, 1, "OneBitLamb", "float32", "scattered", {}),
     "LAMB, 16 bits": (1, 1, "OneBitLamb", "bfloat16", "alike", {}),
@@ -115,31 +115,18 @@ def test_a_permuted_parameter_trains_as_what_lies_in_memory(name: str) -> None:
     assert len(set(ends)) == 1 or name == "local steps"
 
 
-def test_clipping() -> None:
-    stored, params = CASE.parameters(), permuted(CASE)
-    plain, optimizer = CASE.build(stored), CASE.build(params)
-    for step in range(1, 7):
-        give(CASE, stored, step)
-        for p, g in zip(params, shown(CASE.gradients(0, step)), strict=True):
-            p.grad = g
-        assert float(plain.clip_grad_norm_(0.5)) == float(optimizer.clip_grad_norm_(0.5))
-        plain.step()
-        optimizer.step()
-    assert bits(as_stored(params)) == bits(stored)
-
-
 def flipped_and_repaired(rank: int, size: int, case: Case) -> bytes:
     params = permuted(case)
     optimizer = case.build(params, group())
-    for step in range(1, case.steps):
-        step_of(case, rank, optimizer, params, step, "alike")
-    if rank == 1:
-        with torch.no_grad():
-            params[0].data[1, 2, 1, 3] += 1
-            optimizer.state[params[2]]["denominator"].data[3, 2] *= 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        step_of(case, rank, optimizer, params, case.steps, "alike")
+    for step in range(1, case.steps + 1):
+        if step == case.steps and rank == 1:
+            with torch.no_grad():
+                params[0].data[1, 2, 1, 3] += 1
+                optimizer.state[params[2]]["denominator"].data[3, 2] *= 2
+        give_shown(case, rank, params, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
     return bits(params) + bits([optimizer.state[params[2]]["denominator"]])
 
 
@@ -185,7 +172,7 @@ def conv_run(rank: int, size: int, kind: str, channels_last: bool, own: dict[str
 
     net, ddp, optimizer = built()
     conv_steps(ddp, rank, optimizer, 0, 4, channels_last)
-    stage_1 = arrays(list(net.parameters()))
+    stage_1 = arrays(net.parameters())
     conv_steps(ddp, rank, optimizer, 4, 8, channels_last)
     onebit.save(folder, net, optimizer)
     loss = conv_steps(ddp, rank, optimizer, 8, 12, channels_last)
@@ -198,13 +185,12 @@ def conv_run(rank: int, size: int, kind: str, channels_last: bool, own: dict[str
     return stage_1, bits(net.parameters()), loss
 
 
+EARLY = {"overlap": True, "chunks": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "own"),
-    [
-        ("OneBitAdam", {"overlap": True, "block_size": 64, "chunks": 2, "reply": 1}),
-        ("OneBitLamb", {}),
-        ("ZeroOneAdam", {"overlap": True, "chunks": 2}),
-    ],
+    [("OneBitAdam", EARLY | {"block_size": 64, "reply": 1}), ("OneBitLamb", {}), ("ZeroOneAdam", EARLY)],
 )
 def test_a_channels_last_net_under_ddp(kind: str, own: dict[str, Any], tmp_path: Path) -> None:
     """The same bits on all ranks, the numbers of the contiguous net, and a checkpoint that goes on bit for bit."""
@@ -274,10 +260,9 @@ def lay(values: list[Tensor], how: str) -> list[nn.Parameter]:
     """New parameters with these values: as they lay, contiguous, or in another order."""
     if how == "alike":
         return [nn.Parameter(v.clone()) for v in values]
-    if how == "contiguous":
-        return [nn.Parameter(v.clone(memory_format=torch.contiguous_format)) for v in values]
-    turned = [v.transpose(0, -1).clone(memory_format=torch.contiguous_format) for v in values]
-    return [nn.Parameter(v.transpose(0, -1)) for v in turned]
+    ends = (0, -1) if how == "other" else (0, 0)
+    laid = [v.transpose(*ends).clone(memory_format=torch.contiguous_format) for v in values]
+    return [nn.Parameter(v.transpose(*ends)) for v in laid]
 
 
 def go_on(case: Case, state: Any, values: list[Tensor], how: str, first: int, rank: int = 0, of: Any = None) -> Any:
@@ -285,7 +270,8 @@ def go_on(case: Case, state: Any, values: list[Tensor], how: str, first: int, ra
     optimizer = case.build(params, of)
     optimizer.load_state_dict(snapshot(state))
     for step in range(first, first + 3):
-        step_of(case, rank, optimizer, params, step, "contiguous")
+        give_shown(case, rank, params, step, "contiguous")
+        optimizer.step()
     return params
 
 
@@ -294,7 +280,8 @@ def recorded(rank: int, size: int, case: Case) -> list[tuple[Any, list[Tensor]]]
     params, found = permuted(case), []
     optimizer = case.build(params, group_or_none(size))
     for step in range(1, case.steps + 1):
-        step_of(case, rank, optimizer, params, step, "alike")
+        give_shown(case, rank, params, step)
+        optimizer.step()
         found.append((snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]))
     return found
 
@@ -386,12 +373,7 @@ def test_an_order_that_cannot_be_is_refused() -> None:
         assert same(snapshot(optimizer.state_dict()), kept)
 
 
-TOOLS: dict[str, dict[str, bool]] = {
-    "default": {}, "flattened": {"flatten_optimizer_state_dict": True}, "full": {"full_state_dict": True},
-}  # fmt: skip
-
-
-def carried(rank: int, size: int, was: bool, name: str, folder: str) -> None:
+def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folder: str) -> None:
     """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools and without them."""
 
     def trained(channels_last: bool, steps: int) -> tuple[nn.Module, Any]:
@@ -401,21 +383,21 @@ def carried(rank: int, size: int, was: bool, name: str, folder: str) -> None:
         conv_steps(net, rank, optimizer, 0, steps, channels_last)
         return net, optimizer
 
-    chosen = StateDictOptions(**TOOLS.get(name, {}))
     net, optimizer = trained(was, 5)
     (one, by_tool), (other, by_hand) = trained(not was, 4), trained(not was, 4)
     for each in (one, other):
         each.load_state_dict(net.state_dict())
     by_hand.load_state_dict(snapshot(optimizer.state_dict()))
-    if name == "dcp":
+    if tool is None:
         dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder, process_group=group())
         onebit.make_room(folder, one, by_tool)
         state = {"optimizer": by_tool.state_dict()}
         dcp.load(state, checkpoint_id=folder, process_group=group())
         by_tool.load_state_dict(state["optimizer"])
     else:
+        chosen = StateDictOptions(**tool)
         saved = snapshot(get_optimizer_state_dict(net, optimizer, options=chosen))
-        if name == "flattened":
+        if chosen.flatten_optimizer_state_dict:
             onebit.make_room(saved, one, by_tool)
         set_optimizer_state_dict(one, by_tool, saved, options=chosen)
     assert same(snapshot(by_tool.state_dict()), snapshot(by_hand.state_dict()))
@@ -424,8 +406,10 @@ def carried(rank: int, size: int, was: bool, name: str, folder: str) -> None:
     assert bits(one.parameters()) == bits(other.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "was"), [("default", False), ("flattened", True), ("full", True), ("dcp", False), ("dcp", True)]
-)
-def test_torchs_tools_carry_a_state_to_another_memory_format(name: str, was: bool, tmp_path: Path) -> None:
-    run_ranks(2, carried, was, name, str(tmp_path / "saved"))
+FLAT, FULL = {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
+
+
+@pytest.mark.parametrize(("tool", "was"), [({}, False), (FLAT, True), (FULL, True), (None, False), (None, True)])
+def test_torchs_tools_carry_a_state_to_another_memory_format(tool: Any, was: bool, tmp_path: Path) -> None:
+    """None: torch.distributed.checkpoint."""
+    run_ranks(2, carried, was, tool, str(tmp_path / "saved"))
