@@ -40,6 +40,14 @@ def started(case: Case) -> tuple[list[nn.Parameter], Any]:
     return params, optimizer
 
 
+def loaded(case: Case, state: Any, params: list[nn.Parameter]) -> tuple[list[nn.Parameter], Any]:
+    """A copy of the parameters, whose optimizer has the state."""
+    again = copy.deepcopy(params)
+    other = case.build(again)
+    other.load_state_dict(state)
+    return again, other
+
+
 def twice(case: Case) -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
     return (*started(case), *started(case))
 
@@ -64,13 +72,6 @@ def test_step_hooks_run_in_torchs_order_and_may_change_gradients_and_arguments(k
     params, optimizer, others, other = twice(case)
     called: list[str] = []
 
-    def noting(name: str) -> Callable[..., None]:
-        def hook(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            assert own is optimizer
-            called.append(name)
-
-        return hook
-
     def halve(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         called.append("before")
         for p in params:
@@ -78,16 +79,16 @@ def test_step_hooks_run_in_torchs_order_and_may_change_gradients_and_arguments(k
         return (args[0], lambda: 7.0), {}
 
     handles = [
-        register_optimizer_step_pre_hook(noting("any before")),
-        register_optimizer_step_post_hook(noting("any after")),
+        register_optimizer_step_pre_hook(lambda own, *_: called.append(f"any before {own is optimizer}")),
+        register_optimizer_step_post_hook(lambda own, *_: called.append(f"any after {own is optimizer}")),
         optimizer.register_step_pre_hook(halve),
-        optimizer.register_step_post_hook(noting("after")),
+        optimizer.register_step_post_hook(lambda own, *_: called.append(f"after {own is optimizer}")),
     ]
     give(case, params, START + 1)
     give(case, others, START + 1)
     try:
         assert optimizer.step(lambda: 3.0) == 7.0
-        assert called == ["any before", "before", "after", "any after"]
+        assert called == ["any before True", "before", "after True", "any after True"]
     finally:
         for handle in handles:
             handle.remove()
@@ -100,9 +101,9 @@ def test_step_hooks_run_in_torchs_order_and_may_change_gradients_and_arguments(k
 
 
 def test_a_profile_names_the_step_as_torch_does() -> None:
-    params, optimizer = started(CASE := case_of("OneBitAdam", "stage 1"))
+    _, optimizer = started(case_of("OneBitAdam", "stage 1"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        take(CASE, 0, optimizer, params, START + 1)
+        optimizer.step()
         optimizer.zero_grad()
     names = {event.key for event in profile.key_averages()}
     assert {"Optimizer.step#OneBitAdam.step", "Optimizer.zero_grad#OneBitAdam.zero_grad"} <= names
@@ -164,36 +165,32 @@ def test_gradients_of_zero_and_none_and_those_with_a_graph_are_gradients(kind: s
 
 
 @both
-@pytest.mark.parametrize("clip", [False, True])
-def test_a_step_keeps_no_gradient_alive(kind: str, stage: str, clip: bool) -> None:
+def test_a_step_keeps_no_gradient_alive(kind: str, stage: str) -> None:
     case = case_of(kind, stage)
     params, optimizer = started(case)
-    give(case, params, START + 1)
-    found = [weakref.ref(p.grad) for p in params]
-    if clip:
-        optimizer.clip_grad_norm_(0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    gc.collect()
-    assert [ref() for ref in found] == [None] * len(params)
+    for clip in (False, True):
+        give(case, params, START + 1 + clip)
+        found = [weakref.ref(p.grad) for p in params]
+        if clip:
+            optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [ref() for ref in found] == [None] * len(params)
 
 
 @both
 def test_scalars_and_empty_parameters(kind: str, stage: str) -> None:
-    """A state has them in their shapes, which AdamW needs too. A state of before had a scalar as a vector of one."""
+    """A state has them in their shapes, which AdamW needs too."""
     params = [nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(1, 1, 1))]
-    optimizer = build(kind, params, lr=1e-2, freeze_step=STAGES[stage])
+    optimizer = (case := case_of(kind, stage)).build(params)
     for _ in range(START):
         optimizer.zero_grad()
         loss_of(params).backward()
         optimizer.step()
     assert params[0].shape == () and float(params[0].detach()) < 2
-    again, theirs = copy.deepcopy(params), copy.deepcopy(params)
-    other = build(kind, again, lr=1e-2, freeze_step=STAGES[stage])
-    state = snapshot(optimizer.state_dict())
-    for own in state["state"].values():
-        own |= {name: value.view(1) for name, value in own.items() if value.ndim == 0 and name != "step"}
-    other.load_state_dict(state)
+    theirs = copy.deepcopy(params)
+    again, other = loaded(case, snapshot(optimizer.state_dict()), params)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
     adamw = torch.optim.AdamW(theirs)
     adamw.load_state_dict(onebit.adamw_state(optimizer.state_dict()))
@@ -260,19 +257,15 @@ def test_rates_and_betas_that_are_tensors(kind: str, stage: str) -> None:
             each.step()
     assert optimizer.param_groups[0]["lr"] is lr and float(lr) == pytest.approx(1e-2 / 8)
     assert bits(params) == bits(others)
-    again = copy.deepcopy(params)
-    resumed = plain.build(again)
-    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    again, resumed = loaded(plain, through_a_file(optimizer.state_dict()), params)
     run(case, 0, optimizer, params, START + 4, START + 5)
     run(case, 0, resumed, again, START + 4, START + 5)
     assert bits(params) == bits(again)
 
 
 def test_betas_that_are_no_numbers_on_the_host() -> None:
-    for beta, why in (
-        (torch.tensor([0.9, 0.9]), "each of one number"),
-        (torch.empty((), device="meta"), "on meta.*would wait"),
-    ):
+    wrong = (torch.tensor([0.9, 0.9]), "each of one number"), (torch.empty((), device="meta"), "on meta.*would wait")
+    for beta, why in wrong:
         with pytest.raises(ValueError, match=f"betas.*{why}"):
             build("OneBitAdam", betas=(beta, 0.9))
         optimizer = build("OneBitAdam")
@@ -291,10 +284,9 @@ def test_what_is_written_to_a_group_holds_from_the_next_step_on(kind: str, stage
     case = case_of(kind, stage).but(groups=GROUPS)
     for change in ({"lr": 1e-3}, {"weight_decay": 0.3}, {"eps": 1e-3}, {"betas": [0.5, 0.9]}):
         params, optimizer, others, plain = twice(case)
-        again, state = copy.deepcopy(params), snapshot(optimizer.state_dict())
+        state = snapshot(optimizer.state_dict())
         state["param_groups"][0].update(change)
-        resumed = contract.options(case, **change).build(again)
-        resumed.load_state_dict(state)
+        again, resumed = loaded(contract.options(case, **change), state, params)
         optimizer.param_groups[0].update(change)
         for own, each in ((params, optimizer), (again, resumed), (others, plain)):
             run(case, 0, each, own, START + 1, START + 3)
@@ -317,28 +309,23 @@ def test_a_group_without_a_learning_rate_does_not_move(kind: str, stage: str) ->
 
 @both
 def test_named_parameters_train_and_load_as_others(kind: str, stage: str) -> None:
-    nets = [nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    given = (nets[0].named_parameters(), nets[1].parameters())
-    named, plain = optimizers = [build(kind, own, lr=1e-2, freeze_step=STAGES[stage]) for own in given]
-
-    def steps(first: int, last: int) -> None:
-        for step in range(first, last):
-            for net, optimizer in zip(nets, optimizers, strict=True):
-                optimizer.zero_grad()
-                net(torch.randn(7, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-                optimizer.step()
-
-    steps(0, START)
-    names = [name for name, _ in nets[0].named_parameters()]
+    case = case_of(kind, stage)
+    params, others = case.parameters(), case.parameters()
+    names = ["0.weight", "0.bias", "scale", "last"]
+    given = (list(zip(names, params, strict=True)), others)
+    named, plain = (build(kind, own, lr=1e-2, freeze_step=STAGES[stage]) for own in given)
+    runs = ((named, params), (plain, others))
+    for optimizer, own in runs:
+        run(case, 0, optimizer, own, 1, START)
     assert named.state_dict()["param_groups"][0]["param_names"] == names
     assert list(named.diagnostics()) == names
-    states = [snapshot(o.state_dict()) for o in optimizers]
+    states = [snapshot(o.state_dict()) for o in (named, plain)]
     plain.load_state_dict(states[0])
     named.load_state_dict(states[1])
     assert named.param_groups[0]["param_names"] == names
-    steps(START, START + 2)
-    assert bits(nets[0].parameters()) == bits(nets[1].parameters())
+    for optimizer, own in runs:
+        run(case, 0, optimizer, own, START + 1, START + 2)
+    assert bits(params) == bits(others)
 
 
 def test_errors_call_named_parameters_by_their_names() -> None:
@@ -375,9 +362,7 @@ def test_a_state_has_torchs_shape_and_travels_by_a_file(kind: str, stage: str) -
     assert [g["params"] for g in state["param_groups"]] == [[0, 1], [2, 3]]
     assert list(state["state"]) == [0, 1, 2, 3]
     optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25, eps=1e-4, betas=(0.5, 0.9))
-    again = copy.deepcopy(params)
-    other = case.build(again)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    again, other = loaded(case, through_a_file(optimizer.state_dict()), params)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
     for name in ("lr", "weight_decay", "eps", "betas"):
         assert other.param_groups[0][name] == optimizer.param_groups[0][name]
@@ -396,15 +381,13 @@ def test_moments_of_another_dtype_are_cast(kind: str, stage: str) -> None:
         state = snapshot(optimizer.state_dict())
         for own in state["state"].values():
             own |= {k: v.to(dtype) for k, v in own.items() if v.is_floating_point() and k != "step"}
-        again = copy.deepcopy(params)
-        other = case.build(again)
-        other.load_state_dict(state)
-        loaded, saved = other.state_dict()["state"], optimizer.state_dict()["state"]
-        for key, own in saved.items():
+        again, other = loaded(case, state, params)
+        cast = other.state_dict()["state"]
+        for key, own in optimizer.state_dict()["state"].items():
             for name, value in own.items():
                 exact = name == "step" or not value.is_floating_point()
-                assert loaded[key][name].dtype == value.dtype
-                assert torch.equal(loaded[key][name], value if exact else value.to(dtype).to(value.dtype))
+                assert cast[key][name].dtype == value.dtype
+                assert torch.equal(cast[key][name], value if exact else value.to(dtype).to(value.dtype))
         take(case, 0, other, again, START + 1)
 
 
