@@ -27,18 +27,17 @@ def part_of(kind: str, numels: list[int], steps: int, **options: object) -> Any:
     return part
 
 
-def tensors_of(thing: Any, seen: set[int]) -> list[Tensor]:
-    """All that an object keeps, each memory once."""
+def kept_by(thing: Any, seen: set[int]) -> int:
+    """Bytes of all that an object keeps, each memory once."""
     if isinstance(thing, Tensor):
         storage = thing.untyped_storage()
-        if storage.data_ptr() in seen:
-            return []
+        new = storage.data_ptr() not in seen
         seen.add(storage.data_ptr())
-        return [thing]
-    inner = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else None
-    if inner is None:
-        inner = vars(thing).values() if type(thing).__module__.startswith("onebit.") else ()
-    return [t for each in inner for t in tensors_of(each, seen)]
+        return new * storage.nbytes()
+    if isinstance(thing, (list, tuple)):
+        return sum(kept_by(each, seen) for each in thing)
+    inner = thing if isinstance(thing, dict) else vars(thing) if type(thing).__module__.startswith("onebit.") else {}
+    return sum(kept_by(each, seen) for each in inner.values())
 
 
 @kinds
@@ -47,10 +46,8 @@ def test_what_5000_parameters_of_10_elements_send_and_keep(kind: str) -> None:
     part = part_of(kind, [10] * 5000, 4)
     assert part.state.layout.elements == 32 * 5000
     assert part.reducer.exchange.sent.buffer.nbytes <= 5000 * BLOCK + 40
-    seen = {p.untyped_storage().data_ptr() for p in part.state.params}
-    seen |= {p.grad.untyped_storage().data_ptr() for p in part.state.params}
-    kept = sum(t.untyped_storage().nbytes() for t in tensors_of(part, seen))
-    assert 32 * 5000 * 12 < kept < 32 * 5000 * 24
+    seen = {t.untyped_storage().data_ptr() for p in part.state.params for t in (p, p.grad)}
+    assert 32 * 5000 * 12 < kept_by(part, seen) < 32 * 5000 * 24
 
 
 def messages_of(rank: int, size: int) -> int:
