@@ -94,15 +94,8 @@ class Case:
             {"params": [p for i, p in enumerate(params) if self.group_of(i) == g], **own}
             for g, own in enumerate(self.groups)
         ]
-        options = {
-            "variance_floor": 0.0,
-            "lr": 1e-2,
-            "block_size": 64,  # so that some blocks are short
-            "chunks": 1,
-            "reply": 1,
-            **self.ranks(group),
-            **self.options,
-        }
+        small = {"variance_floor": 0.0, "lr": 1e-2, "block_size": 64, "chunks": 1, "reply": 1}  # some blocks are short
+        options = {**small, **self.ranks(group), **self.options}
         return getattr(onebit, self.kind)(groups, **options_of(self.kind, options))
 
     @property
@@ -139,10 +132,9 @@ def options_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """freeze_step as 0/1 Adam has it: no full-precision step after it. Others are test_zero_one's."""
     if kind != "ZeroOneAdam" or "freeze_step" not in options:
         return options
-    if options["freeze_step"] is None:
-        return {name: value for name, value in options.items() if name != "freeze_step"}
     rest = {name: value for name, value in options.items() if name != "freeze_step"}
-    return {**rest, "var_update_scaler": options["freeze_step"], "var_freeze_step": options["freeze_step"]}
+    last = options["freeze_step"]
+    return rest if last is None else {**rest, "var_update_scaler": last, "var_freeze_step": last}
 
 
 def frozen_name(kind: str) -> str:
@@ -156,13 +148,10 @@ def arrays(params: list[nn.Parameter]) -> list[np.ndarray]:
 
 
 def bits(tensors: Any) -> bytes:
-    """What two runs must have in common to be equal bit for bit."""
-    return b"".join(_flat(t).view(torch.uint8).numpy().tobytes() for t in tensors if t.numel())
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A copy with stride 1: what is expanded and has one element counts as contiguous with any."""
-    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    """What two runs must have in common to be equal bit for bit. Of copies with stride 1: what is expanded and has one
+    element counts as contiguous with any."""
+    flat = (t.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for t in tensors if t.numel())
+    return b"".join(t.view(torch.uint8).numpy().tobytes() for t in flat)
 
 
 def snapshot(state: Any) -> Any:
@@ -206,9 +195,8 @@ def adamw_state(case: Case, steps: int) -> dict[str, Any]:
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     """The same on every rank."""
-    return [
-        nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)
-    ]
+    sources = [torch.Generator().manual_seed(i) for i in range(len(shapes))]
+    return [nn.Parameter(torch.randn(shape, generator=g)) for shape, g in zip(shapes, sources, strict=True)]
 
 
 def build(kind: str, params: Any = None, **options: Any) -> Any:

@@ -48,8 +48,7 @@ def backward(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], 
 def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float], ...]) -> bytes:
     """Before each of some steps, (step, rank, value), that rank's gradient has a value that is not finite: the step is
     not taken, nothing changes, and the run is one that never saw it."""
-    params, before = case.parameters(), {step: (who, value) for step, who, value in tries}
-    optimizer = case.build(params, group_or_none(size))
+    (params, optimizer), before = started(case, 0, rank, size), {step: of for step, *of in tries}
     for step in range(1, case.steps + 1):
         if step in before:
             optimizer.begin_step()  # the freeze, where it is due, is no part of the skipped step
@@ -73,39 +72,33 @@ def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bo
     Skipped steps (`case.bad`) are part of it. states: whether states are compared; a load clears what a mask holds."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coordinates without a variance")
-        return _resumes(rank, size, case, stops, states)
-
-
-def _resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bool) -> bytes:
-    params, files = case.parameters(), {}
-    optimizer = case.build(params, group_or_none(size))
-    for step in range(1, case.steps + 1):
-        take(case, rank, optimizer, params, step)
-        if step in stops:
-            files[step] = io.BytesIO()
-            torch.save([[p.detach() for p in params], optimizer.state_dict(), _schedule(optimizer)], files[step])
-    for stop, file in files.items():
-        file.seek(0)
-        with torch.serialization.safe_globals([type(_schedule(optimizer))]):
-            values, state, schedule = torch.load(file, weights_only=True)
-        again = [nn.Parameter(v) for v in values]
-        other = case.build(again, group_or_none(size))
-        other.load_state_dict(state)
-        assert not states or same(snapshot(other.state_dict()), state)
-        assert _schedule(other) == schedule
-        run(case, rank, other, again, stop + 1, case.steps)
-        assert bits(again) == bits(params), f"resumed after step {stop}"
-        if states and other.synchronized:
-            assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict())), f"resumed after step {stop}"
-    return bits(params)
+        (params, optimizer), files = started(case, 0, rank, size), {}
+        for step in range(1, case.steps + 1):
+            take(case, rank, optimizer, params, step)
+            if step in stops:
+                files[step] = io.BytesIO()
+                torch.save([[p.detach() for p in params], optimizer.state_dict(), _schedule(optimizer)], files[step])
+        for stop, file in files.items():
+            file.seek(0)
+            with torch.serialization.safe_globals([type(_schedule(optimizer))]):
+                values, state, schedule = torch.load(file, weights_only=True)
+            again = [nn.Parameter(v) for v in values]
+            other = case.build(again, group_or_none(size))
+            other.load_state_dict(state)
+            assert not states or same(snapshot(other.state_dict()), state)
+            assert _schedule(other) == schedule
+            run(case, rank, other, again, stop + 1, case.steps)
+            assert bits(again) == bits(params), f"resumed after step {stop}"
+            if states and other.synchronized:
+                assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict())), f"after step {stop}"
+        return bits(params)
 
 
 def overlaps(rank: int, size: int, case: Case) -> tuple[bytes, list[int]]:
     """Messages that leave while backward computes change no bit. Also the steps whose messages did."""
     found, early = [], []
     for overlap in (False, True):
-        params = case.parameters()
-        optimizer = options(case, overlap=overlap).build(params, group_or_none(size))
+        params, optimizer = started(options(case, overlap=overlap), 0, rank, size)
         for step in range(1, case.steps + 1):
             backward(case, rank, optimizer, params, step)
             early += [step] * optimizer.overlap.in_flight
@@ -118,8 +111,7 @@ def overlaps(rank: int, size: int, case: Case) -> tuple[bytes, list[int]]:
 
 def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
     """The norm is that of the equations, and steps are those of gradients that were multiplied beforehand."""
-    params, plain = case.parameters(), case.parameters()
-    optimizer, other = (case.build(own, group_or_none(size)) for own in (params, plain))
+    (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
     apart = [not is_compressed(case.groups[case.group_of(p)]) for p in range(len(params))]
     clipped = 0
     for step in range(1, case.steps + 1):

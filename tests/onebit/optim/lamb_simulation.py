@@ -9,8 +9,8 @@ import numpy as np
 from torch import nn
 
 from tests import oracle
-from tests.onebit.optim.simulation import ROUNDING, Simulation, averaged, hypers
-from tests.onebit.runs import Case, arrays
+from tests.onebit.optim.simulation import MISSING, MISSING_LATER, ROUNDING, Simulation, oracle_hypers
+from tests.onebit.runs import Case
 
 RATIO = 1e-5  # relative: the largest of quotients of v_T, which comes back from d, and v, which holds (m - b1 m_prev)^2
 COEFFICIENTS = ("coeff_beta", "min_coeff", "max_coeff", "factor_min", "factor_max", "factor_threshold")
@@ -46,18 +46,14 @@ LAMB = Sized(
     g_sizes=(1.0, 1e-2, 1e-1, 1e2, 10.0, 1.0, 1.0, 1.0),
     steps=108,
     groups=GROUPS,
-    missing=(
-        *((1, 0, 1), (3, 0, 4), (4, 0, 0), (4, 1, 0), (4, 2, 0), (4, 3, 0), (17, 1, 4), (17, 0, 5), (18, 0, 0)),
-        *((30, 0, 1), (31, 0, 0), (31, 1, 0), (31, 2, 0), (31, 3, 0)),
-    ),
+    missing=MISSING + MISSING_LATER,
     options={"freeze_step": 8},
 )
 
 
 def lamb_hypers(case):
     """Of every parameter, in the order of `case.shapes`."""
-    own = {name: value for name, value in case.options.items() if name in COEFFICIENTS}
-    return [oracle.LambHyper(h["lr"], *h["betas"], h["eps"], h["weight_decay"], **own) for h in hypers(case)]
+    return oracle_hypers(case, oracle.LambHyper, **{k: v for k, v in case.options.items() if k in COEFFICIENTS})
 
 
 class LambSimulation(Simulation):
@@ -70,14 +66,9 @@ class LambSimulation(Simulation):
         self.hypers = self.ordered(lamb_hypers(case))
         self.ratio = case.options.get("ratio", "variance")
 
-    def stage_1(self):
-        x, c = self.ordered(arrays(self.case.parameters())), np.zeros(len(self.case.shapes))
-        m, v = oracle.zeros(x), oracle.zeros(x)
-        for step in range(1, self.freeze_step + 1):
-            mean = [g.numpy() for g in self.ordered(averaged(self.case, self.ranks, step))]
-            x, m, v, c, _ = oracle.lamb_step(x, mean, m, v, c, self.hypers, step)
-        self.freeze(m, v, c)
-        return x
+    def full_step(self, step, x, mean, m, v, c=None):
+        c = np.zeros(len(x)) if c is None else c
+        return oracle.lamb_step(x, mean, m, v, c, self.hypers, step)[:4]
 
     def freeze(self, m, v, average):
         own = self.case.options
@@ -128,13 +119,11 @@ class LambSimulation(Simulation):
             allowed = 1e-6 * np.abs(old) + 2 * RATIO * np.abs(new - old)
             assert np.all(np.abs(got - new) <= allowed), f"parameters after step {step}"
             assert np.array_equal(got[d == 0], old[d == 0]), f"what cannot move has moved in step {step}"
-        reasons = zip(self._unclipped(fresh), r, ratio, self.hypers, self.holds, strict=True)
+        pairs = zip(self.frozen.v, fresh, self.hypers, strict=True)
+        unclipped = [oracle.variance_ratio(*own, self.ratio) for own in pairs]
+        reasons = zip(unclipped, r, ratio, self.hypers, self.holds, strict=True)
         self.v, self.r = recorded, found["ratio"]
         return {reason_of_ratio(*own) for own in reasons}
-
-    def _unclipped(self, v):
-        pairs = zip(self.frozen.v, v, self.hypers, strict=True)
-        return np.array([oracle.variance_ratio(*own, self.ratio) for own in pairs])
 
 
 def reason_of_ratio(unclipped, before, after, h, holds):
