@@ -19,69 +19,59 @@ from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
 
 
-@pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A CUDA graph is captured while `.now` is set."""
-    state = SimpleNamespace(now=False)
-    monkeypatch.setattr(upload, "capturing", lambda device: state.now)
-    return state
+@contextlib.contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch, captured: bool = True) -> Any:
+    """The copies that are made within. captured: as by a CUDA graph, which copies again at a replay."""
+    copies: list[tuple[Tensor, Tensor]] = []
+    copy = Tensor.copy_
+
+    def recorded(out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        copies.append((out, source))
+        return copy(out, source, non_blocking)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", recorded)
+        patch.setattr(upload, "capturing", lambda device: captured)
+        yield copies
 
 
-class Graph:
-    """What a captured graph does at a replay: it copies again what it has copied."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        copy = Tensor.copy_
-
-        def recorded(out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-            self.copies.append((out, source))
-            return copy(out, source, non_blocking)
-
-        monkeypatch.setattr(Tensor, "copy_", recorded)
-        self.stop = lambda: monkeypatch.setattr(Tensor, "copy_", copy)
-
-    def replay(self) -> None:
-        for out, source in self.copies:
-            out.copy_(source)
+def replay(copies: list[tuple[Tensor, Tensor]]) -> None:
+    for out, source in copies:
+        out.copy_(source)
 
 
-def test_a_graph_and_eager_steps_each_read_their_own_addresses(capturing, monkeypatch):
+def test_a_graph_and_eager_steps_each_read_their_own_addresses(monkeypatch):
     tensors = {name: [torch.zeros(5)] for name in ("graph", "eager")}
     pointers = Pointers(Layout([5], block_size=64), torch.device("cpu"), torch.float32)
     at = {name: each[0].data_ptr() for name, each in tensors.items()}
     pointers.bind_tensors(tensors["graph"])  # as it was warmed up
-    graph, capturing.now = Graph(monkeypatch), True
-    pointers.bind_tensors(tensors["graph"])
-    graph.stop()
-    capturing.now = False
+    with recording(monkeypatch) as graph:
+        pointers.bind_tensors(tensors["graph"])
     for _ in range(2):
         pointers.bind_tensors(tensors["eager"])
         assert pointers.addresses.tolist() == [at["eager"]]
-        graph.replay()
+        replay(graph)
         assert pointers.addresses.tolist() == [at["graph"]]
 
 
-def test_a_graph_and_eager_steps_each_read_their_own_numbers(capturing, monkeypatch):
+def test_a_graph_and_eager_steps_each_read_their_own_numbers(monkeypatch):
     table = HyperTable(1, torch.device("cpu"))
     graphs, eagers = [Hyper(lr=0.5)], [Hyper(lr=0.25)]
     table.write(graphs, [0.5], None)
-    graph, capturing.now = Graph(monkeypatch), True
-    table.write(graphs, [0.5], None)
-    graph.stop()
-    capturing.now = False
+    with recording(monkeypatch) as graph:
+        table.write(graphs, [0.5], None)
     for _ in range(2):
         assert table.write(eagers, [0.25], None)[0, 0] == 0.25
-        graph.replay()
+        replay(graph)
         assert table.values[0, 0] == 0.5
 
 
 def test_without_a_graph_nothing_is_copied_that_did_not_change(monkeypatch):
     table, rows = HyperTable(1, torch.device("cpu")), [Hyper(lr=0.5)]
     table.write(rows, [0.5], None)
-    graph = Graph(monkeypatch)
-    table.write(rows, [0.5], None)
-    assert not graph.copies
+    with recording(monkeypatch, captured=False) as copies:
+        table.write(rows, [0.5], None)
+    assert not copies
 
 
 def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):

@@ -55,8 +55,7 @@ class Alone:
 
 def record_run(rank: int, size: int, case: Any, extra_syncs: tuple[int, ...] = ()) -> Recorded:
     """extra_syncs: steps after which ranks synchronise, whatever the schedule says."""
-    params = case.parameters()
-    found = Recorded(*([] for _ in range(9)))
+    params, found = case.parameters(), Recorded(*([] for _ in range(9)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         optimizer = case.build(params, group_or_none(size))
@@ -72,7 +71,9 @@ def record_run(rank: int, size: int, case: Any, extra_syncs: tuple[int, ...] = (
 def _record(found: Recorded, optimizer: Any, params: list[Any]) -> None:
     states = [optimizer.state[p] for p in params]
     found.bits.append(bits(params))
-    found.x.append(arrays([s.get("master", p) for p, s in zip(params, states, strict=True)]))
+    values = [s.get("master", p) for p, s in zip(params, states, strict=True)]
+    found.x.append(arrays(values))
+    assert bits(params) == bits(x.to(p.dtype) for p, x in zip(params, values, strict=True))
     found.v.append(arrays([s["exp_avg_sq"] for s in states]))
     if not optimizer.compressing:
         found.dense_m.append(arrays([s["exp_avg"] for s in states]))
