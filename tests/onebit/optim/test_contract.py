@@ -41,11 +41,7 @@ SKIPS = {
     "LAMB, 16 bits": (3, options(ADAM.but(kind="OneBitLamb", dtype="bfloat16"), chunks=2), TRIES),
     "0/1 Adam": (3, ZERO_ONE, IN_FULL),
     "0/1 Adam, tensor scale": (2, options(ZERO_ONE, scale="tensor", chunks=2), IN_FULL),
-    "0/1 Adam, 16 bits, messages in backward": (
-        2,
-        options(ZERO_ONE.but(dtype="bfloat16"), overlap=True, chunks=2),
-        IN_FULL,
-    ),
+    "0/1 Adam, 16 bits, early": (2, options(ZERO_ONE.but(dtype="bfloat16"), overlap=True, chunks=2), IN_FULL),
     "0/1 Adam, direct": (2, options(ZERO_ONE, reply="direct"), IN_FULL),
     "of what is not compressed": (2, options(APART, chunks=2), TRIES),
     "of what is, beside it": (2, options(APART.but(groups=APART.groups[::-1]), overlap=True, chunks=2), TRIES),
