@@ -6,7 +6,6 @@ python -m tests.onebit.optim.test_memory        prints what the tests bound
 from __future__ import annotations
 
 import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -112,10 +111,7 @@ def of_nodes(kind: str) -> list[dict[str, float]]:
 
 if __name__ == "__main__":
     for kind in OPTIMIZERS:
-        found = of_nodes(kind)[0]
-        state, buffers = found["state"], found["buffers"]
-        print(f"{kind}, stage 2, 2 nodes of 8 ranks: state {state:.2f}, buffers {buffers:.2f} bytes an element")
-    for kind, ranks in itertools.product(OPTIMIZERS, MOST_STATE):
-        found = run_ranks(ranks, measure, kind, timeout=HUNG)[0]
-        state, buffers = found["state"], found["buffers"]
-        print(f"{kind}, stage 2, {ranks} ranks: state {state:.2f}, buffers {buffers:.2f} bytes an element")
+        runs = {f"{ranks} ranks": run_ranks(ranks, measure, kind, timeout=HUNG) for ranks in MOST_STATE}
+        for where, (found, *_) in {"2 nodes of 8 ranks": of_nodes(kind), **runs}.items():
+            state, buffers = found["state"], found["buffers"]
+            print(f"{kind}, stage 2, {where}: state {state:.2f}, buffers {buffers:.2f} bytes an element")
