@@ -185,10 +185,10 @@ def unchanged(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return same(one["state"], other["state"]) and same(*groups)
 
 
-def adamw_state(case: Case, steps: int) -> dict[str, Any]:
+def adamw_state(case: Case, steps: int, lr: float = 5e-3, **options: Any) -> dict[str, Any]:
     """What torch.optim.AdamW saves after some steps of the case."""
     params = case.parameters()
-    optimizer = torch.optim.AdamW([params[p] for p in case.order], lr=5e-3)
+    optimizer = torch.optim.AdamW([params[p] for p in case.order], lr=lr, **options)
     run(case, 0, optimizer, params, 1, steps)
     return snapshot(optimizer.state_dict())
 

@@ -11,48 +11,38 @@ from torch import nn
 
 import onebit
 from tests import oracle
-from tests.onebit.optim.contract import options
+from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.lamb_simulation import Sized, lamb_hypers
-from tests.onebit.optim.simulation import as_numpy, group_or_none, on_ranks
-from tests.onebit.runs import arrays, bits, run, snapshot, take
+from tests.onebit.optim.simulation import as_numpy, on_ranks
+from tests.onebit.optim.test_freeze import assert_frozen_by, traced
+from tests.onebit.runs import adamw_state, arrays, bits, take
 from tests.ranks import run_ranks
 
 
-def adamw_state(case, steps):
-    params = case.parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
-    run(case, 0, optimizer, params, 1, steps)
-    return params, snapshot(optimizer.state_dict())
-
-
-def from_adamw(rank, size, case, state, values):
+def from_adamw(rank, size, case, state):
     """The error of a run that continues from the state, and is to freeze at once."""
-    params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = case.build(params, group_or_none(size))
+    params, optimizer = started(case, 0, rank, size)
     if state:
-        optimizer.load_state_dict(snapshot(state))
+        optimizer.load_state_dict(state)
+    before = bits(params)
     with pytest.raises(ValueError, match="there are no coefficients to go on with") as caught:
         take(case, rank, optimizer, params, 6)
-    assert bits(params) == bits(values)
-    assert not optimizer.compressing
+    assert bits(params) == before and not optimizer.compressing
     return str(caught.value)
 
 
 def test_stage_2_from_the_start_needs_coefficients():
     """A variance of AdamW's is not enough."""
     case = Sized(options={"freeze_step": 0})
-    params, state = adamw_state(case, 5)
-    values = [p.detach() for p in params]
-    for given, words in ((None, "after 0 steps"), (state, "after 5 steps")):
-        one, other = run_ranks(2, from_adamw, case, given, values)
+    for state, words in ((None, "after 0 steps"), (adamw_state(case, 5), "after 5 steps")):
+        one, other = run_ranks(2, from_adamw, case, state)
         assert one == other and words in one and "freeze_step=" in one
 
 
 def test_coefficients_are_averaged_from_where_lamb_began():
     """After 5 steps of AdamW: 3 of LAMB, and stage 2."""
     case = Sized(x_sizes=(0.1,) * 4, options={"freeze_step": 8})
-    params, state = adamw_state(case, 5)
-    optimizer = case.build(params)
+    (params, optimizer), state = started(case, 0), adamw_state(case, 5, 1e-2, weight_decay=0.0)
     optimizer.load_state_dict(state)
     x, h, c = arrays(params), lamb_hypers(case), np.zeros(4)
     m, v = ([as_numpy(state["state"][i][name]) for i in range(4)] for name in ("exp_avg", "exp_avg_sq"))
@@ -74,37 +64,13 @@ class Growing(Sized):
     growth: tuple[float, ...] = ()
     until: tuple[int, ...] = ()
 
-    def grow(self, params, step):
+    def measure(self, params, optimizer, step):
+        """Grows, and returns the debiased averages of coefficients."""
         with torch.no_grad():
             for p, growth, until in zip(params, self.growth, self.until, strict=True):
                 p.mul_(1 + growth if step <= until else 1.0)
-
-
-@dataclass(frozen=True)
-class Traced:
-    averages: list[np.ndarray]  # c_avg, debiased, after step 1, 2, ...
-    shares: list[float | None]  # optimizer.freeze_ratio after step 1, 2, ...
-    frozen: int | None  # the last step of stage 1
-    end: bytes
-
-
-def traced(rank, size, case):
-    """Run until a step into stage 2."""
-    params = case.parameters()
-    optimizer = case.build(params, group_or_none(size))
-    averages, shares = [], []
-    for step in range(1, case.steps + 1):
-        if (step, 0) in {own[:2] for own in case.bad}:  # one more, that is not taken
-            params[-1].grad = torch.full_like(params[-1], nan)
-            optimizer.step()
-        run(case.but(bad=()), rank, optimizer, params, step, step)
-        case.grow(params, step)
-        shares.append(optimizer.freeze_ratio)
-        if optimizer.compressing:
-            return Traced(averages, shares, step - 1, bits(params))
         c = np.concatenate([as_numpy(state["coefficient_average"]) for state in optimizer.current.states])
-        averages.append(c / (1 - case.options.get("coeff_beta", 0.9) ** step))
-    return Traced(averages, shares, None, bits(params))
+        return c / (1 - self.options.get("coeff_beta", 0.9) ** step)
 
 
 def stable_share(averages, numels, step, window, threshold):
@@ -118,21 +84,9 @@ def stable_share(averages, numels, step, window, threshold):
     return float(np.array(numels)[np.abs(a - b) / b < 1 - threshold].sum() / sum(numels))
 
 
-def expected_freeze(averages, numels, window, threshold=0.96):
-    for step in range(2 * window, len(averages) + 1):
-        if stable_share(averages, numels, step, window, threshold) >= 0.95:
-            return step
-    return None
-
-
 SHORT = {"lr": 0.0, "betas": (0.0, 0.95)}  # 1 / (1 - beta2) = 20
 GROWING = Growing(
-    shapes=((900,), (40,), (60,)),
-    x_sizes=(0.02, 0.02, 0.02),
-    steps=120,
-    options=SHORT,
-    growth=(0.01, 0.01, 0.01),
-    until=(30, 30, 30),
+    shapes=((900,), (40,), (60,)), x_sizes=(0.02,) * 3, steps=120, options=SHORT, growth=(0.01,) * 3, until=(30,) * 3
 )
 UP_TO_50 = GROWING.but(until=(50, 50, 50))
 AUTO = {  # ranks, case, window, the end of the last growth that counts
@@ -155,13 +109,12 @@ def test_stage_1_ends_when_the_coefficients_are_stable(name):
     numels, threshold = [int(np.prod(shape)) for shape in case.shapes], case.options.get("freeze_threshold", 0.96)
     found = on_ranks(size, traced, case)
     for each in found:
-        assert each.frozen is not None, "stage 1 did not end: the test shows nothing"
-        assert each.frozen == expected_freeze(each.averages, numels, window, threshold)
+        steps = range(1, len(each.measured) + 1)
+        shares = [stable_share(each.measured, numels, step, window, threshold) for step in steps]
+        assert_frozen_by(each, window, shares, lambda share: share >= 0.95)
         assert each.end == found[0].end
-        for step in range(1, len(each.averages) + 1):  # freeze_ratio lags by one step: no step waits for the device
-            expected = stable_share(each.averages, numels, step, window, threshold)
-            assert each.shares[step] == (None if expected is None else pytest.approx(expected))
-        assert each.shares[0] is None
+    [early] = [text for text in found[0].messages if "at the earliest" in text]
+    assert early.startswith("WARNING") and f"after step {2 * window}" in early
     if stable_from is None:
         assert found[0].frozen == 2 * window
     else:
@@ -169,10 +122,9 @@ def test_stage_1_ends_when_the_coefficients_are_stable(name):
 
 
 def test_skipped_steps_are_not_in_the_trace():
-    case = UP_TO_50
-    plain, skipping = (traced(0, 1, case.but(bad=tuple((at, 0, nan) for at in steps))) for steps in ((), (5, 33, 34)))
-    assert plain.shares == skipping.shares
-    assert plain.end == skipping.end
+    bad = ((5, 0, nan), (33, 0, nan), (34, 0, nan))
+    plain, skipping = (traced(0, 1, UP_TO_50.but(bad=own)) for own in ((), bad))
+    assert (plain.ratios, plain.end) == (skipping.ratios, skipping.end)
 
 
 def test_a_model_without_elements_stays_in_stage_1():
