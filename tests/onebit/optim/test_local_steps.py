@@ -10,17 +10,15 @@ import torch
 from torch import nn
 
 import onebit
-from tests.onebit.optim.contract import options
+from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.test_zero_one import LOCAL as CASE
 from tests.onebit.optim.zero_one_simulation import record_run
 from tests.onebit.runs import Case, bits, run, take
-from tests.ranks import group, run_ranks
+from tests.ranks import run_ranks
 
 
 def a_rate_of_zero(rank: int, size: int, case: Case, first: int) -> tuple[list[bytes], bool]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    found = []
+    (params, optimizer), found = started(case, 0, rank, size), []
     for step in range(1, case.steps + 1):
         optimizer.param_groups[0]["lr"] = torch.tensor(0.0 if first <= step <= first + 3 else 1e-2)
         take(case, rank, optimizer, params, step)
@@ -38,8 +36,7 @@ def test_a_rate_of_zero_that_is_a_tensor(first: int) -> None:
 
 def a_rate_that_rises_again(rank: int, size: int, case: Case, low: float) -> float:
     """The largest step of a coordinate after an interval of small steps, in units of the rate."""
-    params, largest = case.parameters(), 0.0
-    optimizer = case.build(params, group())
+    (params, optimizer), largest = started(case, 0, rank, size), 0.0
     for step in range(1, 41):
         optimizer.param_groups[0]["lr"] = low if 17 <= step <= 20 else 1e-2
         if step == 23:
@@ -59,9 +56,7 @@ def test_momentum_does_not_grow_where_the_rate_falls_and_rises() -> None:
 
 
 def changed_by_hand(rank: int, size: int, case: Case) -> tuple[bytes, float]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 16)
+    params, optimizer = started(case, 16, rank, size)
     with torch.no_grad():
         for p in params:
             p.fill_(5.0)
@@ -76,16 +71,11 @@ def test_what_a_user_writes_where_ranks_agree_stays(dtype: str) -> None:
 
 
 def between_syncs(rank: int, size: int, case: Case) -> list[Any]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    run(case, rank, optimizer, params, 1, 14)
-    found: list[Any] = []
-    for what in (optimizer.state_dict, lambda: onebit.save("nowhere", nn.Linear(1, 1), optimizer)):
-        try:
-            what()
-            found.append("nothing")
-        except ValueError as error:
-            found.append(str(error))
+    (params, optimizer), found = started(case, 14, rank, size), []
+    for refused in (optimizer.state_dict, partial(onebit.save, "nowhere", nn.Linear(1, 1), optimizer)):
+        with pytest.raises(ValueError) as caught:
+            refused()
+        found.append(str(caught.value))
     optimizer.synchronize()
     end = bits(params)
     optimizer.synchronize()
@@ -103,9 +93,7 @@ def test_between_syncs_nothing_is_saved() -> None:
 
 
 def at_last_sync(rank: int, size: int, case: Case) -> list[Any]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    found = []
+    (params, optimizer), found = started(case, 0, rank, size), []
     for step in range(1, 20):
         take(case, rank, optimizer, params, step)
         own = bits(params)
@@ -136,8 +124,7 @@ def test_the_model_of_the_last_sync(dtype: str) -> None:
 
 def watched(rank: int, size: int, case: Case, damaged: int) -> int:
     """The step at which a rank's damaged parameter is found."""
-    params = case.parameters()
-    optimizer = case.build(params, group())
+    params, optimizer = started(case, 0, rank, size)
     for step in range(1, case.steps + 1):
         try:
             take(case, rank, optimizer, params, step)
