@@ -17,7 +17,6 @@ from torch import nn
 import onebit
 from tests import oracle
 from tests.onebit.optim.contract import options, overlaps, resumes, skips, started
-from tests.onebit.optim.simulation import group_or_none
 from tests.onebit.runs import Case, arrays, bits, run, take
 from tests.ranks import run_ranks
 from tests.test_structure import touched
@@ -88,8 +87,7 @@ def expected(case: Case, ranks: int) -> list[list[np.ndarray]]:
 
 
 def trained(rank: int, size: int, case: Case) -> list[list[np.ndarray]]:
-    params, found = case.parameters(), []
-    optimizer = case.build(params, group_or_none(size))
+    (params, optimizer), found = started(case, 0, rank, size), []
     for step in range(1, case.steps + 1):
         take(case, rank, optimizer, params, step)
         assert optimizer.compressing == (step > case.options["freeze_step"])
@@ -135,8 +133,7 @@ def saved(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray]]:
 
 
 def loaded(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray], bytes]:
-    params = CASE.parameters()
-    optimizer = CASE.build(params, group_or_none(size))
+    params, optimizer = started(CASE, 0, rank, size)
     for p in params:
         p.data.zero_()
     onebit.load(folder, nn.ParameterList(params), optimizer)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests.limits import HUNG
+from tests.onebit.optim.contract import started
 from tests.onebit.optim.test_zero_one import CASE, LOCAL
 from tests.onebit.parallel import test_fsdp as fsdp
 from tests.onebit.runs import Case, bits, nodes_of
@@ -22,26 +23,27 @@ KINDS = ["full"] * 3 + ["1 bit", "full"] * 2 + ["1 bit"] * 3 + ["full", "1 bit"]
 LOCAL_KINDS = ["full"] * 3 + ["1 bit", "full"] + ["1 bit"] * 3 + ["local", "sync"] * 2 + ["local"] * 3 + ["sync"]
 
 
-def trained(
-    rank: int, size: int, ddp: bool, schedule: dict[str, Any], own: dict[str, Any], clip: float | None, each: int
-) -> dict[str, Any]:
-    """12 or 16 steps of two accumulated backward passes: where they end, what they were, and what was sent."""
+def attached(ddp: bool, **options: Any) -> tuple[Any, Any, Any]:
+    """A net, the same within DDP or not, and its optimizer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
     wrapped: nn.Module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if ddp else net
-    ranks = nodes_of(group(), each) if each > 1 else group()
-    optimizer = onebit.ZeroOneAdam(
-        net.parameters(), lr=1e-2, block_size=32, chunks=2, process_group=ranks, **schedule, **own
-    )
+    optimizer = onebit.ZeroOneAdam(net.parameters(), lr=1e-2, **options)
     if ddp:
         onebit.attach(wrapped, optimizer)
+    return net, wrapped, optimizer
+
+
+def trained(rank: int, size: int, ddp: bool, schedule: Any, own: Any, clip: float | None, each: int) -> dict[str, Any]:
+    """12 or 16 steps of two accumulated backward passes: where they end, what they were, and what was sent."""
+    ranks = nodes_of(group(), each) if each > 1 else group()
+    net, wrapped, optimizer = attached(ddp, block_size=32, chunks=2, process_group=ranks, **schedule, **own)
     source, norms, kinds = torch.Generator().manual_seed(rank), [], []
     for _ in range(16 if "local_step_scaler" in schedule else 12):
         kind, before = optimizer.schedule.kind, optimizer.wire_bytes
         optimizer.zero_grad()
         for last in (False, True):
-            held = nullcontext() if last else wrapped.no_sync() if ddp else optimizer.no_sync()  # type: ignore[operator]
-            with held:
+            with nullcontext() if last else (wrapped if ddp else optimizer).no_sync():
                 wrapped(torch.randn(8, 20, generator=source)).square().mean().backward()
         if clip is not None:
             norms.append(float(optimizer.clip_grad_norm_(clip)))
@@ -52,7 +54,7 @@ def trained(
     return {"end": bits(net.parameters()), "norms": norms, "kinds": kinds}
 
 
-TRAINED: list[tuple[dict[str, Any], dict[str, Any], float | None, int]] = [
+TRAINED: list[Any] = [
     (CASE.options, {}, 0.05, 1),
     (CASE.options, {"overlap": True}, None, 1),
     (CASE.options, {"gradient_dtype": torch.bfloat16}, None, 1),
@@ -64,9 +66,7 @@ TRAINED: list[tuple[dict[str, Any], dict[str, Any], float | None, int]] = [
 
 
 @pytest.mark.parametrize(("schedule", "own", "clip", "each"), TRAINED, ids=lambda value: str(value)[:30])
-def test_ddp_averages_in_full_steps_and_leaves_the_others_alone(
-    schedule: dict[str, Any], own: dict[str, Any], clip: float | None, each: int
-) -> None:
+def test_ddp_averages_in_full_steps_and_leaves_the_others_alone(schedule, own, clip, each):
     """But for the ranks of a node, which move alike in local steps."""
     ends, local = [], schedule is LOCAL.options
     for ddp in (False, True):
@@ -88,18 +88,14 @@ def test_ddp_averages_in_full_steps_and_leaves_the_others_alone(
 
 def with_a_scaler(rank: int, size: int, apart: bool) -> tuple[list[bytes], list[float]]:
     """With DDP: rank 1 overflows in a compressed step. Apart: it then has a scale of its own."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
-    ddp = DistributedDataParallel(net, process_group=group())
-    optimizer = onebit.ZeroOneAdam(net.parameters(), lr=1e-2, var_update_scaler=2, process_group=group())
-    onebit.attach(ddp, optimizer)
+    net, ddp, optimizer = attached(True, var_update_scaler=2, process_group=group())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     source, ends, scales = torch.Generator().manual_seed(rank), [], []
     for step in range(1, 10):
         optimizer.zero_grad()
         scaler.scale(ddp(torch.randn(8, 20, generator=source)).square().mean()).backward()
         if (step, rank) == (4, 1):
-            net[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
+            net[0].weight.grad[0, 0] = math.inf
         scaler.step(optimizer)
         scaler.update(2.0**8 if apart and (step, rank) == (4, 1) else None)
         ends.append(bits(net.parameters()))
@@ -121,8 +117,7 @@ def scaled(rank: int, size: int, case: Case, infinite: tuple[tuple[int, int], ..
     """As GradScaler does it, with a power of 2, and not; in some steps a rank, or both (-1), finds infinite numbers."""
     ends = []
     for scale in (None, 2.0**10):
-        params = case.parameters()
-        optimizer = case.build(params, group())
+        params, optimizer = started(case, 0, rank, size)
         for step in range(1, 17):
             for p, g in zip(params, case.gradients(rank, step), strict=True):
                 p.grad = g if scale is None or g is None else g * scale
@@ -142,10 +137,9 @@ def test_scaled_gradients() -> None:
 
 def with_a_scaler_of_its_own(rank: int, size: int, case: Case) -> tuple[list[float], bytes]:
     """An infinite number in a local step of rank 0."""
-    params = case.parameters()
-    optimizer, scaler = case.build(params, group()), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    (params, optimizer), scales = started(case, 0, rank, size), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(torch.zeros(()))
-    scales = []
     for step in range(1, 17):
         for p, g in zip(params, case.gradients(rank, step), strict=True):
             p.grad = None if g is None else g * scaler.get_scale()
@@ -168,9 +162,8 @@ def test_the_scale_of_a_rank_that_left_a_local_step_out() -> None:
 def with_fsdp_both_ways(rank: int, size: int) -> tuple[bytes, bytes, bool]:
     mesh, ends = fsdp.mesh_of(2, 2), []
     for attached in (True, False):
-        net, optimizer, _ = fsdp.with_fsdp(
-            rank, "ZeroOneAdam", 20, mesh, attached, var_update_scaler=3, freeze_step=None, reply="direct"
-        )
+        own = {"var_update_scaler": 3, "freeze_step": None, "reply": "direct"}
+        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 20, mesh, attached, **own)
         ends.append(bits(fsdp.whole(net)))
     return ends[0], ends[1], min(optimizer.current.parts[0].state["least_root"].tolist()) > 0
 
