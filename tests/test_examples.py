@@ -47,7 +47,6 @@ def run(example: str, ranks: int, each: int, times: int) -> str:
     return printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(path.name for path in FOLDER.glob("*.py")))
 def test_an_example_runs(example: str) -> None:
     """On two ranks; the one with shards on two nodes of two."""
@@ -57,7 +56,6 @@ def test_an_example_runs(example: str) -> None:
     run(example, ranks, ranks, 20)
 
 
-@pytest.mark.slow
 def test_hosts_of_torchrun_are_nodes() -> None:
     """Two hosts of two ranks: the example with DDP has two levels, and says so."""
     assert "2 nodes of 2 ranks" in run("ddp_adam.py", 4, 2, 40)

@@ -65,7 +65,6 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return wheel, archive
 
 
-@pytest.mark.slow
 def test_both_archives_have_every_module_and_nothing_else(archives: tuple[Path, Path], tmp_path: Path) -> None:
     """A package that is not listed in pyproject.toml would be missing."""
     wheel, archive = archives
@@ -99,7 +98,6 @@ def link_what_is_required(site: Path) -> None:
                 (site / name).symlink_to(Path(str(found.locate_file(name))))
 
 
-@pytest.mark.slow
 def test_the_ten_lines_run_from_the_wheel_in_a_fresh_environment(archives: tuple[Path, Path], tmp_path: Path) -> None:
     ten_lines = re.search(r"## Ten lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert ten_lines and "freeze_step=3000" in ten_lines[1]

@@ -66,7 +66,6 @@ def test_a_size_that_the_pool_does_not_have() -> None:
     assert [answer[2] for answer in run_ranks_once(5, facts, (0,))] == [10] * 5
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_is_named_and_the_next_call_works() -> None:
     for how, text in (
         ("raise", r"(?s)rank 1 of 2 failed.*in go_wrong.*what a test did wrong"),
@@ -84,7 +83,6 @@ def test_what_goes_wrong_is_named_and_the_next_call_works() -> None:
         run_ranks_once(2, go_wrong, (1, "wait"), expect_dead=[0])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_no_rank_outlives_its_parent() -> None:
     """Though they are in the middle of some work."""

@@ -46,7 +46,7 @@ def check_all(size, cases):
         steps.check(case, list(recorded))
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_step_equals_the_simulation(size):
     """2, 3 and 4 ranks have every case, each with another reply; one and eight have a third of them."""
     cases = list(CASES.values())[:: 1 if size in (2, 3, 4) else 3]

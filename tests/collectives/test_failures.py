@@ -47,7 +47,6 @@ def run_until_error(rank, size, phase, how):
     return CASE.steps, ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "how"),
     [(COMPARING, "stays away"), (FINITE, "dies"), (GATHER, "dies"), (GATHER, "stays away"), (SCATTER, "dies")],

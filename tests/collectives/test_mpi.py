@@ -35,7 +35,6 @@ BESIDE = str(Path(sys.executable).parent)  # this Python, else the system's
 MPIEXEC = shutil.which("mpiexec", path=BESIDE) or shutil.which("mpiexec")
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.slow,
     pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec: pip install mpi4py mpich"),
 ]
 

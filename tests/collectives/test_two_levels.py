@@ -36,7 +36,7 @@ def recorded(rank, size, nodes, each, cases):
         return [steps.record(case, rank, nodes_of(made, each)) for case in cases]
 
 
-@pytest.mark.parametrize(("nodes", "each"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), (2, 4)])
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2), (2, 4)])
 def test_nodes_are_ranks_to_the_network(nodes, each):
     """Two nodes of four with every other case."""
     cases = [replace(case, nodes=nodes) for case in (CASES[:6:2] if each == 4 else CASES)]

@@ -22,7 +22,6 @@ SOME = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("combination", SOME, ids=str)
 def test_survivors_are_told_and_the_restart_is_bit_exact(combination: Combination) -> None:
     assert not strike(combination).problems(combination.fault)

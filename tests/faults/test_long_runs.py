@@ -11,7 +11,6 @@ from tests.faults.poisoned import Plan
 from tests.onebit.runs import kinds
 
 
-@pytest.mark.slow
 @kinds
 def test_a_poisoned_run_ends_as_if_it_had_not_been_poisoned(kind: str) -> None:
     """In both stages, and on one rank to all of them at once."""
@@ -23,7 +22,6 @@ def test_a_poisoned_run_ends_as_if_it_had_not_been_poisoned(kind: str) -> None:
     assert ranks[0].resumed == 4
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: what grows is read in /proc")
 @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
 def test_nothing_grows(kind: str) -> None:

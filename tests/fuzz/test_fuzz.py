@@ -14,7 +14,6 @@ from tests.fuzz.mutate import Source
 CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_only_documented_errors_come_of_it(target: str) -> None:
     fuzzer = Fuzzer(1, target)

@@ -12,8 +12,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests.limits import HUNG
 
 BLOCK = 2048
@@ -52,7 +50,6 @@ print(json.dumps(rows))
 """
 
 
-@pytest.mark.slow
 def test_kernels_compile_without_spills_and_every_fp32_stream_moves_16_bytes_an_access():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=HUNG)

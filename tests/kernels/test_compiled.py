@@ -84,7 +84,6 @@ def run_python(code, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_runs_passes_and_so_does_a_process_that_shuts_down():
     """As a DataLoader's worker might, before and after the parent has used its threads."""
@@ -177,7 +176,6 @@ print(float(work.squares().nansum()))
 """
 
 
-@pytest.mark.slow
 def test_processes_that_compile_at_once_all_run_and_the_next_one_compiles_nothing(tmp_path):
     """Importing onebit does not import Numba."""
     with ThreadPoolExecutor() as pool:

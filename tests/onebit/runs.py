@@ -21,9 +21,6 @@ from onebit.collectives.transport import transport_for
 OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 freezing_kinds = pytest.mark.parametrize("kind", OPTIMIZERS[:2])  # those that freeze a variance for good
-adam_first = pytest.mark.parametrize(
-    "kind", ["OneBitAdam", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS[1:])]
-)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ def run_in_the_lab(out, *options):
     return text.getvalue(), json.loads(path.read_text()), path
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_a_run_in_the_lab(lab_available, tmp_path):
     """Bytes are those of the interfaces' counters; a table, a record and a plot."""
@@ -81,7 +80,6 @@ def test_a_run_in_the_lab(lab_available, tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 @pytest.mark.timeout(1200)  # four ranks share the cores with other tests
 def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_path):
@@ -103,7 +101,6 @@ def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_pat
     assert not {"node mean", "spread"} & rows[ONE_BIT]["phases"].keys()
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_a_wrong_result_in_the_lab_gets_no_figure(lab_available, tmp_path, monkeypatch, capsys):
     """Ranks whose compressed all-reduce does nothing."""
@@ -178,7 +175,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 def test_results_are_checked_on_every_rank():
     first, *others = run_ranks(8, checked, [case for case, _ in CASES])
     assert all(said == first for said in others)
@@ -228,7 +224,6 @@ def refusing(rank, size, arguments):
         measure.dist.all_reduce = right
 
 
-@pytest.mark.slow
 def test_it_measures_on_the_group_it_finds_and_estimates_nothing_that_it_refuses(tmp_path):
     arguments = ["--device=cpu", "--elements=1000,50_000", "--repeats=2", "--chunks=2", f"--out={tmp_path}"]
     assert run_ranks(8, refusing, arguments) == [0] * 8
@@ -300,7 +295,6 @@ def test_fp32_is_measured_and_computed():
     assert "as measured" in about[1] and "computed" in about[2]
 
 
-@pytest.mark.slow
 def test_plots_show_every_rate_and_what_is_there(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     shown, right = {}, plots.lines

@@ -142,7 +142,6 @@ def test_hosts_of_several_ranks_are_compared_by_what_smaller_calls_say_of_a_host
     assert rows[1].predicted < rows[0].predicted
 
 
-@pytest.mark.slow
 def test_hosts_of_several_ranks_have_a_page_and_plots_are_drawn(tmp_path):
     (tmp_path / "cluster_model-nodes-some-cpu.json").write_text(json.dumps(nodes_record()))
     where = tmp_path / "page.md"
@@ -170,7 +169,6 @@ def test_passes_are_measured():
 
 
 @pytest.mark.netlab
-@pytest.mark.slow
 def test_a_small_lab(lab_available, tmp_path):
     arguments = ["--lab", "--hosts=2", "--rates=50mbit", "--elements=2**20", "--repeats=2", f"--out={tmp_path}"]
     with contextlib.redirect_stdout(io.StringIO()) as text:

@@ -159,7 +159,6 @@ def test_a_verdict_and_a_volume_are_what_they_say() -> None:
         assert 0.99 * expected < measured < expected  # scales cost 1.6 % of stage 2
 
 
-@pytest.mark.slow
 def test_the_page_is_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/convergence.md is what the command writes from the committed records: figures of it are not drawn again."""
     monkeypatch.chdir(ROOT)
@@ -173,7 +172,6 @@ def test_the_page_is_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert written[docs] == docs.read_text(encoding="utf-8"), "run python -m perf.convergence --report"
 
 
-@pytest.mark.slow
 def test_a_page_is_made_of_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sweeps of the seeds that all have, figures, a remark; and a variant without its baseline, in tables only."""
     out, docs = tmp_path / "out", tmp_path / "docs" / "page.md"
@@ -208,7 +206,6 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path) -> None:
         launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quick_study_learns_and_is_not_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks on real text: 300 steps a run."""

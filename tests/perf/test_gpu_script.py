@@ -22,7 +22,6 @@ def run(*arguments, timeout=HUNG):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
     done = run("--rehearse", "--out", tmp_path, "check", "kernels", "ranks", "step", "profile", "summary")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

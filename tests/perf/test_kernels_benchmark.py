@@ -33,7 +33,6 @@ def broken(name, spoil, skip=False):
     return module
 
 
-@pytest.mark.slow
 def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, capsys):
     arguments = ["--device", "cpu", "--elements", "5000", "--repeats", "2", "--out", str(tmp_path / "new")]
     assert benchmark.main(arguments) == 0

@@ -128,7 +128,6 @@ def test_both_directions_are_shaped(lab: NetworkLab, script: Script) -> None:
             pytest.fail("the shaper has held nothing back")
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_a_pulled_cable_cuts_traffic(lab: NetworkLab, script: Script) -> None:
     body = """
@@ -173,7 +172,6 @@ def test_ranks_know_their_host(lab: NetworkLab, nodes: NetworkLab, script: Scrip
     assert [rank.output for rank in ranks] == [f"place {k} 3 0 1 {k}\n" for k in range(3)]
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_torchrun_starts_a_group_across_hosts(nodes: NetworkLab, script: Script) -> None:
     group = """
@@ -220,7 +218,6 @@ def test_a_failed_rank_ends_the_run(nodes: NetworkLab, script: Script) -> None:
     assert not pids_on(nodes.namespaces)
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_unchecked_survivors_go_on(lab: NetworkLab, script: Script) -> None:
     lines: list[str] = []
@@ -233,7 +230,6 @@ def test_unchecked_survivors_go_on(lab: NetworkLab, script: Script) -> None:
     assert [rank.output for rank in ranks] == ["ready\ndone\n", "ready\n", "ready\ndone\n"]
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_a_hanging_rank_is_ended_and_named(lab: NetworkLab, script: Script) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -306,7 +302,6 @@ def test_the_command_line_reports(lab: NetworkLab, capfd: pytest.CaptureFixture[
     assert "rank 1 failed with status 1; its last lines:\n    bad input" in captured.err
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 def test_the_demo_sends_over_the_links_what_it_says(
     lab_available: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -330,7 +325,6 @@ def test_the_demo_sends_over_the_links_what_it_says(
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lab needs Linux")
 def test_without_root_the_demo_names_what_is_missing(tmp_path: Path) -> None:
     drop = "--bounding-set=-net_admin,-sys_admin", "--inh-caps=-net_admin,-sys_admin"

@@ -11,7 +11,6 @@ from perf.optimizer_step.benchmark import FOREACH, FUSED, LOCAL, STAGE_1, STAGE_
 SMALL = {"large": ("a few elements", [3000, 5]), "many": ("some tensors", [20] * 10)}
 
 
-@pytest.mark.slow
 def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(benchmark, "MODELS", SMALL)

@@ -31,7 +31,6 @@ PTX = """
 """
 
 
-@pytest.mark.slow
 def test_no_kernel_is_worse_than_the_record():
     """In a process of its own: compiling needs kernels that are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -40,7 +40,6 @@ def side_by_side(rank, size):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torchft.missing() is not None, reason="needs torchft, which comes for Python 3.11 alone")
 def test_its_steps_are_the_same_but_for_rounding():
     for found in run_ranks_once(2, side_by_side, timeout=HUNG):

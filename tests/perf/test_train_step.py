@@ -44,7 +44,6 @@ def main_on_a_group(rank, size, *commands):
         return [benchmark.main(arguments) for arguments in commands], text.getvalue()
 
 
-@pytest.mark.slow
 def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     small = ["--device=cpu", "--width=32", "--layers=1", "--batch=1", "--repeats=1", f"--out={tmp_path}", "--name=it"]
     train = [*small, "--train", "--steps=8", "--freeze=4", f"--variants={','.join(TRAINS)}"]
@@ -181,13 +180,11 @@ def two_ranks():
     return run_ranks_once(2, on_two_ranks, timeout=HUNG)
 
 
-@pytest.mark.slow
 def test_steps_of_one_kind_are_timed(two_ranks):
     for found in two_ranks:
         assert {name: found[name] for name in KINDS} == {name: [kind] * 3 for name, kind in KINDS.items()}
 
 
-@pytest.mark.slow
 def test_a_wrong_result_is_found_on_every_rank(two_ranks):
     first, second = two_ranks
     for how, says in (
@@ -199,7 +196,6 @@ def test_a_wrong_result_is_found_on_every_rank(two_ranks):
     assert first[None] == second[None] == ""
 
 
-@pytest.mark.slow
 def test_a_step_is_divided_into_its_parts(two_ranks):
     """Messages of 1-bit Adam: those of one chunk or two, once between two ranks, and twice with reply=1."""
     for ranks in two_ranks:
@@ -335,7 +331,6 @@ def test_a_missed_target_is_an_error_only_with_check(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.netlab
-@pytest.mark.slow
 def test_in_the_lab_bytes_are_the_interfaces_and_a_link_gives_the_share(lab_available, tmp_path, monkeypatch):
     tried = []
 

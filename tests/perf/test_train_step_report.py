@@ -150,7 +150,6 @@ def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
     assert report.record_name(named) == "train_step-some-cpu-two-hosts"
 
 
-@pytest.mark.slow
 def test_every_panel_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     record = Record(tmp_path / "record.json", ABOUT)

@@ -24,7 +24,6 @@ def test_what_is_made_of_counters() -> None:
     assert "| fp16 | 4.00 x | 3.20 x | -20.0% | no |" in volume.table(RECORD)
 
 
-@pytest.mark.slow
 @pytest.mark.netlab
 @pytest.mark.timeout(1200)  # its hosts share the cores with other tests
 def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys, monkeypatch) -> None:

@@ -121,7 +121,6 @@ def kill_often(folder, attempts, answer):
     answer.send(found)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_it_leaves_the_last_checkpoint_or_the_next(tmp_path):
     """At each place of a save, and by SIGKILL at moments drawn over the length of a few."""
@@ -168,7 +167,6 @@ def dying(rank, size, folder, where, who):
     return "saved"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("who", "where"), [(1, "before it writes"), (1, "at the checksums"), (0, "before the rename")])
 def test_a_rank_that_dies_while_saving_leaves_a_whole_checkpoint(who, where, tmp_path):
     folder = str(tmp_path)

@@ -178,7 +178,6 @@ def assert_nothing_lost(here, there):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ROWS, "OneBitLamb by dcp"])
 def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(name, four, two):
     kind = name.split()[0]
@@ -201,19 +200,16 @@ def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(name, four, two):
             assert np.array_equal(got[frozen_name(kind)], expected[frozen_name(kind)])
 
 
-@pytest.mark.slow
 def test_dcp_carries_both_stages_by_name(four):
     assert [own["by name"] for own in four] == [[True, True]] * 4
 
 
-@pytest.mark.slow
 def test_another_reply_loses_nothing(four):
     runs = [own["reply"] for own in four]
     for k in range(3):
         assert_nothing_lost([found[k] for _, found in runs], [before for before, _ in runs])
 
 
-@pytest.mark.slow
 def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(four, two):
     for ranks in (four, two):
         assert len({own["whole"] for own in ranks}) == 1

@@ -85,7 +85,6 @@ def test_tune_says_when_nothing_is_written_or_runs(gpu, capsys):
     assert "smaller --elements" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_under_torchrun_tune_measures_the_chunks(own_cache):
     """A table of candidates, and the fastest in the cache; on a CPU the kernels have nothing to choose."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -34,7 +34,6 @@ def table(text):
     return {name: tuple(map(float, re.findall(r"[\d.]+", cells))) for name, cells in rows}
 
 
-@pytest.mark.slow
 def test_adam_and_its_twins(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "plot.png"
@@ -61,7 +60,6 @@ def test_adam_and_its_twins(tmp_path):
     assert "counter" not in result.stdout and demo_report.NOTE.strip() in result.stdout  # on this machine
 
 
-@pytest.mark.slow
 def test_lamb_and_its_twin_in_the_background(tmp_path):
     """With its standard input closed."""
     pytest.importorskip("matplotlib")
@@ -100,7 +98,6 @@ def children(parent):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize(
     "number, whom, status", [(signal.SIGINT, None, 130), (signal.SIGKILL, None, -9), (signal.SIGKILL, 1, 1)]

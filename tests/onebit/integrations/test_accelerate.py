@@ -77,6 +77,5 @@ def runs(rank: int, size: int, folder: str) -> loops.Ends:
 
 
 @loops.needs("accelerate")
-@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_from_a_saved_state(tmp_path: Path) -> None:
     loops.check(runs, tmp_path)

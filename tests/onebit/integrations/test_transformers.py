@@ -67,6 +67,5 @@ def trainers(rank: int, size: int, folder: str) -> loops.Ends:
 
 
 @loops.needs("transformers", "accelerate")
-@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_from_the_trainers_checkpoint(tmp_path: Path) -> None:
     loops.check(trainers, tmp_path)

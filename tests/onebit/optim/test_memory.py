@@ -96,7 +96,6 @@ def test_bytes_an_element_in_stage_2(kind: str, ranks: int) -> None:
         assert found["freeze"] < MOST_AT_FREEZE[kind], "the freeze makes a temporary near the size of the model"
 
 
-@pytest.mark.slow
 def test_bytes_an_element_of_2_nodes_of_8_ranks() -> None:
     """A rank keeps the residual of its slice alone: less than torch.optim.AdamW's 8."""
     for found in of_nodes("OneBitLamb"):

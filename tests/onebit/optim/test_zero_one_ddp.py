@@ -180,7 +180,6 @@ def with_nodes(rank: int, size: int) -> tuple[list[torch.Tensor], bool]:
     return [p.detach().clone() for p in optimizer.param_groups[0]["params"]], optimizer.synchronized
 
 
-@pytest.mark.slow
 def test_sharded_parameters() -> None:
     """FSDP's hook averages in full steps. The shards of a copy move alike, as the ranks of a node do."""
     found = run_ranks_once(4, with_fsdp, timeout=HUNG)

@@ -111,10 +111,7 @@ def both(rank: int, size: int, kind: str, reply: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "reply"),
-    [("OneBitAdam", "direct"), *(pytest.param(*own, marks=pytest.mark.slow) for own in (LAMB, ZERO_ONE))],
-)
+@pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", "direct"), LAMB, ZERO_ONE])
 def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
     """20 steps past the freeze to rounding of sums; 100 steps past it a sign or two within rounding of 0 have turned.
     With the hook and without it every bit is the same."""
@@ -249,7 +246,6 @@ def all_runs(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_runs_over_two_shards_and_two_replicas() -> None:
     found = run_ranks_once(4, all_runs)
     for name in ("uneven", "masked", "apart", "policies"):

@@ -143,10 +143,9 @@ def check_ranks(size: int, device: str, kind: str, start: str, folder: Path) -> 
 
 CASES = [(2, "OneBitAdam", "default"), (2, "OneBitLamb", "no backend named"), (3, "ZeroOneAdam", "some of the ranks")]
 ON_A_GPU = [*CASES, (4, "OneBitAdam", "default"), (2, "OneBitAdam", "cpu:gloo")]  # of the last, tensors pass by Gloo
-slow_after_the_first = [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
 
 
-@pytest.mark.parametrize(("size", "kind", "start"), slow_after_the_first)
+@pytest.mark.parametrize(("size", "kind", "start"), CASES)
 def test_every_way_of_starting_comes_to_the_same(size: int, kind: str, start: str, tmp_path: Path) -> None:
     check_ranks(size, "cpu", kind, start, tmp_path)
 

@@ -107,8 +107,8 @@ def with_wrappers(rank, size, kind, how, folder):
     ("kind", "how"),
     [
         *(("OneBitAdam", how) for how in ("compiled DDP", "Fabric", "replicate")),
-        pytest.param("OneBitLamb", "DDP of compiled", marks=pytest.mark.slow),
-        pytest.param("ZeroOneAdam", "Fabric", marks=pytest.mark.slow),
+        ("OneBitLamb", "DDP of compiled"),
+        ("ZeroOneAdam", "Fabric"),
     ],
 )
 def test_wrapped_models_train_as_ddp_does(kind, how, tmp_path):
