@@ -33,6 +33,7 @@ class Command:
 COMMANDS = {
     "mutations": Command("tests.mutations", (*PRODUCT, "tests"), "300 faults in the product, one at a time"),
     "aot": Command("onebit.kernels.gpu.aot", ("kernels",), "every variant of every kernel, compiled for all targets"),
+    "static": Command("perf.kernels.static_account --check", ("kernels",), "no kernel's machine code is worse"),
     "faults": Command("tests.faults", ("collectives", "onebit/optim"), "ranks killed and stopped at every point"),
     "poisoned": Command("tests.faults.poisoned", ("collectives", "onebit/optim"), "gradients that are not finite"),
     "soak": Command("tests.faults.soak", PRODUCT, "thousands of steps with saves, loads and skips"),
