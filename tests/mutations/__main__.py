@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -28,6 +29,7 @@ from tests.mutations.tree import Tree, import_all
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST = 60.0  # seconds of tests for one mutant, as they were recorded
+FAILED = re.compile(r"(FAILED|ERROR) tests/")
 HUNG = 120.0  # seconds beyond them after which a mutant counts as one that hangs
 
 
@@ -41,7 +43,9 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
     parser.add_argument("--record", action="store_true", help="run all tests once, and write down what they reach")
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout: its code and its tests")
-    parser.add_argument("--tests", default="", help="options for pytest: which tests there are")
+    parser.add_argument(
+        "--tests", default="--budget=1000", help="options of pytest: which tests (default: not the longest)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutations")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -74,12 +78,14 @@ def run(mutants: list[Mutant], reached: Reached, results: Path, options: argpars
     stop, at_work = time.monotonic() + 60 * options.minutes, 0
     for number in range(min(options.workers, total)):
         args = (options.tree, options.out / f"tree-{number}", reached, todo, found)
-        context.Process(target=_work, args=args, daemon=True).start()
+        context.Process(target=_work, args=args).start()
         todo.put(left.pop(0))
         at_work += 1
     while at_work:
         mutant, outcome, by, seconds = found.get()
         if outcome == "stale":
+            for _ in range(options.workers):
+                todo.put(None)
             sys.exit("tests have other names than were recorded: run this with --record")
         line = {"mutant": mutant.id, "folder": mutant.folder, "outcome": outcome, "by": by}
         with results.open("a", encoding="utf-8") as out:
@@ -96,6 +102,8 @@ def _work(source: Path, root: Path, reached: Reached, todo: Any, found: Any) -> 
     while (mutant := todo.get()) is not None:
         began = time.monotonic()
         outcome, by = attempt(mutant, tree, reached)
+        while outcome == "killed" and by and not reached.passes(by, lambda test: tested([test], tree)[0] == "survived"):
+            outcome, by = attempt(mutant, tree, reached)
         found.put((mutant, outcome, by, time.monotonic() - began))
 
 
@@ -104,15 +112,19 @@ def attempt(mutant: Mutant, tree: Tree, reached: Reached) -> tuple[str, str]:
     tests = reached.tests_of(mutant.path, mutant.function, mutant.line, MOST)
     if not tests:
         return "unreached", ""
-    path, output = tree.root / mutant.path, tree.root / "output.txt"
+    path = tree.root / mutant.path
     before = path.read_bytes()
-    names = tree.root / "tests.txt"
-    names.write_text("\n".join(tests) + "\n", encoding="utf-8")
     path.write_bytes(mutant.applied(before))
     try:
-        status = tree.pytest(["-x", "--timeout=60", f"@{names}"], MOST + HUNG, output)
+        return tested(tests, tree)
     finally:
         path.write_bytes(before)
+
+
+def tested(tests: list[str], tree: Tree) -> tuple[str, str]:
+    output, names = tree.root / "output.txt", tree.root / "tests.txt"
+    names.write_text("\n".join(tests) + "\n", encoding="utf-8")
+    status = tree.pytest(["-x", "--timeout=60", f"@{names}"], MOST + HUNG, output)
     if status is None:
         return "hangs", ""
     if status == pytest.ExitCode.OK:
@@ -120,7 +132,7 @@ def attempt(mutant: Mutant, tree: Tree, reached: Reached) -> tuple[str, str]:
     said = output.read_text(encoding="utf-8", errors="replace").splitlines()
     if any("no match in any of" in line for line in said):
         return "stale", ""
-    return "killed", next((line.split(" ")[1] for line in said if line.startswith(("FAILED ", "ERROR "))), "")
+    return "killed", next((line.partition(" ")[2].partition(" - ")[0] for line in said if FAILED.match(line)), "")
 
 
 def report(mutants: list[Mutant], found: dict[str, dict[str, str]], least: float) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 FOLDERS = ("kernels", "collectives", "onebit", "perf", "tests", "examples", "docs")
@@ -28,7 +29,7 @@ IMPORTED = (
 
 
 class Tree:
-    """The package is laid out under `installed` as it installs, ahead of any other on the path."""
+    """Its package is whole, with links to the folders that install into it, and comes first on the path."""
 
     def __init__(self, source: Path, root: Path) -> None:
         self.root = root
@@ -39,10 +40,8 @@ class Tree:
                 shutil.copytree(path, root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             elif path.is_file():
                 shutil.copy(path, root / path.name)
-        package = root / "installed" / "onebit"
-        package.mkdir(parents=True)
-        for each in (*(root / "onebit").iterdir(), root / "kernels", root / "collectives"):
-            (package / each.name).symlink_to(each)
+        for name in ("kernels", "collectives"):
+            (root / "onebit" / name).symlink_to(root / name)
 
     def pytest(self, options: Sequence[str], seconds: float, output: Path, **environment: str) -> int | None:
         """Its exit status; None where it did not end in time."""
@@ -70,8 +69,8 @@ class Tree:
             with output.open("w") as out, open(os.devnull) as nothing:
                 for descriptor, to in ((0, nothing), (1, out), (2, out)):
                     os.dup2(to.fileno(), descriptor)
-            own = [str(self.root / "installed"), str(self.root)]
-            path = [*own, *environment.pop("PYTHONPATH", "").split()]
+            own = str(self.root)
+            path = [own, *environment.pop("PYTHONPATH", "").split()]
             os.environ |= {
                 "PYTHONPATH": os.pathsep.join(path),
                 "ONEBIT_CACHE_DIR": str(self.root / "cache"),
@@ -79,7 +78,8 @@ class Tree:
             }
             for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "onebit")]:
                 del sys.modules[name]
-            sys.path[:] = own + [each for each in sys.path if each not in ("", os.getcwd())]
+            sys.path[:] = [own] + [each for each in sys.path if each not in ("", os.getcwd())]
+            sys.modules["__main__"] = ModuleType("__main__")  # ranks import what started them
             sys.dont_write_bytecode = True
             import pytest
 
