@@ -25,9 +25,9 @@ demo: $(STAMP)  ## train with 1 bit and without, side by side; DEMO_ARGS="--opti
 
 test: $(STAMP)  ## run the tests that fit in three minutes on two quiet cores; FOCUS=FILE: those for a change of that file
 ifdef FOCUS
-	@$(BIN)/python -m pytest --focus $(FOCUS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --focus=$(FOCUS) $(PYTEST_ARGS)
 else
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --budget $(BUDGET) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --budget=$(BUDGET) $(PYTEST_ARGS)
 endif
 
 test-all: $(STAMP)  ## run all tests

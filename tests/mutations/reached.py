@@ -73,7 +73,7 @@ class Reached:
             for t, found in self.functions.items()
             if any(f[0] == path and f[1] == name and f[2] <= line for f in found)
         }
-        return self._cheap(inner or self._reaching({path}), most)
+        return self._cheap(inner or self._reaching({path})[0], most)
 
     def passes(self, test: str, run: Callable[[str], bool]) -> bool:
         """Whether a test that found a mutant passes without it: one that does not finds nothing, and is left out."""
@@ -81,15 +81,16 @@ class Reached:
             self._known[test] = run(test)
         return self._known[test]
 
-    def _reaching(self, paths: set[str]) -> set[str]:
+    def _reaching(self, paths: set[str]) -> tuple[set[str], set[str]]:
+        """The tests that reach some files or, where none does, files that import them; and which files these are."""
         seen: set[str] = set()
         while paths:
             found = {test for test, reached in self.functions.items() if any(each[0] in paths for each in reached)}
             if found:
-                return found
+                return found, paths
             seen |= paths
             paths = {path for path in self.importers if self.importers[path] & seen} - seen
-        return set()
+        return set(), set()
 
     def _cheap(self, tests: set[str], most: float) -> list[str]:
         chosen, total = [], 0.0
@@ -120,8 +121,9 @@ class Reached:
             breadth[test.partition("::")[0]] |= functions
         lines = {}
         for product in sorted(self.importers):
-            reaching = {test.partition("::")[0] for test in self._reaching({product})}
-            own = {name: sum(each[0] == product for each in breadth[name]) for name in reaching}
+            tests, paths = self._reaching({product})
+            reaching = {test.partition("::")[0] for test in tests}
+            own = {name: sum(each[0] in paths for each in breadth[name]) for name in reaching}
             order = sorted(reaching, key=lambda name: (-own[name] / (20 + len(breadth[name])), name))
             if order:
                 lines[product] = order[:6]
