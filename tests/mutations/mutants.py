@@ -67,7 +67,7 @@ def mutants_of(root: Path, path: str) -> list[Mutant]:
 
 
 def sample(root: Path, count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, from each folder by the length of its code, at most as many from a function as it has lines."""
+    """`count` mutants, from each folder by how many there are, in an order that is not that of folders."""
     by_folder: dict[str, list[Mutant]] = {folder: [] for folder in FOLDERS}
     for top in ("kernels", "collectives", "onebit"):
         for file in sorted((root / top).rglob("*.py")):
@@ -76,9 +76,12 @@ def sample(root: Path, count: int, seed: int) -> list[Mutant]:
     total = sum(map(len, by_folder.values()))
     chosen = []
     for found in by_folder.values():
-        found.sort(key=lambda each: hashlib.sha256(f"{seed} {each.id}".encode()).digest())
-        chosen += found[: round(count * len(found) / total)]
-    return chosen
+        chosen += sorted(found, key=lambda each: _drawn(each, seed))[: round(count * len(found) / total)]
+    return sorted(chosen, key=lambda each: _drawn(each, seed))
+
+
+def _drawn(mutant: Mutant, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed} {mutant.id}".encode()).digest()
 
 
 def _faults(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:

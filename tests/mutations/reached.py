@@ -14,6 +14,8 @@ from pathlib import Path
 from tests import reach
 from tests.mutations.tree import Tree
 
+COMPILED = "kernels/cpu/"
+MOST_TESTS = 400
 RANKS = 2.0  # seconds that a test counts more for the processes that it works with
 
 
@@ -67,13 +69,22 @@ class Reached:
     def tests_of(self, path: str, function: str, line: int, most: float) -> list[str]:
         """Tests that reach a function, the cheap and the narrow first, as many as take `most` seconds. Where none does,
         which is so of what is compiled or runs at import: those that reach the file, or files that import it."""
+        if path.startswith(COMPILED):
+            return self._cheap(self._reaching(self._users_of(path))[0], most)
         name = function.rpartition(".")[2]
         inner = {
-            t
-            for t, found in self.functions.items()
-            if any(f[0] == path and f[1] == name and f[2] <= line for f in found)
+            test
+            for test, found in self.functions.items()
+            if any(each[0] == path and each[1] == name and each[2] <= line for each in found)
         }
         return self._cheap(inner or self._reaching({path})[0], most)
+
+    def _users_of(self, path: str) -> set[str]:
+        """A file that Numba compiles, and all of them that import it: which tests run what it has is not seen."""
+        found, new = {path}, {path}
+        while new := {name for name, its in self.importers.items() if its & new and name.startswith(COMPILED)} - found:
+            found |= new
+        return found
 
     def passes(self, test: str, run: Callable[[str], bool]) -> bool:
         """Whether a test that found a mutant passes without it: one that does not finds nothing, and is left out."""
@@ -97,7 +108,7 @@ class Reached:
         sound = (test for test in tests if self._known.get(test, True))
         for test in sorted(sound, key=lambda each: self.seconds[each] + len(self.functions[each]) / 500):
             total += self.seconds[test]
-            if total > most or len(chosen) == 250:
+            if total > most or len(chosen) == MOST_TESTS:
                 break
             chosen.append(test)
         return chosen
