@@ -102,6 +102,8 @@ def _is_said(node: ast.AST) -> bool:
     """Texts, errors, imports, checks for type checkers: another text is no fault."""
     if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Assert)):
         return True
+    if isinstance(node, ast.keyword) and node.arg in ("strict", "help", "description"):
+        return True
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         return True
     if isinstance(node, ast.Expr):
