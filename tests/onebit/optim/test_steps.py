@@ -266,3 +266,19 @@ def test_a_step_of_stage_2_is_two_collectives_a_chunk_and_one_number(kind: str, 
     transport.calls.clear()
     take(case, 0, optimizer, params, 5)
     assert sorted(transport.calls) == ["all_gather"] * chunks + ["all_max of 1"] + ["all_to_all"] * chunks
+
+
+def test_a_clip_ends_with_its_step() -> None:
+    """The hyper-parameters of stage 2 stay as they are, and nothing else would take its coefficient back."""
+    case = Case(steps=8, options={"freeze_step": 2})
+    (params, optimizer), (plain, other) = started(case, 3), started(case, 3)
+    give(case, params, 4)
+    norm = optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()
+    for p, g in zip(plain, case.gradients(0, 4), strict=True):
+        p.grad = g * (1e-3 / (norm + 1e-6))
+    other.step()
+    run(case, 0, optimizer, params, 5, 8)
+    run(case, 0, other, plain, 5, 8)
+    for ours, theirs in zip(params, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
