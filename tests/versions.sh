@@ -28,7 +28,7 @@ for pair in "$@"; do
     if git clone -q . "$tree" && { [ -x "$tree-env/bin/pytest" ] || "$python" -m venv "$tree-env"; } &&
         "$tree-env/bin/pip" install -q "torch==$torch" -e "$tree[test]"; then
         made=$("$tree-env/bin/python" -c 'import numpy, torch, triton; print(torch.__version__, "triton", triton.__version__, "numpy", numpy.__version__)')
-        (cd "$tree" && "$tree-env/bin/python" -m pytest -q -n 2 --dist loadfile --budget=300 ${PYTEST_ARGS:-}) | tee "$tree-env/log"
+        (cd "$tree" && "$tree-env/bin/python" -m pytest -q -n 2 --dist loadfile --budget=270 ${PYTEST_ARGS:-}) | tee "$tree-env/log"
         passed=${PIPESTATUS[0]}
         outcome="torch $made: $(tail -n 1 "$tree-env/log")"
         [ "$passed" -eq 0 ] || status=1
