@@ -33,7 +33,7 @@ from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
-from onebit.optim.sharding import local
+from onebit.optim.sharding import part_of
 from onebit.optim.snapshot import Part, Snapshot
 from onebit.optim.stages import Stages
 from onebit.warning import warn
@@ -148,8 +148,9 @@ class _Restoration:
 
     def _saved_parts(self, state: FlatState, index: int) -> list[Saved]:
         """Of every parameter what was saved of this rank's part, as the schema has it."""
+        of_parameters = self._setup.algorithm.numbers()
         saved: list[Saved] = [
-            {name: local(value) if isinstance(value, Tensor) else value for name, value in self._saved[p].items()}
+            {name: part_of(v, None if name in of_parameters else p) for name, v in self._saved[p].items()}
             for p in state.params
         ]
         if not self._in_stage_2(state):
@@ -159,7 +160,8 @@ class _Restoration:
         if topology.shard is not None and not all(of_shards):
             raise ValueError(
                 "the state is one of whole parameters in stage 2, the parameters here are sharded: load it into a "
-                "model without FSDP"
+                "model without FSDP. Or what brought it (torch's broadcast_from_rank0, say) looks only for what this "
+                "optimizer has: then call onebit.make_room first"
             )
         if not any(of_shards):
             return saved

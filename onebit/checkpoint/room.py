@@ -28,9 +28,10 @@ from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, server_rank_of
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.save_load import quiet
 from onebit.checkpoint.schema import progress_of
+from onebit.checkpoint.sharded import room_for
 from onebit.optim.memory_order import order_of
 from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.sharding import as_whole, is_sharded, local
+from onebit.optim.sharding import local
 from onebit.parallel.unwrap import layers_of, own_optimizer
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
@@ -64,7 +65,8 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
         p, name = _parameter_of(key, names)
         rank = rank_of(name) if server_rank_of(name) is None else server_rank_of(name)
         if p is not None and (rank is None or not own_alone or rank == optimizer.setup.topology.place):
-            state.setdefault(p, {})[name] = _room(size, dtype, p)
+            like = None if name in optimizer.setup.algorithm.numbers() else p
+            state.setdefault(p, {})[name] = room_for(size, dtype, like, p.device if size else "cpu")
     if not state:
         raise ValueError(
             "make_room found no state of this optimizer's parameters: they are called by other names there. Give the "
@@ -157,9 +159,3 @@ def _numbers(saved: _Saved, names: Mapping[str, Tensor]) -> dict[str, Any]:
 def _path_in_numbers(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
     at = next(i for i, step in enumerate(path) if str(step).split(".")[-1] == PROGRESS)
     return path[at + 1 :]
-
-
-def _room(size: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
-    if is_sharded(p) and size == p.shape:
-        return as_whole(torch.zeros(local(p).shape, dtype=dtype, device=p.device), p)
-    return torch.zeros(size, dtype=dtype, device=p.device if size else "cpu")

@@ -16,7 +16,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -37,10 +37,11 @@ from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, ser
 from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.schema import progress_of
+from onebit.checkpoint.sharded import room_for
 from onebit.kernels.data.checks import is_whole
 from onebit.optim.memory_order import order_of
 from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.sharding import as_whole, is_sharded, local
+from onebit.optim.sharding import local
 from onebit.parallel.unwrap import own_module, own_optimizer
 
 _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
@@ -122,8 +123,7 @@ def _checked(folder: Path, here: Mapping[str, Any], optimizer: OneBitOptimizer, 
     ranks.on_all(lambda: _agree_on_folder(folder, seen))
     ranks.on_all(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
     ranks.on_all(lambda: manifest.check_files(ranks.rank, ranks.size))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return ranks.on_all(lambda: _Source(manifest, ranks, params))
+    return ranks.on_all(lambda: _Source(manifest, ranks, optimizer))
 
 
 def _extra(source: _Source) -> dict[str, Any]:
@@ -211,10 +211,10 @@ def _key(step: str | int) -> str | int:
 class _Source:
     """A checkpoint that was checked, and the ranks that read it."""
 
-    def __init__(self, manifest: files.Manifest, ranks: CheckpointRanks, params: Sequence[Tensor]) -> None:
-        """params: of the optimizer, in the order of its groups."""
+    def __init__(self, manifest: files.Manifest, ranks: CheckpointRanks, optimizer: OneBitOptimizer) -> None:
         self.manifest, self.ranks, self.index = manifest, ranks, Reader(manifest).index
-        self._params = params
+        self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._numbers = optimizer.setup.algorithm.numbers()
         paths: dict[str, KeyPath] = self.index.planner_data
         self.paths = {k: p for k, p in paths.items() if p[0] == "optimizer" and len(p) > 1}
         self.extra: dict[int, dict[str, str]] = {}  # keys, by rank and name
@@ -243,10 +243,8 @@ class _Source:
             return None
         dtype, path = entry.properties.dtype, self.paths.get(key, ())
         own = path[1:2] == ("state",) and 0 <= int(path[2]) < len(self._params)
-        like = self._params[int(path[2])] if own else None
-        if like is not None and is_sharded(like) and entry.size == like.shape:
-            return as_whole(torch.empty(local(like).shape, dtype=dtype, device=like.device), like)
-        return torch.empty(entry.size, dtype=dtype, device="cpu")
+        like = self._params[int(path[2])] if own and path[-1] not in self._numbers else None
+        return room_for(entry.size, dtype, like)
 
 
 def _room_like(value: Any) -> Any:

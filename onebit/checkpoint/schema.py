@@ -73,7 +73,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
                 if shards:  # all parts have the same names, also those of which this rank averages nothing
                     saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
                 saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, state.block_size, shards)
-        numbers = {field.name for field in state.fields.values() if field.per == "parameter"}
+        numbers = setup.algorithm.numbers()
         for p in state.params:
             saved[p] = {name: v.view(1) if name in numbers else v for name, v in saved[p].items()}
     return saved

@@ -31,7 +31,7 @@ from onebit.checkpoint.names import (
 )
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Span
-from onebit.optim.sharding import as_whole, local
+from onebit.optim.sharding import as_whole, is_sharded, local
 
 Saved = dict[str, Any]  # one parameter's
 
@@ -91,6 +91,15 @@ def as_folded(own: Saved, packed_fields: Collection[str], ranks: int, place: int
         left_out = [servers[rank].double() for rank in chosen if rank in servers]
         found[residual_name(here)] = (e + ranks / len(chosen) * sum(left_out)).float()
     return found
+
+
+def room_for(
+    size: Sequence[int], dtype: torch.dtype, like: Tensor | None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Zeros to read into: on `device`, or placed as `like` is, a sharded parameter with an element for each of them."""
+    if like is not None and is_sharded(like) and tuple(size) == tuple(like.shape):
+        return as_whole(torch.zeros(local(like).shape, dtype=dtype, device=like.device), like)
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def is_by_element(own: Saved) -> bool:

@@ -71,6 +71,10 @@ class Algorithm(ABC):
     exchange_comes_first: ClassVar[bool] = True
     """Whether the reducer's messages may be exchanged before compressed_step, which then finds the replies there."""
 
+    def numbers(self) -> frozenset[str]:
+        """The fields, of either stage, that have one number a parameter, by name."""
+        return frozenset(field.name for field in (*self.stage_1, *self.stage_2) if field.per == "parameter")
+
     @abstractmethod
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         """Stage 1. Where flags, int32 [1], is not 0 nothing may change."""

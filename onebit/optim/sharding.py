@@ -32,8 +32,27 @@ def as_whole(part: Tensor, like: Tensor) -> Tensor:
 
     of: Any = like
     return DTensor.from_local(
-        part, of.device_mesh, of.placements, run_check=False, shape=like.shape, stride=like.stride()
+        _alone(part), of.device_mesh, of.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def part_of(value: Any, like: Tensor | None) -> Any:
+    """This rank's part of a tensor that is a DTensor, or whole where `like` is one. Without communication."""
+    if is_sharded(value) or like is None or not is_sharded(like) or getattr(value, "shape", None) != like.shape:
+        return local(value)
+    of: Any = like
+    rank, dim = of.device_mesh.get_local_rank(), of.placements[0].dim
+    parts = value.chunk(of.device_mesh.size(), dim)
+    return parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory, of which the storage has no more than this view: DTensors of others can't be copied or saved."""
+    storage, size = view.untyped_storage(), view.element_size()
+    start = view.storage_offset()
+    stop = start + 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    own = storage[size * start : size * (stop if view.numel() else start)]
+    return view.new_empty(0).set_(own, 0, view.shape, view.stride())  # type: ignore[call-overload]
 
 
 def shard_group(groups: Sequence[Mapping[str, Any]]) -> Any:
