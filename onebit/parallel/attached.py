@@ -24,7 +24,7 @@ from onebit.collectives.averaging import narrower
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.snapshot import Snapshot
-from onebit.parallel.buckets import bypass
+from onebit.parallel.buckets import bypass, forget_used
 from onebit.parallel.ddp_hook import local
 
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
@@ -49,6 +49,8 @@ class Attached:
         self._made_of: list[weakref.ref[Snapshot]] = []
         self._needless: dict[OneBitOptimizer, bool] = {}  # whose coming step has no use for buckets
         self._leave_out: Callable[[bool], None] | None = None
+        self._model = weakref.ref(model)
+        self._have_stepped: set[OneBitOptimizer] = set()  # since all of them had
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -80,8 +82,13 @@ class Attached:
         return self._owners
 
     def leave_out(self, optimizer: OneBitOptimizer, buckets: bool) -> None:
-        """Whether the coming backward pass is without buckets: where no optimizer needs them, nor DDP itself."""
+        """A step ends. Whether the coming backward pass is without buckets: where no optimizer needs them, nor DDP
+        itself."""
         self._needless[optimizer] = buckets
+        self._have_stepped.add(optimizer)
+        if self._have_stepped.issuperset(self.optimizers) and (model := self._model()) is not None:
+            forget_used(model)
+            self._have_stepped.clear()
         if self._leave_out is not None:
             everyone = all(self._needless.get(each, False) for each in self.optimizers)
             self._leave_out(everyone and all(p in self.owners for p in self._parameters))

@@ -48,6 +48,13 @@ def bypass(model: DistributedDataParallel) -> Callable[[bool], None]:
     return leave_out
 
 
+def forget_used(model: DistributedDataParallel) -> None:
+    """Every optimizer has taken its step. With find_unused_parameters DDP marks what backward has used, until buckets
+    are averaged: marks of passes without buckets would be those of the next one with them."""
+    if model.find_unused_parameters and not model.static_graph:
+        model.reducer._reset_state()
+
+
 def _keep_buffers_the_same(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     """After a forward pass: before the next one rank 0's buffers are broadcast, as they are without us."""
     if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync is LOCAL:

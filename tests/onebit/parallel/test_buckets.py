@@ -123,3 +123,50 @@ def test_a_copy_of_the_model_averages_as_ddp_does():
     assert copy.deepcopy(LOCAL) is True
     assert pickle.loads(pickle.dumps(LOCAL)) is True
     assert not LOCAL
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x, last):
+        return self.layers[1](self.layers[0](x)) if last else self.layers[0](x)
+
+
+def left_out(rank, size, each, overlap, accumulate, left_out_on):
+    """The second layer is left out of the full step 11, on every rank or on one, after it was used in compressed ones.
+    each: whether each layer has an optimizer of its own."""
+    torch.manual_seed(0)
+    net = Layers()
+    ddp = DistributedDataParallel(net, process_group=group(), find_unused_parameters=True)
+    options = {"var_update_scaler": 2, "process_group": group(), "block_size": 32, "overlap": overlap, "lr": 0.01}
+    parts = [layer.parameters() for layer in net.layers] if each else [net.parameters()]
+    optimizers = [onebit.ZeroOneAdam(part, **options) for part in parts]
+    for optimizer in optimizers:
+        onebit.attach(ddp, optimizer)
+    for step in range(1, 13):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        used = step != 11 or rank not in left_out_on
+        for again in range(1 + accumulate):
+            with ddp.no_sync() if accumulate and not again else nullcontext():
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + 10 * again + rank))
+                ddp(x, used).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return bits(net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("each", "overlap", "accumulate", "ranks"),
+    [
+        (False, False, False, (0, 1)),
+        (False, True, True, (0,)),
+        (True, True, False, (1,)),
+        (True, False, True, (0, 1)),
+    ],
+)
+def test_a_layer_may_be_left_out_of_any_step(each, overlap, accumulate, ranks):
+    first, second = run_ranks(2, left_out, each, overlap, accumulate, ranks)
+    assert first == second
