@@ -27,7 +27,7 @@ from onebit.collectives.undo import Undo
 from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
-from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.pointers import Pointers, written_by_address
 from onebit.kernels.data.wire import Format, Norm, Scale, check_scale
 
 _OTHER_TENSORS = (
@@ -138,7 +138,8 @@ class CompressedAllReduce:
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
-        x = self._bind([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        x = self._bind(tensors)
         exchange = self.prepare()
         exchange.agree({"dtype": str(x.dtype)})
         backend, node = exchange.backend, self.topology.node
@@ -174,6 +175,7 @@ class CompressedAllReduce:
         exchange.run(compress, decode, chunks=None if undo is None else undo.chunks)
         if undo is not None:
             undo.restore(self._flags)
+        written_by_address(tensors)
         x.release()
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,11 @@ from onebit.kernels.data.upload import Upload
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def written_by_address(tensors: Sequence[Tensor]) -> None:
+    """Autograd does not see what passes write: with this a graph that has kept a value says so in its backward pass."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
 class Pointers:
     """One tensor a parameter (None counts as zeros), and their addresses on the device.
 

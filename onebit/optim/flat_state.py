@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout, Span
-from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.pointers import Pointers, written_by_address
 from onebit.kernels.passes import backend
 from onebit.optim.fields import MASTER, Field
 from onebit.optim.memory_order import as_stored, flattened, in_shape, order_of
@@ -276,6 +276,11 @@ class FlatState:
         self.gradients.release()
         if MASTER.name in self:
             self._parameter_versions = [p._version for p in self.values_now()]
+
+    def parameters_were_written(self) -> None:
+        """By the optimizer: autograd learns of it, and it counts as no change by the user."""
+        written_by_address([*self.values_now(), *(self.params if self._sharded else ())])
+        self._parameter_versions = [version + 1 for version in self._parameter_versions]
 
     def copy_parameters_to_master(self) -> None:
         if MASTER.name in self:

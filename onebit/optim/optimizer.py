@@ -236,6 +236,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 part.state.bind_tensors()
             assert part.local is not None
             part.local.synchronize(self.write_hyper(None))
+            part.state.parameters_were_written()
             if not bound:
                 part.state.release_gradients()
         held.put_back(self.current.states, before)
@@ -249,9 +250,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for part in self.current.parts:
             if part.local is not None and part.local.taken:
                 for p, last in zip(part.state.values_now(), part.local.last_parameters(), strict=True):
-                    value = p.data  # it is no change by the user
+                    value = p.data  # whose version is its own: it is no change by the user
                     restore.append(partial(value.copy_, value.clone()))
                     value.copy_(last)
+                restore.append(part.state.parameters_were_written)
+                part.state.parameters_were_written()
         self._at_last_sync = True
         try:
             yield
@@ -551,6 +554,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.gradients.reset()
         self.leave_out_buckets(self._next_sends_momentum)
         for state in current.states:
+            state.parameters_were_written()
             state.release_gradients()
         while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
             self.after_step.pop(0)()

@@ -50,7 +50,9 @@ def on_four(rank, size, folder):
 def carried(rank, kind, mesh, folder):
     """Whether a run goes on bit for bit, by way of the state that was carried."""
     net, optimizer = made(kind, mesh)
+    versions = [p._version for p in net.parameters()]
     train(net, optimizer, range(16))
+    assert all(p._version > before for p, before in zip(net.parameters(), versions, strict=True))
     onebit.save(folder, net, optimizer)
     file, state = f"{folder} {rank}.pt", optimizer.state_dict()
     torch.save(state, file)

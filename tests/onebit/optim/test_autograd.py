@@ -1,0 +1,93 @@
+"""What passes write by address autograd learns of: a graph that kept a value raises, and gives no wrong gradient."""
+
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from tests.onebit.runs import build, kinds
+from tests.ranks import group, run_ranks
+
+
+def stale(net, change):
+    """Whether autograd refuses to go through what was computed before the change."""
+    x = torch.ones(4, 8, requires_grad=True)
+    loss = net(x).square().sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    change()
+    try:
+        torch.autograd.grad(loss, x)
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
+
+
+def a_layer(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+def step(net, optimizer):
+    optimizer.zero_grad()
+    net(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+
+
+@kinds
+def test_a_step_is_a_change_in_place(kind):
+    net = a_layer()
+    optimizer = build(kind, net.parameters(), freeze_step=2)
+    assert all(stale(net, lambda: step(net, optimizer)) for _ in range(4))
+    assert optimizer.compressing
+
+
+def local(rank, size):
+    net = a_layer()
+    optimizer = onebit.ZeroOneAdam(
+        net.parameters(), var_update_scaler=1, var_freeze_step=2, local_step_scaler=1, local_step_clipper=8,
+        process_group=group(),
+    )  # fmt: skip
+    for _ in range(30):
+        step(net, optimizer)
+        if not optimizer.synchronized:
+            break
+
+    def look_at_last_sync():
+        with optimizer.at_last_sync():
+            pass
+
+    return [stale(net, look_at_last_sync), stale(net, optimizer.synchronize), stale(net, lambda: step(net, optimizer))]
+
+
+def test_so_are_local_steps_and_what_brings_them_together():
+    assert run_ranks(2, local) == [[True] * 3] * 2
+
+
+def reduced(rank, size):
+    average = onebit.collectives.CompressedAllReduce(4, process_group=group())
+    x = torch.ones(4, requires_grad=True)
+    scale = torch.ones(4)
+    loss = (x * scale).sum()
+    average(scale)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        average(torch.ones(4))  # which has no version
+    return True
+
+
+def test_so_is_a_compressed_all_reduce():
+    assert all(run_ranks(2, reduced))
+
+
+def test_a_master_copy_keeps_what_16_bits_can_not():
+    """Its own writes are not taken for the user's."""
+    net = a_layer(torch.bfloat16)
+    optimizer = build("OneBitAdam", net.parameters(), lr=1e-6)
+    before = net[0].weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    master = optimizer.state_dict()["state"][0]["master"]
+    assert torch.equal(before, net[0].weight) and not torch.equal(master, before.float())
