@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from onebit.kernels.data.upload import capturing
+
 _thread = threading.local()
 
 
@@ -50,7 +52,7 @@ def counted(into: Waits) -> Iterator[None]:
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
     waits: Waits | None = getattr(_thread, "waits", None)
-    if waits is None:
+    if waits is None or capturing(device):
         yield
     elif device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

@@ -6,7 +6,6 @@ ranks into it: of N ranks 4 N bytes an element, which pass through rank 0's memo
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from onebit.checkpoint.names import rank_of, server_rank_of
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.integrations.whole_state import attach_if_distributed
+from onebit.log import tell
 from onebit.optim.optimizer import OneBitOptimizer
 
-logger = logging.getLogger("onebit")
 _SAVING = "gathering the residuals of all ranks (all-gather of their sizes)"
 
 
@@ -44,7 +43,10 @@ class OneBitCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in _optimizers(trainer).values() if trainer.is_global_zero else ():
-            logger.info("%s", optimizer.report())
+            report = optimizer.report()
+            for each in trainer.loggers:
+                each.log_metrics(report.numbers(), step=trainer.global_step)
+            tell("%s", report)
 
 
 def _optimizers(trainer: Trainer) -> dict[int, OneBitOptimizer]:

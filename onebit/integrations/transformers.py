@@ -6,17 +6,15 @@ a subclass. It is one to mix in as well: `class MyTrainer(OneBitTrainer, SFTTrai
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed
+from onebit.log import tell
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
-
-logger = logging.getLogger("onebit")
 
 
 class OneBitTrainer(Trainer):
@@ -78,5 +76,7 @@ class _AttachAndReport(TrainerCallback):
             self._attached = [model, optimizer]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        report = self._own_optimizer.report()
+        self._trainer.log(report.numbers())
         if state.is_world_process_zero:
-            logger.info("%s", self._own_optimizer.report())
+            tell("%s", report)

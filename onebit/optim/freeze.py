@@ -12,7 +12,6 @@ once. LAMB has a rule of its own (onebit.optim.lamb).
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,11 +21,10 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
+from onebit.log import tell
 from onebit.optim.flat_state import FlatState
 from onebit.optim.options import ZeroVariance
 from onebit.warning import warn
-
-logger = logging.getLogger("onebit")
 
 AddParts = Callable[[Tensor], Tensor]
 
@@ -182,9 +180,12 @@ def variance_to_denominator_(
     return int(count)
 
 
-def report_freeze(step: int, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance) -> None:
+def report_freeze(
+    step: int, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance, ddp_averages: bool
+) -> None:
     """`without`: of each parameter with coordinates that had no variance its name, their number, and its size."""
-    logger.info("Stage 2 begins after step %d: 1 bit an element from here on", step)
+    beside = ", beside the gradients that DistributedDataParallel averages: onebit.attach was not called"
+    tell("Stage 2 begins after step %d: 1 bit an element from here on%s", step, beside if ddp_averages else "")
     warn_of_zeros("at the freeze", without, zero_variance)
 
 

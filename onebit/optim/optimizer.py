@@ -12,7 +12,6 @@ large is the variance) it reads one step later.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,8 @@ from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.waits import counted
+from onebit.kernels.data.upload import capturing
+from onebit.log import tell
 from onebit.optim import held, param_groups
 from onebit.optim.algorithm import Algorithm, Kind
 from onebit.optim.eager import eager
@@ -59,8 +60,8 @@ from onebit.parallel.start_checks import agree_on_start
 from onebit.parallel.watch import Watch
 from onebit.report.diagnostics import diagnose
 from onebit.report.pay_off import PayOff, Report, Timed, made_report
+from onebit.report.skips import WARNED_AFTER, warn_of_local_skips, warnings_of_skips
 
-logger = logging.getLogger("onebit")
 _TIMED_AS: dict[Kind, Timed] = {"full": "uncompressed", "1 bit": "1 bit", "local": "local", "sync": "1 bit"}
 
 
@@ -172,7 +173,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def report(self) -> Report:
         """Does it pay: steps of each kind and how long they take, bytes, and a verdict; `print` it. Of this process,
         since it built the optimizer. Reading it waits for the device."""
-        return made_report(self.pay_off, self.setup, self.current, not self.averaged_in_backward, self.skipped_steps)
+        return self._report(self.skipped_steps)
 
     def diagnostics(self) -> dict[str, dict[str, float]]:
         """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
@@ -195,6 +196,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if not self.current.parts:
             return  # no parameter trains
         flags, kind = self._averaged_and_checked(), self.kind
+        self._warn_of_skips()
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
         algorithm, step = self.setup.algorithm, self.current.stages.steps + 1
         before = held.values(self.current.states)
@@ -280,8 +282,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._start()
         if not self.current.parts:
             return
-        if self._reads_steps:
-            self._read_last_step()
+        if self._needs_step_number and capturing(self.setup.device):
+            raise ValueError(
+                f"a CUDA graph can't hold this step of {self.setup.name}: the host chooses what kind of step it is, "
+                f"and a replay asks no host. Capture forward and backward alone, or steps of stage 2 of OneBitAdam or "
+                f"OneBitLamb"
+            )
+        self._read_last_step()
         if self.current.stages.freeze_is_due:
             self._freeze()
         if self.kind == "1 bit":
@@ -298,7 +305,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def write_hyper(self, factor: Tensor | None) -> Tensor:
         """Every group's numbers for the coming step, on the device. factor: what gradients are multiplied by."""
-        step = self.current.stages.steps + 1 if self._reads_steps else 1  # which no number of the step depends on
+        step = self.current.stages.steps + 1 if self._needs_step_number else 1  # which no number of the step depends on
         return self._hyper.write(self.setup.hyper_rows(step), [group["lr"] for group in self.param_groups], factor)
 
     @eager
@@ -547,10 +554,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         current = self.current
         due = self.pay_off.step_ended(_TIMED_AS[kind])
         if due and self.setup.topology.everyone.rank == 0:
-            found = made_report(self.pay_off, self.setup, current, not self.averaged_in_backward)
-            self.after_step.append(partial(logger.info, "%s", found))
+            found = self._report(current.stages.skipped_as_known)
+            self.after_step.append(partial(tell, "%s", found))
         alone = kind in ("local", "sync")
-        current.stages.count(flags, current.compressed, len(self.param_groups), alone=alone, read=self._reads_steps)
+        current.stages.count(flags, current.compressed, len(self.param_groups), alone=alone)
         self.gradients.reset()
         self.leave_out_buckets(self._next_sends_momentum)
         for state in current.states:
@@ -560,9 +567,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.after_step.pop(0)()
 
     @property
-    def _reads_steps(self) -> bool:
-        """Whether the host has to know of every step."""
-        return self.setup.algorithm.uses_step_number or self.current.reads_steps
+    def _needs_step_number(self) -> bool:
+        """Whether the coming step depends on how many were taken."""
+        return self.setup.algorithm.uses_step_number or self.current.needs_step_number
 
     @property
     def _next_sends_momentum(self) -> bool:
@@ -583,12 +590,26 @@ class OneBitOptimizer(torch.optim.Optimizer):
             elif self.setup.topology.everyone.rank == 0:
                 stages.log_progress()
 
+    def _report(self, skipped: int) -> Report:
+        """skipped: so far, also before the state was saved that this run goes on from."""
+        own = skipped - self.current.stages.skipped_before
+        return made_report(self.pay_off, self.setup, self.current, not self.averaged_in_backward, own)
+
+    def _warn_of_skips(self) -> None:
+        """Of what is read one step late, with the gradients of this one: which rank it is shows in them."""
+        stages = self.current.stages
+        if stages.skipped_in_a_row in WARNED_AFTER:
+            self.after_step += warnings_of_skips(self.setup, self.current.states, stages.skipped_in_a_row)
+        if stages.left_out_in_a_row in WARNED_AFTER:
+            self.after_step.append(partial(warn_of_local_skips, stages.left_out_in_a_row))
+
     def _freeze(self) -> None:
         zeros = self.current.freeze(self.setup)
         self._show_state()
         if self.setup.topology.everyone.rank == 0:
             zero_variance = self.setup.options.zero_variance
-            self.after_step.append(partial(report_freeze, self.current.stages.steps, zeros, zero_variance))
+            found = self.current.stages.steps, zeros, zero_variance, self.current.ddp_averages
+            self.after_step.append(partial(report_freeze, *found))
 
     def _report_variance(self, step: int, flags: Tensor) -> None:
         zeros = self.current.without_variance(self.setup, step)

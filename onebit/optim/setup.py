@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,6 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule
 from onebit.optim.options import Options
-
-logger = logging.getLogger("onebit")
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Snapshot:
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
     ranks_agree: bool = field(default=False)  # whether all ranks were found to have the same model and options
+    ddp_averages: bool = field(default=False)  # whether all ranks had the same gradients before any averaging
     _undo: list[Undo] = field(default_factory=list)  # of each reducer, once messages of this process had flags
 
     @property
@@ -99,8 +100,8 @@ class Snapshot:
         return self.bytes_before + sum(reducer.exchange.wire_bytes for reducer in self.reducers)
 
     @property
-    def reads_steps(self) -> bool:
-        """Whether the host has to know of every step: in stage 1, in which some parameters stay, and until the first
+    def needs_step_number(self) -> bool:
+        """Whether a step depends on its number: in stage 1, in which some parameters stay, and until the first
         compressed step was taken."""
         in_stage_1 = not self.stages.compressing or bool(self.uncompressed)
         return in_stage_1 or any(FIRST_MOMENTUM.name in state for state in self.states)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.upload import capturing
+from onebit.log import tell
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule
 
@@ -55,36 +57,46 @@ class Stages:
         self.left_out = torch.zeros(1, dtype=torch.int64, device=device)  # local steps, by this rank alone
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._readback = AsyncReadback()
+        self.skipped_before = skipped
+        self._known = (skipped, 0)  # what was skipped and left out, as far as the host knows
+        self.skipped_in_a_row = 0  # up to the last step, the same on all ranks
+        self.left_out_in_a_row = 0  # by this rank
 
     @property
     def freeze_is_due(self) -> bool:
         """Whether stage 2 begins with the coming step."""
         return not self.compressing and self.rule.due(self.steps)
 
-    def count(
-        self, flags: Tensor, states: Sequence[FlatState], groups: int, *, alone: bool = False, read: bool
-    ) -> None:
-        """A step ends: taken where flags, int32 [1], is 0, else skipped; where ranks moved alone, taken in any case.
-        `read`: whether the host will have to know."""
+    @property
+    def skipped_as_known(self) -> int:
+        """Steps skipped, and local ones that this rank left out: without those of the last step."""
+        return sum(self._known)
+
+    def count(self, flags: Tensor, states: Sequence[FlatState], groups: int, *, alone: bool = False) -> None:
+        """A step ends: taken where flags, int32 [1], is 0, else skipped; where ranks moved alone, taken in any case."""
         if alone:
             self.counts[:1] += 1
             self.left_out += flags != 0
         else:
             self.counts.index_add_(0, flags, self._one)
-        if read:
+        if not capturing(flags.device):
             numbers = self.rule.measure(states, groups) if self._measures else []
-            self._readback.start(torch.cat([self.counts.double(), *numbers]))
+            self._readback.start(torch.cat([self.counts.double(), self.left_out.double(), *numbers]))
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
         """Whether there was a step to read of, and it was taken. beta2s: 0 where the variance is not bias-corrected."""
         numbers = self._readback.finish()
         if numbers is None:
             return False
-        before, self.steps = self.steps, int(numbers[0])
+        before, (skipped, left_out) = self.steps, self._known
+        self.steps, *now = map(int, numbers[:3])
+        self._known = (now[0], now[1])
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if now[0] > skipped else 0
+        self.left_out_in_a_row = self.left_out_in_a_row + 1 if now[1] > left_out else 0
         if self.steps == before:
             return False
         if self._measures:
-            self.rule.add(self.steps, numbers[2:], beta2s)
+            self.rule.add(self.steps, numbers[3:], beta2s)
         return True
 
     def warn_of_short_runs(self) -> None:
@@ -101,7 +113,7 @@ class Stages:
         rule = self.rule
         if self._measures and self.steps % rule.window == 0:
             ratio = "not known yet" if rule.ratio is None else f"{rule.ratio:.4f}"
-            logger.info("step %d, stage 1: %s over %d steps is %s", self.steps, rule.what, rule.window, ratio)
+            tell("step %d, stage 1: %s over %d steps is %s", self.steps, rule.what, rule.window, ratio)
 
     @property
     def _measures(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -11,12 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
+from onebit.log import tell
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import is_sharded
 from onebit.parallel.attached import Attached, hook_of_ddp
 from onebit.parallel.unwrap import ddp_of, own_optimizer
-
-logger = logging.getLogger("onebit")
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -78,7 +76,7 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
     except (ValueError, AttributeError) as refused:  # a torch that has no such hook
         for module in taken:
             module.set_all_reduce_hook(_idle)
-        logger.info("gradients are averaged in step, not while backward runs: %s", refused)
+        tell("gradients are averaged in step, not while backward runs: %s", refused)
 
 
 def _idle(reduced: Tensor) -> None:

@@ -91,10 +91,10 @@ class Flight:
         self.close()
         with waiting(self.states[0].device):
             self._thread.join()
+            if self._side is not None:
+                torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         if self._error is not None:
             raise self._error
-        if self._side is not None:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
     def _run(self) -> None:
         try:

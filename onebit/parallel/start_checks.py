@@ -16,6 +16,7 @@ from onebit.optim import held
 from onebit.optim.param_groups import COMPRESS
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
+from onebit.report.pay_off import CALL_ATTACH
 from onebit.warning import warn
 
 
@@ -40,9 +41,8 @@ def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: boo
     others = "the replicas of another part of the parameters do not agree: their error says in what"
     setup.topology.raise_together(failed, setup.device, others)
     _agree_on_residuals(setup, current)
-    if not averaged_in_backward and _all_have_the_same_gradients(setup, current) and transport.rank == 0:
-        return [_warn_of_ddp]
-    return []
+    current.ddp_averages = not averaged_in_backward and _all_have_the_same_gradients(setup, current)
+    return [_warn_of_ddp] if current.ddp_averages and transport.rank == 0 else []
 
 
 def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
@@ -90,8 +90,8 @@ def _all_have_the_same_gradients(setup: Setup, current: Snapshot) -> bool:
 
 def _warn_of_ddp() -> None:
     warn(
-        "all ranks have the same gradients already: is the model wrapped in DistributedDataParallel? Then call "
-        "onebit.attach(model, optimizer), or DDP goes on averaging uncompressed and nothing is saved"
+        "all ranks have the same gradients before the optimizer has averaged any: is the model wrapped in "
+        f"DistributedDataParallel? Then it goes on averaging uncompressed, and no time is gained: {CALL_ATTACH}"
     )
 
 

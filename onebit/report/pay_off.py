@@ -18,6 +18,7 @@ import torch
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.waits import Waits
+from onebit.kernels.data.upload import capturing
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
@@ -26,6 +27,11 @@ KEPT = 500  # steps of a kind whose times are kept
 FEWEST = 3  # from so many on a median says something
 REPORTED_AFTER = 50  # compressed steps
 GAIN = 1.05  # times as fast: less is no gain
+CALL_ATTACH = (
+    "call onebit.attach(model, optimizer) before the first backward pass. HuggingFace's Trainer needs OneBitTrainer, "
+    "Lightning's OneBitCallback, Accelerate onebit.integrations.accelerate.attach"
+)
+_NAMES: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,13 @@ class Report:
     uncompressed: Steps
     compressed: Steps
     local: Steps  # without any exchange
-    skipped: int | None
+    skipped: int  # of all of them; a number that is read one step late where the report was not asked for
     sent: float
     sent_by_fp32: float  # by all-reduces of as many steps
     sent_by_fp16: float
+    processes: int
+    wire: str | None = None  # what uncompressed gradients travel as, where that was chosen
+    ddp_averages: bool = False  # whether DistributedDataParallel averages what was to be compressed
 
     @property
     def speed_up(self) -> float | None:
@@ -68,6 +77,27 @@ class Report:
 
     @property
     def verdict(self) -> str:
+        taken = self.uncompressed.taken + self.compressed.taken + self.local.taken
+        first = ""
+        if self.skipped >= 3 and 10 * self.skipped >= taken:
+            why = "since gradients were not finite: look at that first"
+            first = f"{self.skipped} of {taken} steps were skipped, {why}. "
+        if self.ddp_averages:
+            return f"{first}DistributedDataParallel averages all gradients uncompressed in every step: {CALL_ATTACH}"
+        if self.processes == 1:
+            return f"{first}one process alone sends nothing, and has nothing to gain"
+        return first + self._gain
+
+    def numbers(self) -> dict[str, float]:
+        """For other logs."""
+        found = {
+            "speed_up": self.speed_up, "run_speed_up": self.run_speed_up, "sent_bytes": self.sent,
+            "sent_bytes_by_fp32": self.sent_by_fp32, "skipped_steps": self.skipped,
+        }  # fmt: skip
+        return {f"onebit/{name}": float(value) for name, value in found.items() if value is not None}
+
+    @property
+    def _gain(self) -> str:
         if self.compressed.seconds is None:
             return "no verdict yet: too few compressed steps were timed"
         if self.speed_up is None:
@@ -87,9 +117,9 @@ class Report:
         for name, steps in [*kinds, ("local", self.local)] if self.local.taken else kinds:
             timed = "not timed" if steps.seconds is None else f"{1e3 * steps.seconds:.1f} ms each"
             share = "" if steps.waiting is None else f", {steps.waiting:.0%} of it waiting for messages"
-            lines.append(f"{name:13} {steps.taken:>7} steps, {timed}{share}")
-        if self.skipped is not None:
-            lines.append(f"{'skipped':13} {self.skipped:>7} of these")
+            wire = f" in {self.wire}" if self.wire and name == "uncompressed" else ""
+            lines.append(f"{name:13} {steps.taken:>7} steps{wire}, {timed}{share}")
+        lines.append(f"{'skipped':13} {self.skipped:>7} of these")
         if self.sent:
             others = f"{self.sent_by_fp32 / self.sent:.1f} and {self.sent_by_fp16 / self.sent:.1f} times as much"
             lines.append(f"{'sent':13} {_size(self.sent):>7}; fp32 and fp16 all-reduces send {others}")
@@ -108,7 +138,10 @@ class PayOff:
         self._ends: deque[tuple[Timed | None, Any, Waits]] = deque()  # of steps; the first has been read
 
     def step_ended(self, kind: Timed) -> bool:
-        """Whether it is time for a report: once."""
+        """Whether it is time for a report: once. A CUDA graph holds no times: its replays are counted nowhere."""
+        if capturing(self._device):
+            self.waits = Waits()
+            return False
         self.taken[kind] += 1
         self._ends.append((kind, self._mark(), self.waits))
         self.waits = Waits()
@@ -152,10 +185,9 @@ class PayOff:
                 self._waited[kind].append(waits.total())
 
 
-def made_report(
-    pay_off: PayOff, setup: Setup, current: Snapshot, waits_known: bool, skipped: int | None = None
-) -> Report:
-    """waits_known: whether those of uncompressed steps are; DDP averages while backward runs."""
+def made_report(pay_off: PayOff, setup: Setup, current: Snapshot, waits_known: bool, skipped: int) -> Report:
+    """waits_known: whether those of uncompressed steps are; DDP averages while backward runs. skipped: in this
+    process."""
     topology, taken, wire = setup.topology, pay_off.taken, setup.options.gradient_dtype
     ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
     elements = ring * sum(sum(state.numels) for state in current.states)
@@ -163,14 +195,22 @@ def made_report(
         ring * sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
         for states in (current.states, current.uncompressed)
     )
+    by_ddp = sum(taken.values()) * uncompressed if current.ddp_averages else 0.0
     return Report(
         uncompressed=pay_off.steps("uncompressed", waits_here=waits_known),
         compressed=pay_off.steps("1 bit", waits_here=True),
         local=pay_off.steps("local", waits_here=True),
         skipped=skipped,
-        sent=current.wire_bytes - current.bytes_before + taken["uncompressed"] * uncompressed + taken["1 bit"] * apart,
+        sent=current.wire_bytes
+        - current.bytes_before
+        + taken["uncompressed"] * uncompressed
+        + taken["1 bit"] * apart
+        + by_ddp,
         sent_by_fp32=sum(taken.values()) * 4 * elements,
         sent_by_fp16=sum(taken.values()) * 2 * elements,
+        processes=topology.everyone.size,
+        wire=_NAMES.get(wire),
+        ddp_averages=current.ddp_averages,
     )
 
 

@@ -91,6 +91,7 @@ def _work(rank: int, run: Run, data: Path, store: Path, pipe: Connection) -> Non
     try:
         if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+        os.environ["ONEBIT_QUIET"] = "1"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=run.ranks)
         prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
         record = train(run, prepared, show)

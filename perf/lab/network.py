@@ -186,7 +186,7 @@ class NetworkLab:
         interface |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
         host = rank if launcher == "torchrun" else rank // self.each
         interface["NCCL_HOSTID"] = f"{self.bridge}-{host}"  # else NCCL refuses two ranks on one GPU
-        common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **interface}
+        common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ONEBIT_QUIET": "1", **os.environ, **interface}
         if launcher == "torchrun":
             agent = f"-m torch.distributed.run --nnodes={self.hosts} --node-rank={rank} --nproc-per-node={self.each}"
             rendezvous = f"--master-addr={self.address(0)} --master-port={port} --local-addr={self.address(rank)}"

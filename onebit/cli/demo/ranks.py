@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from onebit.cli.demo.train import LOCAL, MARK, Settings
+from onebit.log import QUIET
 
 TAIL_LINES = 50
 
@@ -41,7 +42,8 @@ class Process:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.running = subprocess.Popen(
             [sys.executable, "-m", *module],
-            env={**os.environ, **env, "OMP_NUM_THREADS": "1"},  # ranks that share cores are 50 times slower with more
+            # with more threads, ranks that share cores are 50 times slower
+            env={**os.environ, **env, "OMP_NUM_THREADS": "1", QUIET: "1"},
             stdin=subprocess.PIPE,  # a rank ends when it closes
             stdout=subprocess.PIPE,
             stderr=self._errors,

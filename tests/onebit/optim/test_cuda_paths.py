@@ -120,7 +120,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
-def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str]) -> list[Any]:
+def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str], waits: Any = lambda stream: None) -> list[Any]:
     """What the thread of a flight does, where the gradients of its one chunk come from these streams of backward."""
     cuda = Cuda()
     cuda.install(monkeypatch)
@@ -142,7 +142,7 @@ def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str]) -> list[Any]:
         cuda.current = cuda.stream(stream)
         own.put([(0, i)], [torch.ones_like(p)])
     side.device = torch.device("cpu")  # nothing more is asked of CUDA
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(wait_stream=lambda s: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(wait_stream=waits))
     own.finish()
     return cuda.log
 

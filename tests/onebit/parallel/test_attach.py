@@ -90,7 +90,7 @@ def first_warnings(rank, size, how):
 
 def test_forgetting_attach_warns_once():
     (text,), nothing = run_ranks(2, first_warnings, "forgotten")
-    says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "nothing is saved")
+    says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "no time is gained")
     assert all(part in text for part in says)
     assert nothing == []
     for how in ("attached", "no DDP", "zeros"):  # gradients of its own on every rank, or none: no reason to warn

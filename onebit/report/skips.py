@@ -1,0 +1,45 @@
+"""Steps that are left out again and again: whose gradients are not finite. A rank that is broken looks healthy to the
+others, which train no further, and so do their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from onebit.collectives.agreement import all_gather_values, listed
+from onebit.optim.flat_state import FlatState
+from onebit.optim.setup import Setup
+from onebit.warning import warn
+
+WARNED_AFTER = (3, 10, 100, 1000)  # steps in a row
+
+
+def warnings_of_skips(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> list[Callable[[], None]]:
+    """What is due when the step is over, after so many skipped ones in a row, with the gradients of this one. A
+    collective call, in which the host waits for the device."""
+    grads = [(p, g) for state in states for p, g in zip(state.params, state.gradients_now(), strict=True)]
+    bad = [i for i, (_, g) in enumerate(grads) if g is not None and not bool(torch.isfinite(g).all())]
+    everyone, phase = setup.topology.everyone, "looking for gradients that are not finite (all-gather of one number)"
+    first = torch.tensor([bad[0] if bad else -1], dtype=torch.int64, device=setup.device)
+    found = all_gather_values(everyone, first, phase).view(-1).tolist()
+    ranks = [rank for rank, index in enumerate(found) if index >= 0]
+    if everyone.rank > 0 or not ranks:
+        return []
+    name, who = setup.name_of(grads[found[ranks[0]]][0]), listed(ranks)
+    if len(ranks) == everyone.size > 1:
+        who = "every rank, and where gradients are averaged one rank is enough"
+    text = (
+        f"{in_a_row} steps in a row were skipped: gradients are not finite on {who}; the first is that of {name}. As "
+        f"long as this lasts no parameter moves. Look at that rank's data and loss, and with fp16 at GradScaler's scale"
+    )
+    return [partial(warn, text)]
+
+
+def warn_of_local_skips(in_a_row: int) -> None:
+    """On the rank that leaves them out, which others do not know of."""
+    warn(
+        f"this rank has left out {in_a_row} local steps in a row: its gradients are not finite. Look at its data and "
+        f"loss"
+    )

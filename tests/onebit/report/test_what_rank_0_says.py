@@ -1,0 +1,135 @@
+"""What a run says by itself: of steps that are skipped again and again, of attach that was forgotten, of its stage."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from onebit.kernels.data import upload
+from onebit.log import tell
+from onebit.optim import optimizer as front
+from onebit.optim import stages
+from onebit.parallel import flight
+from onebit.report import pay_off
+from onebit.report.pay_off import Report, Steps
+from tests.collectives.work import logged
+from tests.onebit.optim.test_cuda_paths import flown
+from tests.onebit.runs import Case, build, kinds, run, take
+from tests.ranks import group, run_ranks
+
+
+def said(rank, size, case, steps, **options):
+    """Warnings by step, and the report."""
+    params = case.parameters()
+    optimizer, texts = case.but(options={**case.options, **options}).build(params, group()), {}
+    for step in range(1, steps + 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take(case, rank, optimizer, params, step)
+        texts[step] = [str(each.message) for each in caught]
+    return {step: found for step, found in texts.items() if found}, optimizer.report()
+
+
+@kinds
+def test_a_rank_with_nan_for_ever_is_named(kind):
+    """On rank 0, in the step after the third and the tenth that were skipped, and by the report first."""
+    bad = [(step, 1, float("nan")) for step in (3, *range(7, 30))]
+    case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 4}, bad=tuple(bad))
+    (texts, report), (others, _) = run_ranks(2, said, case, 20)
+    assert list(texts) == [10, 17] and not others
+    assert "3 steps in a row were skipped: gradients are not finite on rank 1; the first is that of 1" in texts[10][0]
+    assert "10 steps in a row" in texts[17][0]
+    assert report.verdict.startswith("15 of 20 steps were skipped")
+    assert "skipped            15 of these" in str(report)
+
+
+def test_a_rank_that_leaves_out_its_local_steps_says_so():
+    options = {"var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 8}
+    case = Case("ZeroOneAdam", options=options, bad=tuple((step, 1, float("inf")) for step in range(20, 30)))
+    (mine, _), (theirs, report) = run_ranks(2, said, case, 26)
+    assert not mine and list(theirs) == [23]
+    assert "left out 3 local steps in a row" in theirs[23][0] and report.skipped > 0
+
+
+def forgotten(rank, size):
+    net = nn.Linear(300, 40)
+    ddp = DistributedDataParallel(net, process_group=group())
+    optimizer = onebit.OneBitAdam(ddp.parameters(), freeze_step=2, process_group=group())
+    with logged() as texts, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            ddp(torch.randn(4, 300)).square().mean().backward()
+            optimizer.step()
+    return optimizer.report(), optimizer.wire_bytes, texts, [str(each.message) for each in caught]
+
+
+def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning():
+    (report, messages, texts, warned), _ = run_ranks(2, forgotten)
+    ours = 4 * (300 * 40 + 40)  # as a ring sends with two ranks
+    assert report.sent == messages + (6 + 2) * ours
+    assert report.verdict.startswith("DistributedDataParallel averages all gradients uncompressed")
+    assert any("Stage 2 begins" in text and "onebit.attach was not called" in text for text in texts)
+    for what in ("onebit.attach(model, optimizer)", "OneBitTrainer", "OneBitCallback"):
+        assert what in warned[0] and what in report.verdict
+
+
+def test_what_the_report_adds():
+    steps = Steps(10, 0.1, None)
+    of = {"local": Steps(0, None, None), "sent": 0.0, "sent_by_fp32": 0.0, "sent_by_fp16": 0.0}
+    fast = Steps(10, 0.01, None)
+    alone = Report(uncompressed=steps, compressed=fast, skipped=0, processes=1, **of)
+    assert alone.verdict == "one process alone sends nothing, and has nothing to gain"
+    two = Report(uncompressed=steps, compressed=fast, skipped=1, processes=2, wire="bf16", **of)
+    assert "10.0 times as fast" in two.verdict and "uncompressed       10 steps in bf16, 100.0 ms each" in str(two)
+    assert two.numbers()["onebit/speed_up"] == pytest.approx(10) and two.numbers()["onebit/skipped_steps"] == 1
+
+
+def test_where_nobody_has_set_up_logging_it_goes_to_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    tell("stage %d", 2)
+    assert capsys.readouterr().err == "onebit: stage 2\n"
+    monkeypatch.setenv("ONEBIT_QUIET", "1")
+    tell("stage %d", 2)
+    assert not capsys.readouterr().err
+
+
+def test_waiting_for_the_stream_of_the_thread_is_counted(monkeypatch):
+    log = []
+
+    class Waiting:
+        def __init__(self, device):
+            return
+
+        def __enter__(self):
+            log.append("wait")
+
+        def __exit__(self, *_):
+            log.append("over")
+
+    monkeypatch.setattr(flight, "waiting", Waiting)
+    flown(monkeypatch, ["main"], lambda stream: log.append("stream"))
+    assert log == ["wait", "stream", "over"]
+
+
+def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
+    """Steps of stage 2 leave out what a CUDA graph can't hold; others are an error."""
+    case = Case("OneBitAdam", options={"freeze_step": 2})
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 5)
+    for module in (stages, pay_off, front):
+        monkeypatch.setattr(module, "capturing", lambda device: True)
+    optimizer.current.stages.read_last_step([])
+    before = dict(optimizer.pay_off.taken)
+    run(case, 0, optimizer, params, 6, 7)
+    assert optimizer.pay_off.taken == before and optimizer.current.stages.steps == 5 and optimizer.steps == 7
+    for kind in ("ZeroOneAdam", "OneBitLamb"):
+        with pytest.raises(ValueError, match="a CUDA graph can't hold this step"):
+            case = Case(kind, options={"freeze_step": 2})
+            params = case.parameters()
+            take(case, 0, case.build(params), params, 1)
+    assert not upload.capturing(torch.device("cpu")) and build("OneBitAdam")
