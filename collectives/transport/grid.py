@@ -7,13 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.protocol import Ranks, Work
 
 
 class Grid:
     """Decides and compares; messages go over the row or the column alone."""
 
-    def __init__(self, column: Transport, row: Transport) -> None:
+    def __init__(self, column: Ranks, row: Ranks) -> None:
         """column: the ranks at this rank's place of every row."""
         self._column, self._row = column, row
         self.rank, self.size = column.rank * row.size + row.rank, column.size * row.size
@@ -31,3 +31,6 @@ class Grid:
     def all_sum(self, values: Tensor, phase: str) -> Work:
         self._row.all_sum(values, phase).wait()
         return self._column.all_sum(values, phase)
+
+    def of_hosts(self) -> Grid:
+        return Grid(self._column.of_hosts(), self._row.of_hosts())

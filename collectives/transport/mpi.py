@@ -69,6 +69,9 @@ class MpiTransport:
             )
         return MpiTransport(self.communicator.Dup(), self.timeout)
 
+    def of_hosts(self) -> Transport:
+        return self
+
     def split(self, color: int) -> Transport:
         return MpiTransport(self.communicator.Split(color, self.rank), self.timeout)
 

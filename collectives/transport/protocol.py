@@ -47,6 +47,10 @@ class Ranks(Protocol):
         """values = the elementwise sum over ranks, the same bit for bit on each"""
         ...
 
+    def of_hosts(self) -> Ranks:
+        """The same ranks, for tensors of the CPU: a collective call."""
+        ...
+
 
 class Transport(Ranks, Protocol):
     """A group of ranks that can also send each other messages."""
@@ -113,6 +117,9 @@ class LocalTransport:
         return Done()
 
     def duplicate(self) -> Transport:
+        return self
+
+    def of_hosts(self) -> Transport:
         return self
 
     def split(self, color: int) -> Transport:

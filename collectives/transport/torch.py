@@ -93,6 +93,9 @@ class TorchTransport:
             return TorchTransport(dist.new_group(timeout=self._timeout, backend=self._kind))
         return self._new_group(dist.get_process_group_ranks(self.group))
 
+    def of_hosts(self) -> Transport:
+        return self if "cpu" in self.backends else self._new_group(self.members, "cpu:gloo")
+
     def split(self, color: int) -> Transport:
         own = torch.tensor([[color]], dtype=torch.int64, device=self._device)
         colors = torch.empty((self.size, 8), dtype=torch.uint8, device=self._device)
@@ -110,10 +113,10 @@ class TorchTransport:
             raise ValueError(f"its rank {min(outside)} of the world is not in process_group")
         return [theirs.index(rank) for rank in own]
 
-    def _new_group(self, ranks: list[int]) -> Transport:
+    def _new_group(self, ranks: list[int], kind: str | None = None) -> Transport:
         """Made by its members alone, who all are in this group."""
         self._make_as_many_groups()
-        return TorchTransport(dist.new_group(ranks, self._timeout, self._kind, use_local_synchronization=True))
+        return TorchTransport(dist.new_group(ranks, self._timeout, kind or self._kind, use_local_synchronization=True))
 
     def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has made: the name on all

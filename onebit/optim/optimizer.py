@@ -248,7 +248,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Within it the model has the parameters that all ranks had after the last exchange: to evaluate them, or to
         write the model to a file. No steps are to be taken in it. Where ranks have the same ones, nothing changes."""
         self._check_own_parameters("at_last_sync")
-        restore = []
+        restore: list[Callable[[], object]] = []
         for part in self.current.parts:
             if part.local is not None and part.local.taken:
                 for p, last in zip(part.state.values_now(), part.local.last_parameters(), strict=True):
@@ -500,10 +500,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _averaged_and_checked(self) -> Tensor:
         """Average gradients where that is due. int32 [1]: not 0 where one of them is not finite on any rank, or on
         this one, as long as `gradients.ranks_agreed` is False."""
-        self.overlap.disable_if_gradients_changed()
         states = self.current.states
-        if self.overlap.on and self.kind == "1 bit":
-            self.overlap.wait_for_replies()
+        if self.overlap.on and self.kind == "1 bit" and self.overlap.wait_for_replies():
             self.gradients.flags.zero_()
             if apart := self.current.uncompressed:  # their means are the same on all ranks, and so is what is found
                 self._average_and_check_gradients(agree=False, states=apart)

@@ -52,7 +52,7 @@ def _alone(view: Tensor) -> Tensor:
     start = view.storage_offset()
     stop = start + 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
     own = storage[size * start : size * (stop if view.numel() else start)]
-    return view.new_empty(0).set_(own, 0, view.shape, view.stride())  # type: ignore[call-overload]
+    return view.new_empty(0).set_(own, 0, view.shape, view.stride())
 
 
 def shard_group(groups: Sequence[Mapping[str, Any]]) -> Any:

@@ -40,6 +40,7 @@ class Flight:
         levels, where to put gradients averaged over the node, and what they travel as."""
         self.betas = betas
         self.versions: list[Version] | None = None  # of the gradients when backward ended
+        self.accumulated = False  # whether one of them came twice
         self.states = [reducer.state for reducer in reducers]
         self._reducers, self._exchanges, self._undo = reducers, [reducer.exchange for reducer in reducers], undo
         self._replicas, self._node, self._hyper, self._side = replicas, node, hyper, side

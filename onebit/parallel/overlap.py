@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit.collectives.transport.protocol import Transport
+from onebit.collectives.agreement import listed
+from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.collectives.undo import Undo
 from onebit.optim.algorithm import Kind
 from onebit.optim.gradients import unchanged, versions_of
@@ -35,6 +36,16 @@ from onebit.optim.snapshot import Snapshot
 from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, NodeMeans
 from onebit.warning import warn
+
+_WHY = (
+    "",
+    "gradients changed between backward and step. Change them in hooks, or pass overlap=False",
+    "a backward pass accumulated into gradients that were being sent. Wrap all but the last one before a step in "
+    "optimizer.no_sync() (or DDP's), or pass overlap=False",
+    "betas changed between backward and step. Change them after the step",
+    "GradScaler tells its scale only after messages have left. Pass overlap=False",
+)
+"""Messages that have left must not count, by the number that ranks compare."""
 
 
 class Host(Protocol):
@@ -62,6 +73,7 @@ class Overlap:
         self.accumulating = False  # whether backward passes accumulate into gradients that are not to be sent yet
         self._snapshot: Snapshot | None = None  # that it is on for
         self._over: tuple[Transport, Transport | None] | None = None  # the replicas and the node, for the thread
+        self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
         self._hooks: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -88,6 +100,7 @@ class Overlap:
         self._remove_hooks()
         node = setup.topology.node
         self._over = self._over or (setup.topology.replicas.duplicate(), node and node.duplicate())
+        self._asked = self._asked or setup.topology.everyone.of_hosts()
         for reducer in current.reducers:
             reducer.exchange.agree()
         self._snapshot = current
@@ -119,14 +132,26 @@ class Overlap:
             flight = self._start()
             _when_backward_ends(partial(_backward_ended, weakref.ref(self), flight))
         if not flight.put([self._place[parameter]], [parameter.grad]):
-            self.disable(
-                "a backward pass accumulated into gradients that were being sent. Wrap all but the last one before a "
-                "step in optimizer.no_sync() (or DDP's), or pass overlap=False"
-            )
+            flight.accumulated = True
 
-    def wait_for_replies(self) -> None:
-        """Every reply is there, and says of its own chunk whether the step must not be taken."""
-        self._finish(self._flight or self._start())
+    def wait_for_replies(self) -> bool:
+        """Every reply is there, and says of its own chunk whether the step must not be taken. False: what was sent must
+        not count, on any rank, since one of them has changed what it was made of; overlap is off from here on.
+
+        Ranks compare while the last replies are on their way: a number of the host, for which no device is waited."""
+        assert self._asked is not None
+        flight, phase = self._flight or self._start(), "comparing what has changed since backward (all-gather)"
+        own, found = torch.tensor([self._changed(flight)]), torch.empty((self._asked.size, 8), dtype=torch.uint8)
+        answers = self._asked.all_gather(found, own.view(torch.uint8)[None], phase)
+        self._finish(flight)
+        answers.wait()
+        by_rank = found.view(torch.int64).view(-1).tolist()
+        if not (why := max(by_rank)):
+            return True
+        self.restore()
+        some = [rank for rank, each in enumerate(by_rank) if each]
+        self._turn_off(_WHY[why] if len(some) == len(by_rank) else f"on {listed(some)} alone {_WHY[why]}")
+        return False
 
     def restore(self, flags: Tensor | None = None) -> None:
         """Where the step was not taken, or always: all state as it was before it."""
@@ -145,19 +170,23 @@ class Overlap:
             if self._host.kind == "1 bit":
                 self._flight = self._flight or self._start()
             self.cancel_in_flight()
-            self._remove_hooks()
-            self._wanted, self._snapshot = False, None
-            self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
+            self._turn_off(why)
 
-    def disable_if_gradients_changed(self) -> None:
-        """Where gradients, or numbers that messages were made of, are no more what they were."""
-        host, flight = self._host, self._flight
+    def _turn_off(self, why: str) -> None:
+        self._remove_hooks()
+        self._wanted, self._snapshot = False, None
+        self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
+
+    def _changed(self, flight: Flight) -> int:
+        """Whether gradients, or numbers that messages were made of, are no more what they were: which text says so."""
+        host = self._host
         if getattr(host, "grad_scale", None) is not None or getattr(host, "found_inf", None) is not None:
-            self.disable("GradScaler tells its scale only after messages have left. Pass overlap=False")
-        elif flight is not None and flight.betas != self._betas:
-            self.disable("betas changed between backward and step. Change them after the step")
-        elif flight is not None and flight.versions is not None and not unchanged(flight.versions, flight.states):
-            self.disable("gradients changed between backward and step. Change them in hooks, or pass overlap=False")
+            return 4
+        if flight.betas != self._betas:
+            return 3
+        if flight.accumulated:
+            return 2
+        return int(flight.versions is not None and not unchanged(flight.versions, flight.states))
 
     def check_at_rest(self, what: str) -> None:
         if self.in_flight:

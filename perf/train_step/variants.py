@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
 from onebit.cli.demo.model import Text, Transformer
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Averager, EarlyReceiver, Transport, Work
+from onebit.collectives.transport.protocol import Averager, EarlyReceiver, Ranks, Transport, Work
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
@@ -346,6 +346,9 @@ class TimedTransport:
 
     def split(self, color: int) -> Transport:
         return TimedTransport(self._mark, self.inner.split(color))
+
+    def of_hosts(self) -> Ranks:
+        return self.inner.of_hosts()
 
     def places(self, of: Transport) -> list[int]:
         return self.inner.places(of)

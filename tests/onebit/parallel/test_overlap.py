@@ -299,3 +299,29 @@ def test_one_rank_sends_nothing_early() -> None:
 def test_overlap_must_be_true_or_false() -> None:
     with pytest.raises(ValueError, match="overlap='yes'"):
         onebit.OneBitAdam([nn.Parameter(torch.zeros(3))], overlap="yes")
+
+
+def changed_on_one(rank: int, size: int, kind: str, how: str) -> tuple[list[str], bytes, bytes]:
+    """Rank 1 alone changes its gradients after backward in step 6: what each rank is told, and where a run without
+    overlap ends."""
+    case, texts, ends = Case(kind, steps=9), [], []
+    for overlap in (True, False):
+        optimizer, params = build(case, overlap)
+        for step in range(1, case.steps + 1):
+            optimizer.zero_grad()
+            backward(case, rank, params, step)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                end_step(how if (step, rank) == (6, 1) else "", case, rank, optimizer, params, step)
+            texts += [str(w.message) for w in caught if "overlap" in str(w.message)]
+        ends.append(bits(params))
+    return texts, *ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("OneBitAdam", "change"), ("OneBitLamb", "accumulate"), ("ZeroOneAdam", "replace")]
+)
+def test_a_gradient_that_one_rank_changes_turns_it_off_on_all(kind: str, how: str) -> None:
+    for texts, end, expected in run_ranks(3, changed_on_one, kind, how):
+        assert len(texts) == 1 and "overlap is off from here on: on rank 1 alone" in texts[0]
+        assert end == expected
