@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.checks import is_whole
 from onebit.warning import warn
 
 EXTRA = "extra"
@@ -33,8 +35,9 @@ def unpacked(name: str, value: Tensor) -> Any:
         raise ValueError(f"extra {name!r} of the checkpoint is damaged ({error!s:.200}). Load another") from error
 
 
-def check(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """That every object can be given what was saved under its name."""
+def checked(extra: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What each object has for its state now. A ValueError or TypeError where one can't be given what was saved under
+    its name."""
     for name, value in extra.items():
         if not callable(getattr(value, "load_state_dict", None)):
             raise TypeError(
@@ -46,15 +49,19 @@ def check(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:
                 f"the checkpoint has no extra {name!r}, it has {sorted(found) or 'none'}: load without it, or load "
                 f"another checkpoint"
             )
+    return {name: deepcopy(value.state_dict()) for name, value in extra.items() if hasattr(value, "state_dict")}
 
 
 def restore(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     for name, value in extra.items():
-        value.load_state_dict(found[name])
+        if name in found:
+            value.load_state_dict(found[name])
 
 
-def rank_to_read(rank: int, saved: int, ranks: int) -> int:
+def rank_to_read(rank: int, saved: Any, ranks: int) -> int:
     """Whose values a rank of `ranks` reads, of `saved` ranks."""
+    if not is_whole(saved, 1):
+        raise ValueError(f"the checkpoint was saved by {saved!r:.80} ranks: it is damaged. Load another")
     if saved != ranks and rank == 0:
         warn(
             f"extra was saved by {saved} ranks, here are {ranks}: rank r has what rank r mod {saved} saved. Random "

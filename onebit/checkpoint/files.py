@@ -111,6 +111,8 @@ class Manifest:
         path = folder / MANIFEST
         if not path.exists():
             raise ValueError(_nothing_in(folder))
+        if not path.is_file():
+            raise ValueError(f"{path} is a folder, where onebit.save has written a file. {_NEXT}")
         found = read(path)
         if not isinstance(found, dict) or found.get("kind") != _KIND:
             raise ValueError(f"{path} was not written by onebit.save: it is another program's, or damaged. {_NEXT}")

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from onebit.checkpoint import files
 from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
-from onebit.checkpoint.extra import EXTRA, check, packed, rank_to_read, restore, unpacked
+from onebit.checkpoint.extra import EXTRA, checked, packed, rank_to_read, restore, unpacked
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
 from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import CheckpointRanks
@@ -101,10 +101,14 @@ def load(
     install = ranks.on_all(lambda: optimizer.prepare_load(loaded))
     found = _extra(source)
     asked = {} if extra is None else extra
-    ranks.on_all(lambda: check(asked, found))
+    before = ranks.on_all(lambda: checked(asked, found))
+    try:  # the only part that others' code can refuse comes first
+        ranks.on_all(lambda: restore(asked, found))
+    except Exception:
+        restore(asked, before)
+        raise
     inner.load_state_dict(state["model"])
     install()
-    ranks.on_all(lambda: restore(asked, found))
     return found
 
 
@@ -130,8 +134,8 @@ def _extra(source: _Source) -> dict[str, Any]:
     """What this rank, or the one in its place, saved beside model and optimizer."""
     if not source.extra:
         return {}
-    ranks = source.ranks
-    keys = source.extra.get(ranks.on_all(lambda: rank_to_read(ranks.rank, max(source.extra) + 1, ranks.size)), {})
+    ranks, saved = source.ranks, source.manifest.layout.get("ranks")
+    keys = source.extra.get(ranks.on_all(lambda: rank_to_read(ranks.rank, saved, ranks.size)), {})
     values = source.read(keys.values())
     return ranks.on_all(lambda: {name: unpacked(name, values[key]) for name, key in keys.items()})
 
