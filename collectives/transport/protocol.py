@@ -146,9 +146,9 @@ class collective_errors:
                     f"({_first_line(error)}). Use device='cuda' with NCCL, or a group with Gloo for CPU tensors"
                 ) from error
             raise CollectiveError(
-                f"{self._phase} did not end: a rank died, did not come within the group's timeout, or the network "
-                f"failed ({self._name}: {_first_line(error)}). Restart the ranks from the last "
-                f"checkpoint; this group can't be used any more"
+                f"{self._phase} did not end: a rank died, did not come within the group's timeout (did it get fewer "
+                f"batches, or leave out a call that every rank makes?), or the network failed ({self._name}: "
+                f"{_first_line(error)}). Restart the ranks from the last checkpoint; this group can't be used any more"
             ) from error
 
 

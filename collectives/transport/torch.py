@@ -8,7 +8,9 @@ all at once, one round trip whatever their number, and half of one where `expect
 
 from __future__ import annotations
 
+import functools
 import os
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,7 +24,6 @@ from onebit.collectives.waits import waiting
 
 SMALL = 2**16  # bytes up to which what Gloo passes on from rank to rank waits for latency
 MOST_IN_PAIRS = 16  # ranks
-_ALL_TO_ALL, _ALL_GATHER = 0x1B170, 0x1B171  # tags of messages in pairs: receives of each are in the order of sends
 _OUTSIDER = (
     "this rank is not in the process group it was given: only the group's members take part. Build the optimizer or "
     "the all-reduce on those ranks alone"
@@ -47,21 +48,22 @@ class TorchTransport:
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
         if self._in_pairs(out):
-            return self._exchange(out, list(sent), self._receive(out, _ALL_TO_ALL, phase), _ALL_TO_ALL, phase)
+            tag = _tag("all", phase)
+            return self._exchange(out, list(sent), self._receive(out, tag, phase), tag, phase)
         return self._start(dist.all_to_all_single, out, sent, phase)
 
     def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
         if self._gathers_in_pairs(out):
-            early = self.expected.pop(out.data_ptr(), None)
-            receives = self._receive(out, _ALL_GATHER, phase) if early is None else early[1]
-            return self._exchange(out, [sent[0]] * self.size, receives, _ALL_GATHER, phase)
+            early, tag = self.expected.pop(out.data_ptr(), None), _tag("one", phase)
+            receives = self._receive(out, tag, phase) if early is None else early[1]
+            return self._exchange(out, [sent[0]] * self.size, receives, tag, phase)
         if self._in_one_round(sent):
             return self._start(dist.all_to_all_single, out, sent.expand_as(out).contiguous(), phase)
         return self._start(_all_gather_single, out, sent, phase)
 
     def expect(self, out: Tensor, phase: str) -> None:
         if self._gathers_in_pairs(out) and out.data_ptr() not in self.expected:
-            self.expected[out.data_ptr()] = out, self._receive(out, _ALL_GATHER, phase)
+            self.expected[out.data_ptr()] = out, self._receive(out, _tag("one", phase), phase)
 
     def all_max(self, values: Tensor, phase: str) -> None:
         if self._in_one_round(values):
@@ -161,8 +163,9 @@ class TorchTransport:
         return TorchWork(work, phase, self.name, source=source, landing=landing, out=out)
 
     def _in_one_round(self, sent: Tensor) -> bool:
-        """Whether Gloo would pass this on from rank to rank while its bytes count for nothing."""
-        return self._backend(sent) == "gloo" and self.size > 2 and sent.nbytes <= SMALL
+        """Whether Gloo would pass this on from rank to rank while its bytes count for nothing, or, of two ranks, take
+        it for a part of what DDP sends."""
+        return self._backend(sent) == "gloo" and self.size > 1 and sent.nbytes <= SMALL
 
     def _in_pairs(self, out: Tensor) -> bool:
         return self._backend(out) == "gloo" and 1 < self.size <= MOST_IN_PAIRS and not out.is_cuda
@@ -203,6 +206,13 @@ class TorchWork:
             self._work.wait()
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)
+
+
+@functools.cache
+def _tag(to: str, phase: str) -> int:
+    """Of messages in pairs: receives of each are in the order of sends. A rank that is in another phase sends nothing
+    that would be taken for this one's: of another length, it would end the process."""
+    return zlib.crc32(f"{to} {phase}".encode()) & 0x7FFFFFFF
 
 
 def backends_of(group: Any) -> dict[str, str]:

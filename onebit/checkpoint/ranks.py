@@ -59,7 +59,7 @@ class CheckpointRanks:
 
     def all_gather(self, value: Any) -> list[Any]:
         """`value`, which JSON can hold, of every rank. A collective call."""
-        phase = "exchanging how a checkpoint went (all-gather)"
+        phase = "saving or loading a checkpoint, which every rank does and not rank 0 alone (all-gather)"
         return all_gather_json(self._transport, self._device, value, phase)
 
     @contextmanager
