@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Ranks
+from onebit.collectives.transport.protocol import LocalTransport, Ranks
 from onebit.kernels.data.wire import MessageError
 
 NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
 _MOST_JSON = 2**24  # bytes of one rank's text
 _PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy
 _PRIME = 1000003
+LOCAL = LocalTransport()
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,7 +33,8 @@ def agree(transport: Ranks, device: torch.device, facts: Mapping[str, float | st
     apart = [theirs for theirs in everyone if theirs.get(NODES) != usual.get(NODES)]
     names = {NODES} if apart else {name for theirs in everyone for name in theirs}
     differences = [
-        f"rank {rank} has {name} {theirs.get(name)!r} where rank {reference} has {usual.get(name)!r}"
+        f"{listed([rank], transport)} has {name} {theirs.get(name)!r} where {listed([reference], transport)} has "
+        f"{usual.get(name)!r}"
         for rank, theirs in enumerate(everyone)
         for name in sorted(names)
         if theirs.get(name) != usual.get(name)
@@ -64,8 +66,8 @@ def all_gather_json(transport: Ranks, device: torch.device, value: Any, phase: s
     for rank, each in enumerate(lengths):
         if not 0 < each <= _MOST_JSON or (rank == transport.rank and each != len(text)):
             raise MessageError(
-                f"{phase}: rank {rank} announces {each} bytes, where 1 to {_MOST_JSON} are possible and this rank has "
-                f"{len(text)}: the message was damaged on the way, or the rank runs another onebit"
+                f"{phase}: {listed([rank], transport)} announces {each} bytes, where 1 to {_MOST_JSON} are possible "
+                f"and this rank has {len(text)}: the message was damaged on the way, or the rank runs another onebit"
             )
     sent = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8).to(device)
     found = []
@@ -74,8 +76,8 @@ def all_gather_json(transport: Ranks, device: torch.device, value: Any, phase: s
             found.append(json.loads(row.numpy().tobytes()))
         except ValueError as error:
             raise MessageError(
-                f"{phase}: what came from rank {rank} is no JSON ({error}): it was damaged on the way, or the rank "
-                f"runs another onebit"
+                f"{phase}: what came from {listed([rank], transport)} is no JSON ({error}): it was damaged on the "
+                f"way, or the rank runs another onebit"
             ) from error
     return found
 
@@ -117,8 +119,9 @@ def agree_on_values(transport: Ranks, tensors: Sequence[Tensor], name: Callable[
     if not odd:
         return
     first, others = min(odd), len(odd) - 1
+    ranks = listed(odd[first].ranks, transport)
     raise ValueError(
-        f"the ranks do not agree: {name(first)} has other values on {listed(odd[first].ranks)} than on the rest"
+        f"the ranks do not agree: {name(first)} has other values on {ranks} than on the rest"
         f"{f', and so have {others} more parameters' if others else ''}. Start every rank from the same "
         f"parameters: the same seed or checkpoint, or a broadcast from one rank"
     )
@@ -143,5 +146,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def listed(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def listed(ranks: Sequence[int], of: Ranks = LOCAL) -> str:
+    """By their numbers among all processes, with their hosts."""
+    hosts = {rank: of.host_of(rank) for rank in ranks}
+    names = [f"{of.world_rank(rank)}" + (f" (on {host})" if host else "") for rank, host in hosts.items()]
+    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

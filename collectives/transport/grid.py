@@ -34,3 +34,16 @@ class Grid:
 
     def of_hosts(self) -> Grid:
         return Grid(self._column.of_hosts(), self._row.of_hosts())
+
+    def world_rank(self, rank: int) -> int:
+        """Of a grid as torch's device meshes are: rows are alike."""
+        column, row = divmod(rank, self._row.size)
+        own = self._row.world_rank(self._row.rank)
+        return self._column.world_rank(column) - own + self._row.world_rank(row)
+
+    def host_of(self, rank: int) -> str | None:
+        """Of this rank's row and column."""
+        column, row = divmod(rank, self._row.size)
+        if column == self._column.rank:
+            return self._row.host_of(row)
+        return self._column.host_of(column) if row == self._row.rank else None

@@ -72,6 +72,12 @@ class MpiTransport:
     def of_hosts(self) -> Transport:
         return self
 
+    def world_rank(self, rank: int) -> int:
+        return int(self.communicator.Get_group().Translate_ranks([rank], MPI.COMM_WORLD.Get_group())[0])
+
+    def host_of(self, rank: int) -> str | None:
+        return None
+
     def split(self, color: int) -> Transport:
         return MpiTransport(self.communicator.Split(color, self.rank), self.timeout)
 

@@ -51,6 +51,14 @@ class Ranks(Protocol):
         """The same ranks, for tensors of the CPU: a collective call."""
         ...
 
+    def world_rank(self, rank: int) -> int:
+        """Its number among all processes."""
+        ...
+
+    def host_of(self, rank: int) -> str | None:
+        """The host it runs on, where that is known and another one than this rank's. Nobody is asked."""
+        ...
+
 
 class Transport(Ranks, Protocol):
     """A group of ranks that can also send each other messages."""
@@ -121,6 +129,12 @@ class LocalTransport:
 
     def of_hosts(self) -> Transport:
         return self
+
+    def world_rank(self, rank: int) -> int:
+        return rank
+
+    def host_of(self, rank: int) -> str | None:
+        return None
 
     def split(self, color: int) -> Transport:
         return self

@@ -8,8 +8,10 @@ all at once, one round trip whatever their number, and half of one where `expect
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import socket
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,6 +46,8 @@ class TorchTransport:
         self.backends = backends_of(self.group)
         self.name = " and ".join(dict.fromkeys(self.backends.values()))
         self.members = dist.get_process_group_ranks(self.group)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._store.set(_host_key(dist.get_rank()), socket.gethostname())
         self.expected: dict[int, tuple[Tensor, list[Any]]] = {}  # by address: receives that have started
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
@@ -97,6 +101,16 @@ class TorchTransport:
 
     def of_hosts(self) -> Transport:
         return self if "cpu" in self.backends else self._new_group(self.members, "cpu:gloo")
+
+    def world_rank(self, rank: int) -> int:
+        return self.members[rank]
+
+    def host_of(self, rank: int) -> str | None:
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
+            key = _host_key(self.members[rank])
+            if self._store.check([key]) and (host := self._store.get(key).decode()) != socket.gethostname():
+                return host
+        return None
 
     def split(self, color: int) -> Transport:
         own = torch.tensor([[color]], dtype=torch.int64, device=self._device)
@@ -206,6 +220,10 @@ class TorchWork:
             self._work.wait()
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)
+
+
+def _host_key(rank: int) -> str:
+    return f"onebit/host of rank {rank}"
 
 
 @functools.cache

@@ -150,7 +150,7 @@ class Overlap:
             return True
         self.restore()
         some = [rank for rank, each in enumerate(by_rank) if each]
-        self._turn_off(_WHY[why] if len(some) == len(by_rank) else f"on {listed(some)} alone {_WHY[why]}")
+        self._turn_off(_WHY[why] if len(some) == len(by_rank) else f"on {listed(some, self._asked)} alone {_WHY[why]}")
         return False
 
     def restore(self, flags: Tensor | None = None) -> None:

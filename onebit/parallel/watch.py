@@ -57,7 +57,7 @@ class Watch:
         if not found:
             return None
         names, steps = list(tensors), int(current.stages.counts[0])
-        difference = f"after {steps} steps the ranks do not hold the same bits: {_description(names, found)}"
+        difference = f"after {steps} steps the ranks do not hold the same bits: {_description(names, found, transport)}"
         obstacle = _obstacle(names, found)
         if self._on_divergence == "raise" or obstacle:
             advice = obstacle or 'Or go on with what most ranks hold: on_divergence="broadcast"'
@@ -96,11 +96,12 @@ def repair(transport: Ranks, tensor: Tensor, mismatch: Mismatch) -> None:
             piece.copy_(everyone[mismatch.usual])
 
 
-def _description(names: Sequence[str], found: Mapping[int, Mismatch]) -> str:
+def _description(names: Sequence[str], found: Mapping[int, Mismatch], of: Ranks) -> str:
     first, *others = sorted(found)
-    text = f"{names[first]} has other values on {listed(found[first].ranks)} than on rank {found[first].usual}"
+    usual = listed([found[first].usual], of)
+    text = f"{names[first]} has other values on {listed(found[first].ranks, of)} than on {usual}"
     if others:
-        ranks = listed(sorted({rank for i in others for rank in found[i].ranks}))
+        ranks = listed(sorted({rank for i in others for rank in found[i].ranks}), of)
         text += f", and {len(others)} more tensors differ on {ranks} (the first is {names[others[0]]})"
     return text
 

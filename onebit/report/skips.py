@@ -27,7 +27,7 @@ def warnings_of_skips(setup: Setup, states: Sequence[FlatState], in_a_row: int) 
     ranks = [rank for rank, index in enumerate(found) if index >= 0]
     if everyone.rank > 0 or not ranks:
         return []
-    name, who = setup.name_of(grads[found[ranks[0]]][0]), listed(ranks)
+    name, who = setup.name_of(grads[found[ranks[0]]][0]), listed(ranks, everyone)
     if len(ranks) == everyone.size > 1:
         who = "every rank, and where gradients are averaged one rank is enough"
     text = (

@@ -350,6 +350,12 @@ class TimedTransport:
     def of_hosts(self) -> Ranks:
         return self.inner.of_hosts()
 
+    def world_rank(self, rank: int) -> int:
+        return self.inner.world_rank(rank)
+
+    def host_of(self, rank: int) -> str | None:
+        return self.inner.host_of(rank)
+
     def places(self, of: Transport) -> list[int]:
         return self.inner.places(of)
 
