@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from onebit.checkpoint.names import rank_of, server_rank_of
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.integrations.whole_state import attach_if_distributed
+from onebit.integrations.whole_state import attach_if_distributed, warn_of_total
 from onebit.log import tell
 from onebit.optim.optimizer import OneBitOptimizer
 
@@ -35,6 +35,7 @@ class OneBitCallback(Callback):
             )
         for optimizer in found:
             attach_if_distributed(trainer.strategy.model, optimizer)
+            warn_of_total(optimizer, trainer.estimated_stepping_batches)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

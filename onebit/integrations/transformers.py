@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed
+from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, warn_of_total
 from onebit.log import tell
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -71,6 +71,7 @@ class _AttachAndReport(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = self._trainer.model_wrapped, self._own_optimizer
+        warn_of_total(optimizer, state.max_steps)
         if [id(each) for each in self._attached] != [id(model), id(optimizer)]:  # train may be called again
             attach_if_distributed(model, optimizer)
             self._attached = [model, optimizer]

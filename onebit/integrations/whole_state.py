@@ -19,6 +19,7 @@ from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.save_load import optimizer_state, save
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.parallel.attach import attach
+from onebit.warning import warn
 
 FOLDER = "onebit"
 """What it is called in a checkpoint."""
@@ -59,3 +60,14 @@ def attach_if_distributed(model: nn.Module, optimizer: OneBitOptimizer) -> None:
     """One process alone has nothing to attach."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         attach(model, optimizer)
+
+
+def warn_of_total(optimizer: OneBitOptimizer, total: float) -> None:
+    """Where a run of so many steps is over before stage 2 begins."""
+    rule, here = optimizer.current.stages.rule, optimizer.setup.topology.everyone
+    earliest = 2 * rule.window if rule.freeze_step == "auto" else rule.freeze_step
+    if here.rank == 0 and not optimizer.compressing and earliest >= total:
+        warn(
+            f"this run has {total:g} steps, and stage 2 begins after step {earliest} at the earliest: nothing would be "
+            f"compressed. Give freeze_step=N, 15 to 25 % of its steps, or take ZeroOneAdam"
+        )

@@ -606,7 +606,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._show_state()
         if self.setup.topology.everyone.rank == 0:
             zero_variance = self.setup.options.zero_variance
-            found = self.current.stages.steps, zeros, zero_variance, self.current.ddp_averages
+            stages = self.current.stages
+            found = (
+                stages.steps,
+                0 < stages.steps == stages.steps_before,
+                zeros,
+                zero_variance,
+                self.current.ddp_averages,
+            )
             self.after_step.append(partial(report_freeze, *found))
 
     def _report_variance(self, step: int, flags: Tensor) -> None:

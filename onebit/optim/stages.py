@@ -57,7 +57,7 @@ class Stages:
         self.left_out = torch.zeros(1, dtype=torch.int64, device=device)  # local steps, by this rank alone
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._readback = AsyncReadback()
-        self.skipped_before = skipped
+        self.steps_before, self.skipped_before = steps, skipped  # of what was loaded
         self._known = (skipped, 0)  # what was skipped and left out, as far as the host knows
         self.skipped_in_a_row = 0  # up to the last step, the same on all ranks
         self.left_out_in_a_row = 0  # by this rank

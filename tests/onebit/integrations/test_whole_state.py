@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebit.integrations.whole_state import WholeState
+from onebit.integrations.whole_state import WholeState, warn_of_total
 from tests.checkpoints import Run
-from tests.onebit.runs import Case, same
+from tests.onebit.runs import Case, build, same
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3})
@@ -101,3 +101,15 @@ def seen_by_one(rank: int, size: int, folder: Path) -> None:
 
 def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
     run_ranks(2, seen_by_one, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "freeze_step", "warns"),
+    [("OneBitAdam", 50, True), ("OneBitAdam", "auto", True), ("OneBitLamb", 49, False), ("ZeroOneAdam", None, False)],
+)
+def test_a_run_that_ends_before_stage_2_is_warned_of(kind, freeze_step, warns):
+    optimizer = build(kind, freeze_step=freeze_step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_total(optimizer, 50)
+    assert ["this run has 50 steps" in str(each.message) for each in caught] == [True] * warns

@@ -18,7 +18,7 @@ from onebit.report import pay_off
 from onebit.report.pay_off import Report, Steps
 from tests.collectives.work import logged
 from tests.onebit.optim.test_cuda_paths import flown
-from tests.onebit.runs import Case, build, kinds, run, take
+from tests.onebit.runs import Case, adamw_state, build, kinds, run, take
 from tests.ranks import group, run_ranks
 
 
@@ -133,3 +133,15 @@ def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
             params = case.parameters()
             take(case, 0, case.build(params), params, 1)
     assert not upload.capturing(torch.device("cpu")) and build("OneBitAdam")
+
+
+def test_a_state_with_more_steps_than_freeze_step_says_that_stage_2_begins_at_once():
+    case = Case("OneBitAdam", options={"freeze_step": 4})
+    for steps, says in ((6, True), (2, False)):
+        params = case.parameters()
+        optimizer = case.build(params)
+        optimizer.load_state_dict(adamw_state(case, steps))
+        with logged() as texts:
+            run(case, 0, optimizer, params, steps + 1, steps + 5)
+        assert any(f"has {steps} steps, and freeze_step is not above" in text for text in texts) == says
+        assert any("Stage 2 begins" in text for text in texts)
