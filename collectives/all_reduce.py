@@ -8,7 +8,7 @@ so that over T calls the sum of the results differs from the sum of the means by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -59,6 +59,7 @@ class CompressedAllReduce:
     rank, as an uncompressed mean of inf would, and leaves the residuals as they were.
     """
 
+    @torch.inference_mode(False)  # what is built under it could not be written to outside
     def __init__(
         self,
         numel: int | Sequence[int],
@@ -198,6 +199,8 @@ class CompressedAllReduce:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state).__name__}")
         names, residuals = ("rank", "chunks", "format", "wire_bytes"), dict(state)
         _check_names(state, {*names, *self._place})
         for name, here in self._place.items():
@@ -259,6 +262,7 @@ class CompressedAllReduce:
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards_of(self.topology, self._way))
         return Format(layout, self._scale, self._norm).fingerprint
 
+    @torch.inference_mode(False)
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)

@@ -351,6 +351,10 @@ class Exchange(ABC):
                     f"{name} is {state[name].dtype} {tuple(state[name].shape)} in the state and {tensor.dtype} "
                     f"{tuple(tensor.shape)} here: it was saved with another model, block_size or number of ranks"
                 )
+            if not bool(torch.isfinite(state[name]).all()):
+                raise ValueError(
+                    f"{name} has values in the state that are not finite, as no run leaves it: it was damaged"
+                )
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy residuals saved by the same rank of an equal group. Nothing changes if any does not fit."""

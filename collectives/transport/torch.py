@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -32,11 +33,25 @@ _OUTSIDER = (
 )
 
 
+class _Duplicates:
+    """Groups of the same ranks that were made for threads of their own, each with a number."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.spare: dict[int, Any] = {}  # those that nobody uses any more
+
+
+_DUPLICATES: dict[Any, _Duplicates] = {}
+_KEPT = 62  # numbers that fit into an integer
+
+
 class TorchTransport:
     """A process group of torch.distributed, with a backend for each type of device: Gloo, NCCL or both. CUDA tensors
     pass through pinned memory where only Gloo can take them."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, of: _Duplicates | None = None, number: int = _KEPT) -> None:
+        """of, number: where the group was made by `duplicate`."""
+        self._of, self._number = of or _Duplicates(), number
         self.group = group if group is not None else dist.group.WORLD
         if self.group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(_OUTSIDER)
@@ -95,9 +110,30 @@ class TorchTransport:
         return TorchWork(work, phase, self.name, source=values, landing=values.view(-1), out=values)
 
     def duplicate(self) -> Transport:
+        own, alive = self._duplicates, dist.distributed_c10d._world.pg_map
+        own.spare = {number: group for number, group in own.spare.items() if group in alive}
+        free = torch.tensor([[sum(1 << number for number in own.spare)]], dtype=torch.int64, device=self._device)
+        everyone = torch.empty((self.size, 8), dtype=torch.uint8, device=self._device)
+        phase = "looking for a group that nobody uses any more (all-gather of one number)"
+        self.all_gather(everyone, free.view(torch.uint8), phase).wait()
+        common = functools.reduce(operator.and_, everyone.view(torch.int64).view(-1).tolist())
+        if common:  # dropped on all ranks, on each when it has collected its garbage
+            number = (common & -common).bit_length() - 1
+            return TorchTransport(own.spare.pop(number), own, number)
+        number, own.made = own.made, own.made + 1
         if self.group is dist.group.WORLD:
-            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self._kind))
-        return self._new_group(dist.get_process_group_ranks(self.group))
+            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self._kind), own, number)
+        return self._new_group(self.members, of=own, number=number)
+
+    def close(self) -> None:
+        """Of a duplicate that nobody uses any more: the next one of the same ranks takes its group."""
+        if self._number < _KEPT:
+            self._of.spare[self._number] = self.group
+
+    @property
+    def _duplicates(self) -> _Duplicates:
+        key = (id(dist.group.WORLD), tuple(self.members), self._kind)
+        return _DUPLICATES.setdefault(key, _Duplicates())
 
     def of_hosts(self) -> Transport:
         return self if "cpu" in self.backends else self._new_group(self.members, "cpu:gloo")
@@ -129,10 +165,12 @@ class TorchTransport:
             raise ValueError(f"its rank {min(outside)} of the world is not in process_group")
         return [theirs.index(rank) for rank in own]
 
-    def _new_group(self, ranks: list[int], kind: str | None = None) -> Transport:
+    def _new_group(self, ranks: list[int], kind: str | None = None, **as_duplicate: Any) -> Transport:
         """Made by its members alone, who all are in this group."""
         self._make_as_many_groups()
-        return TorchTransport(dist.new_group(ranks, self._timeout, kind or self._kind, use_local_synchronization=True))
+        with _without_bound_device():
+            made = dist.new_group(ranks, self._timeout, kind or self._kind, use_local_synchronization=True)
+        return TorchTransport(made, **as_duplicate)
 
     def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has made: the name on all
@@ -140,7 +178,8 @@ class TorchTransport:
         most = torch.tensor([_groups_made()], dtype=torch.int64, device=self._device)
         self.all_max(most, "counting process groups (all-reduce of one number)")
         while _groups_made() < int(most):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            with _without_bound_device():
+                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     @property
     def _timeout(self) -> timedelta | None:
@@ -249,6 +288,18 @@ class PairsWork:
         with collective_errors(self._phase, self._name), waiting(torch.device("cpu")):
             for work in self._works:
                 work.wait()
+
+
+@contextlib.contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """With init_process_group(device_id=...) torch would split the world's communicator, for which it waits for ranks
+    that are no members and make no group."""
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _groups_made() -> int:

@@ -86,8 +86,8 @@ class _Files(NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             path = self._path(target_context.codegen())
-            if path.exists() and not _of_this_user(path.parent):
-                raise PermissionError("others can write to its folder")
+            if path.exists() and not (of_this_user(path.parent) and of_this_user(path)):
+                raise PermissionError("it is another user's, or others can write to it or to its folder")
             content = path.read_bytes()
             digest, code = content[:32], content[32:]
             if hashlib.sha256(code).digest() != digest:
@@ -116,11 +116,11 @@ class _Files(NullCache):
         return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
 
 
-def _of_this_user(folder: Path) -> bool:
-    """Whether nobody else can write to a folder: machine code of others is not run."""
+def of_this_user(path: Path) -> bool:
+    """Whether nobody else can write to a file or folder: machine code of others is not run."""
     if os.name != "posix":
         return True
-    found = folder.stat()
+    found = path.stat()
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 

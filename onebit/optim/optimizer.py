@@ -46,6 +46,7 @@ from onebit.optim.options import (
     Options,
     check_group,
     check_keys,
+    check_numbers_of,
     check_sharded,
     options_named,
     warn_if_early,
@@ -275,6 +276,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             check_keys(group, self.defaults.keys())
+            check_numbers_of(group)
         self.find_ranks()
         self._adopt_state()
         self._rebuild_if_changed()

@@ -220,6 +220,17 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
+def check_numbers_of(group: Mapping[str, Any]) -> None:
+    """What a schedule may have made of them since: every step, so no more than what would make parameters NaN."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):
+            raise ValueError(
+                f"{name}={value!r} in a param group: all its parameters would become NaN. Look at the schedule that "
+                f"has set it"
+            )
+
+
 def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Scripts pass them on: what changes nothing here is taken, and not kept."""
     theirs = _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.keys()

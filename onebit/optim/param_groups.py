@@ -50,6 +50,8 @@ def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
                     f"the gradient of parameter {name_of(p, groups, names)} has layout {p.grad.layout}: signs are sent "
                     f"for every element, so it has to be dense. Use nn.Embedding(..., sparse=False)"
                 )
+            if p.grad is not None and 0 in p.grad.stride() and p.grad.numel() > 1:
+                p.grad = p.grad.contiguous()  # one that was expanded has no memory for every element
 
 
 def device_of(groups: Groups) -> torch.device:

@@ -129,6 +129,10 @@ class ZeroOne(Adam):
             state[name].copy_(root)
         return {}
 
+    def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
+        if self.schedule.next_full(steps) is None:  # else one may still come: where it is 0 nothing moves until then
+            super().check_freeze(states, steps)
+
     def without_variance(self, state: FlatState, step: int) -> Mapping[int, int]:
         if self.schedule.next_full(step) is not None:
             return {}

@@ -17,7 +17,7 @@ Where gradients change after they have left, the exchange is taken back and done
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import Ranks, Transport
+from onebit.collectives.transport.torch import TorchTransport
 from onebit.collectives.undo import Undo
 from onebit.optim.algorithm import Kind
 from onebit.optim.gradients import unchanged, versions_of
@@ -99,7 +100,9 @@ class Overlap:
             return
         self._remove_hooks()
         node = setup.topology.node
-        self._over = self._over or (setup.topology.replicas.duplicate(), node and node.duplicate())
+        if self._over is None:
+            self._over = (setup.topology.replicas.duplicate(), node and node.duplicate())
+            weakref.finalize(self, _close, self._over).atexit = False
         self._asked = self._asked or setup.topology.everyone.of_hosts()
         for reducer in current.reducers:
             reducer.exchange.agree()
@@ -217,6 +220,13 @@ class Overlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _close(groups: Sequence[Transport | None]) -> None:
+    """An optimizer is dropped: the groups that were made for it go, with their threads and connections."""
+    for each in groups:
+        if isinstance(each, TorchTransport):
+            each.close()
 
 
 def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
