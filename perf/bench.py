@@ -22,7 +22,7 @@ from typing import Any
 from onebit.kernels.tuning.machine import provenance
 from perf.command import CANNOT_MEASURE, add_out, list_of, make_folder, one_of
 from perf.records import cpu_name, read_record, write_record
-from perf.targets import Target
+from perf.targets import Target, from_json
 
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
@@ -54,7 +54,7 @@ def of_kernels(record: Record) -> list[Target]:
 
 def of_targets(record: Record) -> list[Target]:
     """Of a record that has its targets worked out."""
-    return [Target(f"times {each['what']}", each["reached"], each["needed"]) for each in record["targets"]]
+    return [from_json(each) for each in record["targets"]]
 
 
 STEP = ("--name=bench", "--rates=1gbit", "--variants=fp32,fp16,adam-2,adam-2-overlap")  # what the targets need

@@ -42,7 +42,12 @@ class Limit(Target):
 
 
 def as_json(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    return [{**asdict(target), "met": target.met} for target in targets]
+    return [{**asdict(target), "at_most": isinstance(target, Limit), "met": target.met} for target in targets]
+
+
+def from_json(found: dict[str, Any]) -> Target:
+    numbers = found["reached"], found["needed"]
+    return Limit(found["what"], *numbers) if found.get("at_most") else Target(f"times {found['what']}", *numbers)
 
 
 def check_status(command: str, targets: Sequence[Target], check: bool) -> int:

@@ -98,9 +98,10 @@ def link_what_is_required(site: Path) -> None:
                 (site / name).symlink_to(Path(str(found.locate_file(name))))
 
 
-def test_the_ten_lines_run_from_the_wheel_in_a_fresh_environment(archives: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(archives: tuple[Path, Path], tmp_path: Path) -> None:
     ten_lines = re.search(r"## Ten lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert ten_lines and "freeze_step=3000" in ten_lines[1]
+    assert "\n    pip install '.[perf]'" in (ROOT / "README.md").read_text()
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(ten_lines=ten_lines[1].replace("freeze_step=3000", "freeze_step=2")))
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
@@ -109,6 +110,7 @@ def test_the_ten_lines_run_from_the_wheel_in_a_fresh_environment(archives: tuple
     run(*pip, archives[0], cwd=tmp_path)
     (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
     link_what_is_required(site)
+    (tmp_path / "onebit").symlink_to(ROOT)  # a clone by that name beside the script hides no package that is installed
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     printed = run(python, *ranks, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH="")
     assert printed.count(str(tmp_path / "venv")) == 2

@@ -7,7 +7,7 @@ import pytest
 
 from perf import bench
 from perf.bench import Section, of_kernels, of_targets
-from perf.targets import Target
+from perf.targets import Limit, Target, as_json
 
 ROOT = Path(__file__).parents[2]
 WRITES = """
@@ -93,3 +93,16 @@ def test_make_bench_runs_it():
     assert sum(section.seconds for section in bench.SECTIONS) <= 1260  # a quiet machine needs about half
     for section in bench.SECTIONS:
         assert (ROOT / section.command[0].replace(".", "/") / "__main__.py").exists()
+
+
+@pytest.mark.parametrize("kind", [Target, Limit])
+def test_a_row_of_the_table_says_what_its_section_says(kind):
+    """On either side of every bound."""
+    for reached in (1.04, 1.16):
+        target = kind("as fast" if kind is Target else "times as long", reached, 1.1)
+        (row,) = of_targets({"targets": as_json([target])})
+        met = (reached > 1.1) == (kind is Target)
+        assert row.met == target.met == met
+        assert bench.table([("step", row)], {}).endswith("met" if met else "missed") and str(target).endswith(
+            "met" if met else "missed"
+        )
