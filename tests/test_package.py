@@ -98,7 +98,9 @@ def link_what_is_required(site: Path) -> None:
                 (site / name).symlink_to(Path(str(found.locate_file(name))))
 
 
-def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(archives: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
+    archives: tuple[Path, Path], tmp_path: Path
+) -> None:
     ten_lines = re.search(r"## Ten lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert ten_lines and "freeze_step=3000" in ten_lines[1]
     assert "\n    pip install '.[perf]'" in (ROOT / "README.md").read_text()
