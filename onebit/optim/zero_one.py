@@ -39,6 +39,7 @@ from onebit.optim.param_groups import Group, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 
+_PIECE = 128  # blocks that are added up one after the other
 _SETTINGS = ("var_update_scaler", "var_freeze_step", "local_step_scaler", "local_step_clipper")
 
 
@@ -175,9 +176,18 @@ class ZeroOne(Adam):
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         groups = torch.tensor(state.groups, dtype=torch.int64, device=state.device)
         ends = [*state.layout.first.tolist(), state.layout.used_blocks]
-        blocks = torch.tensor([b - a for a, b in pairwise(ends)], dtype=torch.int64, device=state.device)
+        blocks = [b - a for a, b in pairwise(ends)]
+        pieces = [min(_PIECE, n - at) for n in blocks for at in range(0, n, _PIECE)]
+        starts = [*(state.layout.offset // 8).tolist(), state.layout.elements // 8]
+        own = [-(-n // 8) for n in state.numels]
+        lengths = {
+            "pieces": pieces,
+            "of_parameters": [-(-n // _PIECE) for n in blocks],
+            "bytes": [n for i, (a, b) in enumerate(pairwise(starts)) for n in (own[i], b - a - own[i])],
+        }
         counts = torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)
-        return {**super().scratch(state), "counts": counts, "groups": groups, "blocks": blocks}
+        on_device = {name: torch.tensor(n, dtype=torch.int64, device=state.device) for name, n in lengths.items()}
+        return {**super().scratch(state), "counts": counts, "groups": groups, **on_device}
 
     def check_uncompressed(self) -> None:
         if self.syncs is not None:
@@ -219,9 +229,12 @@ class ZeroOne(Adam):
 
 
 def _of_parameters(state: FlatState, sums: Tensor, counts: Tensor) -> Tensor:
-    """fp64 [parameters, 2]: both of every block added up, in the order of the blocks, the same on every rank."""
-    by_block = torch.stack([sums, counts], 1)[: state.layout.used_blocks].double()
-    return torch.segment_reduce(by_block, "sum", lengths=state.scratch["blocks"], initial=0)
+    """fp64 [parameters, 2]: both of every block added up, in one order, the same on every rank. A GPU gives a thread to
+    each piece, then to each parameter."""
+    found = torch.stack([sums, counts], 1)[: state.layout.used_blocks].double()
+    for lengths in ("pieces", "of_parameters"):  # unsafe: the host does not wait to check them
+        found = torch.segment_reduce(found, "sum", lengths=state.scratch[lengths], initial=0, unsafe=True)
+    return found
 
 
 def _floors(state: FlatState, totals: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor]:
@@ -235,9 +248,10 @@ def _floors(state: FlatState, totals: Tensor, bias2: Tensor, options: Options) -
 
 def _mark_floored(state: FlatState, live: Tensor) -> None:
     """A bit for all coordinates of a parameter that have a variance in any case."""
-    floored = state[ROOT_AT_ZERO.name] != 0
-    for i, start in enumerate((state.layout.offset // 8).tolist()):
-        live[start : start + -(-state.numels[i] // 8)].masked_fill_(floored[i], 255)
+    floored = (state[ROOT_AT_ZERO.name] != 0).to(torch.uint8) * 255
+    by_parameter = torch.stack([floored, torch.zeros_like(floored)], 1).view(-1)  # no bit for what fills blocks
+    start = int(state.layout.offset[0]) // 8
+    live[start:].bitwise_or_(by_parameter.repeat_interleave(state.scratch["bytes"], output_size=len(live) - start))
     free = state.free
     if free is not None:
         live.bitwise_and_(packed(free))

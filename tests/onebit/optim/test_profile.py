@@ -1,5 +1,7 @@
 """Profiles show what the passes and the network are doing, by name."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.profiler import profile
@@ -34,3 +36,48 @@ def test_a_pass_that_is_not_there_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no_such_pass"):
         kernels.backend(torch.device("cpu")).no_such_pass()
+
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+def operations(rank: int, size: int, kind: str, options: dict[str, Any], last: int) -> dict[str, list[dict[str, int]]]:
+    """Of each step of stage 2, but its first two and the last one in full precision, how often which operation ran."""
+    case = Case(kind, shapes=((70,), (3, 3), (0,), (300,)) * 5, options=options)
+    params, optimizer = started(case, 4, rank, size)
+    found: dict[str, list[dict[str, int]]] = {}
+    for step in range(5, last):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = g
+        kind_of_step = optimizer.setup.algorithm.kind(step) if optimizer.compressing else "full"
+        with profile() as recorded:
+            optimizer.step()
+        if step > 7:
+            found.setdefault(kind_of_step, []).append({e.key: e.count for e in recorded.key_averages()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "kinds"),
+    [
+        ("OneBitAdam", {"freeze_step": 5}, {"1 bit"}),
+        ("OneBitAdam", {"freeze_step": 50}, {"full"}),
+        ("OneBitLamb", {"freeze_step": 5}, {"1 bit"}),
+        ("OneBitLamb", {"freeze_step": 50}, {"full"}),
+        ("ZeroOneAdam", {"var_update_scaler": 3}, {"1 bit", "full"}),
+        (
+            "ZeroOneAdam",
+            {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 2},
+            {"local", "sync"},
+        ),
+    ],
+)
+def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind, options, kinds) -> None:
+    """What reads a value of the device; and `masked_fill_`, which marked one parameter after the other."""
+    for found in run_ranks(2, operations, kind, options, 15):
+        assert found.keys() >= kinds
+        for of_kind in found.values():
+            for counts in of_kind:
+                restores = counts.get("onebit.restore", 0)  # of which the CPU's reads its flag
+                assert sum(counts.get(name, 0) for name in WAITS) == restores
+                assert counts.get("aten::masked_fill_", 0) < 5
