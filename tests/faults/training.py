@@ -89,10 +89,8 @@ def digest(state: Any) -> str:
         if isinstance(value, Tensor):
             return f"{value.dtype} {tuple(value.shape)} {bits([value]).hex()}"
         if isinstance(value, dict):
-            return "".join(f"{key}: {text(value[key])}; " for key in sorted(value, key=str))
-        if isinstance(value, (list, tuple)):
-            return "".join(f"{text(item)}; " for item in value)
-        return repr(value)
+            return text([(key, value[key]) for key in sorted(value, key=str)])
+        return f"[{'; '.join(map(text, value))}]" if isinstance(value, (list, tuple)) else repr(value)
 
     return hashlib.sha256(text(state).encode()).hexdigest()
 

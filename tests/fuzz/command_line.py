@@ -8,7 +8,9 @@ import functools
 import io
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from onebit.cli import main as cli
@@ -55,7 +57,7 @@ class CommandLine:
             words.insert(0, command)
         kind = source.random()
         if kind < 0.1:
-            return _device(self._word(source))
+            return _outcome("device", CommandError, pick_device, self._word(source))
         return self._plot(self._word(source)) if kind < 0.12 else _main(words)
 
     def _word(self, source: Source) -> str:
@@ -68,14 +70,10 @@ class CommandLine:
         """Where a plot would go: a file that was not there is not left behind."""
         room = Path(self.room.name)
         before = os.listdir(room)
-        try:
-            check_plot(room / name.replace("/", "_"))
-        except ValueError:
-            return "plot, refused"
-        finally:
-            if os.listdir(room) != before:
-                raise AssertionError(f"{name!r} was left behind")
-        return "plot, accepted"
+        outcome = _outcome("plot", ValueError, check_plot, room / name.replace("/", "_"))
+        if os.listdir(room) != before:
+            raise AssertionError(f"{name!r} was left behind")
+        return outcome
 
 
 def _main(words: list[str]) -> str:
@@ -108,9 +106,9 @@ def _main(words: list[str]) -> str:
     return f"exit {code}"
 
 
-def _device(text: str) -> str:
+def _outcome(what: str, refusal: type[Exception], check: Callable[[Any], object], given: object) -> str:
     try:
-        pick_device(text)
-    except CommandError:
-        return "device, refused"
-    return "device, accepted"
+        check(given)
+    except refusal:
+        return f"{what}, refused"
+    return f"{what}, accepted"

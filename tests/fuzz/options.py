@@ -77,17 +77,13 @@ def _optimizer(source: Source) -> str:
     names |= _LAMB if kind is onebit.OneBitLamb else {}
     params = _parameters(source)
     optimizer = kind(params, **_drawn(source, names, pick(source, (0.0, 0.3))))
-    _steps(source, optimizer, params)
-    return "accepted"
-
-
-def _steps(source: Source, optimizer: Any, params: list[nn.Parameter]) -> None:
     for _ in range(int(source.integers(0, 4))):
         for p in params:
             p.grad = None if source.random() < 0.1 else torch.randn_like(p)
         optimizer.step()
     if optimizer.compressing:
         optimizer.diagnostics()
+    return "accepted"
 
 
 def _group(source: Source) -> str:
@@ -118,17 +114,13 @@ def _all_reduce(source: Source) -> str:
     few = (1, 7, [3, 5], [0, 4], 100, 0, -1, 10**400, 1.5, float("nan"), None, "x", b"", {}, [], [[]], [None], [2.0, 1])
     names = {name: _SENSIBLE[name] for name in ("scale", "norm", "block_size", "chunks")}
     average = onebit.CompressedAllReduce(pick(source, few), **_drawn(source, names, 0.2))
-    tensors = [torch.randn(n) for n in average.numels]
-    average(tensors)
+    average([torch.randn(n) for n in average.numels])
     return "accepted"
 
 
 def _layout(source: Source) -> str:
-    given = {
-        "block_size": pick(source, (32, 64, junk(source))),
-        "ranks": pick(source, (1, 2, junk(source))),
-        "chunks": pick(source, (1, 2, junk(source))),
-    }
+    sensible = {"block_size": (32, 64), "ranks": (1, 2), "chunks": (1, 2)}
+    given = {name: pick(source, (*values, junk(source))) for name, values in sensible.items()}
     layout = Layout([int(n) for n in source.integers(0, 2**37, size=3)], **given)
     form = Format(layout, pick(source, ("block", "tensor", junk(source))), pick(source, ("l1", junk(source))))
     if form.nbytes % 16 or (layout.shards[1:] <= layout.shards[:-1]).any():
