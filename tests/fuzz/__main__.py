@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.fuzz.command_line import CommandLine
-from tests.fuzz.options import Arguments
+from tests.fuzz.arguments import Arguments, CommandLine
 from tests.fuzz.states import Files, States
 from tests.fuzz.wire import Wire
 

@@ -124,6 +124,8 @@ def test_records_of_other_settings_have_other_names():
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_eager_step_is_1_bit_adam(ranks):
     """Against Algorithm 1 with one scale (l2) a message; every rank sends what this one does."""
+    numels = local_step.bert_large()
+    assert (len(numels), sum(numels)) == (302, 336_226_108)
     torch.manual_seed(0)
     params = [torch.randn(n, requires_grad=True) for n in (5, 40, 100)]
     for p in params:
@@ -133,24 +135,21 @@ def test_the_eager_step_is_1_bit_adam(ranks):
     m, e, server = torch.zeros(size), torch.zeros(size), torch.zeros(size // ranks)
     x = torch.cat([p.detach().clone() for p in params])
     g = torch.nn.functional.pad(torch.cat([p.grad for p in params]), (0, eager.padding))
+
+    def one_bit(values):
+        return values.square().mean().sqrt() * torch.where(values >= 0, 1.0, -1.0)
+
     for _ in range(3):
         c = 0.9 * m + 0.1 * g + e
-        sent = c.square().mean().sqrt() * torch.where(c >= 0, 1.0, -1.0)
-        e = c - sent
-        c = sent.view(ranks, -1).mean(0) + server
-        reply = c.square().mean().sqrt() * torch.where(c >= 0, 1.0, -1.0)
-        server = c - reply
+        e = c - one_bit(c)
+        reply = one_bit(one_bit(c).view(ranks, -1).mean(0) + server)
+        server = one_bit(c).view(ranks, -1).mean(0) + server - reply
         m = reply.repeat(ranks)
         x = x - 1e-3 * (m[: len(x)] / (1 + 1e-8) + 0.01 * x)
         eager.step()
     torch.testing.assert_close(torch.cat([p.detach() for p in params]), x)
     torch.testing.assert_close(eager.exp_avg, m)
     torch.testing.assert_close(eager.residual, e)
-
-
-def test_bert_large_has_302_parameters():
-    numels = local_step.bert_large()
-    assert (len(numels), sum(numels)) == (302, 336_226_108)
 
 
 @pytest.mark.gpu

@@ -75,20 +75,6 @@ def test_what_takes_the_steps_of_another_is_not_trained_again():
     assert "torchft" not in report.finishes({r.variant: r for r in rows(SLOW) if r.variant != "torchft-sync"}, found)
 
 
-def test_the_common_loss_is_what_every_method_in_step_reaches():
-    found = runs({"fp32": 2.20, "powersgd-1-soon": 2.40, "zero-one": 2.21, "adam-2": 2.30, "diloco": 2.6})
-    assert report.common_loss(found) == 2.40
-    group = {r.variant: r for r in rows(SLOW)}
-    finishes = report.finishes(group, found)
-    assert finishes["fp32"].common == finishes["fp32"].near == STEPS * 8.0  # 3.1 after half of the steps
-    assert finishes["diloco"].common is None and finishes["adam-2"].near is None
-    full = report.steps_by_row("zero-one", FREEZE, STEPS)["zero-one-full"]
-    assert finishes["zero-one"].near == pytest.approx(full * 4.0 + (STEPS - full) * 0.5)
-    soon = FREEZE // 7
-    assert finishes["powersgd-1-soon"].run == pytest.approx(soon * 8.0 + (STEPS - soon) * 0.5)
-    assert report.finishes({}, found) == {}
-
-
 def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_path):
     pytest.importorskip("matplotlib")
     record = Record(record_path(tmp_path, "narrow", 2))

@@ -9,7 +9,7 @@ import pytest
 from onebit.kernels.tuning import tuner
 from perf.kernels import machine_code, prediction, static_account
 from perf.kernels.machine_code import BARRIER, CACHE, MEMORY, Instruction, cycles, instructions, whole_block_path
-from perf.kernels.prediction import DEVICES, Times, predicted
+from perf.kernels.prediction import DEVICES
 from perf.kernels.static_account import Row, accesses, occupancy, worse
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +28,9 @@ PTX = """
 """
 
 
-def test_accesses_are_counted_by_width():
+def test_accesses_by_width_and_occupancy_are_counted():
     assert accesses(PTX, "ld") == {"16": 2, "8": 1}
     assert accesses(PTX, "st") == {"8": 1, "1": 2}
-
-
-def test_occupancy():
     for registers, warps, shared, expected in (
         (32, 8, 0, 1.0),
         (33, 8, 0, 0.75),  # 33 * 32 is rounded up to 1280: 6 programs
@@ -97,18 +94,6 @@ def test_the_record_holds_every_kernel_and_no_spill_and_the_documentation_what_i
     assert prediction.table(record) in (ROOT / "docs/performance.md").read_text()
 
 
-def test_instructions_waits_and_room_count():
-    assert Times(1.0, 0.0, 0.0).percent == 100
-    assert Times(1.0, 1.0, 0.0).percent == pytest.approx(100 * 2**-0.25)
-    assert Times(1.0, 0.5, 3.0).limit == "waiting"
-    usual = predicted([ROW], H100)
-    assert usual.bytes == pytest.approx(4 / H100.copy)
-    assert predicted([replace(ROW, instructions_per_element=60.0)], H100).issue == pytest.approx(2 * usual.issue)
-    assert predicted([replace(ROW, occupancy=0.5)], H100).waiting == pytest.approx(2 * usual.waiting)
-    assert predicted([ROW, ROW], H100).issue == pytest.approx(2 * usual.issue)  # two launches, one pass
-    assert predicted([ROW, ROW], H100).bytes == usual.bytes
-
-
 def test_the_command_prints_a_row_for_each_pass(tmp_path, capsys):
     rows = [replace(ROW, variant=variant) for variant in ("fp32", "bf16")]
     record = {"versions": {"triton": "3.7.1"}, "rows": [asdict(row) for row in rows]}
@@ -158,15 +143,12 @@ def names(path):
     return [each.name for each in path]
 
 
-def test_instructions_are_read_with_their_guards_and_targets():
+def test_instructions_are_read_with_their_guards_targets_and_registers():
     code = instructions(BRANCH)
     assert "NOP" not in names(code)
     assert code[4] == Instruction(0x40, "!P0", "BRA", "0x80")
     assert code[4].target == 0x80 and code[5].target is None
     assert code[6].bytes == 16 and code[8].bytes == 4 and code[10].bytes == 0
-
-
-def test_what_an_instruction_reads_and_writes():
     for text, written, read in (
         ("LDG.E.128 R12, desc[UR4][R6.64+0x10]", {"R12", "R13", "R14", "R15"}, {"R6", "R7", "UR4"}),
         ("STG.E.64 desc[UR4][R6.64], R20", set(), {"R6", "R7", "UR4", "R20", "R21"}),
