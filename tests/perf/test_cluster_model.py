@@ -14,7 +14,7 @@ from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
 from perf import plots
 from perf.all_reduce.measure import ONE_BIT, TWO_LEVELS, Row
 from perf.cluster import comparison, delays, nodes, papers
-from perf.cluster.papers import ADAM_TABLE, BAND, LAMB_TABLE, LARGE_ERROR, PROFILES, median_error
+from perf.cluster.papers import ADAM_TABLE, BAND, LAMB_TABLE, LARGE_ERROR, PROFILES, Compared, median_error
 from perf.cluster.report import page
 from perf.lab.rates import PAYLOAD
 from perf.records import RESULTS
@@ -58,6 +58,13 @@ def test_the_papers_all_reduces_and_speed_ups_are_predicted():
     assert papers.end_to_end(3.0, papers.WARMUP_512) == pytest.approx(2.2, abs=0.05)
 
 
+def test_fitted_rows_do_not_count_and_rows_of_one_cluster_count_once():
+    rows = [Compared("a", 1, 1, fitted=True), Compared("b", 3, 2), Compared("c", 1, 2)]
+    assert [row.error for row in rows] == [0, 0.5, -0.5] and median_error(rows) == 0.5
+    (one,) = papers.counted_once([Compared(f"x, batch {i}", 10, found) for i, found in enumerate((8, 10, 20))])
+    assert one.measured == 10 and one.error == 0
+
+
 ABOUT = {"device": "Some CPU", "cpu_count": 1, "load_before": 0.1, "measured": "2026-01-01", "repeats": 2}
 
 
@@ -75,6 +82,16 @@ def lab_record(slower=1.0):
     ]
     found = {"pass_bytes_per_s": {"2": rates}, "latency_s": comparison.latency(rows)}
     return ABOUT | found | {"rows": [asdict(row) for row in rows]}
+
+
+def test_the_lab_is_compared_with_the_least_of_its_calls():
+    record = lab_record(slower=1.25)
+    assert record["latency_s"] == pytest.approx(1e-4)  # two messages one after the other
+    rows = comparison.compare(json.loads(json.dumps(record)))
+    assert [row.what.partition(":")[0] for row in rows] == [ONE_BIT, "fp32", "fp16"]
+    assert [row.error for row in rows] == pytest.approx([-0.2, 0, 0])
+    more_cores = comparison.compare(record | {"cpu_count": 2})
+    assert more_cores[0].predicted < rows[0].predicted and more_cores[1].predicted == rows[1].predicted
 
 
 def test_a_median_error_above_its_target_is_an_error_with_check(tmp_path, capsys, monkeypatch):
