@@ -1,13 +1,7 @@
-"""Every kill point, phase and stage: a line each, and a summary. Minutes; the lab needs root on Linux.
+"""Every kill point, phase and stage, each followed by a restart from the last checkpoint: python -m tests.faults
 
-python -m tests.faults
-python -m tests.faults --launchers ranks,torchrun --repeat 3
-
-Each fault is followed by a restart from the last checkpoint.
-
-ranks       processes of `tests.ranks`, forked from a server that has imported all there is: a second or two each
-torchrun    one torchrun for both: it sees the ranks fail, and starts all of them again
-lab         hosts of the network lab, for faults of the network: a link goes down, the ranks are started again
+Ranks are those of `tests.ranks`; of torchrun, which sees them fail and starts all of them again; or on hosts of the
+network lab (root on Linux), for faults of the network: a link goes down, and the ranks are started again.
 """
 
 from __future__ import annotations
@@ -68,26 +62,23 @@ class Outcome:
 
     def __str__(self) -> str:
         """The phase that each survivor named, and after how long."""
-        named = [
-            f"{rank}: nothing" if r is None else f"{rank}: {r.error.partition(' did not end')[0]}, {r.seconds:.1f} s"
-            for rank, r in self.survivors.items()
-        ]
-        return "; ".join(named)
+        named = {k: (r.error.partition(" did not end")[0], r.seconds) if r else None for k, r in self.survivors.items()}
+        return "; ".join(f"{rank}: {of[0]}, {of[1]:.1f} s" if of else f"{rank}: nothing" for rank, of in named.items())
 
 
 def combinations(launchers: tuple[str, ...]) -> Iterator[Combination]:
     """Every point of both stages, for each way to fail and each optimizer; torchrun gets four of them, the lab those of
     one level."""
     victims = itertools.cycle(range(3))
-    if "ranks" in launchers:
-        for how, kind, point in itertools.product(("kill", "stop"), OPTIMIZERS, range(len(POINTS))):
-            yield Combination("ranks", kind, Fault(how, point, next(victims)))
-    if "torchrun" in launchers:
-        for how, point in itertools.product(("kill", "stop"), (1, 5)):
-            yield Combination("torchrun", OPTIMIZERS[point % 2], Fault(how, point, next(victims)))
-    if "lab" in launchers:
-        for point in (i for i, at in enumerate(POINTS) if at.each == 1):
-            yield Combination("lab", OPTIMIZERS[point % 2], Fault("cut", point, next(victims)))
+    of_one_level = [i for i, at in enumerate(POINTS) if at.each == 1]
+    plans = {
+        "ranks": itertools.product(("kill", "stop"), OPTIMIZERS, range(len(POINTS))),
+        "torchrun": ((how, OPTIMIZERS[point % 2], point) for how in ("kill", "stop") for point in (1, 5)),
+        "lab": (("cut", OPTIMIZERS[point % 2], point) for point in of_one_level),
+    }
+    for launcher in (name for name in plans if name in launchers):
+        for how, kind, point in plans[launcher]:
+            yield Combination(launcher, kind, Fault(how, point, next(victims)))
 
 
 @functools.cache
@@ -122,8 +113,7 @@ def _arguments(kind: str, folder: str | Path, fault: Fault, strikes: bool = True
 
 
 def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
-    """It ends all ranks as soon as it sees that one has failed. It checks every three seconds, so that the others can
-    still write their errors."""
+    """It ends all ranks when it sees that one has failed, three seconds later: the others still write their errors."""
     options = ["--standalone", f"--nproc-per-node={fault.at.ranks}", "--max-restarts=1", "--monitor-interval=3"]
     if "--shutdown-timeout" in get_args_parser().format_help():
         options.append("--shutdown-timeout=1")  # for a stopped rank, which SIGTERM does not end

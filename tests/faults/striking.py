@@ -113,12 +113,7 @@ class Striking(Watched):
     """Calls `strike` at one moment of step `due`. root: what it was split from, whose step counts."""
 
     def __init__(
-        self,
-        group: Any,
-        at: Point | None = None,
-        due: int = 0,
-        strike: Callable[[], None] = bool,
-        root: Striking | None = None,
+        self, group: Any, at: Any = None, due: int = 0, strike: Any = bool, root: Striking | None = None
     ) -> None:
         super().__init__(group)
         self._at, self._due, self._strike, self._root = at, due, strike, root or self

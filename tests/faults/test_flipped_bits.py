@@ -1,9 +1,4 @@
-"""A bit that flips on the wire: where ranks then hold different bits the next check finds it, elsewhere nothing can.
-
-in the all-gather, on its way to one rank      that rank moves otherwise: found
-in stage 1's all-reduce, at one rank           found
-in the all-to-all, or in a residual            one wrong number, the same for every rank: not found
-"""
+"""A bit that flips on the wire: where ranks then hold different bits the next check finds it, elsewhere nothing can."""
 
 from __future__ import annotations
 

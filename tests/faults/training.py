@@ -1,5 +1,4 @@
-"""A short training run of three ranks, or of two nodes of two, that saves as it goes and, started again, goes on from
-what was saved last.
+"""A short run of three ranks, or of two nodes of two, that saves as it goes and, started again, goes on from there.
 
 python -m torch.distributed.run --nproc-per-node 3 -m tests.faults.training FOLDER OneBitAdam --fault kill,4,1
 """
@@ -46,7 +45,8 @@ class Raised:
 
 def train(case: Case, transport: Striking, folder: Path) -> str:
     """From the last checkpoint to the end: a digest of all that this rank then holds."""
-    params, done = case.parameters(), last_saved(folder)
+    params, latest = case.parameters(), folder / "latest"
+    done = int(latest.read_text()) if latest.exists() else 0
     if done:
         params = [nn.Parameter(torch.randn_like(p)) for p in params]
     optimizer, model = case.build(params, transport), nn.ParameterList(params)
@@ -58,7 +58,8 @@ def train(case: Case, transport: Striking, folder: Path) -> str:
         if step % SAVE_EVERY == 0:
             onebit.save(folder / f"step-{step}", model, optimizer)
             if transport.rank == 0:
-                write_latest(folder, step)
+                (folder / "latest.new").write_text(str(step))
+                os.replace(folder / "latest.new", folder / "latest")
     return digest({"params": params, "state": optimizer.state_dict()})
 
 
@@ -70,18 +71,6 @@ def train_until_raised(case: Case, transport: Striking, folder: Path) -> Raised:
     return Raised("", 0.0)
 
 
-def last_saved(folder: Path) -> int:
-    """The step of the last checkpoint that was completed; 0 if there is none."""
-    latest = folder / "latest"
-    return int(latest.read_text()) if latest.exists() else 0
-
-
-def write_latest(folder: Path, step: int) -> None:
-    new = folder / "latest.new"
-    new.write_text(str(step))
-    os.replace(new, folder / "latest")
-
-
 def digest(state: Any) -> str:
     """Of every key, number and bit."""
 
@@ -89,10 +78,8 @@ def digest(state: Any) -> str:
         if isinstance(value, Tensor):
             return f"{value.dtype} {tuple(value.shape)} {bits([value]).hex()}"
         if isinstance(value, dict):
-            return "".join(f"{key}: {text(value[key])}; " for key in sorted(value, key=str))
-        if isinstance(value, (list, tuple)):
-            return "".join(f"{text(item)}; " for item in value)
-        return repr(value)
+            return text([(key, value[key]) for key in sorted(value, key=str)])
+        return f"[{'; '.join(map(text, value))}]" if isinstance(value, (list, tuple)) else repr(value)
 
     return hashlib.sha256(text(state).encode()).hexdigest()
 

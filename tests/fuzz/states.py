@@ -1,14 +1,25 @@
-"""State dicts changed in a few places: refused, with the optimizer as it was bit for bit, or loaded and going on."""
+"""State dicts and files of checkpoints, changed in a few places: refused, with the optimizer as it was bit for bit, or
+loaded and going on. Changed files are refused unless their checksums were made to fit.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 import onebit
-from tests.checkpoints import Run
-from tests.fuzz.mutate import ERRORS, Source, junk, mutate, pick
+from onebit.checkpoint.files import INDEX, MANIFEST
+from tests import checkpoints
+from tests.checkpoints import Run, forge, put_manifest
+from tests.fuzz.mutate import ERRORS, Source, junk, mutate, mutated_bytes, pick
 from tests.onebit.runs import Case, adamw_state, bits, snapshot
 
 AUTO = {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5}
@@ -24,6 +35,7 @@ CASES = [
         ("float32", {"reply": "direct"}, ({},)),
     )
 ]
+_FORGED = 0.25  # of the cases: the other files are found by their checksums, which is quick
 
 
 class States:
@@ -44,14 +56,9 @@ class States:
             mutate(source, state)
         if source.random() < 0.1:
             return self._merged(source, run, state)
-        before = mark(run)
-        try:
-            run.optimizer.load_state_dict(state)
-        except ERRORS as error:
-            if mark(run) != before:
-                raise AssertionError(f"refused ({error}), and something has changed") from error
+        if refused := refused_with(run, partial(run.optimizer.load_state_dict, state)):
             self.runs[which] = run
-            return f"load, {type(error).__name__}"
+            return f"load, {refused}"
         run.optimizer.state_dict()
         goes_on(run)
         return "load, accepted"
@@ -63,6 +70,67 @@ class States:
         except ERRORS as error:
             return f"merge, {type(error).__name__}"
         return "merge, accepted"
+
+
+class Files:
+    def __init__(self) -> None:
+        logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
+        self.room = tempfile.TemporaryDirectory()
+        self.saved = []
+        for i, steps in ((0, 4), (5, 1), (6, 4)):
+            folder = Path(self.room.name) / str(i)
+            Run(CASES[i], steps).save(folder)
+            self.saved.append((CASES[i], folder))
+        self.runs: dict[tuple[Path, int], Run] = {}
+
+    def case(self, source: Source) -> str:
+        case, folder = pick(source, self.saved)
+        which = folder, int(source.integers(5))
+        run = self.runs.pop(which, None) or Run(case.but(seed=1), which[1])
+        kept = folder.with_suffix(".kept")
+        shutil.copytree(folder, kept)
+        try:
+            how = self._change(source, folder)
+            if refused := refused_with(run, partial(run.load, folder)):
+                self.runs[which] = run
+                return f"{how}, {refused}"
+        finally:
+            shutil.rmtree(folder)
+            kept.rename(folder)
+        if how == "damaged":
+            raise AssertionError("damage was not found")
+        goes_on(run)
+        return f"{how}, accepted"
+
+    def _change(self, source: Source, folder: Path) -> str:
+        if source.random() >= _FORGED:
+            path = pick(source, checkpoints.written_files(folder))
+            path.write_bytes(mutated_bytes(source, path.read_bytes()))
+            return "damaged"
+        what = pick(source, (MANIFEST, INDEX, INDEX, "content"))
+        if what == "content":
+            name = pick(source, [path.name for path in checkpoints.written_files(folder) if path.name != MANIFEST])
+            forge(folder, name, mutated_bytes(source, (checkpoints.data(folder) / name).read_bytes()))
+            return "forged"
+        changed: Any = checkpoints.manifest(folder) if what == MANIFEST else checkpoints.index(folder)
+        mutate(source, changed, json=True)
+        if what == MANIFEST:
+            put_manifest(folder, changed)
+        else:
+            forge(folder, INDEX, json.dumps(changed).encode())
+        return "forged"
+
+
+def refused_with(run: Run, load: Callable[[], object]) -> str:
+    """The name of the error of a load that is refused, and has changed nothing."""
+    before = mark(run)
+    try:
+        load()
+    except ERRORS as error:
+        if mark(run) != before:
+            raise AssertionError(f"refused ({error}), and something has changed") from error
+        return type(error).__name__
+    return ""
 
 
 def goes_on(run: Run) -> None:

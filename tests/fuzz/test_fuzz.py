@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.fuzz import __main__ as command
-from tests.fuzz.driver import TARGETS, Fuzzer
+from tests.fuzz.__main__ import TARGETS, Fuzzer
 from tests.fuzz.mutate import Source
 
 CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400}
@@ -40,11 +40,7 @@ def test_the_command_names_what_was_wrong_and_where_a_process_ended(
     for given, status, text in (
         ("--cases 9 --jobs 2", 0, "9 cases in "),
         ("--cases 29 --jobs 1 --only wire", 1, "--only wire --seed 0 --first 26 --cases 1):\nTrace"),
-        (
-            "--first 29 --cases 1 --only wire",
-            1,
-            "--first 29 --cases 1) ended the process, exit code 9",
-        ),
+        ("--first 29 --cases 1 --only wire", 1, "--first 29 --cases 1) ended the process, exit code 9"),
     ):
         monkeypatch.setattr(sys, "argv", ["fuzz", *given.split()])
         assert command.main() == status

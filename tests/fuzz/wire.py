@@ -79,7 +79,7 @@ class Wire:
         pointers, hyper = Pointers.to(self.layout, params.tensors), hyper_table([Hyper(lr=0.1, weight_decay=decay)])
         cpu.adam_update(span, pointers, d.tensors[0], self.messages, master=None, hyper=hyper)
         if self.moderate:
-            x, hypers = before[self._part()], [oracle.Hyper(0.1, weight_decay=decay)]
+            x, hypers = before[self.plan.part(self.chunk, 0, 1)], [oracle.Hyper(0.1, weight_decay=decay)]
             (new,) = oracle.onebit_adam_update([x], [self._values()], [d.tensors[0].double().numpy()], hypers)
             self._compare(self._flat(params), before, np.where(self._flagged(), x, new), exact=False)
         params.check()
@@ -101,9 +101,6 @@ class Wire:
             np.testing.assert_allclose(out.scales(0, shard).numpy(), expected, rtol=1e-4, atol=1e-5)
         kept.check()
 
-    def _part(self) -> slice:
-        return self.plan.part(self.chunk, 0, 1)
-
     def _values(self) -> np.ndarray:
         """Of the chunk's elements."""
         return values_of(self.messages, self.plan, self.chunk * self.plan.ranks)
@@ -118,7 +115,7 @@ class Wire:
 
     def _compare(self, found: np.ndarray, before: np.ndarray, values: np.ndarray, exact: bool) -> None:
         """Elements of the chunk are `values`, all others what they were."""
-        expected, part = before.copy(), self._part()
+        expected, part = before.copy(), self.plan.part(self.chunk, 0, 1)
         expected[part] = np.where(self.plan.valid[part], values, before[part])
         if exact:
             np.testing.assert_array_equal(found, expected)
@@ -142,8 +139,7 @@ def _messages(source: Source, form: Format, shards: list[Span], copies: int) -> 
         bit = int(source.integers(128))
         if bit != 32:  # the flag itself
             messages.buffer[int(source.integers(rows)), bit // 8] ^= 1 << bit % 8
-    words = messages.header.tolist()
-    good = all((m, 0, f, b) == form.header and flag in (0, 1) for m, flag, f, b in words)
+    good = all((m, 0, f, b) == form.header and flag in (0, 1) for m, flag, f, b in messages.header.tolist())
     return messages, good
 
 

@@ -3,42 +3,52 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from perf.lab.delay import WrongLink
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.network import NetworkLab
 from tests.perf.hosts import PREAMBLE
 
 
+@contextlib.contextmanager
+def built(hosts: int, **options: Any) -> Iterator[NetworkLab]:
+    """Skips where none can be built; a lab whose links are wrong is a failure."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lab = stack.enter_context(NetworkLab(hosts, **options))
+        except WrongLink:
+            raise
+        except LabUnavailable as why:
+            pytest.skip(str(why))
+        yield lab
+
+
 @pytest.fixture(scope="session")
 def lab_available() -> None:
-    """Skips where no lab can be built."""
-    try:
-        with NetworkLab(2):
-            pass
-    except LabUnavailable as why:
-        pytest.skip(str(why))
+    with built(2):
+        pass
+
+
+@pytest.fixture(scope="session")
+def delay_available(lab_available: None) -> None:
+    with built(2, rtt="20ms"):
+        pass
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[NetworkLab]:
-    yield from _built(NetworkLab(hosts=3, rate="100mbit"))
+    with built(hosts=3, rate="100mbit") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[NetworkLab]:
     """Two hosts of two ranks."""
-    yield from _built(NetworkLab(hosts=2, rate="100mbit", each=2))
-
-
-def _built(lab: NetworkLab) -> Iterator[NetworkLab]:
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lab)
-        except LabUnavailable as why:
-            pytest.skip(str(why))
-        yield lab
+    with built(hosts=2, rate="100mbit", each=2) as made:
+        yield made
 
 
 @pytest.fixture

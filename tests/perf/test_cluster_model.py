@@ -45,29 +45,27 @@ def test_presets_are_what_the_fitted_rows_give():
     assert len(used) == 3 and all(abs(row.error) < 0.003 for row in used)
 
 
-def test_the_papers_all_reduces_are_predicted():
-    assert median_error(REDUCES) <= BAND["papers"]
-    assert median_error([row for row in REDUCES if row.what.startswith(LAMB_TABLE)]) <= BAND["papers"]
-    assert median_error(papers.counted_once(REDUCES)) <= BAND["papers"]
+def test_the_papers_all_reduces_and_speed_ups_are_predicted():
+    of_lamb = [row for row in REDUCES if row.what.startswith(LAMB_TABLE)]
+    stage_2 = [row for row in SPEED_UPS if row.what.endswith("stage 2")]
+    for rows in (REDUCES, of_lamb, papers.counted_once(REDUCES), stage_2):
+        assert median_error(rows) <= BAND["papers"]
     for row in REDUCES:
         assert bool(row.note) == (abs(row.error) > LARGE_ERROR), row
-
-
-def test_the_papers_speed_ups_are_predicted():
-    stage_2 = [row for row in SPEED_UPS if row.what.endswith("stage 2")]
     assert [row.measured for row in stage_2] == [5.48, 6.17, 4.5, 3.0]
-    assert median_error(stage_2) <= BAND["papers"] and all(abs(row.error) <= BAND["papers"] for row in SPEED_UPS)
+    assert all(abs(row.error) <= BAND["papers"] for row in SPEED_UPS)
     assert papers.end_to_end(4.5, 1000 / 5993) == pytest.approx(2.8, abs=0.05)  # the paper's own arithmetic
     assert papers.end_to_end(3.0, papers.WARMUP_512) == pytest.approx(2.2, abs=0.05)
 
 
 def test_fitted_rows_do_not_count_and_rows_of_one_cluster_count_once():
-    rows = [Compared("a", 1, 1, fitted=True), Compared("b", 3, 2)]
-    rows += [Compared("c", 1, 2), Compared("d", 2, 2, fitted=True)]
-    assert [row.error for row in rows] == [0, 0.5, -0.5, 0] and median_error(rows) == 0.5
-    rows = [Compared(f"x, batch {i}", 10, measured) for i, measured in enumerate((8, 10, 20))]
-    (one,) = papers.counted_once(rows)
+    rows = [Compared("a", 1, 1, fitted=True), Compared("b", 3, 2), Compared("c", 1, 2)]
+    assert [row.error for row in rows] == [0, 0.5, -0.5] and median_error(rows) == 0.5
+    (one,) = papers.counted_once([Compared(f"x, batch {i}", 10, found) for i, found in enumerate((8, 10, 20))])
     assert one.measured == 10 and one.error == 0
+
+
+ABOUT = {"device": "Some CPU", "cpu_count": 1, "load_before": 0.1, "measured": "2026-01-01", "repeats": 2}
 
 
 def lab_record(slower=1.0):
@@ -82,9 +80,8 @@ def lab_record(slower=1.0):
         Row(2, "1gbit", 2**23, "fp32", 9.0, (cluster.all_reduce(2**25), 9.0)),
         Row(2, "1gbit", 2**23, "fp16", 9.0, (cluster.all_reduce(2**24), 9.0)),
     ]
-    about = {"device": "Some CPU", "cpu_count": 1, "load_before": 0.1, "measured": "2026-01-01", "repeats": 2}
     found = {"pass_bytes_per_s": {"2": rates}, "latency_s": comparison.latency(rows)}
-    return about | found | {"rows": [asdict(row) for row in rows]}
+    return ABOUT | found | {"rows": [asdict(row) for row in rows]}
 
 
 def test_the_lab_is_compared_with_the_least_of_its_calls():
@@ -97,12 +94,8 @@ def test_the_lab_is_compared_with_the_least_of_its_calls():
     assert more_cores[0].predicted < rows[0].predicted and more_cores[1].predicted == rows[1].predicted
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
+def test_a_median_error_above_its_target_is_an_error_with_check(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plots, "draw_if_possible", lambda draw: None)
-
-
-def test_a_median_error_above_its_target_is_an_error_with_check(undrawn, tmp_path, capsys):
     arguments = [f"--out={tmp_path}", f"--page={tmp_path / 'docs' / 'page.md'}"]
     for slower, status, verdict in ((1.0, 0, "met"), (2.0, 1, "missed")):
         (tmp_path / "cluster_model-lab-some-cpu.json").write_text(json.dumps(lab_record(slower)))
@@ -131,24 +124,18 @@ def nodes_record(slower=1.0):
         for elements, (chunks, mean) in means.items()
     ]
     shape = {"pass_bytes_per_s": rates, "latency_s": 1e-4, "rows": [asdict(row) for row in rows]}
-    about = {"device": "Some CPU", "cpu_count": 2, "load_before": 0.1, "measured": "2026-01-01", "repeats": 2}
-    return about | {"shapes": {"2x4": shape}}
+    return ABOUT | {"cpu_count": 2, "shapes": {"2x4": shape}}
 
 
-def test_hosts_of_several_ranks_are_compared_by_what_smaller_calls_say_of_a_host():
+def test_hosts_of_several_ranks_are_compared_by_what_smaller_calls_say_of_a_host(tmp_path):
     rows = nodes.compare(json.loads(json.dumps(nodes_record(slower=1.25))))
     assert [row.what.partition(":")[0] for row in rows] == [ONE_BIT, TWO_LEVELS]
     assert [row.error for row in rows] == pytest.approx([0, -0.2])
     assert rows[1].predicted < rows[0].predicted
-
-
-def test_hosts_of_several_ranks_have_a_page_and_plots_are_drawn(tmp_path):
     (tmp_path / "cluster_model-nodes-some-cpu.json").write_text(json.dumps(nodes_record()))
     where = tmp_path / "page.md"
     assert comparison.main([f"--out={tmp_path}", f"--page={where}", "--check"]) == 0
-    text = where.read_text()
-    assert "Hosts of several ranks in the network lab: Some CPU" in text
-    assert "| 1 bit, two levels: 2 x 4, 100mbit, 8,388,608 elements |" in text
+    assert "| 1 bit, two levels: 2 x 4, 100mbit, 8,388,608 elements |" in where.read_text()
     pytest.importorskip("matplotlib")
     for name in ("papers", "plan", "nodes-some-cpu"):
         assert (tmp_path / f"cluster_model-{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -157,10 +144,8 @@ def test_hosts_of_several_ranks_have_a_page_and_plots_are_drawn(tmp_path):
 def test_the_page_is_up_to_date():
     """docs/cluster_model.md is what the command writes from the model, the tables and the records as they are."""
     where, out = ROOT / comparison.PAGE, ROOT / RESULTS
-    labs = comparison.lab_records(out)
-    assert where.read_text() == page(REDUCES, SPEED_UPS, labs, where, out, delays.compared(out)), (
-        "run python -m perf.cluster"
-    )
+    made = page(REDUCES, SPEED_UPS, comparison.lab_records(out), where, out, delays.compared(out))
+    assert where.read_text() == made, "run python -m perf.cluster"
 
 
 def test_passes_are_measured():
@@ -197,7 +182,8 @@ def test_links_with_a_delay_are_predicted():
     assert median_error(links[delays.WITHOUT]) <= BAND["lab"]
 
 
-def test_errors_with_a_delay_are_printed(undrawn, tmp_path, capsys):
+def test_errors_with_a_delay_are_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "draw_if_possible", lambda draw: None)
     record, lab = lab_record(), tmp_path / delays.LAB
     lab.write_text(json.dumps(record))
     far = [{**row, "rate": "1gbit+10ms"} for row in record["rows"]]

@@ -1,17 +1,37 @@
-"""The commands of perf: a bad command line, or what can't be measured here, is one clear error before any work."""
+"""The commands of perf, `make bench` and perf/gpu.sh: what cannot be is one clear error before any work, and the
+targets that sections reach.
+"""
+
+import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from perf import bench
 from perf.all_reduce import benchmark as all_reduce
+from perf.bench import Section, of_kernels, of_targets
 from perf.cluster import comparison
 from perf.convergence import study
 from perf.kernels import benchmark as kernels
 from perf.lab import demo, network
 from perf.lab.namespaces import LabUnavailable
 from perf.methods import command as methods
+from perf.summary import summary
+from perf.targets import Limit, Target, as_json
 from perf.train_step import benchmark as train_step
 from perf.train_step import volume
+from tests.limits import HUNG
+from tests.test_structure import ROOT
+
+WRITES = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
+(folder / "fresh.json").write_text(json.dumps({"targets": [
+    {"what": "as fast", "needed": 4.0, "reached": 4.0}, {"what": "as small", "needed": 28.0, "reached": 27.9}]}))
+"""
 
 
 @pytest.mark.parametrize(
@@ -83,20 +103,135 @@ def test_what_cannot_be_done_is_one_error(main, arguments, says, tmp_path, monke
 @pytest.mark.parametrize("of", [all_reduce, train_step])
 def test_folders_labs_and_links_of_benchmarks_of_the_network(of, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(of, "run_lab", lambda *_: pytest.fail("it measured"))
-        assert of.main(["--lab", f"--out={tmp_path / 'file'}"]) == 2
-    assert "is no folder to write to" in capsys.readouterr().err
 
     def unavailable():
         raise LabUnavailable("the network lab needs Linux, not darwin: run it there, as root")
 
     monkeypatch.setattr(network, "check_available", unavailable)
-    assert of.main(["--lab", f"--out={tmp_path}"]) == 2
-    assert "error: the network lab needs Linux" in capsys.readouterr().err
+    for folder, says in ("file", "is no folder to write to"), (".", "error: the network lab needs Linux"):
+        assert of.main(["--lab", f"--out={tmp_path / folder}"]) == 2
+        assert says in capsys.readouterr().err
     shared = ["--lab", "--rates=100mbit,1gbit,unshaped"]
     assert of.parse_arguments(shared).rates == ["100mbit", "1gbit", "unshaped"]
     assert of.parse_arguments([*shared, "--rtt=50ms"]).rates == ["100mbit+50ms", "1gbit+50ms", "unshaped+50ms"]
     links = of.parse_arguments([*shared, "--rtt=50ms,none,2.5ms"]).rates
     assert links == ["100mbit+50ms", "1gbit", "unshaped+2.5ms"]
     assert train_step.parse_arguments(["--lab", "--rtt=1ms"]).share == 0
+
+
+@pytest.fixture
+def sections(monkeypatch, tmp_path):
+    """A function that has `bench` run these scripts as its sections."""
+
+    def use(**scripts):
+        made = []
+        for name, script in scripts.items():
+            (tmp_path / f"{name}.py").write_text(script)
+            made.append(Section(name, name.title(), (name,), 60, of_targets))
+        monkeypatch.setattr(bench, "SECTIONS", tuple(made))
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return use
+
+
+def test_targets_are_read_from_the_record_that_a_section_writes(sections, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old.json").write_text('{"targets": [{"what": "old", "needed": 1, "reached": 0}]}')
+    sections(network=WRITES)
+    assert bench.main(["--out", str(out)]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.startswith("network ")]
+    assert rows == ["network times as fast 4 4.0 met", "network times as small 28 27.9 missed"]
+    record = json.loads((out / "bench.json").read_text())
+    assert [(t["measured"], t["met"]) for t in record["targets"]] == [(4.0, True), (27.9, False)]
+    assert record["missing"] == {}
+    assert bench.main(["--out", str(out), "--check"]) == 1
+
+
+def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(sections, tmp_path, capsys, monkeypatch):
+    sections(first="import sys; sys.exit(2)", second=WRITES)
+    assert bench.main(["--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "first      not measured: it cannot run here" in text and "4.0  met" in text
+    assert bench.main(["--out", str(tmp_path), "--check"]) == 1
+    sections(first=WRITES, second="import sys; sys.exit(1)")
+    assert bench.main(["--out", str(tmp_path)]) == 1
+    assert "second     not measured: it failed (exit status 1)" in capsys.readouterr().out
+    assert bench.main(["--out", str(tmp_path), "--only", "first"]) == 0
+    sections(slow="import time; time.sleep(60)")
+    monkeypatch.setattr(bench, "SECTIONS", (Section("slow", "Slow", ("slow",), 1, of_targets),))
+    assert bench.main(["--out", str(tmp_path)]) == 1
+    assert "stopped after 1 s" in capsys.readouterr().out
+
+
+def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sections, tmp_path, monkeypatch):
+    def found():
+        return [t["section"] for t in json.loads((tmp_path / "bench.json").read_text())["targets"]]
+
+    sections(first=WRITES, second=WRITES)
+    assert bench.main(["--out", str(tmp_path)]) == 0 and found() == ["first"] * 2 + ["second"] * 2
+    assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2 + ["first"] * 2
+    monkeypatch.setattr(bench, "cpu_name", lambda: "another")
+    assert bench.main(["--out", str(tmp_path), "--only", "second"]) == 0 and found() == ["second"] * 2
+
+
+def test_make_bench_runs_sections_that_read_the_records_that_are_kept():
+    kernels = json.loads((ROOT / "perf/results/amd-epyc.json").read_text())
+    assert [target.needed for target in of_kernels(kernels)] == [25.0, 40.0, 40.0]
+    step = {"times_faster_than_adamw_fused": 1.5, "times_faster_than_eager": 9.0}
+    assert of_kernels({"passes": [], "bert_large_step": step}) == [
+        Target("step of BERT-Large: times AdamW(fused)'s speed", reached=1.5, needed=1.0),
+        Target("step of BERT-Large: times the eager operations' speed", reached=9.0, needed=8.0),
+    ]
+    network = json.loads((ROOT / "perf/results/all_reduce-amd-epyc.json").read_text())
+    assert [target.needed for target in of_targets(network)] == [12.0, 4.0, 28.0, 14.0]
+
+    recipe = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\n\n")[0]
+    assert "-m perf.bench $(BENCH_ARGS)" in recipe
+    assert sum(section.seconds for section in bench.SECTIONS) <= 1260  # a quiet machine needs about half
+    for section in bench.SECTIONS:
+        assert (ROOT / section.command[0].replace(".", "/") / "__main__.py").exists()
+
+
+def run(*arguments):
+    command, environment = ["bash", str(ROOT / "perf" / "gpu.sh"), *map(str, arguments)], {"PYTHON": sys.executable}
+    return subprocess.run(command, capture_output=True, text=True, timeout=HUNG, env={**os.environ, **environment})
+
+
+def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
+    done = run("--rehearse", "--out", tmp_path, "check", "kernels", "ranks", "step", "profile", "summary")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ended = (tmp_path / "gpu-stages.txt").read_text()
+    assert ended.count("exit 0") == ended.count("\n") >= 6
+    names = " ".join(path.name for path in tmp_path.rglob("*"))
+    assert all(each in names for each in ("bf16", "train_step", "profile", "trace")), names
+
+
+def test_a_wrong_stage_and_no_gpu_are_failures_of_the_script(tmp_path):
+    wrong = run("--rehearse", "--out", tmp_path, "nothing")
+    assert wrong.returncode == 2 and "check, kernels, ranks" in wrong.stderr
+    assert "--rehearse" in run().stdout
+    if not torch.cuda.is_available():
+        done = run("--out", tmp_path, "check")
+        assert done.returncode == 2 and "no GPU" in done.stderr
+
+
+def test_the_summary_has_what_was_missed(tmp_path):
+    targets = [{"what": "as fast as x", "reached": r, "needed": 2.0, "met": r >= 2} for r in (1.5, 2.5)]
+    (tmp_path / "a.json").write_text(json.dumps({"targets": targets}))
+    (tmp_path / "b.json").write_text("[1]")
+    (tmp_path / "c.json").write_text("{")
+    assert summary(tmp_path) == "a.json: 1 of 2 met\n    1.50 times as fast as x, to reach 2: missed"
+    assert "no record" in summary(tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", [Target, Limit])
+def test_a_row_of_the_table_says_what_its_section_says(kind):
+    """On either side of every bound."""
+    for reached in (1.04, 1.16):
+        target = kind("as fast" if kind is Target else "times as long", reached, 1.1)
+        (row,) = of_targets({"targets": as_json([target])})
+        met = (reached > 1.1) == (kind is Target)
+        assert row.met == target.met == met
+        for text in (bench.table([("step", row)], {}), str(target)):
+            assert text.endswith("met" if met else "missed")

@@ -1,4 +1,4 @@
-"""The benchmark of the passes: right figures, a record, a plot, and none of them from a wrong result."""
+"""Benchmarks on one device, of the passes and of a whole step: right figures, records, none from a wrong result."""
 
 import json
 from types import ModuleType
@@ -6,10 +6,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from onebit import OneBitAdam, OneBitLamb
 from onebit.kernels import cpu, gpu
 from onebit.kernels.passes import PASSES
 from perf.command import WrongResult
 from perf.kernels import benchmark, local_step, step_bytes
+from perf.optimizer_step import benchmark as whole_step
+from perf.optimizer_step.benchmark import FOREACH, FUSED, LOCAL, STAGE_1, STAGE_2, Row
 
 CPU = torch.device("cpu")
 
@@ -61,17 +64,14 @@ def test_threads_are_set_for_the_run_and_put_back(monkeypatch):
     monkeypatch.setattr(benchmark, "run", lambda *_: seen.append(torch.get_num_threads()) or 0)
     try:
         torch.set_num_threads(3)
-        assert benchmark.main(["--device", "cpu", "--threads", "2"]) == 0
-        assert benchmark.main(["--device", "cpu"]) == 0
-        assert seen == [2, 1]
-        assert torch.get_num_threads() == 3
+        for threads in ["--threads=2"], []:
+            assert benchmark.main(["--device=cpu", *threads]) == 0
+        assert (seen, torch.get_num_threads()) == ([2, 1], 3)
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "dtype, scale, norm", [(torch.float32, "block", "l1"), (torch.float16, "tensor", "l2")], ids=str
-)
+@pytest.mark.parametrize(("dtype", "scale", "norm"), [(torch.float32, "block", "l1"), (torch.float16, "tensor", "l2")])
 def test_a_right_backend_passes_the_check(dtype, scale, norm):
     benchmark.check(small(gpu, dtype=dtype, scale=scale, norm=norm))
 
@@ -107,18 +107,16 @@ def test_a_wrong_result_gets_no_figures(tmp_path, monkeypatch, capsys):
 
 def test_a_missed_target_shows():
     met, missed = (benchmark.Row("compress", 1, 1.0, 1.0, percent, 25.0) for percent in (25.0, 24.9))
-    text = benchmark.table(4.0, [met, missed])
-    assert text.count("missed") == 1 and missed.missed and not met.missed
+    assert benchmark.table(4.0, [met, missed]).count("missed") == 1 and missed.missed and not met.missed
     assert benchmark.TARGETS["cpu"]["compress"] == 65 and benchmark.TARGETS["cpu"]["adam_update"] == 80
     assert benchmark.TARGETS["cuda"] == dict.fromkeys(PASSES, 90)
 
 
 def test_records_of_other_settings_have_other_names():
     others = [{"elements": 2**20}, {"dtype": torch.bfloat16}, {"scale": "tensor"}]
-    settings = [{"module": cpu, "elements": 2**24, **other} for other in ({}, *others, {"norm": "l2"})]
-    settings.append({**settings[0], "block_size": 1024})
-    names = [benchmark.record_name(benchmark.Setting(CPU, **setting), 1) for setting in settings]
-    names.append(benchmark.record_name(benchmark.Setting(CPU, **settings[0]), 2))
+    others += [{"norm": "l2"}, {"block_size": 1024}]
+    settings = [benchmark.Setting(CPU, **{"module": cpu, "elements": 2**24, **other}) for other in ({}, *others)]
+    names = [*(benchmark.record_name(each, 1) for each in settings), benchmark.record_name(settings[0], 2)]
     assert len(set(names)) == len(names)
     assert all(name.startswith(names[0]) and name.replace("-", "").isalnum() for name in names)
 
@@ -126,6 +124,8 @@ def test_records_of_other_settings_have_other_names():
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_eager_step_is_1_bit_adam(ranks):
     """Against Algorithm 1 with one scale (l2) a message; every rank sends what this one does."""
+    numels = local_step.bert_large()
+    assert (len(numels), sum(numels)) == (302, 336_226_108)
     torch.manual_seed(0)
     params = [torch.randn(n, requires_grad=True) for n in (5, 40, 100)]
     for p in params:
@@ -135,25 +135,21 @@ def test_the_eager_step_is_1_bit_adam(ranks):
     m, e, server = torch.zeros(size), torch.zeros(size), torch.zeros(size // ranks)
     x = torch.cat([p.detach().clone() for p in params])
     g = torch.nn.functional.pad(torch.cat([p.grad for p in params]), (0, eager.padding))
+
+    def one_bit(values):
+        return values.square().mean().sqrt() * torch.where(values >= 0, 1.0, -1.0)
+
     for _ in range(3):
         c = 0.9 * m + 0.1 * g + e
-        sent = c.square().mean().sqrt() * torch.where(c >= 0, 1.0, -1.0)
-        e = c - sent
-        c = sent.view(ranks, -1).mean(0) + server
-        reply = c.square().mean().sqrt() * torch.where(c >= 0, 1.0, -1.0)
-        server = c - reply
+        e = c - one_bit(c)
+        reply = one_bit(one_bit(c).view(ranks, -1).mean(0) + server)
+        server = one_bit(c).view(ranks, -1).mean(0) + server - reply
         m = reply.repeat(ranks)
         x = x - 1e-3 * (m[: len(x)] / (1 + 1e-8) + 0.01 * x)
         eager.step()
     torch.testing.assert_close(torch.cat([p.detach() for p in params]), x)
     torch.testing.assert_close(eager.exp_avg, m)
     torch.testing.assert_close(eager.residual, e)
-
-
-def test_bert_large_has_302_parameters():
-    numels = local_step.bert_large()
-    assert len(numels) == 302
-    assert sum(numels) == 336_226_108
 
 
 @pytest.mark.gpu
@@ -173,3 +169,35 @@ def test_the_bytes_of_a_step_are_those_of_its_passes_and_what_lies_between():
     assert rows["1-bit Adam, stage 1, without DDP"] == rows["1-bit Adam, stage 1, under DDP"] == 4 + 28 + 16
     direct = dict(step_bytes.rows(2, direct=True))
     assert direct["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(4 + 8 + 4 + 1 / 8 + 2 / 8 + 12 + 2 / 8)
+
+
+SMALL = {"large": ("a few elements", [3000, 5]), "many": ("some tensors", [20] * 10)}
+
+
+def test_a_run_of_whole_steps_writes_a_table_a_record_and_a_plot(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(whole_step, "MODELS", SMALL)
+    assert whole_step.main(["--rounds", "2", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    record, text = json.loads(path.read_text()), capsys.readouterr().out
+    assert path.with_suffix(".png").exists() and "a few elements" in text
+    names = [FUSED, FOREACH, *(f"1-bit {o}, {s}" for o in ("Adam", "LAMB") for s in (STAGE_1, STAGE_2, LOCAL))]
+    assert [(r["model"], r["step"]) for r in record["rows"]] == [(m, n) for m in SMALL for n in names]
+    assert all(row["seconds"] > 0 for row in record["rows"]) and len(record["targets"]) == 4
+
+
+def test_each_step_is_of_the_stage_that_it_is_named_after():
+    steps = whole_step.steps([300, 7])
+    for name, kind in {"1-bit Adam": OneBitAdam, "1-bit LAMB": OneBitLamb}.items():
+        for stage, compressing in ((STAGE_1, False), (STAGE_2, True)):
+            optimizer = steps[f"{name}, {stage}"].__self__
+            optimizer.step()
+            assert type(optimizer) is kind and optimizer.compressing is compressing
+
+
+def test_targets_are_ratios_of_times():
+    seconds = {FUSED: 1.0, f"1-bit Adam, {STAGE_1}": 1.2, f"1-bit Adam, {LOCAL}": 1.8}
+    rows = [Row("large", step, time) for step, time in seconds.items()]
+    first, second = whole_step.targets(rows)
+    assert first.met and first.reached == pytest.approx(1 / 1.2)
+    assert not second.met and second.needed == pytest.approx(1 / 1.7)

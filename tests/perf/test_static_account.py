@@ -1,4 +1,4 @@
-"""The static account of the Triton kernels: how it is counted, and what speed it predicts."""
+"""The static account of the Triton kernels: what is counted in PTX and machine code, and what speed it predicts."""
 
 import json
 from dataclasses import asdict, replace
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from onebit.kernels.tuning import tuner
-from perf.kernels import prediction, static_account
-from perf.kernels.prediction import DEVICES, Times, predicted
+from perf.kernels import machine_code, prediction, static_account
+from perf.kernels.machine_code import BARRIER, CACHE, MEMORY, Instruction, cycles, instructions, whole_block_path
+from perf.kernels.prediction import DEVICES
 from perf.kernels.static_account import Row, accesses, occupancy, worse
 
 ROOT = Path(__file__).parents[2]
@@ -27,29 +28,22 @@ PTX = """
 """
 
 
-def test_accesses_are_counted_by_width():
+def test_accesses_by_width_and_occupancy_are_counted():
     assert accesses(PTX, "ld") == {"16": 2, "8": 1}
     assert accesses(PTX, "st") == {"8": 1, "1": 2}
-
-
-@pytest.mark.parametrize(
-    ("registers", "warps", "shared", "expected"),
-    [
+    for registers, warps, shared, expected in (
         (32, 8, 0, 1.0),
         (33, 8, 0, 0.75),  # 33 * 32 is rounded up to 1280: 6 programs
         (80, 8, 0, 0.375),
         (255, 8, 0, 0.125),
         (16, 1, 0, 0.5),  # 32 programs at most
         (16, 8, 75 * 1024 - 512, 0.25),  # 76 KiB each: 2 programs
-    ],
-)
-def test_occupancy(registers, warps, shared, expected):
-    assert occupancy(registers, warps, shared) == expected
+    ):
+        assert occupancy(registers, warps, shared) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_each_figure_that_gets_worse_is_said():
+    for change, said in (
         ({"registers": 30}, "registers 30, 29 before"),
         ({"spilled": 8}, "spilled 8, 0 before"),
         ({"instructions_per_element": 31.5}, "instructions_per_element 31.5, 30 before"),
@@ -58,11 +52,9 @@ def test_occupancy(registers, warps, shared, expected):
         ({"cycles": 2001}, "cycles 2001, 2000 before"),
         ({"loads": {"16": 1, "4": 3}}, "1 loads of 16 bytes, 2 before"),
         ({"stores": {"16": 1, "8": 2, "4": 1}}, "3 narrower stores, 2 before"),
-    ],
-)
-def test_each_figure_that_gets_worse_is_said(change, said):
-    assert worse(replace(ROW, **change), ROW, same_compiler=True) == [said]
-    assert worse(ROW, replace(ROW, **change), same_compiler=True) == []
+    ):
+        assert worse(replace(ROW, **change), ROW, same_compiler=True) == [said]
+        assert worse(ROW, replace(ROW, **change), same_compiler=True) == []
 
 
 def test_with_another_compiler_only_spills_and_wide_accesses_count():
@@ -102,21 +94,6 @@ def test_the_record_holds_every_kernel_and_no_spill_and_the_documentation_what_i
     assert prediction.table(record) in (ROOT / "docs/performance.md").read_text()
 
 
-def test_what_takes_no_time_leaves_a_copy_of_the_bytes():
-    assert Times(1.0, 0.0, 0.0).percent == 100
-    assert Times(1.0, 1.0, 0.0).percent == pytest.approx(100 * 2**-0.25)
-    assert Times(1.0, 0.5, 3.0).limit == "waiting"
-
-
-def test_instructions_waits_and_room_count():
-    usual = predicted([ROW], H100)
-    assert usual.bytes == pytest.approx(4 / H100.copy)
-    assert predicted([replace(ROW, instructions_per_element=60.0)], H100).issue == pytest.approx(2 * usual.issue)
-    assert predicted([replace(ROW, occupancy=0.5)], H100).waiting == pytest.approx(2 * usual.waiting)
-    assert predicted([ROW, ROW], H100).issue == pytest.approx(2 * usual.issue)  # two launches, one pass
-    assert predicted([ROW, ROW], H100).bytes == usual.bytes
-
-
 def test_the_command_prints_a_row_for_each_pass(tmp_path, capsys):
     rows = [replace(ROW, variant=variant) for variant in ("fp32", "bf16")]
     record = {"versions": {"triton": "3.7.1"}, "rows": [asdict(row) for row in rows]}
@@ -125,3 +102,88 @@ def test_the_command_prints_a_row_for_each_pass(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Predicted, not measured" in printed and "| scan | " in printed
     assert prediction.main(["--out", str(tmp_path / "none")]) == 2
+
+
+def listing(text):
+    """As cuobjdump prints it: an address, the instruction, its encoding."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return "\n".join(f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */" for i, line in enumerate(lines))
+
+
+# A wide load where P0 holds, else a narrow one; the address depends on a load, and so does P0.
+BRANCH = listing("""
+    S2R R0, SR_TID.X
+    LDG.E R2, desc[UR4][R8.64]
+    LDG.E.64 R4, desc[UR4][R2.64]
+    ISETP.NE.U32.AND P0, PT, R2, RZ, PT
+    @!P0 BRA 0x80
+    IMAD.WIDE R6, R0, 0x10, R4
+    LDG.E.128 R12, desc[UR4][R6.64]
+    BRA 0xa0
+    LDG.E R12, desc[UR4][R4.64]
+    NOP
+    FADD R12, R12, R13
+    EXIT
+    BRA 0xc0
+""")
+LOOP = listing("""
+    S2R R0, SR_TID.X
+    @!P1 BRA 0x70
+    LDG.E.U8 R6, desc[UR4][R0.64]
+    LDG.E.U8 R7, desc[UR4][R0.64+0x80]
+    FADD R4, R4, R6
+    FADD R4, R4, R7
+    @P0 BRA 0x20
+    STG.E.128 desc[UR4][R8.64], R4
+    EXIT
+""")
+
+
+def names(path):
+    return [each.name for each in path]
+
+
+def test_instructions_are_read_with_their_guards_targets_and_registers():
+    code = instructions(BRANCH)
+    assert "NOP" not in names(code)
+    assert code[4] == Instruction(0x40, "!P0", "BRA", "0x80")
+    assert code[4].target == 0x80 and code[5].target is None
+    assert code[6].bytes == 16 and code[8].bytes == 4 and code[10].bytes == 0
+    for text, written, read in (
+        ("LDG.E.128 R12, desc[UR4][R6.64+0x10]", {"R12", "R13", "R14", "R15"}, {"R6", "R7", "UR4"}),
+        ("STG.E.64 desc[UR4][R6.64], R20", set(), {"R6", "R7", "UR4", "R20", "R21"}),
+        ("IADD3 R2, P1, P2, R4, UR6, R5", {"R2", "P1", "P2"}, {"R4", "UR6", "R5"}),
+        ("@!P3 IMAD.WIDE R6, R0.reuse, 0x10, R4", {"R6", "R7"}, {"P3", "R0", "R4"}),
+        ("ISETP.NE.U32.AND P0, PT, R2, RZ, PT", {"P0"}, {"R2"}),
+        ("@P0 EXIT", set(), {"P0"}),
+    ):
+        (each,) = instructions(listing(text))
+        assert each.written() == written
+        assert read - written <= each.read() - written and each.read() <= read | written
+
+
+def test_the_path_of_a_whole_block_takes_the_wide_access_and_no_detour():
+    path = whole_block_path(instructions(BRANCH))
+    assert [each.address for each in path] == [0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0xA0, 0xB0]
+    assert machine_code.loads_of_tiles(path) == {6}  # the others have the same address for all threads
+    assert machine_code.loads_in_a_row(path) == 3  # those that need one another
+    waits = 2 * CACHE + MEMORY
+    assert waits < cycles(path) < waits + 50
+
+
+def test_a_loop_over_messages_counts_as_often_as_it_runs():
+    for messages in (1, 2, 8):
+        path = whole_block_path(instructions(LOOP), messages)
+        assert names(path).count("LDG.E.U8") == 2 * messages
+        assert names(path)[-2:] == ["STG.E.128", "EXIT"]
+
+
+def test_bytes_are_in_flight_until_something_needs_them():
+    start, load, other = "S2R R0, SR_TID.X", "LDG.E.128 R4, desc[UR4][R0.64]", "LDG.E.128 R8, desc[UR4][R0.64]"
+    together = "\n".join([start, load, other, "FADD R1, R4, R8", "EXIT"])
+    apart = "\n".join([start, load, "FADD R1, R4, R4", other, "FADD R1, R8, R8", "EXIT"])
+    first, second = (whole_block_path(instructions(listing(text))) for text in (together, apart))
+    assert [machine_code.bytes_in_flight(path) for path in (first, second)] == [32, 16]
+    assert cycles(second) - cycles(first) == pytest.approx(MEMORY, abs=10)
+    without, with_it = ("S2R R0, SR_TID.X\nEXIT", "S2R R0, SR_TID.X\nBAR.SYNC.DEFER_BLOCKING 0x0\nEXIT")
+    assert cycles(instructions(listing(with_it))) == cycles(instructions(listing(without))) + 1 + BARRIER

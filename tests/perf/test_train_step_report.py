@@ -1,10 +1,12 @@
-"""The report of the training-step benchmark: the link for a share, targets, tables, plots and the record."""
+"""The training-step benchmark's report (a link for a share, targets, tables, plots, record), and end-to-end volume."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
 
-from perf.train_step import report
+from perf.train_step import report, volume
 from perf.train_step.benchmark import parse_arguments
 from perf.train_step.measure import Row
 from perf.train_step.plots import draw
@@ -79,9 +81,6 @@ def test_the_optimizers_own_report_is_held_against_the_benchmark():
     (target,) = report.report_targets([near, far])
     assert target.reached == pytest.approx(9 / 8) and not target.met and "1-bit Adam, stage 1, 25mbit" in str(target)
     assert report.report_targets(ROWS) == []
-
-
-def test_the_reports_verdict_stands_below_the_table():
     said = "no gain; 1-bit steps take 1.10 times as long as uncompressed ones"
     text = report.table([*ROWS, row("zero-one-bit", 0.6, verdict=said)])
     assert text.splitlines()[-1] == f"0/1 Adam, bf16, 1 bit, 25mbit: {said}"
@@ -142,22 +141,50 @@ def test_runs_that_are_there_are_not_repeated(tmp_path):
 def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
     monkeypatch.setattr(report, "device_name", lambda device: "Some CPU")
     monkeypatch.setattr(report, "cpu_name", lambda: "Some CPU")
-    for options, name in ((["--hosts=2"], "hosts-2"), (["--share=0.9", "--rates=1gbit"], "rates-1gbit-share-0-9")):
-        assert report.record_name(parse_arguments(["--lab", *options])) == f"train_step-some-cpu-{name}"
-    assert report.record_name(parse_arguments(["--lab"])) == "train_step-some-cpu"
-    assert report.record_name(parse_arguments([])) == "train_step-some-cpu-group"
-    named = parse_arguments(["--lab", "--hosts=2", "--name=Two hosts"])
-    assert report.record_name(named) == "train_step-some-cpu-two-hosts"
+    for options, name in (
+        ("--lab --hosts=2", "-hosts-2"),
+        ("--lab --share=0.9 --rates=1gbit", "-rates-1gbit-share-0-9"),
+        ("--lab", ""),
+        ("", "-group"),
+        ("--lab --hosts=2 --name=twice", "-twice"),
+    ):
+        assert report.record_name(parse_arguments(options.split())) == f"train_step-some-cpu{name}"
 
 
 def test_every_panel_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     record = Record(tmp_path / "record.json", ABOUT)
     record.rows, record.runs = [*ROWS, Row("25mbit", "bf16", error="no bf16")], RUNS
-    text = report.table(record.rows)
-    assert f"{'bf16':28} | was not measured: no bf16" in text and all(len(line) <= 140 for line in text.splitlines())
+    assert "was not measured: no bf16" in report.table(record.rows)
     made = draw(record, "title")
     assert [path.name for path in made] == ["record.png", "record-loss.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
     record.rows, record.runs = [replace(r, rate=None, bytes=None) for r in ROWS], []
     assert [path.name for path in draw(record, "of a group")] == ["record.png"]
+
+
+SENT = {
+    "steps": 10, "freeze_step": 2,
+    "sent": {"uncompressed 32": 3200, "onebit_adam 32": 720, "uncompressed 16": 1600, "onebit_adam 16": 500},
+}  # fmt: skip
+
+
+def test_what_is_made_of_counters() -> None:
+    assert volume.formula(1.0, 32) == 1 and volume.formula(0.0, 16) == 16
+    assert volume.formula(0.2, 32) == pytest.approx(1 / 0.225)
+    expected = [("fp32", pytest.approx(4.444, abs=1e-3), 3200 / 720), ("fp16", pytest.approx(4), 3.2)]
+    assert volume.rows(SENT) == expected
+    both = {**SENT, "sent": {**SENT["sent"], "onebit_adam, reply=1 32": 800}}
+    assert volume.rows(both) == [expected[0], ("fp32, reply=1", expected[0][1], 4), expected[1]]
+    assert "| fp32 | 4.44 x | 4.44 x | +0.0% | yes |" in volume.table(SENT)
+    assert "| fp16 | 4.00 x | 3.20 x | -20.0% | no |" in volume.table(SENT)
+
+
+@pytest.mark.netlab
+@pytest.mark.timeout(1200)  # its hosts share the cores with other tests
+def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(volume, "DTYPES", {32: torch.float32})
+    out = tmp_path / "volume.json"
+    assert volume.main(["--elements=600_000", "--steps=10", f"--out={out}"]) == 0, capsys.readouterr()
+    sent = json.loads(out.read_text())["sent"]
+    assert sent["uncompressed 32"] > 2 * 600_000 * 4 * 10  # two hosts, 2 (N - 1) / N of the gradient each

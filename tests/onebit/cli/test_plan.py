@@ -1,11 +1,16 @@
-"""The cluster model of `onebit plan`: bytes and times by message, and steps that are the sum of their parts."""
+"""The cluster model of `onebit plan`: bytes and times by message, steps that are the sum of their parts, the schedule
+of a real exchange played through as the plan has it, and what a round trip between nodes adds.
+"""
 
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from onebit.cli.plan.delay import Delay
 from onebit.cli.plan.model import (
     BUCKET,
     Cluster,
@@ -13,9 +18,13 @@ from onebit.cli.plan.model import (
     Model,
     compressed_all_reduce,
     end_to_end,
+    local_step,
     message_bytes,
     pays_below,
+    pipelined,
+    rounds,
     sent_compressed,
+    sent_once,
     sent_uncompressed,
     stage_1,
     stage_2,
@@ -24,6 +33,7 @@ from onebit.cli.plan.model import (
 )
 from onebit.collectives.chunking import candidates
 from onebit.collectives.direct import Direct
+from onebit.collectives.flags import MOST_ELEMENTS
 from onebit.collectives.two_phases import TwoBitReplies, TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.wire import Format
@@ -34,6 +44,10 @@ BERT = Model(340_000_000, 2, 0.036, 0.061, overlap="none")
 NODES = replace(BERT, levels=2)
 ELEMENTS, SIZE = 340e6, 680e6  # of BERT: elements, bytes of gradients
 OVERLAPS = ("none", "uncompressed", "both")
+FAR = Cluster(gpus=4, gpus_per_node=1, network=8e9, latency=0, rtt=0.05, transport="gloo", memory=1e30)
+NEAR = replace(FAR, rtt=0.0)
+SMALL = Model(MOST_ELEMENTS, 4, overlap="none")
+LARGE = replace(SMALL, elements=MOST_ELEMENTS + 1)
 
 
 def crossing(messages, on_node):
@@ -65,6 +79,11 @@ def test_collectives_take_what_their_messages_take(gpus, per_node):
     within, between = crossing(inner, g)[1], crossing(outer, g)[0]
     assert cluster.all_reduce(1e9) == pytest.approx(2 * within / 4e9 + 2 * between / 1e9)
 
+    # A network as fast as the links of a node's GPUs in sum takes what all of them send; a faster one waits for them.
+    for network, rate in ((8 * 12e9, 12e9), (8 * 16e9, 16e9), (8 * 20e9, 16e9)):
+        fast = Groups.of(replace(SLOW, network=network, latency=0), 2)
+        assert fast.replicas.all_gather(1e9) == pytest.approx(3 / 4 * 1e9 / rate)
+
     groups = Groups.of(cluster, 2)
     if not cluster.has_two_levels:
         assert groups == Groups.of(cluster, 1)
@@ -74,13 +93,6 @@ def test_collectives_take_what_their_messages_take(gpus, per_node):
     assert groups.replicas.all_to_all(1e9) == pytest.approx(crossing(slices, g)[0] / 1e9)
     assert groups.replicas.all_gather(1e9) == pytest.approx(between / 1e9)
     assert groups.node.all_gather(1e9) == pytest.approx(within / 4e9)
-
-
-def test_the_gpus_of_a_node_send_their_slices_together():
-    """A network as fast as their links in sum takes what all of them send; a faster one waits for them."""
-    for network, rate in ((8 * 12e9, 12e9), (8 * 16e9, 16e9), (8 * 20e9, 16e9)):
-        groups = Groups.of(replace(SLOW, network=network, latency=0), 2)
-        assert groups.replicas.all_gather(1e9) == pytest.approx(3 / 4 * 1e9 / rate)
 
 
 def test_latencies_are_those_of_the_messages():
@@ -133,21 +145,13 @@ def test_a_node_sends_what_one_rank_would():
     assert ratio == pytest.approx((8 + 1) / 2, rel=0.01)  # the all-gather passes a node once with one level too
 
 
-def test_two_ranks_save_a_round_with_direct_replies():
-    pair, small = replace(SLOW, gpus=2, gpus_per_node=1), replace(BERT, elements=4096)
-    one, direct = (stage_2(replace(small, reply=reply), pair).communication for reply in (1, "direct"))
-    assert one - direct == pytest.approx(SLOW.latency, rel=0.1)
-
-
-@pytest.mark.parametrize("gpus, per_node, optimizer, overlap, local", [
-    (16, 1, "adam", "none", None), (8, 8, "lamb", "uncompressed", 0.075), (2, 1, "adam", "both", 0.075),
-    (1, 1, "lamb", "both", None),
-])  # fmt: skip
-def test_one_level_is_all_there_is_without_nodes_of_several(gpus, per_node, optimizer, overlap, local):
-    cluster = replace(SLOW, gpus=gpus, gpus_per_node=per_node)
-    one = replace(BERT, optimizer=optimizer, overlap=overlap, local=local)
-    for of in (stage_2, end_to_end, sent_compressed, state_bytes, pays_below):
-        assert of(replace(one, levels=2), cluster) == of(one, cluster)
+def test_one_level_is_all_there_is_without_nodes_of_several():
+    for gpus, per_node, overlap in ((16, 1, "none"), (8, 8, "uncompressed"), (2, 1, "both"), (1, 1, "both")):
+        cluster = replace(SLOW, gpus=gpus, gpus_per_node=per_node)
+        for optimizer, local in itertools.product(("adam", "lamb"), (None, 0.075)):
+            one = replace(BERT, optimizer=optimizer, overlap=overlap, local=local)
+            for of in (stage_2, end_to_end, sent_compressed, state_bytes, pays_below):
+                assert of(replace(one, levels=2), cluster) == of(one, cluster)
 
 
 def test_a_step_is_its_parts():
@@ -161,12 +165,9 @@ def test_a_step_is_its_parts():
     assert uncompressed(NODES, SLOW) == plain and stage_1(NODES, SLOW) == one  # which have no levels
     for model in (BERT, NODES):
         lamb, adam = (stage_2(replace(model, optimizer=name), SLOW, 1) for name in ("lamb", "adam"))
-        more = (
-            ELEMENTS * (1 / 8 + 1 / 8 + 12) / 9e10
-        )  # its statistics are read too, and it updates after the last chunk
-        assert lamb.local - adam.local == pytest.approx(more)
-    adam, lamb = stage_2(BERT, SLOW, 1), stage_2(replace(BERT, optimizer="lamb"), SLOW, 1)
-    assert lamb.communication == pytest.approx(adam.communication)
+        more = 1 / 8 + 1 / 8 + 12  # its statistics are read too, and it updates after the last chunk
+        assert lamb.local - adam.local == pytest.approx(ELEMENTS * more / 9e10)
+        assert model is NODES or lamb.communication == pytest.approx(adam.communication)
 
 
 @pytest.mark.parametrize("overlap, times", [("none", 1), ("uncompressed", 2)])
@@ -261,9 +262,8 @@ def test_more_of_a_resource_is_never_slower(overlap, reply, gpus):
         assert totals[-1] < totals[0], name
 
 
-@pytest.mark.parametrize(
-    "change, gpus, expected",
-    [
+def test_state_in_bytes_an_element():
+    for change, gpus, expected in (
         ({}, 16, 4 + 4 + 4 / 16 + 1 / 8),
         ({"levels": 2}, 16, 4 + 4 / 4 + 4 / 16 + 1 / 8),
         ({"levels": 2, "reply": 2}, 16, 4 + 4 / 4 + 4 / 16 + 2 / 8),
@@ -271,17 +271,18 @@ def test_more_of_a_resource_is_never_slower(overlap, reply, gpus):
         ({"levels": 2}, 8, 4 + 4 / 4 + 2 / 8),
         ({"levels": 2, "itemsize": 2}, 16, 4 + 4 / 4 + 4 / 16 + 1 / 8 + 4),
         ({"levels": 2, "optimizer": "lamb"}, 16, 4 + 4 + 4 / 4 + 4 / 16 + 2 / 8),
-    ],
-)
-def test_state_in_bytes_an_element(change, gpus, expected):
-    assert state_bytes(replace(BERT, **{"itemsize": 4} | change), replace(SLOW, gpus=gpus)) == pytest.approx(expected)
+    ):
+        model = replace(BERT, **{"itemsize": 4} | change)
+        assert state_bytes(model, replace(SLOW, gpus=gpus)) == pytest.approx(expected)
 
 
-def test_one_gpu_sends_nothing():
-    alone = replace(SLOW, gpus=1)
-    assert uncompressed(BERT, alone).communication == 0
-    assert stage_2(BERT, alone).communication == pytest.approx(0, abs=1e-12)
+def test_one_gpu_sends_nothing_and_two_save_a_round_with_direct_replies():
+    alone, pair = replace(SLOW, gpus=1), replace(SLOW, gpus=2, gpus_per_node=1)
+    assert uncompressed(BERT, alone).communication == 0 == pytest.approx(stage_2(BERT, alone).communication, abs=1e-12)
     assert sent_compressed(BERT, alone) == (0, 0)
+    small = replace(BERT, elements=4096)
+    one, direct = (stage_2(replace(small, reply=reply), pair).communication for reply in (1, "direct"))
+    assert one - direct == pytest.approx(SLOW.latency, rel=0.1)
 
 
 def test_given_times_and_rates_stand_in_for_the_passes():
@@ -324,3 +325,161 @@ def test_numbers_that_cannot_be(of, name, values, says):
     for value in values:
         with pytest.raises(ValueError, match=f"{name} is .*: .*{says}"):
             replace(of, **{name: value})
+
+
+class Clock:
+    """A transport whose messages keep the network, and arrive later; and passes that take time on paper."""
+
+    rank, size, name = 0, 2, "clock"
+
+    def __init__(self, gather, scatter, gather_delay, scatter_delay):
+        self.device = self.network = 0.0
+        self.took = SimpleNamespace(gather=(gather, gather_delay), scatter=(scatter, scatter_delay))
+
+    def send(self, seconds, delay):
+        self.network = max(self.network, self.device) + seconds
+        return self.arriving(self.network + delay)
+
+    def arriving(self, end):
+        def wait():
+            self.device = max(self.device, end)
+
+        return SimpleNamespace(wait=wait)
+
+    def all_to_all(self, out, sent, phase):
+        return self.send(*self.took.gather)
+
+    def all_gather(self, out, sent, phase):
+        out.view(self.size, -1).copy_(sent.view(1, -1))
+        return self.send(*self.took.scatter)
+
+    def work(self, seconds):
+        self.device += seconds
+
+
+def of_a_node(clock, spread):
+    """The transport to the other rank of a node, over a network of the node's own."""
+
+    def all_gather(out, sent, phase):
+        out.copy_(sent.expand_as(out))
+        node.network = max(node.network, clock.device) + spread
+        return clock.arriving(node.network)
+
+    node = SimpleNamespace(rank=0, size=2, name="clock of a node", network=0.0, all_gather=all_gather)
+    return node
+
+
+@pytest.mark.parametrize("way", [TwoPhases, Direct])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("times, spread, delays", [
+    ((1, 2, 3, 4, 5), None, (0, 0)), ((1, 7, 1, 1, 0), None, (0, 0)), ((5, 1, 1, 1, 1), None, (0, 0)),
+    ((1, 2, 3, 4, 5), 2, (0, 0)), ((5, 4, 3, 2, 1), 9, (0, 0)), ((0, 1, 6, 5, 2), 20, (0, 0)),
+    ((1, 2, 3, 4, 5), None, (6, 7)), ((5, 4, 3, 2, 1), None, (9, 2)), ((0, 1, 6, 5, 2), None, (0, 20)),
+])  # fmt: skip
+def test_the_schedule_is_that_of_an_exchange(way, chunks, times, spread, delays):
+    """spread: over the node, with two levels. delays: of what is gathered and scattered."""
+    compress, gather, average, scatter, use = times
+    clock = Clock(gather, scatter, *delays)
+    node = None if spread is None else of_a_node(clock, spread)
+    layout = Layout([BLOCK_SIZE * 4 * chunks], ranks=(1 if node is None else 2) * way.shards(2), chunks=chunks)
+    exchange = way(layout, clock, torch.device("cpu"), node=node)
+    exchange.agree = lambda: None
+    for messages in (exchange.sent,) if way is Direct else (exchange.received, exchange.reply):
+        messages.header.copy_(torch.tensor(exchange.format.header, dtype=torch.int32))
+    exchange.backend = SimpleNamespace(average=lambda *_, **__: clock.work(average))
+    exchange.run(lambda chunk: clock.work(compress), lambda chunk: clock.work(use))
+    if way is Direct:
+        seconds = sent_once(chunks, compress, scatter, use, spread, delay=delays[1])
+    else:
+        seconds = pipelined(chunks, *times, spread, gather_delay=delays[0], scatter_delay=delays[1])
+    assert seconds == clock.device
+
+
+def segments_under_way(count, window, b, message):
+    """Event by event: a segment leaves when the one `window` before it has arrived, and the link is free."""
+    free, arrived = 0.0, []
+    for i in range(count):
+        asked = arrived[i - window] if i >= window else 0.0
+        free = max(free, asked + message / 2) + b
+        arrived.append(free + message / 2)
+    return arrived[-1]
+
+
+@pytest.mark.parametrize("size, at_once", [(2**20, 1), (100e6, 1), (100e6, 2)])
+def test_an_all_reduce_over_gloo_takes_what_its_segments_take(size, at_once):
+    for rtt in (0.0, 1e-4, 0.01, 0.05, 0.4):
+        cluster = replace(FAR, network=1e8, rtt=rtt)
+        count = at_once * 3 * max(2, math.ceil(size / at_once / 4 / 2**20))
+        b = 3 / 4 * size / 12.5e6 / count
+        played = 2 * segments_under_way(count, 2 * at_once, b, rtt)
+        assert cluster.all_reduce(size, at_once) == pytest.approx(played, rel=0.03)
+        assert cluster.all_reduce(size, at_once) >= 2 * 3 / 4 * size / 12.5e6
+
+
+def test_nccl_takes_the_ring_or_the_trees_and_agreeing_waits():
+    cluster = replace(FAR, transport="nccl", gpus=64)
+    assert cluster.all_reduce(0) == pytest.approx(2 * 6 * 0.025)
+    near = replace(NEAR, transport="nccl", gpus=64)
+    assert near.all_reduce(1e9) == pytest.approx(2 * 63 / 64)  # the fewest bytes
+    for transport, gpus, waits in (("gloo", 4, 1), ("gloo", 2, 2), ("nccl", 4, 2), ("nccl", 2, 1)):
+        far = replace(FAR, transport=transport, gpus=gpus)
+        assert far.agreement() - replace(far, rtt=0).agreement() == pytest.approx(waits * 0.05)
+    assert stage_1(SMALL, FAR).total - uncompressed(SMALL, FAR).total == pytest.approx(FAR.agreement())  # always
+
+
+def test_replies_wait_as_the_transport_sends_them():
+    for shape, row, expected, waits in (
+        ({}, 1e6, True, 0.5),
+        ({}, 1e6, False, 1),
+        ({"gpus": 2}, 1e6, True, 0.5),
+        ({"gpus": 16, "gpus_per_node": 2}, 1e6, True, 7),  # ranks share hosts: Gloo's ring
+        ({"gpus": 16, "gpus_per_node": 2}, 1e3, True, 0.5),
+        ({"gpus": 64}, 1e6, True, 63),  # more ranks than go in pairs
+        ({"gpus": 64}, 1e3, True, 1),
+        ({"transport": "nccl"}, 1e3, True, 1.5),
+        ({"gpus": 4, "gpus_per_node": 4}, 1e6, True, 0),
+    ):
+        assert replace(FAR, **shape).delay.all_gather(row, expected) == pytest.approx(waits * 0.05)
+
+
+def test_small_models_do_not_agree_and_take_one_chunk():
+    """2.5 round trips of a large model, 1.5 of a small one: what was measured, beside bytes and packing."""
+    assert rounds(LARGE, FAR) == 2.5 and rounds(SMALL, FAR) == 1.5
+    assert stage_2(SMALL, FAR).chunks == 1
+    assert stage_2(SMALL, replace(FAR, network=1e6, memory=1e6)).chunks == 1
+    assert stage_2(LARGE, replace(FAR, rtt=0, network=1e6, memory=1e6)).chunks > 1
+    gain = stage_2(LARGE, FAR, chunks=1).total - stage_2(SMALL, FAR, chunks=1).total
+    assert gain == pytest.approx(0.05, rel=0.01)
+    large, small = (compressed_all_reduce(MOST_ELEMENTS + more, FAR, chunks=1) for more in (1, 0))
+    assert large - small == pytest.approx(0.05, rel=0.01)
+    far, near = (compressed_all_reduce(MOST_ELEMENTS, there, chunks=2) for there in (FAR, NEAR))
+    assert far - near >= 2.5 * 0.05 - 1e-3
+
+
+def test_one_node_and_a_local_step_do_not_wait():
+    model = replace(SMALL, optimizer="zero_one")
+    assert local_step(model, FAR) == local_step(model, NEAR)
+    delay = Delay(0.05, "gloo", gpus=8, nodes=1, shared=True)
+    assert delay.message == delay.all_to_all() == delay.segments(1e9, 1.0, 1) == 0
+
+
+def test_chunks_wait_side_by_side_over_gloo_and_one_after_the_other_over_nccl():
+    model = replace(LARGE, elements=2**26)
+    for transport, message, ring, agreed in (("gloo", 0.05, 0.025, 0.05), ("nccl", 0.025, 0.075, 0.1)):
+        far, near = replace(FAR, transport=transport), replace(NEAR, transport=transport)
+        added = [stage_2(model, far, c).total - stage_2(model, near, c).total for c in (1, 4)]
+        assert added[0] == pytest.approx(message + ring + agreed)
+        if transport == "nccl":
+            assert added[1] == pytest.approx(4 * (message + ring) + agreed)
+        else:
+            assert added[1] - agreed < 0.75 * 4 * (message + ring)
+
+
+def test_a_longer_way_is_never_faster():
+    for transport, gpus, per_node in (("gloo", 4, 1), ("nccl", 16, 4), ("gloo", 64, 1), ("nccl", 4, 4)):
+        cluster = Cluster(gpus=gpus, gpus_per_node=per_node, network=1e9, transport=transport)
+        grown = [replace(cluster, rtt=rtt) for rtt in (0, 1e-4, 1e-3, 1e-2, 0.1)]
+        for step in (uncompressed, stage_1, stage_2):
+            totals = [step(replace(LARGE, levels=2), each).total for each in grown]
+            assert all(later >= earlier for earlier, later in itertools.pairwise(totals))
+            assert (totals[-1] > totals[0]) is (cluster.nodes > 1)
