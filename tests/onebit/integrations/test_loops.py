@@ -1,0 +1,279 @@
+"""The loops of Accelerate, Lightning and HuggingFace, two processes each: a run goes on from the loop's own checkpoint.
+
+steps 1 .. 4      stage 1
+steps 5 .. 10     stage 2; a checkpoint after step 6, the interruption after step 7
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, Dataset
+
+import onebit
+from tests.collectives.work import logged
+from tests.limits import HUNG
+from tests.onebit.runs import bits
+from tests.ranks import run_ranks_once
+
+FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
+BATCH = 4
+
+
+class Interrupted(Exception):
+    """What ends a run."""
+
+
+class Tiny(nn.Module):
+    """Its output is its loss, as the Trainer of HuggingFace wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 17))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - y).square().mean()}
+
+
+class Waves(Dataset):  # type: ignore[type-arg]
+    """Enough for all steps of two ranks, in one epoch."""
+
+    def __len__(self) -> int:
+        return 2 * BATCH * (LAST + 2)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": torch.sin(x.sum()).expand(17)}
+
+
+def batch_of(step: int, rank: int) -> dict[str, Tensor]:
+    """What a rank of two takes in a step; they count from 0."""
+    first = (2 * step + rank) * BATCH
+    batch = [Waves()[i] for i in range(first, first + BATCH)]
+    return {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
+
+
+def optimizer_and_schedule(model: nn.Module, steps: int = LAST) -> tuple[onebit.OneBitAdam, LinearLR]:
+    optimizer = onebit.OneBitAdam(model.parameters(), lr=1e-2, freeze_step=FREEZE, block_size=64, chunks=1, reply=1)
+    return optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+
+
+@contextmanager
+def warned(action: str = "always") -> Iterator[list[str]]:
+    """Texts of warnings; with "error" that residuals are missed is one."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings(action, message="the state does not hold the residuals" if action == "error" else "")
+        yield texts
+    texts += [str(each.message) for each in caught]
+
+
+def on_rank_0(rank: int, change: Callable[..., None], *args: Any) -> None:
+    dist.barrier()
+    if rank == 0:
+        change(*args)
+    dist.barrier()
+
+
+@dataclass
+class Ends:
+    """Of a rank: what its parameters are at the end of runs, what was warned of and, where loops report, logged."""
+
+    undisturbed: bytes
+    resumed: list[bytes]  # from a checkpoint of stage 2
+    without: bytes  # from one without the residuals of other ranks, as the loop alone writes it
+    warned: list[str]  # there
+    said: list[str] | None = None
+
+
+class ByHand:
+    """A run as Accelerate's users write it."""
+
+    def __init__(self, rank: int) -> None:
+        from accelerate import Accelerator
+
+        from onebit.integrations.accelerate import attach
+
+        self.rank, self.accelerator, self.steps, self.attach = rank, Accelerator(cpu=True), 0, attach
+        model = Tiny()
+        prepared = self.accelerator.prepare(model, *optimizer_and_schedule(model, 2 * LAST))
+        self.model, self.optimizer, self.schedule = prepared
+        attach(self.accelerator, self.model, self.optimizer)
+
+    def on(self, last: int) -> None:
+        while self.steps < last:
+            self.optimizer.zero_grad()
+            self.accelerator.backward(self.model(**batch_of(self.steps, self.rank))["loss"])
+            self.optimizer.step()
+            self.schedule.step()
+            self.steps += 1
+
+    def load(self, folder: str) -> ByHand:
+        self.accelerator.load_state(folder)
+        self.steps = SAVED
+        return self
+
+    def end(self) -> bytes:
+        self.on(LAST)
+        return bits(self.model.parameters())
+
+
+def accelerate(rank: int, folder: str) -> Ends:
+    """A run is saved; others go on from there, go back to it, and go on from what Accelerate alone would write."""
+    undisturbed = ByHand(rank)
+    undisturbed.on(SAVED)
+    assert undisturbed.optimizer.optimizer.compressing
+    undisturbed.accelerator.save_state(folder)
+    with warned("error"):
+        resumed, again = ByHand(rank).load(folder), ByHand(rank)
+        again.on(INTERRUPTED)
+        ends = [resumed.end(), again.load(folder).end()]
+    model, optimizer, history = again.model, again.optimizer, onebit.History()
+    history.record(optimizer)
+    assert history.steps == [LAST]
+    onebit.save(f"{folder}/own", model, optimizer)  # what `prepare` returns is known here too
+    onebit.load(f"{folder}/own", model, optimizer)
+    assert again.end() == ends[-1]
+    on_rank_0(rank, shutil.rmtree, f"{folder}/onebit")
+    with warned() as texts:
+        without = ByHand(rank).load(folder)
+    with pytest.raises(TypeError, match="prepare both first"):
+        again.attach(again.accelerator, model, optimizer.optimizer)
+    return Ends(undisturbed.end(), ends, without.end(), texts)
+
+
+def by_lightning(folder: str, resume: str | None = None, stops: bool = False) -> tuple[Any, Any]:
+    """The model and its Trainer at the end; one that stops has neither."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from onebit.integrations.lightning import OneBitCallback
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Tiny()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            """Lightning resumes within an epoch and begins the data anew: here a step says which are its own."""
+            return self.model(**batch_of(self.global_step, self.global_rank))["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer, schedule = optimizer_and_schedule(self.model)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    class Interruption(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if stops and trainer.global_step == INTERRUPTED:
+                raise Interrupted
+
+    module = Module()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_steps=LAST, plugins=[TorchElasticEnvironment()],
+        logger=False, callbacks=[saver, OneBitCallback(), Interruption()], enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(range(2 * LAST)), ckpt_path=resume)
+    return module, trainer
+
+
+def without_residuals(saved: str, alone: str) -> None:
+    """A checkpoint as Lightning alone would write it."""
+    content = torch.load(saved, weights_only=True)
+    for of_parameter in content["optimizer_states"][0]["state"].values():
+        for name in [name for name in of_parameter if name.endswith("residual_of_rank_1")]:
+            del of_parameter[name]
+    torch.save(content, alone)
+
+
+def lightning(rank: int, folder: str) -> Ends:
+    with logged() as said:
+        undisturbed, trainer = by_lightning(f"{folder}/undisturbed")
+    assert trainer.optimizers[0].compressing
+    with pytest.raises(Interrupted):
+        by_lightning(f"{folder}/interrupted", stops=True)
+    saved, alone = f"{folder}/interrupted/step={SAVED}.ckpt", f"{folder}/alone.ckpt"
+    with warned("error"):
+        resumed, _ = by_lightning(f"{folder}/resumed", saved)
+    on_rank_0(rank, without_residuals, saved, alone)
+    with warned() as texts:
+        without, _ = by_lightning(f"{folder}/without", alone)
+    ends = [bits(module.parameters()) for module in (undisturbed, resumed, without)]
+    return Ends(ends[0], [ends[1]], ends[2], texts, said)
+
+
+def trainer_of(folder: str, stops: bool = False) -> Any:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from onebit.integrations.transformers import OneBitTrainer
+
+    class Interruption(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if stops and state.global_step == INTERRUPTED:
+                raise Interrupted
+
+    model = Tiny()
+    arguments = TrainingArguments(
+        folder, max_steps=LAST, per_device_train_batch_size=BATCH, save_steps=SAVED, report_to=[],
+        use_cpu=True, disable_tqdm=True, logging_strategy="no", ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    trainer = OneBitTrainer(model, arguments, train_dataset=Waves(), optimizers=optimizer_and_schedule(model))
+    trainer.add_callback(Interruption())
+    return trainer
+
+
+def transformers(rank: int, folder: str) -> Ends:
+    undisturbed, saved = trainer_of(f"{folder}/undisturbed"), f"{folder}/interrupted/checkpoint-{SAVED}"
+    with logged() as said:
+        undisturbed.train()
+    assert undisturbed.optimizer.optimizer.compressing
+    with pytest.raises(Interrupted):
+        trainer_of(f"{folder}/interrupted", stops=True).train()
+    with warned("error"):
+        resumed = trainer_of(f"{folder}/interrupted")
+        resumed.train(resume_from_checkpoint=True)
+    on_rank_0(rank, shutil.rmtree, f"{saved}/onebit")
+    without = trainer_of(f"{folder}/without")
+    with warned() as texts:
+        without.train(resume_from_checkpoint=saved)
+    ends = [bits(trainer.model.parameters()) for trainer in (undisturbed, resumed, without)]
+    return Ends(ends[0], [ends[1]], ends[2], texts, said)
+
+
+def as_under_torchrun(rank: int, size: int, work: Callable[[int, str], Ends], folder: str) -> Ends:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+        "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    return work(rank, folder)
+
+
+@pytest.mark.parametrize("work", [accelerate, lightning, transformers])
+def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(work: Callable[[int, str], Ends], tmp_path: Path) -> None:
+    """Packages take long to import, on a busy machine one rank far longer than another."""
+    if find_spec(work.__name__) is None or find_spec("accelerate") is None:
+        pytest.skip(f"needs {work.__name__} and accelerate: pip install 'onebit[integrations]'")
+    found = run_ranks_once(2, as_under_torchrun, (work, str(tmp_path)), timeout=HUNG, group_timeout=120)
+    assert len({end for one in found for end in (one.undisturbed, *one.resumed)}) == 1
+    assert all(one.without != one.undisturbed for one in found)
+    assert any("residuals" in text for text in found[1].warned)
+    if work is not accelerate:
+        reports = [any("1 bit  " in text for text in one.said or []) for one in found]
+        assert reports == [True, False]
