@@ -128,10 +128,6 @@ def flat(case, tensors):
     return np.concatenate([np.asarray(tensors[p].detach().double()).ravel() for p in case.order])
 
 
-def mean_gradient(case, size, step):
-    return np.mean([flat(case, case.gradients(r, step)) for r in range(size)], axis=0)
-
-
 def assert_near(got, expected, **kwargs):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * np.abs(expected).max(), **kwargs)
 
@@ -139,7 +135,8 @@ def assert_near(got, expected, **kwargs):
 def assert_step(case, size, step, before, after, x_before, params):
     """A step in float64, from one state to the next: nothing was lost, and d and m moved the parameters."""
     beta1 = per_element(case, lambda o: o["betas"][0])
-    everything = beta1 * before.m + (1 - beta1) * mean_gradient(case, size, step) + before.e + before.server
+    gradient = np.mean([flat(case, case.gradients(r, step)) for r in range(size)], axis=0)
+    everything = beta1 * before.m + (1 - beta1) * gradient + before.e + before.server
     assert_near(after.m + after.e + after.server, everything)
     assert_near(after.d, before.d)
     if case.kind == "OneBitAdam":
@@ -193,3 +190,17 @@ def adamw_run(case, steps, **options):
     optimizer = torch.optim.AdamW(groups, **{"lr": 5e-3, "betas": (0.8, 0.99), "eps": 1e-6, **options})
     run(case, 0, optimizer, params, 1, steps)
     return params, optimizer
+
+
+def residual_of(case, optimizer):
+    """mean_i e_i + E of each parameter, where there is one: what the next messages have to make up for."""
+    if case.each > 1 or case.options.get("reply", 1) != 1:
+        return None
+    found = []
+    transport = optimizer.setup.topology.replicas
+    for reducer in optimizer.current.reducers:
+        mean, state = reducer.exchange.residual.left_out().clone(), reducer.state
+        transport.all_sum(mean, "adding up residuals in a test").wait()
+        mean.div_(transport.size).add_(reducer.exchange.gathered_server_residual())
+        found += [state.cut(mean, i).double().numpy().copy() for i in range(len(state.params))]
+    return found
