@@ -1,4 +1,4 @@
-"""Two levels in whole steps: overlap, DDP, clipping, scaled gradients, bad gradients, and nodes found or refused."""
+"""Two levels in whole steps: DDP, scaled gradients, bad gradients, diagnostics, and nodes that are found."""
 
 from __future__ import annotations
 
@@ -18,110 +18,43 @@ import onebit
 from onebit.optim import gradients
 from tests.checkpoints import Run
 from tests.collectives.work import logged
-from tests.onebit.parallel.test_overlap import check
-from tests.onebit.runs import Case, bits, build, frozen_name, kinds, nodes_of, take, unchanged
+from tests.onebit.optim.contract import give, skips, started
+from tests.onebit.runs import Case, bits, build, kinds, nodes_of
 from tests.ranks import group, run_ranks
 
-SHAPES = ((7, 9), (33,), (2,), (130,), (400,))
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("OneBitAdam", {}),
-        ("OneBitAdam", {"reply": "direct", "scale": "tensor"}),
-        ("OneBitLamb", {"reply": "direct"}),
-        ("ZeroOneAdam", {"scale": "tensor"}),
-    ],
-)
-def test_overlap_changes_no_bit(kind: str, options: dict[str, Any]) -> None:
-    """Nor does a bad gradient of one rank, in its own slice or another's."""
-    case = Case(kind, SHAPES, steps=9, options=options, each=2, bad=((6, 3, math.nan), (7, 0, math.inf)))
-    for one in check(4, case):
-        assert one["skipped"] == 2
-        assert one["early"][5:] == [True] * 4
-        assert not one["warned"]
-
-
-def test_clipping_ends_overlap_and_changes_no_bit() -> None:
-    for one in check(4, Case(shapes=SHAPES, steps=9, each=2), how="clip", first=7):
-        assert one["early"][5:8] == [True, True, False]
-
-
-def with_a_bad_gradient(rank: int, size: int, case: Case) -> tuple[bool, list[bytes]]:
-    """Is the state what it was after a step with a bad gradient, and what do the ranks hold at the end?"""
-    run = Run(case, 3, rank, group())
-    optimizer, params, before = run.optimizer, run.params, run.all()[1]
-    take(case.but(bad=((4, 2, math.inf),)), rank, optimizer, params, 4)
-    same = unchanged(before, run.all()[1])
-    run.on(4, 6)
-    return same, [bits(params), bits([optimizer.state[p][frozen_name(case.kind)] for p in params])]
+CASE = Case(shapes=((7, 9), (33,), (2,), (130,), (400,)), steps=6, options={"freeze_step": 2, "chunks": 2}, each=2)
 
 
 @kinds
 def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(kind: str) -> None:
-    case = Case(kind, SHAPES, options={"freeze_step": 2, "chunks": 2}, each=2)
-    found = run_ranks(4, with_a_bad_gradient, case)
-    assert all(same for same, _ in found)
-    assert all(end == found[0][1] for _, end in found)
-
-
-def clipped(rank: int, size: int, case: Case) -> tuple[list[float], bytes]:
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    norms = []
-    for step in range(1, 7):
-        for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = g
-        norms.append(float(optimizer.clip_grad_norm_(2.0)))
-        optimizer.step()
-    return norms, bits(params)
-
-
-def test_the_norm_that_is_clipped_is_that_of_the_nodes() -> None:
-    """Stage 1: of the mean over all. Stage 2: the root mean square over nodes of their means' norms."""
-    case = Case(shapes=SHAPES, options={"freeze_step": 3, "chunks": 2}, each=2)
-    found = run_ranks(4, clipped, case)
-    assert all(one == found[0] for one in found)
-    for step, norm in enumerate(found[0][0], start=1):
-        nodes = [[g.double() for g in case.node_gradients(n, step) if g is not None] for n in (0, 1)]
-        squares = [sum(float(g.square().sum()) for g in of) for of in nodes]
-        whole = sum(float(((a + b) / 2).square().sum()) for a, b in zip(*nodes, strict=True))
-        assert norm == pytest.approx(math.sqrt(whole if step <= 3 else sum(squares) / 2), rel=1e-5)
+    ends = run_ranks(4, skips, CASE.but(kind=kind), ((2, 1, math.nan), (4, 2, math.inf)))
+    assert len(set(ends)) == 1
 
 
 def scaled(rank: int, size: int, case: Case) -> list[bytes]:
     """By a power of 2, another one on every rank, as GradScaler does it; and not."""
     ends = []
-    for scale in (None, 2.0 ** (8 + rank)):
-        params = case.parameters()
-        optimizer = case.build(params, group())
+    for scale in (1.0, 2.0 ** (8 + rank)):
+        params, optimizer = started(case, 0, rank, size)
         for step in range(1, 7):
-            for p, g in zip(params, case.gradients(rank, step), strict=True):
-                assert g is not None
-                p.grad = g if scale is None else g * scale
-            if scale is not None:
-                optimizer.grad_scale = torch.tensor(scale)
-                optimizer.found_inf = torch.tensor(0.0)
+            give(case, params, step, rank)
+            for p in params:
+                p.grad *= scale
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
             optimizer.step()
         ends.append(bits(params))
     return ends
 
 
 def test_gradients_may_be_scaled_on_every_rank_by_another_number() -> None:
-    case = Case(shapes=SHAPES, options={"freeze_step": 3}, each=2)
-    for one, other in run_ranks(4, scaled, case):
+    for one, other in run_ranks(4, scaled, CASE):
         assert one == other
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
 
 
 def trained(rank: int, kind: str, ddp: bool, **options: Any) -> tuple[Tensor, list[str]]:
     """Two backward passes a step, 8 steps, with DDP or without, on the data of the rank."""
-    net = model()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
     wrapped = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if ddp else net
     options = {"freeze_step": 3, "block_size": 32, "chunks": 2, "process_group": nodes_of(group(), 2), **options}
     optimizer, source = build(kind, net.parameters(), **options), torch.Generator().manual_seed(rank)
@@ -140,24 +73,28 @@ def trained(rank: int, kind: str, ddp: bool, **options: Any) -> tuple[Tensor, li
     return end, [str(w.message) for w in caught if "onebit" in str(w.message)]
 
 
-def ways(rank: int, size: int, kind: str) -> tuple[list[Tensor], list[str]]:
+def ways(rank: int, size: int, kind: str) -> tuple[list[Tensor], list[str], list[bool]]:
     """With mean sizes, of all scales the smallest: a sign that rounding turns moves least. 1-bit Adam also with
-    gradients of 16 bits."""
-    ends, warned = [], []
+    gradients of 16 bits. Also whether a step itself averages slices over the node."""
+    ends, warned, averaged = [], [], []
     for options in ({}, {"gradient_dtype": torch.bfloat16}) if kind == "OneBitAdam" else ({},):
         for ddp, overlap in ((False, False), (False, True), (True, False), (True, True)):
-            end, texts = trained(rank, kind, ddp, overlap=overlap, norm="l1", **options)
+            with patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average:
+                end, texts = trained(rank, kind, ddp, overlap=overlap, norm="l1", **options)
             ends.append(end)
             warned += texts
-    return ends, warned
+            averaged.append(average.call_count > 0)
+    return ends, warned, averaged
 
 
 @kinds
 def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
-    """The same bits on all ranks, with overlap and without; with DDP the same but for the order of its sums."""
+    """The same bits on all ranks, with overlap and without; with DDP, which averages over the node once, the same but
+    for the order of its sums."""
     found = run_ranks(4, ways, kind)
     ends = found[0][0]
-    assert all(not warned and all(map(torch.equal, own, ends)) for own, warned in found)
+    assert all(not warned and all(map(torch.equal, own, ends)) for own, warned, _ in found)
+    assert all(averaged[:4] == [True, averaged[1], False, False] for *_, averaged in found)
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[2], ends[3])
     assert (ends[0] - ends[2]).abs().max() < 1e-6
     if narrow := ends[4:]:
@@ -167,20 +104,8 @@ def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
         assert (ends[0] - narrow[0]).abs().max() > 1e-4
 
 
-def averages_of_the_step(rank: int, size: int, ddp: bool) -> int:
-    """How many slices the step itself averages over the node."""
-    with patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average:
-        trained(rank, "OneBitAdam", ddp)
-    return int(average.call_count)
-
-
-def test_what_ddp_has_averaged_over_the_node_is_not_averaged_again() -> None:
-    assert run_ranks(4, averages_of_the_step, True) == [0] * 4
-    assert all(run_ranks(4, averages_of_the_step, False))
-
-
 def on_hosts(rank: int, size: int, hosts: list[int]) -> tuple[int, int, list[str], bytes]:
-    case = Case(shapes=SHAPES, options={"freeze_step": 2, "node_group": "auto"})
+    case = CASE.but(options={"freeze_step": 2, "node_group": "auto"}, each=1)
     with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), logged() as said:
         run = Run(case, 4, rank, group())
         topology, run.optimizer, state = run.optimizer.setup.topology, case.build(run.params, group()), run.all()[1]
@@ -210,8 +135,7 @@ def diagnosed(rank: int, size: int, case: Case) -> tuple[list[float], list[float
 
 @kinds
 def test_diagnostics_are_of_this_ranks_slice(kind: str) -> None:
-    case = Case(kind, SHAPES, options={"freeze_step": 2, "chunks": 2}, each=2)
-    found = run_ranks(4, diagnosed, case)
+    found = run_ranks(4, diagnosed, CASE.but(kind=kind))
     for reported, saved, _ in found:
         assert reported == pytest.approx(saved, rel=1e-5)
     assert any(0.0 in saved for _, saved, _ in found)

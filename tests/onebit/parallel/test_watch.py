@@ -23,7 +23,7 @@ from onebit.parallel.watch import shared_tensors
 from tests.checkpoints import Run
 from tests.collectives.work import error_of
 from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, frozen_name, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, assert_message, bits, build, frozen_name, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 KINDS_STAGES_AND_DTYPES = [
@@ -54,21 +54,17 @@ def test_a_checksum_sees_every_flipped_bit(dtype: torch.dtype) -> None:
     assert checksums([x]) == before
 
 
-def test_a_checksum_sees_what_changed_places() -> None:
+def test_a_checksum_sees_what_changed_places_and_is_of_bits_not_of_numbers() -> None:
     x = torch.randn(2**16 + 100, generator=torch.Generator().manual_seed(1))
     before = checksums([x])
     for a, b in [(0, 1), (0, 2**15), (7, 2**16 - 1), (3, 2**16 + 3), (0, 2**16), (2**16, 2**16 + 99)]:
         swapped = x.clone()
         swapped[a], swapped[b] = x[b], x[a]
         assert checksums([swapped]) != before, (a, b)
-
-
-def test_a_checksum_is_of_bits_and_not_of_numbers() -> None:
     zeros = torch.tensor([0.0, -0.0])
     nans = torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001]).int().view(torch.float32)
     assert nans.isnan().all()
-    found = checksums([*zeros.view(2, 1), *nans.view(3, 1)]).tolist()
-    assert len(set(found)) == 5
+    assert len(set(checksums([*zeros.view(2, 1), *nans.view(3, 1)]).tolist())) == 5
     assert checksums([nans])[0] == checksums([nans.clone()])[0] != checksums([nans[:2]])[0]
 
 
@@ -138,9 +134,10 @@ def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter:
     return {"error": "".join(errors), "step": step, "warned": warned, "state": state}
 
 
-@pytest.mark.parametrize(("kind", "freeze_step"), [("OneBitAdam", 50), ("OneBitLamb", 3), ("ZeroOneAdam", 3)])
-def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> None:
-    case = Case(kind, steps=12, options={"freeze_step": freeze_step, "check_every": 4})
+@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
+def test_the_next_check_raises_on_every_rank_or_puts_it_right(kind: str, freeze_step: int, dtype: str) -> None:
+    """Bit for bit: these gradients do not depend on the parameters, and the run ends as if no bit had flipped."""
+    case = Case(kind, dtype=dtype, steps=12, options={"freeze_step": freeze_step, "check_every": 4})
     for one in run_ranks(3, flipped_once, case, 2, 6, 1):
         assert one["step"] == 8
         assert one["error"].startswith(
@@ -148,13 +145,7 @@ def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> Non
             "has other values on rank 2 than on rank 0"
         )
         assert "checkpoint" in one["error"] and 'on_divergence="broadcast"' in one["error"]
-
-
-@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
-def test_a_broadcast_puts_it_right_bit_for_bit(kind: str, freeze_step: int, dtype: str) -> None:
-    """These gradients do not depend on the parameters: the run ends as if no bit had flipped."""
-    options = {"freeze_step": freeze_step, "check_every": 4, "on_divergence": "broadcast"}
-    case = Case(kind, dtype=dtype, steps=12, options=options)
+    case = case.but(options={**case.options, "on_divergence": "broadcast"})
     after, without = (run_ranks(3, flipped_once, case, who, 6, 1) for who in (0, -1))
     for rank, (one, other) in enumerate(zip(after, without, strict=True)):
         assert one["error"] == "" and one["step"] == 12
@@ -175,14 +166,12 @@ def with_odd_ranks_apart(rank: int, size: int, case: Case, of_their_own: bool) -
 
 
 def test_without_a_majority_nobody_is_taken_for_right() -> None:
+    """Ranks that differ in different tensors are all named."""
     case = Case(options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS})
     for size, ranks in ((2, "rank 1"), (4, "ranks 1, 3")):
         for text, unchanged in run_ranks(size, with_odd_ranks_apart, case, False):
             assert "No values are held by more than half of the ranks" in text and unchanged
             assert text.count(" than on rank 0") == 1 and f"on {ranks} than" in text
-
-
-def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
     for text, _ in run_ranks(4, with_odd_ranks_apart, Case(options={"freeze_step": 2, **ALWAYS}), True):
         assert "parameter 1 of group 0 (shape (33,)) has other values on rank 1 than on rank 0" in text
         assert "and 1 more tensors differ on rank 3 (the first is parameter 3 of group 0" in text
@@ -252,25 +241,20 @@ def disagreeing(rank: int, size: int, name: str, values: list[Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("name", "values"), [("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])])
-def test_ranks_that_would_check_at_different_steps_are_refused_by_the_first_step(name: str, values: list[Any]) -> None:
-    for text in run_ranks(2, disagreeing, name, values):
-        assert f"rank 1 has {name} {values[1]!r} where rank 0 has {values[0]!r}" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "parts"),
-    [
-        ("check_every", -1, ["check_every=-1", "0 never checks"]),
-        ("check_every", 1.5, ["check_every=1.5", "whole number"]),
-        ("check_every", None, ["check_every=None"]),
-        ("on_divergence", "ignore", ["on_divergence='ignore'", "raise", "broadcast"]),
-    ],
-)
-def test_a_wrong_option_is_refused(name: str, value: Any, parts: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        Run(Case(options={name: value}), 0)
-    assert all(part in str(caught.value) for part in parts)
+def test_options_that_differ_or_are_wrong_are_refused() -> None:
+    for name, values in (("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])):
+        for text in run_ranks(2, disagreeing, name, values):
+            assert f"rank 1 has {name} {values[1]!r} where rank 0 has {values[0]!r}" in text
+    for name, value, words in (
+        ("check_every", -1, "0 never checks"),
+        ("check_every", 1.5, "whole number"),
+        ("check_every", None, ""),
+        ("on_divergence", "ignore", "broadcast"),
+        ("overlap", "yes", ""),
+    ):
+        with pytest.raises(ValueError) as caught:
+            Run(Case(options={name: value}), 0)
+        assert_message(caught, f"{name}={value!r}", words)
 
 
 def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
