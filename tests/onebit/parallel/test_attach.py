@@ -19,8 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 import onebit
 from onebit.parallel.buckets import LOCAL
 from tests.collectives.work import error_of
-from tests.onebit.runs import OPTIMIZERS, assert_message, bits, build, nodes_of
-from tests.ranks import group, run_ranks, run_ranks_once
+from tests.onebit.runs import OPTIMIZERS, assert_message, bits, build, nodes_of, on_ranks
+from tests.ranks import group, run_ranks
 
 
 def net():
@@ -66,10 +66,6 @@ def attach_error(kind, case):
     return "".join(errors)
 
 
-def attach_errors(rank, size, kind, cases):
-    return [attach_error(kind, case) for case in cases]
-
-
 ATTACH = {
     "no DDP": ("TypeError", ["DistributedDataParallel", "Sequential", "averages gradients itself"]),
     "a parameter of another model": ("ValueError", ["does not hold parameter 8 of group 0", "one of their own"]),
@@ -86,13 +82,14 @@ ATTACH = {
     [("OneBitAdam", list(ATTACH)), ("OneBitLamb", ["another hook"]), ("ZeroOneAdam", ["another group"])],
     ids=OPTIMIZERS,
 )
-def test_attach_says_what_is_wrong(kind, cases):
-    if torch.version.cuda and not torch.cuda.is_available():
-        cases = [case for case in cases if case != "mixed precision"]  # there DDP itself asks for a stream of a GPU
-    for found in run_ranks(2, attach_errors, kind, cases):
-        for case, text in zip(cases, found, strict=True):
-            error, parts = ATTACH[case]
-            assert text.startswith(f"{error}: ") and all(part in text for part in parts), text
+@on_ranks(2)
+def test_attach_says_what_is_wrong(rank, kind, cases):
+    for case in cases:
+        if case == "mixed precision" and torch.version.cuda and not torch.cuda.is_available():
+            continue  # there DDP itself asks for a stream of a GPU
+        error, parts = ATTACH[case]
+        text = attach_error(kind, case)
+        assert text.startswith(f"{error}: ") and all(part in text for part in parts), text
 
 
 def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
@@ -113,8 +110,10 @@ def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
         assert_message(caught, "needs a model", "list")
 
 
-def first_warnings(rank, size, how):
-    """What is warned of in five steps."""
+@pytest.mark.parametrize("how", ["forgotten", "attached", "no DDP", "zeros"])
+@on_ranks(2)
+def test_forgetting_attach_warns_once(rank, how):
+    """With gradients of its own on every rank, or none, there is no reason to warn."""
     model = net()
     optimizer = build("OneBitAdam", model.parameters(), freeze_step=2, process_group=group())
     called = model if how == "no DDP" else DistributedDataParallel(model, process_group=group())
@@ -126,20 +125,27 @@ def first_warnings(rank, size, how):
             optimizer.zero_grad()
             (loss_of(called, rank, step) * (how != "zeros" or step > 0)).backward()
             optimizer.step()
-    return [str(w.message) for w in caught if w.category is UserWarning and "onebit" in str(w.message)]
+    texts = [str(w.message) for w in caught if w.category is UserWarning and "onebit" in str(w.message)]
+    assert len(texts) == (how == "forgotten" and rank == 0)
+    for text in texts:
+        says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "nothing is saved")
+        assert all(part in text for part in says)
 
 
-def test_forgetting_attach_warns_once():
-    (text,), nothing = run_ranks(2, first_warnings, "forgotten")
-    says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "nothing is saved")
-    assert all(part in text for part in says)
-    assert nothing == []
-    for how in ("attached", "no DDP", "zeros"):  # gradients of its own on every rank, or none: no reason to warn
-        assert run_ranks(2, first_warnings, how) == [[], []], how
+JOINS = [
+    ("OneBitAdam", 50, "model.join"),
+    ("OneBitAdam", 2, "Join"),
+    ("OneBitLamb", 2, "model.join"),
+    ("ZeroOneAdam", 2, "Join"),
+    *(("OneBitAdam", freeze_step, how) for freeze_step in (50, 2) for how in ("disabled", "throwing")),
+]
 
 
-def uneven(rank, size, kind, freeze_step, how):
-    """Three even steps, then rank 1 has one batch less than rank 0. The error of each rank, and the steps taken."""
+@pytest.mark.parametrize(("kind", "freeze_step", "how"), JOINS)
+@on_ranks(2)
+def test_join_is_refused_on_all_ranks_where_it_repeats_collectives(rank, kind, freeze_step, how):
+    """Three even steps, then rank 1 has one batch less than rank 0. Refused before any collective; what is switched off
+    works, or ends all ranks with the first that runs out."""
     ddp = DistributedDataParallel(nn.Linear(6, 3), process_group=group())
     optimizer = build(kind, ddp.parameters(), freeze_step=freeze_step, process_group=group())
     onebit.attach(ddp, optimizer)
@@ -153,31 +159,12 @@ def uneven(rank, size, kind, freeze_step, how):
     errors = []
     with error_of(errors), joined():
         train(ddp, optimizer, rank, 3, 6 if how == "disabled" else 6 - rank)
-    return "".join(errors), optimizer.steps
-
-
-@pytest.mark.parametrize(
-    ("kind", "freeze_step", "how"),
-    [
-        ("OneBitAdam", 50, "model.join"),
-        ("OneBitAdam", 2, "Join"),
-        ("OneBitLamb", 2, "model.join"),
-        ("ZeroOneAdam", 2, "Join"),
-    ],
-)
-def test_join_is_refused_on_all_ranks(kind, freeze_step, how):
-    """Before any collective."""
-    for text, steps in run_ranks(2, uneven, kind, freeze_step, how):
-        assert text.startswith("ValueError: ") and steps == 3
-        assert all(part in text for part in ("join()", "drop_last=True", "throw_on_early_termination=True"))
-
-
-@pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
-def test_join_that_repeats_nothing_works(freeze_step):
-    """What is switched off, or ends all ranks with the first that runs out."""
-    assert run_ranks(2, uneven, "OneBitAdam", freeze_step, "disabled") == [("", 6)] * 2
-    (one, steps), (other, also) = run_ranks(2, uneven, "OneBitAdam", freeze_step, "throwing")
-    assert "Throwing across all ranks" in one and "Rank 1 exhausted" in other and steps == also == 5
+    steps, words = {
+        "disabled": (6, []),
+        "throwing": (5, ["Throwing across all ranks" if rank == 0 else "Rank 1 exhausted"]),
+    }.get(how, (3, ["ValueError: ", "join()", "drop_last=True", "throw_on_early_termination=True"]))
+    assert optimizer.steps == steps and len(errors) == bool(words)
+    assert all(word in "".join(errors) for word in words), errors
 
 
 # Wrapped
@@ -228,7 +215,7 @@ def wrapped(model, how):
     return FabricModule(ddp, model) if how == "Fabric" else ddp
 
 
-def with_wrappers(rank, size, kind, how, folder):
+def with_wrappers(kind, how, folder, rank):
     """Trained, saved, and gone on in a plain DDP model."""
     inner = net()
     model = wrapped(inner, how)
@@ -251,18 +238,15 @@ def with_wrappers(rank, size, kind, how, folder):
     return bits(inner.parameters()), history.steps, sent
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        *(("OneBitAdam", how) for how in ("compiled DDP", "Fabric", "replicate")),
-        ("OneBitLamb", "DDP of compiled"),
-        ("ZeroOneAdam", "Fabric"),
-    ],
-)
-def test_wrapped_models_train_as_ddp_does(kind, how, tmp_path):
-    expected = run_ranks(2, with_wrappers, kind, "DDP", str(tmp_path / "a"))
-    assert run_ranks(2, with_wrappers, kind, how, str(tmp_path / "b")) == expected
-    assert expected[0][2] > 0
+WRAPPED = [("OneBitAdam", how) for how in ("compiled DDP", "Fabric", "replicate")]
+
+
+@pytest.mark.parametrize(("kind", "how"), [*WRAPPED, ("OneBitLamb", "DDP of compiled"), ("ZeroOneAdam", "Fabric")])
+@on_ranks(2)
+def test_wrapped_models_train_as_ddp_does(rank, kind, how, tmp_path):
+    found, expected = (with_wrappers(kind, each, str(tmp_path / each), rank) for each in (how, "DDP"))
+    assert found == expected and expected[2] > 0
+    return found
 
 
 def with_several(rank, size, kinds_of, options, ddp):
@@ -315,7 +299,9 @@ def test_several_optimizers_of_a_model(size, kinds_of, options):
     assert found[0][1] == ("AdamW" not in kinds_of)
 
 
-def copied(rank, size, kind, overlap):
+@pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("ZeroOneAdam", False)])
+@on_ranks(2, once=True)
+def test_copies_of_an_attached_model(rank, kind, overlap):
     """In both stages: copies train as DDP alone does, and take an optimizer of their own."""
     inner, ends = net(), []
     ddp = DistributedDataParallel(inner)
@@ -336,14 +322,8 @@ def copied(rank, size, kind, overlap):
             train(twin, again, rank, 0, 5)
             assert again.compressing
     train(ddp, optimizer, rank, 8, 10)
+    assert ends[0] == ends[1] == ends[2] and ends[3] == ends[4] == ends[5]
     return bits(inner.parameters()), ends
-
-
-@pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("ZeroOneAdam", False)])
-def test_copies_of_an_attached_model(kind, overlap):
-    one, other = run_ranks_once(2, copied, (kind, overlap))
-    assert one == other
-    assert one[1][0] == one[1][1] == one[1][2] and one[1][3] == one[1][4] == one[1][5]
 
 
 # Buckets
@@ -361,7 +341,7 @@ def bucketed(kind, overlap=False, view=False):
     return model, ddp, optimizer
 
 
-def with_buckets(rank, size, kind, buckets, overlap=False, accumulate=False, bad=None, view=False):
+def with_buckets(rank, kind, buckets, overlap=False, accumulate=False, bad=None, view=False):
     """Parameters; buffers, and bytes sent; before which steps DDP's hook was called, and before which messages left in
     backward. buckets: whether they are used in every step."""
     model, ddp, optimizer = bucketed(kind, overlap, view)
@@ -397,47 +377,45 @@ BUCKETS = [  # optimizer, accumulated, overlap, views
 
 
 @pytest.mark.parametrize(("kind", "accumulate", "overlap", "view"), BUCKETS)
-def test_results_and_buffers_are_those_with_buckets(kind, accumulate, overlap, view):
+@on_ranks(2)
+def test_results_and_buffers_are_those_with_buckets(rank, kind, accumulate, overlap, view):
     """Bit for bit, the buffers of BatchNorm too, which are rank 0's before every forward pass. The hook is called where
     gradients are averaged, and before the first compressed step, which is known to be one only when it begins."""
-    found = run_ranks(2, with_buckets, kind, False, overlap, accumulate, None, view)
-    expected = run_ranks(2, with_buckets, kind, True, False, accumulate, None, view)
-    assert [each[:2] for each in found] == [each[:2] for each in expected]
-    assert all(expected[0][2])
+    *found, hooked, early = with_buckets(rank, kind, False, overlap, accumulate, None, view)
+    *expected, always, _ = with_buckets(rank, kind, True, False, accumulate, None, view)
+    assert found == expected and all(always)
     full = {4, 6} if kind == "ZeroOneAdam" else set()
-    for *_, hooked, early in found:
-        if overlap:
-            assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
-        else:
-            assert hooked == [step < 4 or step in full for step in range(STEPS)]
+    if overlap:
+        assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
+    else:
+        assert hooked == [step < 4 or step in full for step in range(STEPS)]
+    return found[0]
 
 
-def stepping_within_no_sync(rank, size):
-    """Whether DDP's switch stays where the user has put it, and the parameters at the end."""
+@on_ranks(2)
+def test_a_step_within_no_sync_leaves_it_on_and_averages_itself(rank):
+    """DDP's switch stays where the user has put it."""
+    expected, *_ = with_buckets(rank, "OneBitAdam", True)
     model, ddp, optimizer = bucketed("OneBitAdam", overlap=True)
-    kept = []
     with ddp.no_sync():
         for step in range(STEPS):
             optimizer.zero_grad()
             loss_of(ddp, rank, 2 * step).backward()
-            kept.append(ddp.require_backward_grad_sync is False and not optimizer.overlap.in_flight)
+            assert ddp.require_backward_grad_sync is False and not optimizer.overlap.in_flight
             optimizer.step()
-            kept.append(ddp.require_backward_grad_sync is False)
-    return bits(model.parameters()), all(kept)
+            assert ddp.require_backward_grad_sync is False
+    assert bits(model.parameters()) == expected
 
 
-def test_a_step_within_no_sync_leaves_it_on_and_averages_itself():
-    expected = run_ranks(2, with_buckets, "OneBitAdam", True)
-    assert run_ranks(2, stepping_within_no_sync) == [(each[0], True) for each in expected]
-
-
-def test_a_full_step_that_was_not_expected_is_averaged_by_the_step():
+@on_ranks(2)
+def test_a_full_step_that_was_not_expected_is_averaged_by_the_step(rank):
     """A step that is skipped moves the schedule by one: the gradients of a full step may not have been in a bucket."""
     algorithm = onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], var_update_scaler=2).setup.algorithm
     assert [algorithm.kind(step) for step in (4, 5, 6)] == ["1 bit", "full", "1 bit"]
+    ends = []
     for bad in ((4, 1), (4, 0)):
-        found = run_ranks(2, with_buckets, "ZeroOneAdam", False, False, False, bad)
-        expected = run_ranks(2, with_buckets, "ZeroOneAdam", True, False, False, bad)
-        assert found[0][0] == found[1][0]
-        assert not found[0][2][5]
-        assert [each[:2] for each in found] == [each[:2] for each in expected]
+        *found, hooked, _ = with_buckets(rank, "ZeroOneAdam", False, False, False, bad)
+        *expected, _, _ = with_buckets(rank, "ZeroOneAdam", True, False, False, bad)
+        assert not hooked[5] and found == expected
+        ends.append(found[0])
+    return ends

@@ -19,36 +19,33 @@ from onebit.optim import gradients
 from tests.checkpoints import Run
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import give, skips, started
-from tests.onebit.runs import Case, bits, build, kinds, nodes_of
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, bits, build, kinds, nodes_of, on_ranks
+from tests.ranks import group
 
 CASE = Case(shapes=((7, 9), (33,), (2,), (130,), (400,)), steps=6, options={"freeze_step": 2, "chunks": 2}, each=2)
 
 
 @kinds
-def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(kind: str) -> None:
-    ends = run_ranks(4, skips, CASE.but(kind=kind), ((2, 1, math.nan), (4, 2, math.inf)))
-    assert len(set(ends)) == 1
+@on_ranks(4)
+def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(rank: int, size: int, kind: str) -> bytes:
+    return skips(rank, size, CASE.but(kind=kind), ((2, 1, math.nan), (4, 2, math.inf)))
 
 
-def scaled(rank: int, size: int, case: Case) -> list[bytes]:
-    """By a power of 2, another one on every rank, as GradScaler does it; and not."""
+@on_ranks(4)
+def test_gradients_may_be_scaled_on_every_rank_by_another_number(rank: int, size: int) -> list[bytes]:
+    """By a power of 2, as GradScaler does it; and not."""
     ends = []
     for scale in (1.0, 2.0 ** (8 + rank)):
-        params, optimizer = started(case, 0, rank, size)
+        params, optimizer = started(CASE, 0, rank, size)
         for step in range(1, 7):
-            give(case, params, step, rank)
+            give(CASE, params, step, rank)
             for p in params:
                 p.grad *= scale
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
             optimizer.step()
         ends.append(bits(params))
+    assert ends[0] == ends[1]
     return ends
-
-
-def test_gradients_may_be_scaled_on_every_rank_by_another_number() -> None:
-    for one, other in run_ranks(4, scaled, CASE):
-        assert one == other
 
 
 def trained(rank: int, kind: str, ddp: bool, **options: Any) -> tuple[Tensor, list[str]]:
@@ -73,28 +70,18 @@ def trained(rank: int, kind: str, ddp: bool, **options: Any) -> tuple[Tensor, li
     return end, [str(w.message) for w in caught if "onebit" in str(w.message)]
 
 
-def ways(rank: int, size: int, kind: str) -> tuple[list[Tensor], list[str], list[bool]]:
-    """With mean sizes, of all scales the smallest: a sign that rounding turns moves least. 1-bit Adam also with
-    gradients of 16 bits. Also whether a step itself averages slices over the node."""
-    ends, warned, averaged = [], [], []
+@kinds
+@on_ranks(4)
+def test_ddp_and_overlap_with_accumulated_gradients(rank: int, kind: str) -> list[Tensor]:
+    """The same bits with overlap and without; with DDP, which averages over the node once, the same but for the order
+    of its sums. With mean sizes, of all scales the smallest: a sign that rounding turns moves least."""
+    ends: list[Tensor] = []
     for options in ({}, {"gradient_dtype": torch.bfloat16}) if kind == "OneBitAdam" else ({},):
         for ddp, overlap in ((False, False), (False, True), (True, False), (True, True)):
             with patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average:
-                end, texts = trained(rank, kind, ddp, overlap=overlap, norm="l1", **options)
+                end, warned = trained(rank, kind, ddp, overlap=overlap, norm="l1", **options)
+            assert not warned and (overlap or bool(average.call_count) == (not ddp))
             ends.append(end)
-            warned += texts
-            averaged.append(average.call_count > 0)
-    return ends, warned, averaged
-
-
-@kinds
-def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
-    """The same bits on all ranks, with overlap and without; with DDP, which averages over the node once, the same but
-    for the order of its sums."""
-    found = run_ranks(4, ways, kind)
-    ends = found[0][0]
-    assert all(not warned and all(map(torch.equal, own, ends)) for own, warned, _ in found)
-    assert all(averaged[:4] == [True, averaged[1], False, False] for *_, averaged in found)
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[2], ends[3])
     assert (ends[0] - ends[2]).abs().max() < 1e-6
     if narrow := ends[4:]:
@@ -102,9 +89,13 @@ def test_ddp_and_overlap_with_accumulated_gradients(kind: str) -> None:
         for one, other in ((0, 2), (2, 3)):  # rounding to 16 bits turns a sign or two
             assert (narrow[one] - narrow[other]).abs().max() < 5e-3
         assert (ends[0] - narrow[0]).abs().max() > 1e-4
+    return ends
 
 
-def on_hosts(rank: int, size: int, hosts: list[int]) -> tuple[int, int, list[str], bytes]:
+@pytest.mark.parametrize(("hosts", "slices"), [([0, 0, 1, 1], 2), ([0, 0, 0, 0], 1)])
+@on_ranks(4)
+def test_hosts_are_nodes(rank: int, hosts: list[int], slices: int) -> bytes:
+    """Found in the first step, or before a load."""
     case = CASE.but(options={"freeze_step": 2, "node_group": "auto"}, each=1)
     with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), logged() as said:
         run = Run(case, 4, rank, group())
@@ -112,31 +103,19 @@ def on_hosts(rank: int, size: int, hosts: list[int]) -> tuple[int, int, list[str
         run.optimizer.load_state_dict(state)
         assert run.optimizer.setup.topology.place == topology.place
         run.on(5, 6)
-    return topology.slices, topology.place, said, bits(run.params)
-
-
-def test_hosts_are_nodes() -> None:
-    """Found in the first step, or before a load."""
-    for hosts, slices in (([0, 0, 1, 1], 2), ([0, 0, 0, 0], 1)):
-        found = run_ranks(4, on_hosts, hosts)
-        assert [one[:2] for one in found] == [(slices, rank) for rank in range(4)]
-        assert any("2 nodes of 2 ranks" in line for line in found[0][2]) == (slices == 2)
-        assert len({end for *_, end in found}) == 1
-
-
-def diagnosed(rank: int, size: int, case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Of every parameter the norm that is reported of this rank's residual, that of what it saves, and other keys."""
-    optimizer = Run(case, 5, rank, group()).optimizer
-    found = list(optimizer.diagnostics().values())
-    saved = [own.get(f"residual_of_rank_{rank}") for own in optimizer.state_dict()["state"].values()]
-    norms = [0.0 if e is None else float(e.norm()) for e in saved]
-    return [own["residual_norm"] for own in found], norms, found[0]
+    assert (topology.slices, topology.place) == (slices, rank)
+    assert rank > 0 or any("2 nodes of 2 ranks" in line for line in said) == (slices == 2)
+    return bits(run.params)
 
 
 @kinds
-def test_diagnostics_are_of_this_ranks_slice(kind: str) -> None:
-    found = run_ranks(4, diagnosed, CASE.but(kind=kind))
-    for reported, saved, _ in found:
-        assert reported == pytest.approx(saved, rel=1e-5)
-    assert any(0.0 in saved for _, saved, _ in found)
-    assert all(one[2]["momentum_scale"] == found[0][2]["momentum_scale"] for one in found)
+@on_ranks(4)
+def test_diagnostics_are_of_this_ranks_slice(rank: int, kind: str) -> float:
+    """Of every parameter the norm that is reported of this rank's residual is that of what it saves."""
+    optimizer = Run(CASE.but(kind=kind), 5, rank, group()).optimizer
+    found = list(optimizer.diagnostics().values())
+    saved = [own.get(f"residual_of_rank_{rank}") for own in optimizer.state_dict()["state"].values()]
+    norms = [0.0 if e is None else float(e.norm()) for e in saved]
+    assert [own["residual_norm"] for own in found] == pytest.approx(norms, rel=1e-5)
+    assert max(norms) > 0 and (0.0 in norms or rank > 0)
+    return found[0]["momentum_scale"]
