@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from tests import oracle
-from tests.onebit.runs import bits, run, same, snapshot, take
+from tests.checkpoints import Run
+from tests.onebit.runs import bits, frozen_name, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 from tests.wire import of_bits
 
+FIVE = ((7, 9), (33,), (2,), (130,), (400,))  # shapes of what two levels share
 TWO_GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
 AUTO = {"freeze_step": "auto", "freeze_window": 3, "freeze_threshold": 0.7, "betas": (0.9, 0.95)}
 
@@ -36,10 +38,8 @@ def set_parameters(params, values):
 
 
 def trained(case, rank, steps, of=None):
-    params = case.parameters()
-    optimizer = case.build(params, of)
-    run(case, rank, optimizer, params, 1, steps)
-    return params, optimizer
+    run = Run(case, steps, rank, of)
+    return run.params, run.optimizer
 
 
 def checkpoint(params, optimizer):
@@ -61,13 +61,6 @@ def assert_go_on_alike(case, rank, one, other, first, last):
         run(case, rank, optimizer, params, first, last)
     assert bits(one[0]) == bits(other[0])
     assert same(snapshot(one[1].state_dict()), snapshot(other[1].state_dict()))
-
-
-def as_model(params):
-    model = nn.Module()
-    for i, p in enumerate(params):
-        model.register_parameter(f"w{i}", p)
-    return model
 
 
 def decoded(own, numel, block_size=64, rotated=False):
@@ -110,11 +103,17 @@ def meaning(states, case):
                 whole[keepers == r] = of[f"server_residual_of_rank_{r}"].double().numpy()
             assert all(same(of[name], own[0][name]) for name in ("momentum_bits", "momentum_scales"))
         m = decoded(own[0], numel, plan.block_size, not served and case.options.get("norm") == "rotated")
-        d = own[0]["denominator"].double().numpy().ravel()
+        d = own[0][frozen_name(case.kind)].double().numpy().ravel()
         found.append((mean / gamma, whole / gamma, m / gamma, d * gamma))
     e, server, m, d = (np.concatenate(parts) for parts in zip(*found, strict=True))
     assert all(np.isfinite(a).all() for a in (e, server, m, d))
     return SimpleNamespace(e=e, server=server, m=m, d=d)
+
+
+def left_out(states, case):
+    """mean e + E: what the next messages have to make up for."""
+    found = meaning(states, case)
+    return found.e + found.server
 
 
 def per_element(case, read):
@@ -190,17 +189,3 @@ def adamw_run(case, steps, **options):
     optimizer = torch.optim.AdamW(groups, **{"lr": 5e-3, "betas": (0.8, 0.99), "eps": 1e-6, **options})
     run(case, 0, optimizer, params, 1, steps)
     return params, optimizer
-
-
-def residual_of(case, optimizer):
-    """mean_i e_i + E of each parameter, where there is one: what the next messages have to make up for."""
-    if case.each > 1 or case.options.get("reply", 1) != 1:
-        return None
-    found = []
-    transport = optimizer.setup.topology.replicas
-    for reducer in optimizer.current.reducers:
-        mean, state = reducer.exchange.residual.left_out().clone(), reducer.state
-        transport.all_sum(mean, "adding up residuals in a test").wait()
-        mean.div_(transport.size).add_(reducer.exchange.gathered_server_residual())
-        found += [state.cut(mean, i).double().numpy().copy() for i in range(len(state.params))]
-    return found

@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 import onebit
+from tests.checkpoints import Holder
 from tests.onebit.checkpoint.states import (
     AUTO,
     TWO_GROUPS,
-    as_model,
     assert_go_on_alike,
     checkpoint,
-    residual_of,
+    left_out,
     set_parameters,
     trained,
 )
-from tests.onebit.runs import Case, bits, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, on_ranks, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 OPTIONS = {
@@ -43,18 +43,6 @@ CASE, TENSOR = Case(options=FREEZE), {"scale": "tensor", "chunks": 2}
 
 
 # In memory
-
-
-def carried(rank, size, case, name, steps, there):
-    """The state of `steps` steps by way of torch into an optimizer that has taken `there` others."""
-    options = StateDictOptions(**OPTIONS[name])
-    params, optimizer = trained(case, rank, steps, group())
-    carried = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=options))
-    again, other = trained(case.but(seed=1), rank, there, group())
-    set_parameters(again, params)
-    set_optimizer_state_dict(as_model(again), other, carried, options=options)
-    assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
-    assert_go_on_alike(case, rank, (params, optimizer), (again, other), steps + 1, steps + 4)
 
 
 CARRIED = [  # optimizer, option, steps there, steps here, more options
@@ -80,8 +68,17 @@ CARRIED = [  # optimizer, option, steps there, steps here, more options
 
 
 @pytest.mark.parametrize(("kind", "name", "steps", "there", "more"), CARRIED)
-def test_a_state_goes_on_bit_for_bit(kind, name, steps, there, more):
-    run_ranks(2, carried, Case(kind, options={**FREEZE, **more}, groups=TWO_GROUPS), name, steps, there)
+@on_ranks(2)
+def test_a_state_goes_on_bit_for_bit(rank, kind, name, steps, there, more):
+    """The state of `steps` steps by way of torch into an optimizer that has taken `there` others."""
+    case, options = Case(kind, options={**FREEZE, **more}, groups=TWO_GROUPS), StateDictOptions(**OPTIONS[name])
+    params, optimizer = trained(case, rank, steps, group())
+    carried = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=options))
+    again, other = trained(case.but(seed=1), rank, there, group())
+    set_parameters(again, params)
+    set_optimizer_state_dict(Holder(again), other, carried, options=options)
+    assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
+    assert_go_on_alike(case, rank, (params, optimizer), (again, other), steps + 1, steps + 4)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +89,15 @@ def test_a_flattened_state_of_another_stage_needs_room(kind, steps, there):
     """torch looks in it only for what the optimizer has."""
     case = Case(kind, options=FREEZE, groups=TWO_GROUPS)
     params, optimizer = trained(case, 0, steps)
-    flat = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=FLATTENED))
+    flat = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
     again, other = trained(case.but(seed=1), 0, there)
     before = snapshot(other.state_dict())
     if there > 0:
         with pytest.raises(ValueError, match=r"call onebit\.make_room first"):
-            set_optimizer_state_dict(as_model(again), other, flat, options=FLATTENED)
+            set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
     assert same(snapshot(other.state_dict()), before)
-    onebit.make_room(flat, as_model(again), other)
-    set_optimizer_state_dict(as_model(again), other, flat, options=FLATTENED)
+    onebit.make_room(flat, Holder(again), other)
+    set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
@@ -109,15 +106,28 @@ def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
     case = Case("OneBitLamb", options=FREEZE)
     params, optimizer = trained(case, 0, 6)
     options = StateDictOptions(full_state_dict=True)
-    full = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=options))
+    full = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=options))
     with pytest.warns(UserWarning, match="without a variance"):
         again, other = trained(case.but(untouched=((0, 2, 9),)), 0, 6)
     assert "counted_bits" in other.state[again[0]]
-    set_optimizer_state_dict(as_model(again), other, full, options=options)
+    set_optimizer_state_dict(Holder(again), other, full, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
-def live(rank, size, case):
+LIVE = [
+    ("OneBitAdam", {}, 1),
+    ("OneBitLamb", {"reply": "direct"}, 2),
+    ("ZeroOneAdam", {"reply": 2}, 1),
+    ("OneBitLamb", {"scale": "tensor"}, 1),
+    ("OneBitAdam", {}, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "each"), LIVE, ids=str)
+@on_ranks(2)
+def test_what_is_saved_is_in_the_live_state_under_the_same_names(rank, kind, options, each):
+    """A step where AdamW has it."""
+    case = Case(kind, dtype="bfloat16", options={**FREEZE, **options}, each=each)
     params, optimizer = trained(case, rank, 0, group())
     for step in range(1, 7):
         assert [int(optimizer.state[p]["step"]) for p in params] == [step - 1] * 4
@@ -126,16 +136,6 @@ def live(rank, size, case):
             saved = optimizer.state_dict()
             assert all(set(optimizer.state[p]) == set(saved["state"][i]) for i, p in enumerate(params))
             assert optimizer.param_groups[0].keys() == saved["param_groups"][0].keys()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "each"),
-    [("OneBitAdam", {}, 1), ("OneBitLamb", {"reply": "direct"}, 2), ("ZeroOneAdam", {"reply": 2}, 1),
-     ("OneBitLamb", {"scale": "tensor"}, 1), ("OneBitAdam", {}, 2)], ids=str,
-)  # fmt: skip
-def test_what_is_saved_is_in_the_live_state_under_the_same_names(kind, options, each):
-    """A step where AdamW has it."""
-    run_ranks(2, live, Case(kind, dtype="bfloat16", options={**FREEZE, **options}, each=each))
 
 
 # By files
@@ -160,15 +160,15 @@ def entries(how, params, optimizer):
     """By names, as the option `how` has it, or the optimizer alone, whose parameters have numbers."""
     if how == "alone":
         return {"optimizer": optimizer}
-    return {"app": App(as_model(params), optimizer, OPTIONS[how])}
+    return {"app": App(Holder(params), optimizer, OPTIONS[how])}
 
 
 def seen(case, rank, params, optimizer, steps):
     """As it is, and parameters three steps later."""
-    (state, values), residual = checkpoint(params, optimizer), residual_of(case, optimizer)
+    state, values = checkpoint(params, optimizer)
     run(case, rank, optimizer, params, steps + 1, steps + 3)
     assert all(torch.isfinite(p).all() for p in params)
-    return state, residual, bits(params), values
+    return state, bits(params), values
 
 
 def saving(rank, size, case, folder, how, steps):
@@ -181,7 +181,7 @@ def loading(rank, size, case, folder, how, steps, new, values):
     """new: the optimizer is, else it has taken as many steps of another run."""
     params, optimizer = trained(case.but(seed=1), rank, 0 if new else steps, group())
     if new:
-        onebit.make_room(folder, as_model(params), optimizer)
+        onebit.make_room(folder, Holder(params), optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the state does not hold the residuals")
         dcp.load(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
@@ -215,20 +215,20 @@ def test_dcp_carries_a_run(row, tmp_path):
     options = {**FREEZE, **options}
     case = Case(kind, dtype=options.pop("dtype", "float32"), options=options, groups=TWO_GROUPS, each=each)
     before = run_ranks(there, saving, case, str(tmp_path), how, steps)
-    values = before[0][3]
+    values = before[0][2]
     if steps == 6 and there == 2:
         assert not torch.equal(*(own[0]["state"][3][f"residual_of_rank_{r}"] for r, own in enumerate(before)))
     after = run_ranks(there, loading, case, str(tmp_path), how, steps, new, values)
-    for (state, _, end, _), (again, _, its_end, _) in zip(before, after, strict=True):
+    for (state, end, _), (again, its_end, _) in zip(before, after, strict=True):
         assert same(state, again) and end == its_end
     if size != there:
         after = run_ranks(size, loading, case, str(tmp_path), how, steps, new, values)
-        assert len({end for _, _, end, _ in after}) == 1
+        assert len({end for _, end, _ in after}) == 1
         if steps == 2:
             assert same(after[0][0]["state"], before[0][0]["state"])
         else:
-            for here, was in zip(after[0][1], before[0][1], strict=True):
-                np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
+            here, was = (left_out([own[0] for own in of], case) for of in (after, before))
+            np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
 
 
 # make_room
@@ -244,16 +244,21 @@ class Wrapper(nn.Module):
 
 def test_wrappers_are_no_part_of_names():
     params, optimizer = trained(CASE, 0, 6)
-    flat = get_optimizer_state_dict(as_model(params), optimizer)
-    for model in (Wrapper(as_model(params)), torch.compile(Wrapper(as_model(params)))):
+    plain = Holder(params)
+    flat, within = (get_optimizer_state_dict(model, optimizer) for model in (plain, nn.Sequential(plain)))
+    for model, saved in (
+        (Wrapper(plain), flat),
+        (torch.compile(Wrapper(plain)), flat),
+        (nn.Sequential(torch.compile(plain)), within),
+    ):
         resumed = CASE.build(params)
-        onebit.make_room(flat, model, resumed)
+        onebit.make_room(saved, model, resumed)
         assert set(resumed.state[params[0]]) == set(optimizer.state[params[0]])
 
 
 def test_what_make_room_refuses_and_what_is_refused_after_it(tmp_path):
     (params, optimizer), (_, saved) = trained(CASE, 0, 0), trained(CASE, 0, 6)
-    model, adamw = as_model(params), torch.optim.AdamW(params)
+    model, adamw = Holder(params), torch.optim.AdamW(params)
     run(CASE, 0, adamw, params, 1, 1)
     before = snapshot(optimizer.state_dict())
     by_name = get_optimizer_state_dict(model, saved.__class__(params))
