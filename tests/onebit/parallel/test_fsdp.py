@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -228,46 +229,33 @@ def test_runs_over_two_shards_and_two_replicas(rank: int) -> list[Any]:
     return [*found, *(with_a_layer_apart(rank, mesh, kind) for kind in OPTIMIZERS)]
 
 
-def refused(case: str, mesh: Any) -> None:
-    """By an optimizer, or by `attach`: one that was built too early, lacks parameters of the model, or has others."""
-    net: Any = model()
-    if case == "too early":
-        optimizer = build("OneBitAdam", net.parameters())
-        onebit.attach(sharded(net, mesh), optimizer)
-    if case in ("some", "more"):
-        params, other = list(sharded(net, mesh).parameters()), sharded(model(), mesh)
-        attached(net, mesh, params=params[:2] if case == "some" else [*params, *other.parameters()])
-    of = {"plain FSDP": init_device_mesh("cpu", (4,)), "two dimensions": mesh}.get(case, mesh["shard"])
-    fully_shard(net[0] if case == "in part" else net, mesh=of)
-    options = {
-        "plain FSDP": {"process_group": None},
-        "the shard group": {"process_group": mesh.get_group("shard")},
-        "everyone": {"process_group": None},
-        "node_group": {"node_group": mesh.get_group("shard")},
-        "overlap": {"overlap": True},
-        "rotated": {"norm": "rotated"},
-    }.get(case, {})
-    build("OneBitAdam", net.parameters(), **{"process_group": mesh.get_group("replicate"), **options})
-
-
-REFUSED = {
-    "two dimensions": "mesh['shard']",
-    "the shard group": "process_group is the group that the parameters are sharded over",
-    "plain FSDP": "the parameters are sharded over all 4 ranks",
-    "rotated": 'Pass norm="unbiased"',
-    "everyone": "process_group has rank",
-    "in part": "is whole where others are sharded",
-    "node_group": "Leave it out",
-    "overlap": "Pass overlap=False",
-    "too early": "call fully_shard first",
-    "some": "the optimizer does not hold '2.weight' and 3 more of the model",
-    "more": "the model does not hold parameter",
-}
-
-
 @on_ranks(4, once=True)
 def test_what_does_not_fit_is_refused_on_all_ranks(rank: int) -> None:
+    """By an optimizer, or by `attach`: one that was built too early, lacks parameters of the model, or has others."""
     mesh = mesh_of(2, 2)
-    for case, says in REFUSED.items():
+
+    def built(net: Any, **options: Any) -> Any:
+        return build("OneBitAdam", net.parameters(), **{"process_group": mesh.get_group("replicate"), **options})
+
+    net, other, early = sharded(model(), mesh), sharded(model(), mesh), model()
+    params, too_early = list(net.parameters()), built(early)
+    over_all, in_two, in_part = (model() for _ in range(3))
+    fully_shard(over_all, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(in_two, mesh=mesh)
+    fully_shard(in_part[0], mesh=mesh["shard"])  # type: ignore[index]
+    of_shards = mesh.get_group("shard")
+    for says, call in (
+        ("mesh['shard']", partial(built, in_two)),
+        ("is the group that the parameters are sharded over", partial(built, net, process_group=of_shards)),
+        ("the parameters are sharded over all 4 ranks", partial(built, over_all, process_group=None)),
+        ('Pass norm="unbiased"', partial(built, net, norm="rotated")),
+        ("process_group has rank", partial(built, net, process_group=None)),
+        ("is whole where others are sharded", partial(built, in_part)),
+        ("Leave it out", partial(built, net, node_group=of_shards)),
+        ("Pass overlap=False", partial(built, net, overlap=True)),
+        ("call fully_shard first", partial(onebit.attach, sharded(early, mesh), too_early)),
+        ("does not hold '2.weight' and 3 more of the model", partial(attached, net, mesh, params=params[:2])),
+        ("the model does not hold parameter", partial(attached, net, mesh, params=[*params, *other.parameters()])),
+    ):
         with pytest.raises(ValueError, match=re.escape(says)):
-            refused(case, mesh)
+            call()

@@ -1,4 +1,5 @@
-"""The loops of Accelerate, Lightning and HuggingFace, two processes each: a run goes on from the loop's own checkpoint.
+"""What is loaded in the place of one rank's state; and the loops of Accelerate, Lightning and HuggingFace, in two
+processes, where a run goes on from the loop's own checkpoint.
 
 steps 1 .. 4      stage 1
 steps 5 .. 10     stage 2; a checkpoint after step 6, the interruption after step 7
@@ -11,7 +12,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,81 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
 import onebit
+from onebit.integrations.whole_state import WholeState
+from tests.checkpoints import Run
 from tests.collectives.work import logged
-from tests.limits import HUNG
-from tests.onebit.runs import bits
-from tests.ranks import run_ranks_once
+from tests.onebit.runs import Case, bits, on_ranks, same
+from tests.ranks import group, run_ranks
 
 FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
 BATCH = 4
+CASE = Case(options={"freeze_step": 3})
+
+
+def put(run: Run, values: list[Tensor]) -> None:
+    """A loop loads its model itself."""
+    with torch.no_grad():
+        for p, value in zip(run.params, values, strict=True):
+            p.copy_(value)
+
+
+def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
+    case = CASE.but(options={"freeze_step": freeze_step})
+    run = Run(case, 6, rank, group())
+    WholeState(run.model, run.optimizer).save(folder / "onebit")
+    at_6, values = run.all()[1], [p.detach().clone() for p in run.params]
+    of_rank_0 = run.optimizer.state_dict()
+    for of_parameter in of_rank_0["state"].values():
+        for name in [name for name in of_parameter if name.endswith(f"residual_of_rank_{rank}") and rank > 0]:
+            del of_parameter[name]  # what this rank finds in a file that rank 0 alone has written
+    run.on(7, 8)
+    at_8 = run.all()
+
+    again = Run(case, 2, rank, group())
+    state = WholeState(again.model, again.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.expect(folder / "onebit")
+        again.optimizer.load_state_dict(of_rank_0)
+    assert same(again.all()[1], at_6)
+    put(again, values)
+    again.on(7, 8)
+    assert same(again.all(), at_8)
+
+    for how in ("once", "cancelled", "nothing there"):  # then what is given is loaded as it is
+        again.on(9, 9)
+        if how != "once":
+            state.expect(folder / ("onebit" if how == "cancelled" else how))
+        if how == "cancelled":
+            state.cancel()
+        again.optimizer.load_state_dict(run.optimizer.state_dict())
+        assert same(again.all()[1], at_8[1]), how
+
+    again.on(9, 9)
+    before = again.all()
+    state.expect(folder / ("onebit" if rank == 0 else "nowhere"))
+    with pytest.raises(ValueError, match=r"rank.* 1 of 2"):
+        again.optimizer.load_state_dict(again.optimizer.state_dict())
+    assert same(again.all(), before)
+
+
+def on_others(rank: int, size: int, folder: Path) -> None:
+    run, direct = Run(CASE, 2, rank, group()), Run(CASE, 2, rank, group())
+    direct.load(folder / "onebit")
+    WholeState(run.model, run.optimizer).expect(folder / "onebit")
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    put(run, direct.params)
+    assert same(run.all(), direct.all())
+
+
+@pytest.mark.parametrize("freeze_step", [50, 3])
+def test_the_next_state_is_that_of_the_folder_and_no_other(freeze_step: int, tmp_path: Path) -> None:
+    """On as many ranks; on others it is what `onebit.load` gives. A folder that one rank lacks is an error on both."""
+    run_ranks(2, loaded_once, tmp_path, freeze_step)
+    run_ranks(3, on_others, tmp_path)
+
+
+# Loops
 
 
 class Interrupted(Exception):
@@ -89,15 +157,16 @@ def on_rank_0(rank: int, change: Callable[..., None], *args: Any) -> None:
     dist.barrier()
 
 
-@dataclass
-class Ends:
-    """Of a rank: what its parameters are at the end of runs, what was warned of and, where loops report, logged."""
-
-    undisturbed: bytes
-    resumed: list[bytes]  # from a checkpoint of stage 2
-    without: bytes  # from one without the residuals of other ranks, as the loop alone writes it
-    warned: list[str]  # there
-    said: list[str] | None = None
+def checked(
+    rank: int, undisturbed: bytes, resumed: bytes, without: bytes, warned: list[str], said: list[str] | None = None
+) -> bytes:
+    """Ends of runs: resumed from a checkpoint of stage 2, and without the residuals of other ranks, as the loop alone
+    writes it; what was warned of there and, where loops report, logged."""
+    assert resumed == undisturbed != without
+    assert rank == 0 or any("residuals" in text for text in warned)
+    if said is not None:
+        assert any("1 bit  " in text for text in said) == (rank == 0)  # the report
+    return undisturbed
 
 
 class ByHand:
@@ -132,7 +201,7 @@ class ByHand:
         return bits(self.model.parameters())
 
 
-def accelerate(rank: int, folder: str) -> Ends:
+def accelerate(rank: int, folder: str) -> bytes:
     """A run is saved; others go on from there, go back to it, and go on from what Accelerate alone would write."""
     undisturbed = ByHand(rank)
     undisturbed.on(SAVED)
@@ -141,19 +210,20 @@ def accelerate(rank: int, folder: str) -> Ends:
     with warned("error"):
         resumed, again = ByHand(rank).load(folder), ByHand(rank)
         again.on(INTERRUPTED)
-        ends = [resumed.end(), again.load(folder).end()]
+        end = again.load(folder).end()
+        assert resumed.end() == end
     model, optimizer, history = again.model, again.optimizer, onebit.History()
     history.record(optimizer)
     assert history.steps == [LAST]
     onebit.save(f"{folder}/own", model, optimizer)  # what `prepare` returns is known here too
     onebit.load(f"{folder}/own", model, optimizer)
-    assert again.end() == ends[-1]
+    assert again.end() == end
     on_rank_0(rank, shutil.rmtree, f"{folder}/onebit")
     with warned() as texts:
         without = ByHand(rank).load(folder)
     with pytest.raises(TypeError, match="prepare both first"):
         again.attach(again.accelerator, model, optimizer.optimizer)
-    return Ends(undisturbed.end(), ends, without.end(), texts)
+    return checked(rank, undisturbed.end(), end, without.end(), texts)
 
 
 def by_lightning(folder: str, resume: str | None = None, stops: bool = False) -> tuple[Any, Any]:
@@ -202,7 +272,7 @@ def without_residuals(saved: str, alone: str) -> None:
     torch.save(content, alone)
 
 
-def lightning(rank: int, folder: str) -> Ends:
+def lightning(rank: int, folder: str) -> bytes:
     with logged() as said:
         undisturbed, trainer = by_lightning(f"{folder}/undisturbed")
     assert trainer.optimizers[0].compressing
@@ -215,7 +285,7 @@ def lightning(rank: int, folder: str) -> Ends:
     with warned() as texts:
         without, _ = by_lightning(f"{folder}/without", alone)
     ends = [bits(module.parameters()) for module in (undisturbed, resumed, without)]
-    return Ends(ends[0], [ends[1]], ends[2], texts, said)
+    return checked(rank, *ends, texts, said)
 
 
 def trainer_of(folder: str, stops: bool = False) -> Any:
@@ -238,7 +308,7 @@ def trainer_of(folder: str, stops: bool = False) -> Any:
     return trainer
 
 
-def transformers(rank: int, folder: str) -> Ends:
+def transformers(rank: int, folder: str) -> bytes:
     undisturbed, saved = trainer_of(f"{folder}/undisturbed"), f"{folder}/interrupted/checkpoint-{SAVED}"
     with logged() as said:
         undisturbed.train()
@@ -253,27 +323,23 @@ def transformers(rank: int, folder: str) -> Ends:
     with warned() as texts:
         without.train(resume_from_checkpoint=saved)
     ends = [bits(trainer.model.parameters()) for trainer in (undisturbed, resumed, without)]
-    return Ends(ends[0], [ends[1]], ends[2], texts, said)
+    return checked(rank, *ends, texts, said)
 
 
-def as_under_torchrun(rank: int, size: int, work: Callable[[int, str], Ends], folder: str) -> Ends:
+def needs(work: Callable[[int, str], bytes]) -> Any:
+    missing = [name for name in {work.__name__, "accelerate"} if find_spec(name) is None]
+    reason = f"needs {', '.join(missing)}: pip install 'onebit[integrations]'"
+    return pytest.param(work, marks=pytest.mark.skipif(bool(missing), reason=reason))
+
+
+@pytest.mark.parametrize("work", map(needs, [accelerate, lightning, transformers]))
+@on_ranks(2, once=True)
+def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
+    rank: int, size: int, work: Callable[[int, str], bytes], tmp_path: Path
+) -> bytes:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
         "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    return work(rank, folder)
-
-
-@pytest.mark.parametrize("work", [accelerate, lightning, transformers])
-def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(work: Callable[[int, str], Ends], tmp_path: Path) -> None:
-    """Packages take long to import, on a busy machine one rank far longer than another."""
-    if find_spec(work.__name__) is None or find_spec("accelerate") is None:
-        pytest.skip(f"needs {work.__name__} and accelerate: pip install 'onebit[integrations]'")
-    found = run_ranks_once(2, as_under_torchrun, (work, str(tmp_path)), timeout=HUNG, group_timeout=120)
-    assert len({end for one in found for end in (one.undisturbed, *one.resumed)}) == 1
-    assert all(one.without != one.undisturbed for one in found)
-    assert any("residuals" in text for text in found[1].warned)
-    if work is not accelerate:
-        reports = [any("1 bit  " in text for text in one.said or []) for one in found]
-        assert reports == [True, False]
+    return work(rank, str(tmp_path))
