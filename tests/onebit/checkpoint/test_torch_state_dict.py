@@ -59,11 +59,8 @@ CARRIED = [  # optimizer, option, steps there, steps here, more options
     ("ZeroOneAdam", "default", 6, 0, {}),
     # of what "auto" compares, three rows of numbers here and none there, or the other way round
     ("OneBitAdam", "flattened", 4, 0, AUTO),
-    ("OneBitAdam", "flattened", 1, 4, AUTO),
-    ("OneBitAdam", "full", 4, 0, AUTO),
     ("OneBitAdam", "full", 1, 4, AUTO),
     ("OneBitLamb", "default", 4, 0, AUTO),
-    ("OneBitLamb", "default", 1, 4, AUTO),
 ]
 
 
@@ -234,23 +231,13 @@ def test_dcp_carries_a_run(row, tmp_path):
 # make_room
 
 
-class Wrapper(nn.Module):
-    """As DDP is, to names."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = model
-
-
 def test_wrappers_are_no_part_of_names():
     params, optimizer = trained(CASE, 0, 6)
     plain = Holder(params)
+    wrapper = nn.ModuleDict({"module": plain})  # as DDP is, to names
     flat, within = (get_optimizer_state_dict(model, optimizer) for model in (plain, nn.Sequential(plain)))
-    for model, saved in (
-        (Wrapper(plain), flat),
-        (torch.compile(Wrapper(plain)), flat),
-        (nn.Sequential(torch.compile(plain)), within),
-    ):
+    compiled = nn.Sequential(torch.compile(plain))
+    for model, saved in ((wrapper, flat), (torch.compile(wrapper), flat), (compiled, within)):
         resumed = CASE.build(params)
         onebit.make_room(saved, model, resumed)
         assert set(resumed.state[params[0]]) == set(optimizer.state[params[0]])

@@ -27,11 +27,12 @@ def loss_of(net, step, rank, size):
     return ((net(x) - torch.tanh(x.sum(1, keepdim=True) / 8)) ** 2).mean()
 
 
-def train(ddp, steps, rank, size, momentum=0.9, after_step=lambda: None):
+def train(ddp, steps, rank, size, momentum=0.9, before_step=lambda: None, after_step=lambda: None):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
     for step in steps:
         optimizer.zero_grad()
         loss_of(ddp, step, rank, size).backward()
+        before_step()
         optimizer.step()
         after_step()
 
@@ -64,12 +65,7 @@ def by_hand(rank, size, reply=1, each=1):
     parameters = list(net.parameters())
     options = {"block_size": BLOCK, "reply": reply, "process_group": group(), "node_group": own_node(each)}
     average = onebit.CompressedAllReduce([p.numel() for p in parameters], chunks=1, **options)
-    optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
-    for step in range(12):
-        optimizer.zero_grad()
-        loss_of(net, step, rank, size).backward()
-        average([p.grad for p in parameters])
-        optimizer.step()
+    train(net, range(12), rank, size, before_step=lambda: average([p.grad for p in parameters]))
     return bits(net.parameters())
 
 
