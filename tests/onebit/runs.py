@@ -5,6 +5,10 @@ Tests of what 1-bit Adam and 1-bit LAMB share take `kinds`: every optimizer ther
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 import onebit
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
+from tests.ranks import run_ranks, run_ranks_once
 
 OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -206,3 +211,27 @@ def assert_message(caught: Any, *parts: str) -> None:
     text = str(caught.value)
     for part in parts:
         assert part in text, f"{part!r} is not in: {text}"
+
+
+def on_ranks(size: int = 0, once: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test whose body runs on each of so many ranks, the pool's or `once`: test(rank, ...) or test(rank, size, ...).
+    It returns what must be the same on all, bit for bit. Without a number the test's own `size` says it."""
+
+    def made(work: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(work)
+        def test(**given: Any) -> None:
+            ranks, task = size or given.pop("size"), (work.__module__, work.__name__, given)
+            found = run_ranks_once(ranks, _on_rank, task) if once else run_ranks(ranks, _on_rank, *task)
+            assert all(same(own, found[0]) for own in found), "the ranks differ"
+
+        taken = inspect.signature(work).parameters
+        left = [each for name, each in taken.items() if name != "rank" and (name != "size" or not size)]
+        test.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
+def _on_rank(rank: int, size: int, module: str, name: str, given: dict[str, Any]) -> Any:
+    work = getattr(importlib.import_module(module), name).__wrapped__
+    return work(rank, **({"size": size} if "size" in inspect.signature(work).parameters else {}), **given)

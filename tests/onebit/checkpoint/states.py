@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from tests import oracle
-from tests.onebit.runs import bits, run, same, snapshot, take
+from tests.checkpoints import Run
+from tests.onebit.runs import bits, frozen_name, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 from tests.wire import of_bits
 
+FIVE = ((7, 9), (33,), (2,), (130,), (400,))  # shapes of what two levels share
 TWO_GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
 AUTO = {"freeze_step": "auto", "freeze_window": 3, "freeze_threshold": 0.7, "betas": (0.9, 0.95)}
 
@@ -36,10 +38,8 @@ def set_parameters(params, values):
 
 
 def trained(case, rank, steps, of=None):
-    params = case.parameters()
-    optimizer = case.build(params, of)
-    run(case, rank, optimizer, params, 1, steps)
-    return params, optimizer
+    run = Run(case, steps, rank, of)
+    return run.params, run.optimizer
 
 
 def checkpoint(params, optimizer):
@@ -61,13 +61,6 @@ def assert_go_on_alike(case, rank, one, other, first, last):
         run(case, rank, optimizer, params, first, last)
     assert bits(one[0]) == bits(other[0])
     assert same(snapshot(one[1].state_dict()), snapshot(other[1].state_dict()))
-
-
-def as_model(params):
-    model = nn.Module()
-    for i, p in enumerate(params):
-        model.register_parameter(f"w{i}", p)
-    return model
 
 
 def decoded(own, numel, block_size=64, rotated=False):
@@ -110,11 +103,17 @@ def meaning(states, case):
                 whole[keepers == r] = of[f"server_residual_of_rank_{r}"].double().numpy()
             assert all(same(of[name], own[0][name]) for name in ("momentum_bits", "momentum_scales"))
         m = decoded(own[0], numel, plan.block_size, not served and case.options.get("norm") == "rotated")
-        d = own[0]["denominator"].double().numpy().ravel()
+        d = own[0][frozen_name(case.kind)].double().numpy().ravel()
         found.append((mean / gamma, whole / gamma, m / gamma, d * gamma))
     e, server, m, d = (np.concatenate(parts) for parts in zip(*found, strict=True))
     assert all(np.isfinite(a).all() for a in (e, server, m, d))
     return SimpleNamespace(e=e, server=server, m=m, d=d)
+
+
+def left_out(states, case):
+    """mean e + E: what the next messages have to make up for."""
+    found = meaning(states, case)
+    return found.e + found.server
 
 
 def per_element(case, read):
@@ -128,10 +127,6 @@ def flat(case, tensors):
     return np.concatenate([np.asarray(tensors[p].detach().double()).ravel() for p in case.order])
 
 
-def mean_gradient(case, size, step):
-    return np.mean([flat(case, case.gradients(r, step)) for r in range(size)], axis=0)
-
-
 def assert_near(got, expected, **kwargs):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * np.abs(expected).max(), **kwargs)
 
@@ -139,7 +134,8 @@ def assert_near(got, expected, **kwargs):
 def assert_step(case, size, step, before, after, x_before, params):
     """A step in float64, from one state to the next: nothing was lost, and d and m moved the parameters."""
     beta1 = per_element(case, lambda o: o["betas"][0])
-    everything = beta1 * before.m + (1 - beta1) * mean_gradient(case, size, step) + before.e + before.server
+    gradient = np.mean([flat(case, case.gradients(r, step)) for r in range(size)], axis=0)
+    everything = beta1 * before.m + (1 - beta1) * gradient + before.e + before.server
     assert_near(after.m + after.e + after.server, everything)
     assert_near(after.d, before.d)
     if case.kind == "OneBitAdam":

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import onebit
+from onebit.optim.schedule import VarianceSchedule
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import TWO_GROUPS, adamw_run, resumed, trained
-from tests.onebit.runs import Case, build, kinds, run, same, snapshot, take
+from tests.onebit.runs import Case, adamw_state, build, kinds, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 STAGE_1 = {"freeze_step": 20}
@@ -22,13 +23,14 @@ def assert_params_near(params, others, rtol=1e-5, atol=1e-6):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
 
 
+NEVER = {"missing": tuple((step, 0, 1) for step in range(1, 6))}  # of a parameter that AdamW never moved
 CONTINUED = [  # optimizer, more of the case, AdamW's options, steps, rtol and atol
     ("OneBitAdam", {}, {}, 9, (1e-5, 1e-6)),
     ("OneBitAdam", {}, {"fused": True}, 9, (1e-5, 1e-6)),
     ("OneBitAdam", {}, {"foreach": True}, 9, (1e-5, 1e-6)),
     ("OneBitAdam", {}, {"lr": torch.tensor(5e-3)}, 9, (1e-5, 1e-6)),
     ("OneBitAdam", BF16, {}, 7, (2**-6, 2**-6)),
-    ("OneBitLamb", {}, {}, 9, None),
+    ("OneBitLamb", NEVER, {}, 9, None),
     ("ZeroOneAdam", {}, {"fused": True}, 9, None),
 ]
 
@@ -42,10 +44,11 @@ def test_adamw_continues_in_stage_1(kind, more, options, last, near):
     assert float(own["lr"]) == pytest.approx(5e-3)
     assert (own["betas"], own["eps"], own["weight_decay"]) == ((0.8, 0.99), 1e-6, 0.1)
     assert not {"fused", "foreach", "amsgrad", "capturable"} & own.keys()
-    for p, q in zip(params, theirs, strict=True):
+    for i, (p, q) in enumerate(zip(params, theirs, strict=True)):
         for name in MOMENTS:
-            assert adamw.state[q][name].dtype == q.dtype
-            assert same(optimizer.state[p][name], adamw.state[q][name].float())
+            moment = adamw.state[q].get(name, torch.zeros_like(q))
+            assert bool(moment.any()) == (more != NEVER or i != 1) and moment.dtype == q.dtype
+            assert same(optimizer.state[p][name], moment.float())
     run(case, 0, optimizer, params, 6, last)
     run(case, 0, adamw, theirs, 6, last)
     if near:
@@ -75,7 +78,7 @@ def warm_start(rank, size, case, state, values):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_adamw_starts_stage_2_at_once(size):
-    """1-bit Adam; 1-bit LAMB has no coefficients yet, and says so."""
+    """1-bit Adam; 1-bit LAMB has no coefficients yet, and says so: see test_lamb_freeze.py."""
     case = Case(options={"freeze_step": 0})
     theirs, adamw = adamw_run(case, 5)
     state, values = states.checkpoint(theirs, adamw)
@@ -85,14 +88,6 @@ def test_adamw_starts_stage_2_at_once(size):
     after = states.meaning([s for s, _ in results], case)
     case = case.but(options={**case.options, "lr": 5e-3, "betas": (0.8, 0.99), "weight_decay": 0.1})
     states.assert_step(case, size, 6, before, after, states.flat(case, values), results[0][1])
-
-
-def test_a_fresh_optimizer_can_not_start_in_stage_2():
-    for kind in ("OneBitAdam", "OneBitLamb"):
-        case = Case(kind, options={"freeze_step": 0})
-        params = case.parameters()
-        with pytest.raises(ValueError, match="stage 2 is to begin after 0 steps"):
-            take(case, 0, case.build(params), params, 1)
 
 
 def test_an_amsgrad_state_loads_with_a_warning():
@@ -105,32 +100,79 @@ def test_an_amsgrad_state_loads_with_a_warning():
     assert torch.equal(optimizer.state[theirs[0]]["exp_avg_sq"], adamw.state[theirs[0]]["exp_avg_sq"])
 
 
-def test_parameters_that_adamw_never_moved_start_from_zero():
-    case = Case("OneBitLamb", missing=tuple((step, 0, 1) for step in range(1, 6)), options=STAGE_1)
-    theirs, adamw = adamw_run(case, 5)
-    optimizer = case.build(theirs)
-    optimizer.load_state_dict(adamw.state_dict())
-    for i, p in enumerate(theirs):
-        assert bool(optimizer.state[p]["exp_avg_sq"].any()) == (i != 1)
+# 0/1 Adam
+
+LR, BETAS, EPS = 1e-2, (0.9, 0.99), 1e-8
+ZERO_ONE = Case("ZeroOneAdam", ((8, 16),), options={"lr": LR, "block_size": 32})
 
 
-def test_a_run_continues_from_an_adamw_that_loaded_it():
-    """AdamW counts its own steps, and keeps entries that it does not know as they are."""
-    case = Case(options={"freeze_step": 10})
-    params, optimizer = trained(case, 0, 5)
-    theirs = states.other_parameters(case)
-    states.set_parameters(theirs, params)
-    adamw = torch.optim.AdamW([theirs[p] for p in case.order], lr=1.0)
-    adamw.load_state_dict(snapshot(optimizer.state_dict()))
-    run(case, 0, adamw, theirs, 6, 9)
-    again = case.build(theirs)
-    again.load_state_dict(adamw.state_dict())
-    assert [int(own["step"]) for own in again.state_dict()["state"].values()] == [9] * 4
-    run(case, 0, optimizer, params, 6, 10)
-    take(case, 0, again, theirs, 10)
-    assert_params_near(params, theirs)
-    take(case, 0, again, theirs, 11)
-    assert again.compressing
+def from_adamw(steps, **options):
+    """0/1 Adam with AdamW's state of so many steps, its parameter, and that state in float64."""
+    state = adamw_state(ZERO_ONE, steps, LR, betas=BETAS, weight_decay=0.0)
+    params = ZERO_ONE.parameters()
+    optimizer = ZERO_ONE.but(options={**ZERO_ONE.options, **options}).build(params)
+    optimizer.load_state_dict(snapshot(state))
+    return optimizer, params[0], {name: value.double() for name, value in state["state"][0].items()}
+
+
+def gradient(step):
+    return ZERO_ONE.gradients(0, step)[0].double()
+
+
+def moved_by(optimizer, p, step):
+    before = p.detach().double()
+    take(ZERO_ONE, 0, optimizer, [p], step)
+    return p.detach().double() - before
+
+
+@pytest.mark.parametrize("last", [None, 3, 60])
+@pytest.mark.parametrize("steps", [3, 5, 60, 200])
+def test_adamws_variance_is_divided_by_its_own_weight(steps, last):
+    optimizer, p, theirs = from_adamw(steps, var_freeze_step=last)
+    wanted = theirs["exp_avg_sq"] / (1 - BETAS[1] ** steps)
+    mine = optimizer.state[p]["exp_avg_sq"].double() / VarianceSchedule(4, last).weight(steps, BETAS[1])
+    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("steps", [6, 8, 12, 16, 20])
+def test_a_full_step_right_after_adamws_state_has_its_momentum(steps):
+    """It is a dense one: m was never sent."""
+    optimizer, p, theirs = from_adamw(steps)
+    schedule = VarianceSchedule(4)
+    assert schedule.is_full(steps + 1)
+    moved, g = moved_by(optimizer, p, steps + 1), gradient(steps + 1)
+    assert not optimizer.compressing
+    b, weight = (of(steps + 1, BETAS[1]) for of in (schedule.decay, schedule.weight))
+    m = BETAS[0] * theirs["exp_avg"] + (1 - BETAS[0]) * g
+    before = theirs["exp_avg_sq"] / (1 - BETAS[1] ** steps) * schedule.weight(steps, BETAS[1])
+    v = b * before + (1 - b) * g * g
+    wanted = -LR * m / (1 - BETAS[0] ** (steps + 1)) / ((v / weight).sqrt() + EPS)
+    torch.testing.assert_close(moved, wanted, rtol=1e-4, atol=1e-6)
+    moved_by(optimizer, p, steps + 2)
+    assert optimizer.compressing
+
+
+@pytest.mark.parametrize("first_local", [21, 101])
+def test_local_steps_right_after_adamws_state_have_its_momentum(first_local):
+    """A rank moves as AdamW with that variance would. What it has to send is what it has moved by."""
+    options = {"var_freeze_step": 10, "local_step_scaler": first_local - 11, "local_step_clipper": 8}
+    optimizer, p, theirs = from_adamw(100, **options)
+    root = (theirs["exp_avg_sq"] / (1 - BETAS[1] ** 100)).sqrt()
+    m, way, start = theirs["exp_avg"], torch.zeros_like(root), p.detach().clone().double()
+    for step in range(101, 140):
+        kind = optimizer.schedule.kind
+        m = BETAS[0] * m + (1 - BETAS[0]) * gradient(step)
+        way -= LR * m / (1 - BETAS[0] ** step) / (root + EPS)
+        moved_by(optimizer, p, step)
+        if kind == "sync":
+            break
+        assert kind == "local"
+        torch.testing.assert_close(p.detach().double() - start, way, rtol=1e-4, atol=1e-6)
+    else:
+        raise AssertionError("there was no sync")
+    sent, wanted = (p.detach().double() - start) * (root + EPS), way * (root + EPS)
+    along = (sent * wanted).view(-1, 32).sum(1)  # an unbiased scale: what is left out is orthogonal
+    torch.testing.assert_close(along, wanted.square().view(-1, 32).sum(1), rtol=1e-3, atol=1e-6)
 
 
 # To AdamW
@@ -175,6 +217,7 @@ MULTIPLIED = [
 
 @pytest.mark.parametrize(("kind", "options"), MULTIPLIED, ids=str)
 def test_adamw_goes_on_with_what_stage_2_multiplies(kind, options):
+    """And back again, in stage 1."""
     case = Case(kind, options={"freeze_step": 3, "betas": (0.8, 0.99), **options}, groups=TWO_GROUPS)
     (state, values), _ = run_ranks(2, states.save_run, case, 6)
     kept = snapshot(state)
@@ -189,6 +232,9 @@ def test_adamw_goes_on_with_what_stage_2_multiplies(kind, options):
         np.testing.assert_allclose(1 / denominator.numpy().ravel(), d, rtol=1e-5)
         rounding = 1e-6 * np.abs(m).max() if "norm" in options else 1e-12
         np.testing.assert_allclose(own["exp_avg"].double().numpy().ravel(), m, rtol=1e-5, atol=rounding)
+    again = case.but(options={**case.options, "freeze_step": 9}).build(params)
+    again.load_state_dict(onebit.adamw_state(state))
+    assert not again.compressing and again.steps == 6
     run(case, 0, adamw, params, 7, 12)
     assert all(torch.isfinite(p).all() for p in params)
     if "scale" not in options:  # one scale for all makes m of the small ones large, in stage 2 as well
@@ -196,8 +242,9 @@ def test_adamw_goes_on_with_what_stage_2_multiplies(kind, options):
 
 
 @kinds
-def test_stage_1_goes_on_as_adamw(kind):
-    case = Case(kind, options={"freeze_step": 20, "weight_decay": 0.1}, groups=TWO_GROUPS)
+def test_stage_1_goes_on_as_adamw_and_comes_back(kind):
+    """AdamW counts its own steps, and keeps entries that it does not know as they are."""
+    case = Case(kind, options={"freeze_step": 10, "weight_decay": 0.1}, groups=TWO_GROUPS)
     params, optimizer = trained(case, 0, 4)
     theirs = states.other_parameters(case)
     states.set_parameters(theirs, params)
@@ -211,6 +258,14 @@ def test_stage_1_goes_on_as_adamw(kind):
         run(case, 0, optimizer, params, 5, 9)
         run(case, 0, adamw, theirs, 5, 9)
         assert_params_near(params, theirs)
+        again = case.build(theirs)
+        again.load_state_dict(adamw.state_dict())
+        assert [int(own["step"]) for own in again.state_dict()["state"].values()] == [9] * 4
+        take(case, 0, optimizer, params, 10)
+        take(case, 0, again, theirs, 10)
+        assert_params_near(params, theirs)
+        take(case, 0, again, theirs, 11)
+        assert again.compressing
 
 
 def test_momentum_that_no_message_has_had_yet():
@@ -250,17 +305,6 @@ def test_coordinates_that_did_not_move_start_from_zero(dtype):
         assert not adamw.state[params[0]][name][:2].any() and adamw.state[params[0]][name][2:].any()
     run(case, 0, adamw, params, 7, 9)
     assert all(torch.isfinite(p).all() for p in params)
-
-
-@kinds
-def test_and_back_again(kind):
-    case = Case(kind, options={"freeze_step": 3}, groups=TWO_GROUPS)
-    params, optimizer = trained(case, 0, 6)
-    again = case.but(options={"freeze_step": 9}).build(params)
-    again.load_state_dict(onebit.adamw_state(optimizer.state_dict()))
-    assert not again.compressing and again.steps == 6
-    run(case, 0, again, params, 7, 12)
-    assert again.compressing or kind == "ZeroOneAdam"
 
 
 def test_what_is_no_such_state_is_an_error():

@@ -1,7 +1,11 @@
-"""onebit.save and load: one checkpoint of all ranks in a folder, with what else a run has, loaded by as many ranks and
-by other numbers."""
+"""onebit.save and load: one checkpoint of all ranks in a folder, whole at any time, with what else a run has, loaded by
+as many ranks and by other numbers."""
 
+import multiprocessing
+import os
 import random
+import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -10,10 +14,12 @@ import pytest
 import torch
 
 import onebit
-from tests.checkpoints import Run, written_files
-from tests.onebit.checkpoint.states import TWO_GROUPS
-from tests.onebit.runs import Case, arrays, same, take
-from tests.ranks import group, run_ranks
+from onebit.checkpoint import files as checkpoint_files
+from onebit.checkpoint import save_load as checkpoint
+from tests.checkpoints import Run, manifest, written_files
+from tests.onebit.checkpoint.states import TWO_GROUPS, left_out
+from tests.onebit.runs import Case, on_ranks, same, take
+from tests.ranks import group, run_ranks, run_ranks_once
 
 CASE = Case(options={"freeze_step": 3})
 NESTED = {"epoch": 3, "order": [1, 2, (3, None)], 7: "seven"}
@@ -53,48 +59,29 @@ class Training(Run):
         return *super().all(), self.schedule.state_dict(), self.place
 
 
-def residual_of(case, optimizer):
-    """mean_i e_i + E of each parameter, where there is one: what the next messages have to make up for."""
-    if case.each > 1 or case.options.get("reply", 1) != 1:
-        return None
-    found = []
-    transport = optimizer.setup.topology.replicas
-    for reducer in optimizer.current.reducers:
-        mean, state = reducer.exchange.residual.left_out().clone(), reducer.state
-        transport.all_sum(mean, "adding up residuals in a test").wait()
-        mean.div_(transport.size).add_(reducer.exchange.gathered_server_residual())
-        found += [state.cut(mean, i).double().numpy().copy() for i in range(len(state.params))]
-    return found
-
-
 def saving(rank, size, case, folder):
-    """A run that is saved after 6 steps and goes on; the same one goes on from there in an optimizer that had begun."""
+    """A run that is saved after 6 steps and goes on."""
     training = Training(case, rank)
     training.train(6)
     training.save(folder)
-    python = random.getstate()
-    state, residual = training.all(), residual_of(case, training.optimizer)
+    python, state = random.getstate(), training.all()
     training.train(4)
-    again = Training(case, rank, seed=1)
-    again.train(2)
-    found = again.load(folder)
-    assert found["nested"] == NESTED and found["python"] == python
-    assert again.scaler.get_scale() == 256.0 * (rank + 1)
-    assert same(again.all(), state)
-    again.train(4)
-    assert same(again.all(), training.all())
-    return state, residual, training.all()
+    return state, training.all(), python
 
 
-def loading(rank, size, case, folder):
+def loading(rank, size, case, folder, begun):
+    """Goes on from there, in an optimizer that has begun, or not."""
     training = Training(case, rank, seed=1)
+    training.train(begun)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        training.load(folder)
+        found = training.load(folder)
     texts = [str(w.message) for w in caught if "residuals" in str(w.message) or "extra was" in str(w.message)]
-    state, residual = training.all(), residual_of(case, training.optimizer)
+    state = training.all()
+    assert found["nested"] == NESTED and training.scaler.get_scale() == 256.0 * (state[-1] // 100 + 1)
     training.train(4)
-    return state, residual, training.all(), arrays(training.params), texts
+    assert all(torch.isfinite(p).all() for p in training.params)
+    return state, training.all(), found["python"], texts
 
 
 ROWS = [  # ranks there, and here; each with ranks a node
@@ -119,24 +106,23 @@ ROWS = [  # ranks there, and here; each with ranks a node
 )
 def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(case, there, others, tmp_path):
     before = run_ranks(there, saving, case, str(tmp_path))
-    after = run_ranks(there, loading, case, str(tmp_path))
-    for (state, _, end), (its, _, its_end, _, texts) in zip(before, after, strict=True):
+    after = run_ranks(there, loading, case, str(tmp_path), 2)
+    for (state, *end), (its, *its_end, texts) in zip(before, after, strict=True):
         assert same(its, state) and same(its_end, end) and texts == []
     for size, each in others:
-        after = run_ranks(size, loading, case.but(each=each), str(tmp_path))
-        for rank, (state, residual, _, _, texts) in enumerate(after):
+        after = run_ranks(size, loading, case.but(each=each), str(tmp_path), 0)
+        assert len({state[0] for state, *_ in after}) == 1
+        for rank, (state, *_, texts) in enumerate(after):
             assert state[-1] == 100 * (rank % there) + 6, "each has the extra of a rank"
             expected = [f"extra was saved by {there} ranks, here are {size}"] if rank == 0 and size != there else []
             assert [text.split(":")[0] for text in texts] == expected
-            if before[0][1] is None or residual is None:
-                continue
-            for here, was in zip(residual, before[0][1], strict=True):
-                if case.options.get("scale") != "tensor":
-                    np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
-                else:  # with the momentum, which no message of this number of ranks can hold
-                    assert not np.allclose(here, was, rtol=1e-5, atol=1e-6)
-        assert len({state[0] for state, *_ in after}) == 1
-        assert all(np.isfinite(x).all() for _, _, _, end, _ in after for x in end)
+        if case.options["freeze_step"] > 6 or case.each > 1:
+            continue
+        here, was = (left_out([state[1] for state, *_ in of], case) for of in (after, before))
+        if case.options.get("scale") != "tensor":
+            np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
+        else:  # with the momentum, which no message of this number of ranks can hold
+            assert not np.allclose(here, was, rtol=1e-5, atol=1e-6)
 
 
 class Picky:
@@ -147,33 +133,25 @@ class Picky:
         raise KeyError("no such thing")
 
 
-def wrong_extra(rank, size, folder):
+@on_ranks(2)
+def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(rank, tmp_path):
     training = Training(CASE, rank)
     training.train(5)
-    model, optimizer = training.model, training.optimizer
-    found = []
 
-    def fails(do, extra):
-        with pytest.raises((ValueError, TypeError)) as caught:
-            do(folder, model, optimizer, extra=extra)
-        found.append(str(caught.value))
+    def fails(do, extra, words):
+        with pytest.raises((ValueError, TypeError), match=words):
+            do(tmp_path, training.model, training.optimizer, extra=extra)
 
-    for extra in ({"it": object() if rank else 1}, {3: 1}, [1]):
-        fails(onebit.save, extra)
-    assert not (Path(folder) / "checkpoint.json").exists()
-    onebit.save(folder, model, optimizer, extra={"picky": Picky(), "epoch": 1})
+    fails(onebit.save, {"it": object() if rank else 1}, "rank 1 of 2: extra 'it'")
+    for extra in ({3: 1}, [1]):
+        fails(onebit.save, extra, "by names")
+    assert not (tmp_path / "checkpoint.json").exists()
+    onebit.save(tmp_path, training.model, training.optimizer, extra={"picky": Picky(), "epoch": 1})
     training.train(2)
     before = training.all()
-    for asked in ({"schedule": training.schedule} if rank else {}, {"epoch": 2}):
-        fails(onebit.load, asked)
+    fails(onebit.load, {"schedule": training.schedule} if rank else {}, "no extra 'schedule'")
+    fails(onebit.load, {"epoch": 2}, "no load_state_dict")
     assert same(training.all(), before)
-    return found
-
-
-def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(tmp_path):
-    words = ("rank 1 of 2: extra 'it'", "by names", "by names", "no extra 'schedule'", "no load_state_dict")
-    for texts in run_ranks(2, wrong_extra, str(tmp_path)):
-        assert all(word in text for text, word in zip(texts, words, strict=True)), texts
 
 
 def test_a_checkpoint_without_extra(tmp_path):
@@ -187,10 +165,202 @@ def test_a_checkpoint_without_extra(tmp_path):
         assert b"extra" not in path.read_bytes()
 
 
-def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
-    run = Run(CASE, 0)
-    with pytest.raises(ValueError, match="holds no checkpoint"):
-        run.load(tmp_path)
-    torch.distributed.checkpoint.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "other", no_dist=True)
-    with pytest.raises(ValueError, match="holds no optimizer"):
-        run.load(tmp_path / "other")
+# A folder holds a whole checkpoint at any time: while a rank saves, and wherever it dies
+
+WRITER = torch.distributed.checkpoint.FileSystemWriter
+
+
+def dies(module, name, *, after=False, only=None):
+    """Before the function or after it; `only` where it puts a file of that name in place."""
+    original = getattr(module, name)
+
+    def deadly(*args, **options):
+        if only and Path(args[1]).name != only:
+            return original(*args, **options)
+        if after:
+            original(*args, **options)
+        os._exit(1)
+
+    setattr(module, name, deadly)
+
+
+MANIFEST = checkpoint_files.MANIFEST
+BEFORE = {  # where a save dies, and leaves the checkpoint before
+    "before the data folder is made": lambda: dies(checkpoint, "_make_room"),
+    "before it writes": lambda: dies(WRITER, "write_data"),
+    "after it has written": lambda: dies(WRITER, "write_data", after=True),
+    "before the index": lambda: dies(checkpoint, "written"),
+    "at the checksums": lambda: dies(checkpoint_files, "sha256"),
+    "before the commit": lambda: dies(checkpoint, "_commit"),
+    "before the rename": lambda: dies(os, "replace", only=MANIFEST),
+}
+AFTER = {
+    "after the rename": lambda: dies(os, "replace", after=True, only=MANIFEST),
+    "before the old one goes": lambda: dies(checkpoint_files.shutil, "rmtree"),
+}
+DEATHS = {**BEFORE, **AFTER}
+
+
+# One process
+
+
+def forked(work):
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(9)
+    return child
+
+
+def died_while_saving(folder, where):
+    """A checkpoint after 4 steps, then a save after 5 in another process: how that ended."""
+    Run(CASE, 4).save(folder)
+
+    def save():
+        run = Run(CASE, 5)
+        DEATHS[where]()
+        run.save(folder)
+        os._exit(0)
+
+    return os.waitstatus_to_exitcode(os.waitpid(forked(save), 0)[1])
+
+
+def killed_after(folder, seconds):
+    """How many saves a process had reported when it was killed, some time after the first."""
+    reading, writing = os.pipe()
+
+    def save_for_ever():
+        run, step = Run(CASE, 0), 0
+        while True:
+            step += 1
+            run.on(step, step)
+            run.save(folder)
+            os.write(writing, b".")
+
+    child = forked(save_for_ever)
+    os.close(writing)
+    last = len(os.read(reading, 1))
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(reading, 4096):
+        last += len(more)
+    os.close(reading)
+    return last
+
+
+def kill_often(folder, attempts):
+    """In a process with one thread, which may fork."""
+    torch.set_num_threads(1)
+    source = np.random.default_rng(0)
+    for attempt in [*DEATHS, *range(attempts)]:
+        own = folder / str(attempt)
+        last = died_while_saving(own, attempt) if attempt in DEATHS else killed_after(own, source.uniform(0, 0.1))
+        run, again = Run(CASE, 0), Run(CASE.but(seed=1), 0)
+        run.load(own)
+        steps = run.optimizer.steps
+        if attempt in DEATHS:
+            assert (last, steps) == (1, 4 if attempt in BEFORE else 5), attempt
+            assert len(list(own.glob("data-*"))) == 2 or attempt == "before the data folder is made", attempt
+        else:
+            assert steps in (last, last + 1)
+        assert same(run.all(), Run(CASE, steps).all()), attempt
+        run.on(steps + 1, steps + 1)
+        run.save(own)
+        again.load(own)
+        assert same(again.all(), run.all()) and len(list(own.glob("data-*"))) == 1, attempt
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_it_leaves_the_last_checkpoint_or_the_next(tmp_path):
+    """At each place of a save, and by SIGKILL at moments drawn over the length of a few."""
+    process = multiprocessing.get_context("forkserver").Process(target=kill_often, args=(tmp_path, 8), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "see the captured stderr"
+
+
+# Several ranks
+
+
+def save_on(rank, size, folder, steps):
+    run = Run(CASE, steps, rank, group())
+    run.save(folder)
+    return run.all()
+
+
+def load_on(rank, size, folder):
+    run = Run(CASE.but(seed=1), 0, rank, group())
+    run.load(folder)
+    return run.all()
+
+
+def dying(rank, size, folder, where, who):
+    run = Run(CASE, 5, rank, group())
+    if rank == who:
+        DEATHS[where]()
+    try:
+        run.save(folder)
+    except (RuntimeError, OSError, ValueError) as error:
+        return type(error).__name__
+    return "saved"
+
+
+@pytest.mark.parametrize(("who", "where"), [(1, "before it writes"), (1, "at the checksums"), (0, "before the rename")])
+def test_a_rank_that_dies_while_saving_leaves_a_whole_checkpoint(who, where, tmp_path):
+    folder = str(tmp_path)
+    before = run_ranks(2, save_on, folder, 4)
+    outcomes = run_ranks_once(2, dying, (folder, where, who), expect_dead=[who], group_timeout=10.0)
+    assert outcomes[1 - who] == "CollectiveError"
+    assert same(run_ranks(2, load_on, folder), before)
+    again = run_ranks(2, save_on, folder, 6)
+    assert same(run_ranks(2, load_on, folder), again)
+    left = sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".tmp"))
+    assert left == sorted([MANIFEST, manifest(tmp_path)["data"]])
+
+
+FULL = (  # places of a save, and the rank where the disk is full there
+    (WRITER, "write_data", 1),
+    (checkpoint, "written", 0),
+    (checkpoint_files, "sha256", 1),
+    (checkpoint_files, "commit", 0),
+)
+
+
+@on_ranks(3)
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint_before(rank, tmp_path):
+    """As on a disk that is full, at each of its places, or because of another model."""
+    run, other = Run(CASE, 4, rank, group()), Run(CASE, 0, rank, group())
+    run.save(tmp_path)
+    kept = run.all()
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    run.on(5, 6)
+    for module, name, who in FULL:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=f"rank {who}.*No space left"):
+            if rank == who:
+                patch.setattr(module, name, full)
+            run.save(tmp_path)
+        other.load(tmp_path)
+        assert same(other.all(), kept)
+    another = Run(CASE.but(shapes=((3,),)) if rank == 2 else CASE, 0, rank, group())
+    with pytest.raises(ValueError, match=r"ranks \[2\] have another model"):
+        another.save(tmp_path)
+    run.save(tmp_path)
+    other.load(tmp_path)
+    assert same(other.all(), run.all())
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_only_data_folders_are_removed(tmp_path):
+    others = ["data-1", "data-0123456789abcdefg", "notes", ".metadata"]
+    for name in (*others, "data-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+    run = Run(CASE, 2)
+    run.save(tmp_path)
+    run.save(tmp_path)
+    data = manifest(tmp_path)["data"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, MANIFEST, data])

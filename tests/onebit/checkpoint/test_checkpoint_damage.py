@@ -16,8 +16,8 @@ import torch
 from onebit.checkpoint.files import INDEX, MANIFEST
 from tests import checkpoints
 from tests.checkpoints import Payload, Run, forge, forge_value, put_manifest, written_files
-from tests.onebit.runs import Case, same
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, on_ranks, same
+from tests.ranks import group
 
 ROOT = Path(__file__).resolve().parents[3]
 CASE = Case(steps=6, options={"freeze_step": 3})
@@ -90,7 +90,9 @@ def test_a_damaged_file_is_found(name, saved):
     content = path.read_bytes()
     for damage, do in DAMAGE.items():
         do(path)
-        match = "missing|holds no checkpoint" if damage == "missing" else name.replace(".", r"\.")
+        match = name.replace(".", r"\.")
+        if damage == "missing":
+            match = "holds no checkpoint" if name == MANIFEST else "missing"
         if damage in ("empty", "cut", "cut in half", "a byte more") and name != MANIFEST:
             match += " holds [0-9]+ bytes, [0-9]+ were written"
         assert_refused(saved, match)
@@ -149,37 +151,31 @@ def test_another_models_checkpoint_is_refused(written):
 # On several ranks
 
 
-def save_on(rank, size, folder, steps):
-    Run(CASE, steps, rank, group()).save(folder)
-
-
-def refused_each(rank, size, folders, folder):
-    """Errors of damaged folders, then those where rank 1 has another model, another folder, or none."""
-    other = CASE.but(shapes=((7, 9), (34,))) if rank == 1 else CASE
-    rows = [(CASE, each) for each in folders] + [(other, folder)]
-    rows += [(CASE, own if rank == 1 else folder) for own in (f"{folder}/../other", f"{folder}/none")]
-    texts = []
-    for case, each in rows:
+@on_ranks(3)
+def test_what_one_rank_finds_is_an_error_on_all(rank, tmp_path):
+    """Damage in the file that it reads; then rank 1 has another model, another folder, or none."""
+    one, other, names = tmp_path / "5", tmp_path / "6", ("__0_0.distcp", "__2_0.distcp", "index.json")
+    for saved, steps in ((one, 5), (other, 6)):
+        Run(CASE, steps, rank, group()).save(saved)
+    if rank == 0:
+        for name in names:
+            shutil.copytree(one, tmp_path / name)
+            flip(path_of(tmp_path / name, name), 0.5, 1)
+    torch.distributed.barrier(group())
+    texts, alone = [], r"rank 1 of 3|ranks \[1\]"
+    for case, folder, match in (
+        *((CASE, tmp_path / name, f"{name}.*sha256") for name in names),
+        (CASE.but(shapes=((7, 9), (34,))) if rank == 1 else CASE, one, alone),
+        (CASE, other if rank == 1 else one, alone),
+        (CASE, tmp_path / "none" if rank == 1 else one, alone),
+    ):
         run = Run(case.but(seed=1), 0, rank, group())
         before = run.all()
-        with pytest.raises(ValueError) as caught:
-            run.load(each)
+        with pytest.raises(ValueError, match=match) as caught:
+            run.load(folder)
         assert same(run.all(), before)
         texts.append(str(caught.value))
-    return texts
-
-
-def test_what_one_rank_finds_is_an_error_on_all(tmp_path):
-    run_ranks(3, save_on, str(tmp_path / "one"), 5)
-    run_ranks(3, save_on, str(tmp_path / "other"), 6)
-    names = ("__0_0.distcp", "__2_0.distcp", "index.json")
-    for name in names:
-        shutil.copytree(tmp_path / "one", tmp_path / name)
-        flip(path_of(tmp_path / name, name), 0.5, 1)
-    found = run_ranks(3, refused_each, [str(tmp_path / name) for name in names], str(tmp_path / "one"))
-    for name, texts in zip(names, zip(*found, strict=True), strict=False):
-        assert len(set(texts)) == 1 and name in texts[0] and "sha256" in texts[0]
-    assert all("rank 1 of 3" in text or "ranks [1]" in text for texts in found for text in texts[len(names) :])
+    return texts[: len(names)]
 
 
 # Nothing is unpickled
@@ -198,56 +194,50 @@ def torch_saved(value, hidden=None):
     return made.getvalue()
 
 
-LR = "optimizer.param_groups.0.lr"
-PLANTS = {
-    "manifest": lambda folder, mark: (folder / MANIFEST).write_bytes(mark.pickled()),
-    "index": lambda folder, mark: forge(folder, INDEX, mark.pickled()),
-    "a number": lambda folder, mark: forge_value(folder, LR, torch_saved(1.0, mark.pickled())),
-    "a number, bare": lambda folder, mark: forge_value(folder, LR, mark.pickled()),
-    "a number, saved": lambda folder, mark: forge_value(folder, LR, torch_saved(mark)),
-    "a tensor": lambda folder, mark: forge_value(folder, "model.held.0", torch_saved(mark)),
-    "a tensor of state": lambda folder, mark: forge_value(
-        folder, "optimizer.state.0.denominator", torch_saved(torch.zeros(7, 9), mark.pickled())
-    ),
+LR, ZEROS = "optimizer.param_groups.0.lr", torch.zeros(7, 9)
+PLANTS = {  # where, and what of the payload
+    "the index": (INDEX, Payload.pickled),
+    "a number": (LR, lambda mark: torch_saved(1.0, mark.pickled())),
+    "a number, bare": (LR, Payload.pickled),
+    "a number, saved": (LR, torch_saved),
+    "a tensor": ("model.held.0", torch_saved),
+    "a tensor of state": ("optimizer.state.0.denominator", lambda mark: torch_saved(ZEROS, mark.pickled())),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_pickle_does_not_run(plant, saved, tmp_path):
-    mark = tmp_path / "it ran"
-    assert LR in checkpoints.index(saved)
-    PLANTS[plant](saved, Payload(mark))
-    assert_refused(saved, r"damaged|reading a checkpoint failed")
-    assert not mark.exists()
-
-
-def test_a_planted_pickle_in_torchs_own_index_is_not_read(saved, tmp_path):
+def test_a_planted_pickle_does_not_run(saved, tmp_path):
     """.metadata is for other programs: with a checksum that fits, a load succeeds without it."""
-    mark = tmp_path / "it ran"
+    mark, whole = tmp_path / "it ran", tmp_path / "whole"
+    shutil.copytree(saved, whole)
+    for where, made in PLANTS.values():
+        if where == INDEX:
+            forge(saved, INDEX, made(Payload(mark)))
+        else:
+            forge_value(saved, where, made(Payload(mark)))
+        assert_refused(saved, r"damaged|reading a checkpoint failed")
+        shutil.rmtree(saved)
+        shutil.copytree(whole, saved)
     forge(saved, ".metadata", Payload(mark).pickled())
     assert_loads(saved)
+    (saved / MANIFEST).write_bytes(Payload(mark).pickled())
+    assert_refused(saved, "damaged")
     (saved / MANIFEST).unlink()
     (saved / ".metadata").write_bytes(Payload(mark).pickled())
     assert_refused(saved, "holds no optimizer.*pickle")
     assert not mark.exists()
-
-
-def test_the_planted_pickle_runs_if_unpickled(tmp_path):
-    """Whoever unpickles it runs it: the tests above could fail."""
-    mark = tmp_path / "it ran"
-    pickle.loads(Payload(mark).pickled())
-    assert mark.exists()
-    mark.unlink()
-    torch.load(BytesIO(torch_saved(1.0, Payload(mark).pickled())), weights_only=False)
-    assert mark.exists()
+    for unpickle in (  # whoever unpickles it runs it: the above could fail
+        lambda: pickle.loads(Payload(mark).pickled()),
+        lambda: torch.load(BytesIO(torch_saved(1.0, Payload(mark).pickled())), weights_only=False),
+    ):
+        unpickle()
+        assert mark.exists()
+        mark.unlink()
 
 
 def unsafe_loads(source):
-    calls = (
-        [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)] if "torch.load" in source else []
-    )
-    loads = [list(map(ast.unparse, call.keywords)) for call in calls if ast.unparse(call.func) == "torch.load"]
-    return sum("weights_only=True" not in given for given in loads)
+    nodes = ast.walk(ast.parse(source)) if "torch.load" in source else ()
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"]
+    return sum("weights_only=True" not in map(ast.unparse, call.keywords) for call in calls)
 
 
 def test_every_load_of_the_repository_says_weights_only():
@@ -260,7 +250,7 @@ def test_every_load_of_the_repository_says_weights_only():
             unsafe += [path.name] * unsafe_loads(source)
             if layer != "tests" and path != ROOT / "kernels/cpu/compile.py":
                 assert not {"import pickle", "from pickle"} & {line[:13].strip() for line in source.splitlines()}, path
-    assert sorted(unsafe) == sorted([Path(__file__).name, "test_wrappers.py"])
+    assert sorted(unsafe) == sorted([Path(__file__).name, "test_attach.py"])
     assert unsafe_loads("torch.load(x)")
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import onebit
+from tests.checkpoints import Run
 from tests.onebit.checkpoint import states
-from tests.onebit.checkpoint.states import TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
-from tests.onebit.runs import Case, bits, run, same, snapshot, take
+from tests.onebit.checkpoint.states import FIVE, TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
+from tests.onebit.runs import Case, on_ranks, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
 DIRECT, TWO_BITS, TENSOR, CHUNKS = {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}, {"chunks": 2}
 ROTATED = {**DIRECT, "norm": "rotated"}
-SHAPES = ((7, 9), (33,), (2,), (130,), (400,))  # with two levels
 MOVES = {  # ranks there and here, options, others here, ranks a node there and here
     "4 to 2, two chunks": (A, 4, 2, CHUNKS, {}),
     "2 to 3": (L, 2, 3, {}, {}),
@@ -65,7 +65,7 @@ def test_other_ranks_and_messages_keep_the_mean_residual(move):
     kind, there, size, options, here, *nodes = MOVES[move]
     each, each_here = nodes or (1, 1)
     case = Case(kind, options={"freeze_step": 3, **options}, groups=TWO_GROUPS)
-    case = case.but(shapes=SHAPES, each=each) if nodes else case
+    case = case.but(shapes=FIVE, each=each) if nodes else case
 
     def prepare(states):
         return states if "own" in move else [onebit.merge_states(states)]
@@ -116,20 +116,6 @@ def test_states_that_lack_other_ranks_residuals_start_from_zero(loss):
             assert all(word in warned[0] for word in ("residuals", "start from zero", "merge_states"))
 
 
-def resumed_by_a_skipped_step(rank, size, case):
-    """A step that is not taken, right after a load: what a rank sent before must be there as well."""
-    params, optimizer = trained(case, rank, 6, group())
-    again, other = states.resumed(case, snapshot(optimizer.state_dict()), params, group())
-    states.assert_go_on_alike(case.but(bad=((7, 1, float("nan")),)), rank, (params, optimizer), (again, other), 7, 10)
-    return other.skipped_steps
-
-
-@pytest.mark.parametrize(("kind", "reply"), [(A, 1), (L, "direct"), ("ZeroOneAdam", 1)])
-def test_a_skipped_step_after_a_load_on_nodes_changes_nothing(kind, reply):
-    case = Case(kind, SHAPES, options={"freeze_step": 3, "reply": reply, "chunks": 2}, each=2)
-    assert run_ranks(4, resumed_by_a_skipped_step, case) == [1] * 4
-
-
 @pytest.mark.parametrize(
     ("kind", "each", "options"),
     [
@@ -141,32 +127,23 @@ def test_a_skipped_step_after_a_load_on_nodes_changes_nothing(kind, reply):
     ],
     ids=str,
 )
-def test_as_many_ranks_go_on_bit_for_bit_from_own_and_merged_states(kind, each, options):
-    case = Case(kind, SHAPES, options={"freeze_step": 3, **options}, each=each)
+def test_as_many_ranks_go_on_alike_from_own_and_merged_states(kind, each, options):
+    """Own states do as the run that nothing interrupts: see test_resume.py."""
+    case = Case(kind, FIVE, options={"freeze_step": 3, **options}, each=each)
     size = 2 * each if each > 1 else 3
     saved = run_ranks(size, save_run, case, 6)
-    whole = run_ranks(size, save_run, case, 10)
     states, values = [s for s, _ in saved], saved[0][1]
     kept = snapshot(states)
     together = onebit.merge_states(states[::-1])
     assert same(states, kept), "merge_states has changed its arguments"
     own = run_ranks(size, load_run, case, states, values, 7)
     merged = run_ranks(size, load_run, case, [together], values, 7)
-    for (_, params), one, other in zip(whole, own, merged, strict=True):
+    for one, other in zip(own, merged, strict=True):
         assert one.warned == other.warned == []
-        assert one.end == other.end == bits(params)
-        assert same(one.after, other.after)
+        assert one.end == other.end and same(one.after, other.after)
 
 
 # What else moves
-
-
-def test_other_ranks_go_on_with_16_bit_parameters():
-    case = Case(options={"freeze_step": 3}, dtype="bfloat16")
-    saved = run_ranks(2, save_run, case, 6)
-    merged = onebit.merge_states([s for s, _ in saved])
-    for own in run_ranks(3, load_run, case, [merged], saved[0][1], 7):
-        assert all(same(own.before["state"][p]["master"], merged["state"][p]["master"]) for p in range(4))
 
 
 def load_stage_1(rank, size, case, state, values):
@@ -181,25 +158,25 @@ def load_stage_1(rank, size, case, state, values):
 
 
 @pytest.mark.parametrize("kind", [L, "ZeroOneAdam"])
-def test_states_of_stage_1_move_to_any_number_of_ranks(kind):
-    case = Case(kind, options={"freeze_step": 6})
+def test_states_of_stage_1_and_master_copies_move_to_any_number_of_ranks(kind):
+    case = Case(kind, options={"freeze_step": 6}, dtype="bfloat16")
     saved = run_ranks(2, save_run, case, 4)
     states, values = [s for s, _ in saved], saved[0][1]
     merged = onebit.merge_states(states)
     assert same(merged["state"], states[0]["state"])
     run_ranks(3, load_stage_1, case, states[0], values)
     run_ranks(1, load_stage_1, case, merged, values)
+    case = case.but(options={"freeze_step": 3})
+    saved = run_ranks(2, save_run, case, 6)
+    merged = onebit.merge_states([s for s, _ in saved])
+    for own in run_ranks(3, load_run, case, [merged], saved[0][1], 7):
+        assert all(same(own.before["state"][p]["master"], merged["state"][p]["master"]) for p in range(4))
 
 
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_tensors_of_a_state_have_default_strides(scale):
-    """With the strides of a fresh tensor, so that any tool can read their bytes."""
-    _, optimizer = trained(Case(L, options={"freeze_step": 3, "scale": scale}), 0, 5)
-    for own in optimizer.state_dict()["state"].values():
-        assert all(value.stride() == torch.empty(value.shape).stride() for value in own.values())
-
-
-def load_different_states(rank, size, case):
+@on_ranks(2)
+def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(rank):
+    """Also in an optimizer whose ranks had agreed before."""
+    case = Case(options={"freeze_step": 3})
     params, optimizer = trained(case, rank, 5, group())
     states = [snapshot(optimizer.state_dict())]
     take(case, rank, optimizer, params, 6)
@@ -209,6 +186,20 @@ def load_different_states(rank, size, case):
         take(case, rank, optimizer, params, 7)
 
 
-def test_ranks_that_loaded_different_states_are_refused_by_the_next_step():
-    """Also in an optimizer whose ranks had agreed before."""
-    run_ranks(2, load_different_states, Case(options={"freeze_step": 3}))
+@on_ranks(2)
+def test_residuals_come_along_into_another_memory_format(rank, tmp_path):
+    """Norms of what was left out: as it was, loaded as it was, loaded into channels_last; none is missed."""
+    case, found = Case(shapes=((16, 8, 3, 3),), options={"freeze_step": 3}), []
+    rows = (8, torch.contiguous_format), (0, torch.contiguous_format), (0, torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*residual")
+        for steps, memory_format in rows:
+            run = Run(case, 0, rank, group())
+            run.params[0].data = run.params[0].data.contiguous(memory_format=memory_format)
+            run.on(1, steps)
+            (run.load if found else run.save)(tmp_path)
+            (own,) = run.optimizer.diagnostics().values()
+            found.append([own["residual_norm"], own["server_residual_norm"]])
+    before, alike, other = found
+    assert before == alike and min(before) > 0
+    assert other[1] == pytest.approx(before[1], rel=1e-5) and other[0] > 0.5 * before[0]

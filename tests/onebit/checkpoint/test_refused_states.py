@@ -11,8 +11,8 @@ import torch
 import onebit
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
-from tests.onebit.checkpoint.states import adamw_run, trained
-from tests.onebit.runs import Case, kinds, run, same, snapshot
+from tests.onebit.checkpoint.states import adamw_run
+from tests.onebit.runs import Case, kinds, same, snapshot
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3, "betas": (0.9, 0.95)}, groups=({"lr": 1e-3}, {"weight_decay": 0.1}))
@@ -28,6 +28,10 @@ def with_value(value):
 
 def first(n):
     return lambda t: t.reshape(-1)[:n].clone()
+
+
+def with_steps(steps):
+    return lambda state: {p: {**own, "step": torch.tensor(steps)} for p, own in state.items()}
 
 
 # where, what is there instead (None: nothing), words of the error; in any stage, in stage 1, in stage 2
@@ -62,6 +66,7 @@ FOREIGN_2 = {
     "number for a residual": ((*ONE, "residual_of_rank_0"), first(1), "residual_of_rank_0"),
     "shape of server residual": ((*ONE, "server_residual_of_rank_0"), first(-1), "server_residual_of_rank_0"),
     "another step": ((*ONE, "step"), torch.tensor(5.0), "different numbers of steps"),
+    "other steps": (("state",), with_steps(5.0), "of step 6, and its parameters have taken 5"),
 }
 DAMAGED = {
     "state is a list": (("state",), [], "state is not a dict"),
@@ -208,19 +213,31 @@ def test_after_a_refusal_a_run_goes_on_as_if_nothing_had_been_tried(kind):
         assert same(on.all(), undisturbed.all())
 
 
-@pytest.mark.parametrize("state", [None, 3, [], ENDLESS], ids=["None", "3", "list", "tensor"])
-def test_what_is_no_state_is_refused(state):
-    assert_refused(loader("OneBitAdam", 6), state, "a state is a dict", TypeError)
-
-
-def test_states_of_adamw_that_do_not_fit_are_refused():
-    for case, options, match in (
-        (Case(missing=((2, 0, 1), (4, 0, 1))), {}, r"different numbers of steps \(\[3, 5\]\)"),
-        (Case(), {"maximize": True}, "maximize"),
+def test_what_is_no_state_or_does_not_fit_of_adamw_is_refused():
+    for state in (None, 3, [], ENDLESS):
+        assert_refused(loader("OneBitAdam", 6), state, "a state is a dict", TypeError)
+    for case, options, lacking, match in (
+        (Case(missing=((2, 0, 1), (4, 0, 1))), {}, (), r"different numbers of steps \(\[3, 5\]\)"),
+        (Case(), {"maximize": True}, (), "maximize"),
+        (Case(), {}, ("step",), "moments of parameter 1 and no step"),
     ):
-        state = adamw_run(case, 5, **options)[1].state_dict()
+        state = snapshot(adamw_run(case, 5, **options)[1].state_dict())
+        for name in lacking:
+            del state["state"][1][name]
         assert_refused(Run(case.but(options=CASE.options, seed=1), 2), state, match)
         assert_refused(loader("OneBitAdam", 2), state, "groups")
+
+
+def test_a_schedule_that_was_another_is_an_error_before_the_freeze_too():
+    for steps, scaler, fits in ((90, 4, False), (6, 4, False), (5, 4, True), (90, 100, True)):  # 5: both decided alike
+        run, other = (Run(Case("ZeroOneAdam", ((5,),), options={"var_update_scaler": s}), n)
+                      for s, n in ((100, steps), (scaler, 0)))  # fmt: skip
+        assert not run.optimizer.compressing
+        if fits:
+            other.optimizer.load_state_dict(run.optimizer.state_dict())
+            assert other.optimizer.steps == steps
+        else:
+            assert_refused(other, run.optimizer.state_dict(), "var_update_scaler=100")
 
 
 def test_damage_to_lambs_own_state_is_refused():
@@ -268,27 +285,20 @@ def save_two_dtypes(rank, size, steps):
     return snapshot(optimizer.state_dict())
 
 
-def load_one_dtype(rank, size, states):
-    params, optimizer = trained(CASE, rank, 6, group())
-    before = snapshot(optimizer.state_dict())
-    with pytest.raises(ValueError, match="dtype"):
-        optimizer.load_state_dict(states[rank])
-    assert same(snapshot(optimizer.state_dict()), before)
-    run(CASE, rank, optimizer, params, 7, 8)
-
-
-def test_a_state_of_other_dtypes_changes_nothing():
+def load_one_dtype(rank, size, states, moments):
     """Saved with parameters in two dtypes, which lie in two flat states; here in one, so that E lies on other ranks."""
-    run_ranks(2, load_one_dtype, run_ranks(2, save_two_dtypes, 6))
-
-
-def test_moments_fit_parameters_of_any_dtype():
-    (state,) = run_ranks(1, save_two_dtypes, 2)
-    optimizer = CASE.build(CASE.parameters())
-    optimizer.load_state_dict(state)
-    loaded = snapshot(optimizer.state_dict()["state"])
-    for p, own in state["state"].items():
+    run = Run(CASE, 6, rank, group())
+    assert_refused(run, states[rank], "dtype")
+    run.on(7, 8)
+    fresh = Run(CASE, 0, rank, group()).optimizer
+    fresh.load_state_dict(moments)
+    loaded = snapshot(fresh.state_dict()["state"])
+    for p, own in moments["state"].items():
         assert all(same(loaded[p][name], own[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_state_of_other_dtypes_changes_nothing_and_moments_fit_any():
+    run_ranks(2, load_one_dtype, run_ranks(2, save_two_dtypes, 6), run_ranks(2, save_two_dtypes, 2)[0])
 
 
 # Found by fuzzing: values that can't be compared, or have no end

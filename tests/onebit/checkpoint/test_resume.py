@@ -1,60 +1,30 @@
-"""Save and load on as many ranks, at any step of either stage: the resumed run is the uninterrupted one bit for bit."""
+"""A state_dict on as many ranks, at any step of either stage: the resumed run is the uninterrupted one bit for bit, by
+the conventions of torch.optim (hooks, schedules, groups, copies, parameters that do not train)."""
 
-import io
+import copy
 import warnings
 from math import inf, nan
 
 import pytest
 import torch
+from torch import nn
 
+import onebit
 from tests.onebit.checkpoint import states
-from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, checkpoint, trained
-from tests.onebit.runs import Case, run, same, take
-from tests.ranks import group, run_ranks
+from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, assert_go_on_alike, checkpoint, trained
+from tests.onebit.optim import simulation
+from tests.onebit.optim.contract import resumes
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, same, snapshot, take
+from tests.ranks import group
 
-
-def resume_around_the_freeze(rank, size, case):
-    """A run that is saved after every step, and ones that resume at the start, about the freeze, and before the end."""
-
-    def seen(params, optimizer):
-        found = checkpoint(params, optimizer)  # which reads what the last step has left to be read
-        return *found, (optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        never_saved = trained(case, rank, case.steps, group())
-    params, optimizer = trained(case, rank, 0, group())
-    saved = [seen(params, optimizer)]
-    for step in range(1, case.steps + 1):
-        take(case, rank, optimizer, params, step)
-        saved.append(seen(params, optimizer))
-    assert same(saved[-1], seen(*never_saved)), "saving changed the run"
-
-    stages = [counters[0] for _, _, counters in saved[1:]]
-    freeze = stages.index(True)  # the last step of stage 1
-    for i, start in enumerate((0, freeze - 1, freeze, freeze + 1, case.steps - 2)):
-        file = io.BytesIO()
-        torch.save(saved[start][:2], file)
-        file.seek(0)
-        state, values = torch.load(file, weights_only=True)
-        params = states.other_parameters(case)
-        optimizer = case.build(params, group())
-        if i % 2:
-            states.set_parameters(params, values)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.load_state_dict(state)
-        states.set_parameters(params, values)
-        assert same(seen(params, optimizer), saved[start]), f"loaded after step {start}"
-        run(case, rank, optimizer, params, start + 1, start + 2)
-        assert same(seen(params, optimizer), saved[start + 2]), f"resumed after step {start}"
-    return stages, saved[-1][2], [str(w.message) for w in caught]
+FREEZE = {"freeze_step": 3}
 
 
 CHUNKS, DIRECT, TWO_BITS, TENSOR = {"chunks": 2}, {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}
 ROTATED = {**DIRECT, "norm": "rotated", **CHUNKS}
 GROUPS, BF16 = {"groups": TWO_GROUPS}, {"dtype": "bfloat16"}
 NEVER = {"missing": tuple((step, rank, 2) for step in range(1, 10) for rank in range(2))}
+NODES = {"shapes": states.FIVE, "each": 2, "bad": ((5, 1, nan),)}  # skipped right after a load: what was sent is there
 
 
 def skipping(size):
@@ -64,8 +34,7 @@ def skipping(size):
     return {"steps": 10, "bad": bad, "missing": ((6, 0, 1), (9, size - 1, 2))}
 
 
-RESUMES = [  # ranks, options, more of the case
-    ("OneBitAdam", 1, {"freeze_step": 4}, {}),
+RESUMES = [  # ranks, options, more of the case; test_contract.py has others
     ("OneBitAdam", 2, {**AUTO, **TENSOR}, {**GROUPS, "steps": 14}),
     ("OneBitAdam", 3, {**CHUNKS}, BF16),
     ("OneBitAdam", 2, {**DIRECT, **TENSOR}, {**BF16, **GROUPS}),
@@ -74,42 +43,206 @@ RESUMES = [  # ranks, options, more of the case
     ("OneBitAdam", 2, {"master_weights": False}, BF16),
     ("OneBitAdam", 3, ROTATED, skipping(3)),
     ("OneBitAdam", 2, {"zero_variance": "hold"}, NEVER),
+    ("OneBitAdam", 4, CHUNKS, NODES),
     ("OneBitLamb", 2, AUTO, {"steps": 14}),
     ("OneBitLamb", 3, {**TENSOR, **CHUNKS}, {**GROUPS, **skipping(3)}),
     ("OneBitLamb", 2, {**TENSOR}, BF16),
     ("OneBitLamb", 2, {**DIRECT, **CHUNKS}, GROUPS),
     ("OneBitLamb", 1, {**TWO_BITS, **TENSOR}, {}),
     ("OneBitLamb", 2, {"zero_variance": "floor"}, NEVER),
-    ("ZeroOneAdam", 1, TENSOR, GROUPS),
+    ("OneBitLamb", 4, {**DIRECT, **CHUNKS}, NODES),
     ("ZeroOneAdam", 2, {**CHUNKS}, skipping(2)),
     ("ZeroOneAdam", 3, ROTATED, {**BF16, **GROUPS}),
-    ("ZeroOneAdam", 2, {**TWO_BITS, **CHUNKS}, {}),
+    ("ZeroOneAdam", 4, CHUNKS, NODES),
 ]
 
 
 @pytest.mark.parametrize("row", RESUMES, ids=lambda row: f"{row[0]} on {row[1]}, {row[2]}, {', '.join(row[3])}")
 def test_a_resumed_run_is_the_uninterrupted_one(row):
+    """From the state of each step."""
     kind, size, options, more = row
-    case = Case(kind, **{"steps": 9, **more, "options": {"freeze_step": 3, **options}})
-    found = run_ranks(size, resume_around_the_freeze, case)
-    assert any("without a variance" in text for _, _, warned in found for text in warned) == (more == NEVER)
-    for stages, numbers, _ in found:
-        assert 2 < stages.index(True) < case.steps - 3
-        assert numbers[:2] == (True, 4 if case.bad else 0)
-        assert (numbers[2] > 0) == (size > 1)
-        assert (numbers[3] is None) == (case.options["freeze_step"] != "auto")
-        if case.bad:
-            assert stages == [step > 4 for step in range(1, 11)]
+    case = Case(kind, **{"steps": 9, **more, "options": {**FREEZE, **options}})
+    ends = simulation.on_ranks(size, resumes, case, tuple(range(1, case.steps)))
+    assert len(set(ends)) == 1
 
 
-def resume_with_measured_chunks(rank, size, case):
-    params, optimizer = trained(case, rank, 6, group())
-    measured = case.but(options={**case.options, "chunks": "auto"})
-    other = states.resumed(measured, *checkpoint(params, optimizer), group())
-    states.assert_go_on_alike(case, rank, (params, optimizer), other, 7, 9)
+@kinds
+@on_ranks(2)
+def test_saving_changes_nothing_and_states_load_before_parameters(rank, kind):
+    """A run that is saved after every step, with one beside it that each time loads the state before the parameters."""
+    options = {**FREEZE, "chunks": 3, **{"OneBitAdam": TENSOR, "OneBitLamb": AUTO}.get(kind, {})}
+    case = Case(kind, steps=9, options=options, bad=((2, 0, nan),), dtype="bfloat16")
+
+    def seen(params, optimizer):
+        found = checkpoint(params, optimizer)  # which reads what the last step has left to be read
+        return *found, (optimizer.compressing, optimizer.skipped_steps, optimizer.wire_bytes, optimizer.freeze_ratio)
+
+    never_saved, (params, optimizer) = trained(case, rank, case.steps, group()), trained(case, rank, 0, group())
+    for step in range(1, case.steps + 1):
+        beside = states.other_parameters(case)
+        chunks = "auto" if optimizer.compressing else 3  # measured anew, the saved ones are kept
+        other = case.but(options={**options, "chunks": chunks}).build(beside, group())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.load_state_dict(snapshot(optimizer.state_dict()))
+        states.set_parameters(beside, params)
+        assert same(seen(beside, other), seen(params, optimizer)), f"loaded before step {step}"
+        assert_go_on_alike(case, rank, (params, optimizer), (beside, other), step, step)
+    assert same(seen(params, optimizer), seen(*never_saved)), "saving changed the run"
+    *_, (compressing, skipped, nbytes, ratio) = seen(params, optimizer)
+    assert compressing and skipped == 1 and nbytes > 0 and (ratio is None) == (kind != "OneBitLamb")
 
 
-@pytest.mark.parametrize(("kind", "scale"), [("OneBitAdam", "tensor"), ("OneBitLamb", "block")])
-def test_a_resumed_run_keeps_the_chunks_of_the_saved_one(kind, scale):
-    """What is measured anew may differ, and under a tensor scale so would the numerics."""
-    run_ranks(2, resume_with_measured_chunks, Case(kind, options={"freeze_step": 3, "chunks": 3, "scale": scale}))
+@pytest.mark.parametrize("there", [2, 3, 5, 9])
+@pytest.mark.parametrize(("kind", "options"), [("OneBitAdam", AUTO), ("OneBitLamb", FREEZE)], ids=str)
+def test_loading_a_state_of_before_the_freeze_continues_from_it(kind, options, there):
+    """As after a spike of the loss: flags of the last step that were not read yet are dropped."""
+    case = Case(kind, options=options)
+    params, optimizer = trained(case, 0, 2)
+    state = snapshot(optimizer.state_dict())
+    again, other = trained(case.but(seed=1), 0, there)
+    states.set_parameters(again, params)
+    other.load_state_dict(state)
+    assert not other.compressing
+    coefficients = {name for name in state["state"][0] if name.startswith("coeff")}
+    assert set(other.state[again[0]]) == {"step", "exp_avg", "exp_avg_sq"} | coefficients
+    assert_go_on_alike(case, 0, (params, optimizer), (again, other), 3, 10)
+    assert optimizer.compressing
+
+
+# As torch.optim has it
+
+
+def test_state_dict_hooks_run_in_order():
+    """And may change or wrap the state: what a post hook returns is what the caller gets."""
+    _, optimizer = trained(Case("OneBitLamb", options=FREEZE), 0, 6)
+    calls = []
+
+    def after_save(own, state_dict):
+        calls.append(("after save", state_dict["param_groups"][0]["onebit"]["steps"]))
+        return {"wrapped": state_dict}
+
+    def before_load(own, state_dict):
+        calls.append(("before load", list(state_dict)))
+        return state_dict["wrapped"]
+
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append(("before save", own is optimizer)))
+    optimizer.register_state_dict_post_hook(after_save)
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_post_hook(lambda own: calls.append(("after load", len(own.state))))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert state.keys() == {"wrapped"} and optimizer.compressing
+    assert calls == [("before save", True), ("after save", 6), ("before load", ["wrapped"]), ("after load", 4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("OneBitAdam", "block"), ("OneBitLamb", "tensor"), ("ZeroOneAdam", "block")]
+)
+def test_loading_what_was_just_saved_changes_nothing(kind, scale):
+    """What Accelerate does at construction. Tensors have the strides of fresh ones, so that any tool can read their
+    bytes; momentum is a copy, as the messages it lies in are written over by the next step."""
+    case = Case(kind, options={**FREEZE, "scale": scale}, groups=TWO_GROUPS, dtype="bfloat16")
+    for steps in (0, 2, 6):
+        (params, optimizer), undisturbed = trained(case, 0, steps), trained(case, 0, steps)
+        state = optimizer.state_dict()
+        for own in state["state"].values():
+            assert all(value.stride() == torch.empty(value.shape).stride() for value in own.values())
+        before = snapshot(state)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert same(snapshot(optimizer.state_dict()), before)
+        assert_go_on_alike(case, 0, (params, optimizer), undisturbed, steps + 1, steps + 4)
+        if steps == 6:
+            assert not same(optimizer.state_dict()["state"][3]["momentum_bits"], before["state"][3]["momentum_bits"])
+        for p, own in state["state"].items():
+            names = {"momentum_bits", "momentum_scales", "step"} & own.keys()
+            assert all(same(own[name], before["state"][p][name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "lr"), [("OneBitAdam", 5, 1e-2), ("OneBitLamb", 2, 1e-2), ("ZeroOneAdam", 5, torch.tensor(1e-2))]
+)
+def test_a_schedule_continues_and_a_param_group_that_was_added_is_loaded(kind, last, lr):
+    """Added, as in fine-tuning, after the optimizer was built and before it took a step."""
+
+    def schedule(optimizer, last_epoch=-1):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t), last_epoch=last_epoch)
+
+    def steps(params, optimizer, scheduler, first, last):
+        for step in range(first, last + 1):
+            take(case, 0, optimizer, params, step)
+            scheduler.step()
+
+    case = Case(kind, options={**FREEZE, "lr": snapshot(lr)}, groups=TWO_GROUPS)
+    params, optimizer = trained(case, 0, 0)
+    scheduler = schedule(optimizer)
+    steps(params, optimizer, scheduler, 1, last)
+    state, values = checkpoint(params, optimizer)
+    kept, again = snapshot(state), states.other_parameters(case)
+    other = build(kind, again[::2], lr=0.7, block_size=64, chunks=1, **FREEZE)
+    other.add_param_group({"params": again[1::2]})
+    other.load_state_dict(state)
+    states.set_parameters(again, values)
+    assert [float(own["initial_lr"]) for own in other.param_groups] == pytest.approx([1e-2, 3e-3])
+    assert same(snapshot(other.state_dict()), kept)
+    steps(params, optimizer, scheduler, last + 1, last + 4)
+    steps(again, other, schedule(other, last_epoch=last - 1), last + 1, last + 4)
+    assert bits(again) == bits(params)
+    assert same(state, kept), "training changed the state that was loaded"
+
+
+@kinds
+def test_parameters_that_do_not_train_have_no_state(kind):
+    case = Case(kind, options=FREEZE, dtype="bfloat16")
+    (params, optimizer), (again, other) = (trained(case, 0, 0) for _ in range(2))
+    for p in (params[1], again[1]):
+        p.requires_grad_(False)
+    run(case, 0, optimizer, params, 1, 6)
+    state, values = checkpoint(params, optimizer)
+    kept = snapshot(state)
+    assert sorted(state["state"]) == [0, 2, 3]
+    states.set_parameters(again, values)
+    other.load_state_dict(state)
+    assert_go_on_alike(case, 0, (params, optimizer), (again, other), 7, 8)
+    assert same(state, kept), "training changed the state that was loaded"
+
+
+def steps_of(params, optimizer, *gradients):
+    for value in gradients:
+        for p in params:
+            p.grad = torch.full_like(p, value)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("frozen", [slice(None), slice(0, 500)], ids=["all", "the small ones"])
+def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
+    def built():
+        params = [*(nn.Parameter(torch.ones(10)) for _ in range(500)), nn.Parameter(torch.ones(100, 100))]
+        return params, onebit.OneBitAdam(params, lr=1e-2, freeze_step=1)
+
+    (params, optimizer), (others, again) = built(), built()
+    steps_of(params, optimizer, 0.1, 0.2)
+    for p in params[frozen]:
+        p.requires_grad_(False)
+    state = copy.deepcopy(optimizer.state_dict())
+    for p in params[frozen]:
+        p.requires_grad_(True)
+    states.set_parameters(others, params)
+    again.load_state_dict(state)
+    steps_of(params, optimizer, 0.3, 0.4)
+    steps_of(others, again, 0.3, 0.4)
+    assert bits(params) == bits(others)
+
+
+def test_lambs_coefficients_of_before_a_group_was_added_are_not_saved():
+    params = [nn.Parameter(torch.ones(40)) for _ in range(3)]
+    optimizer = onebit.OneBitLamb(params[:2], lr=1e-3, freeze_window=32)
+    steps_of(params[:2], optimizer, *[1.0] * 20)
+    optimizer.add_param_group({"params": params[2:]})
+    steps_of(params, optimizer, *[1.0] * 5)
+    again = onebit.OneBitLamb([{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_window=32)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(40):
+        steps_of(params, optimizer, 1.0)
+        steps_of(params, again, 1.0)
+    assert optimizer.freeze_ratio == again.freeze_ratio is not None

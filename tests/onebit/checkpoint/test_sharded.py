@@ -15,8 +15,8 @@ import onebit
 from onebit.checkpoint.elements import decoded, encoded, lengths_of, packed, unpacked
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
-from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, sharded, whole
-from tests.onebit.runs import bits, build, frozen_name
+from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, parts_of, sharded, whole
+from tests.onebit.runs import bits, build, frozen_name, same
 from tests.ranks import run_ranks_once
 from tests.wire import of_bits
 
@@ -46,7 +46,7 @@ def train(rank, net, optimizer, steps):
 def tensors(optimizer):
     """Of each parameter its state, whole: a replica's own residual alone."""
     return [
-        {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).double().numpy() for name, v in own.items()}
+        {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).double() for name, v in own.items()}
         for own in optimizer.state_dict()["state"].values()
     ]
 
@@ -87,14 +87,14 @@ def from_dcp(folder, net, optimizer):
 def by_name(rank, folder, steps):
     """Into an optimizer that has as much by now."""
     mesh = mesh_of(2, 2)
-    (net, optimizer), (other, resumed) = made(mesh), made(mesh, lr=1e-4)
-    train(rank, net, optimizer, range(steps))
-    to_dcp(folder, net, optimizer)
-    train(rank, other, resumed, range(100, 100 + steps))
-    from_dcp(folder, other, resumed)
-    for each in ((net, optimizer), (other, resumed)):
+    one, other = made(mesh), made(mesh, lr=1e-4)
+    train(rank, *one, range(steps))
+    to_dcp(folder, *one)
+    train(rank, *other, range(100, 100 + steps))
+    from_dcp(folder, *other)
+    for each in (one, other):
         train(rank, *each, range(steps, steps + 3))
-    return bits(whole(net)) == bits(whole(other))
+    assert bits(whole(one[0])) == bits(whole(other[0]))
 
 
 def other_reply(rank, folder):
@@ -110,7 +110,30 @@ def other_reply(rank, folder):
         warnings.simplefilter("error")
         # a rank's own state keeps all there is, as each of the others loads its own
         others[2].load_state_dict(optimizer.state_dict())
-    return tensors(optimizer), [tensors(other) for other in others]
+    return [tensors(each) for each in (optimizer, *others)]
+
+
+def of_one_replica(rank, folder):
+    """Of all replicas the first's state is loaded: what it has left out is not everyone's, which the others are told.
+    And whole parameters that are loaded into shards."""
+    mesh = mesh_of(2, 1)
+    net, optimizer = made(mesh, reply=1)
+    train(rank, net, optimizer, range(14))
+    torch.save(parts_of(optimizer.state_dict()), f"{folder}/{rank}")
+    torch.distributed.barrier()
+    saved = torch.load(f"{folder}/0", weights_only=True)
+    for reply in ("direct", 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            built(net, mesh, reply=reply).load_state_dict(saved)
+        texts = "".join(str(w.message) for w in caught)
+        assert "start from zero" in texts if rank else texts == ""
+    net = model(WIDTH)
+    optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
+    train(rank, net, optimizer, range(14))
+    onebit.save(f"{folder}/whole", net, optimizer)
+    with pytest.raises(ValueError, match="one of whole parameters in stage 2"):
+        onebit.load(f"{folder}/whole", *made(mesh_of(1, 2)))
 
 
 def to_whole(rank, folder, nodes):
@@ -130,11 +153,13 @@ def on_four(rank, size, folder):
         onebit.save(f"{folder}/{kind}", net, optimizer)
         to_dcp(f"{folder}/{kind} by dcp", net, optimizer)
         found[kind] = seen(rank, net, optimizer)
-        for shape in ((2, 2), *SHAPES):
+        assert same(loaded(rank, folder, kind, (2, 2)), found[kind]), kind
+        for shape in SHAPES:
             found[f"{kind} {shape}"] = loaded(rank, folder, kind, shape)
-    for shape in ((2, 2), (4, 1)):
-        found[f"OneBitLamb by dcp {shape}"] = loaded(rank, folder, "OneBitLamb", shape, by_dcp=True)
-    found["by name"] = [by_name(rank, f"{folder}/by name {steps}", steps) for steps in (4, 15)]
+    assert same(loaded(rank, folder, "OneBitLamb", (2, 2), by_dcp=True), found["OneBitLamb"])
+    found["OneBitLamb by dcp (4, 1)"] = loaded(rank, folder, "OneBitLamb", (4, 1), by_dcp=True)
+    for steps in (4, 15):
+        by_name(rank, f"{folder}/by name {steps}", steps)
     found["reply"] = other_reply(rank, f"{folder}/reply")
     found["whole"] = to_whole(rank, folder, nodes=True)
     return found
@@ -143,29 +168,21 @@ def on_four(rank, size, folder):
 def on_two(rank, size, folder):
     found = {f"{kind} (2, 1)": loaded(rank, folder, kind, (2, 1)) for kind in ROWS}
     found["OneBitLamb by dcp (2, 1)"] = loaded(rank, folder, "OneBitLamb", (2, 1), by_dcp=True)
+    of_one_replica(rank, folder)
     return {**found, "whole": to_whole(rank, folder, nodes=False)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("sharded"))
-
-
-@pytest.fixture(scope="module")
-def four(folder):
-    return run_ranks_once(4, on_four, (folder,), timeout=HUNG)
-
-
-@pytest.fixture(scope="module")
-def two(folder, four):
-    return run_ranks_once(2, on_two, (folder,), timeout=HUNG)
+def four_and_two(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("sharded"))
+    return tuple(run_ranks_once(size, work, (folder,), timeout=HUNG) for size, work in ((4, on_four), (2, on_two)))
 
 
 def everything(states, beta1=0.9):
     """Of each parameter mean e + E + b1 m, from every rank's state; ranks of a replica say the same."""
     found = []
     for own in zip(*states, strict=True):
-        together = {name: value for each in own for name, value in each.items()}
+        together = {name: value.numpy() for each in own for name, value in each.items()}
         e = np.mean([v for name, v in together.items() if name.startswith("residual_of")], axis=0)
         servers = sum(v for name, v in together.items() if name.startswith("server_residual_of"))
         m = np.mean([v for name, v in together.items() if name.startswith("momentum_of")], axis=0)
@@ -179,17 +196,12 @@ def assert_nothing_lost(here, there):
 
 
 @pytest.mark.parametrize("name", [*ROWS, "OneBitLamb by dcp"])
-def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(name, four, two):
+def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(name, four_and_two):
+    """Bit for bit where it was saved: see on_four."""
+    four, two = four_and_two
     kind = name.split()[0]
     there = [own[kind] for own in four]
     assert all(end == there[0][2] for _, _, end in there)
-    for (before, at, end), (theirs, there_at, there_end) in zip(
-        [own[f"{name} (2, 2)"] for own in four], there, strict=True
-    ):
-        assert at == there_at and end == there_end
-        for own, other in zip(before, theirs, strict=True):
-            assert own.keys() == other.keys()
-            assert all(np.array_equal(own[what], other[what]) for what in own)
     others = [[own[f"{name} {shape}"] for own in four] for shape in SHAPES if f"{name} {shape}" in four[0]]
     assert others
     for here in (*others, [own[f"{name} (2, 1)"] for own in two]):
@@ -197,57 +209,18 @@ def test_a_mesh_goes_on_bit_for_bit_and_others_lose_nothing(name, four, two):
         assert all(end == here[0][2] for _, _, end in here)
         assert_nothing_lost([s for s, _, _ in here], [s for s, _, _ in there])
         for got, expected in zip(here[0][0], there[0][0], strict=True):
-            assert np.array_equal(got[frozen_name(kind)], expected[frozen_name(kind)])
+            assert torch.equal(got[frozen_name(kind)], expected[frozen_name(kind)])
 
 
-def test_dcp_carries_both_stages_by_name(four):
-    assert [own["by name"] for own in four] == [[True, True]] * 4
+def test_another_reply_loses_nothing(four_and_two):
+    there, *others = zip(*(own["reply"] for own in four_and_two[0]), strict=True)
+    for here in others:
+        assert_nothing_lost(here, there)
 
 
-def test_another_reply_loses_nothing(four):
-    runs = [own["reply"] for own in four]
-    for k in range(3):
-        assert_nothing_lost([found[k] for _, found in runs], [before for before, _ in runs])
-
-
-def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(four, two):
-    for ranks in (four, two):
+def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(four_and_two):
+    for ranks in four_and_two:
         assert len({own["whole"] for own in ranks}) == 1
-
-
-def of_one_replica(rank, size, folder):
-    """Warnings where of all replicas the first's state is loaded: what it has left out is not everyone's. And whole
-    parameters that are loaded into shards."""
-    mesh = mesh_of(2, 1)
-    net, optimizer = made(mesh, reply=1)
-    train(rank, net, optimizer, range(14))
-    state = optimizer.state_dict()
-    parts = {
-        p: {name: v.to_local() if hasattr(v, "to_local") else v for name, v in own.items()}
-        for p, own in state["state"].items()
-    }
-    torch.save(parts, f"{folder}/{rank}")
-    torch.distributed.barrier()
-    saved = {"state": torch.load(f"{folder}/0", weights_only=True), "param_groups": state["param_groups"]}
-    texts = []
-    for reply in ("direct", 1):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            built(net, mesh, reply=reply).load_state_dict(saved)
-        texts.append("".join(str(w.message) for w in caught))
-    net = model(WIDTH)
-    optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
-    train(rank, net, optimizer, range(14))
-    onebit.save(f"{folder}/whole", net, optimizer)
-    with pytest.raises(ValueError, match="one of whole parameters in stage 2"):
-        onebit.load(f"{folder}/whole", *made(mesh_of(1, 2)))
-    return texts
-
-
-def test_one_replicas_residuals_are_not_everyones_and_whole_states_are_not_of_shards(tmp_path):
-    first, second = run_ranks_once(2, of_one_replica, (str(tmp_path),))
-    assert first == ["", ""]
-    assert all("start from zero" in text for text in second)
 
 
 @pytest.mark.parametrize("per_element", [1, 2])

@@ -1,11 +1,34 @@
-"""torch.distributed.checkpoint.state_dict carries an optimizer's state, whatever its options. It walks the live one."""
+"""torch.distributed.checkpoint carries an optimizer's state, whatever its options: in memory, where it walks the live
+one, and by files, as PyTorch's own recipe has it, or by way of make_room into a new optimizer."""
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 
-from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, as_model, assert_go_on_alike, set_parameters, trained
-from tests.onebit.runs import Case, build, kinds, same, snapshot, take
+import onebit
+from tests.checkpoints import Holder
+from tests.onebit.checkpoint.states import (
+    AUTO,
+    TWO_GROUPS,
+    assert_go_on_alike,
+    checkpoint,
+    left_out,
+    set_parameters,
+    trained,
+)
+from tests.onebit.runs import Case, bits, on_ranks, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 OPTIONS = {
@@ -16,60 +39,63 @@ OPTIONS = {
     "flattened and offloaded": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
 }
 FLATTENED, FREEZE = StateDictOptions(**OPTIONS["flattened"]), {"freeze_step": 3}
+CASE, TENSOR = Case(options=FREEZE), {"scale": "tensor", "chunks": 2}
 
 
-def carried(rank, size, case, name, steps, there):
+# In memory
+
+
+CARRIED = [  # optimizer, option, steps there, steps here, more options
+    ("OneBitAdam", "default", 2, 6, {}),
+    ("OneBitAdam", "flattened", 2, 0, {}),
+    ("OneBitLamb", "full", 2, 6, {}),
+    ("OneBitLamb", "flattened and offloaded", 2, 3, {}),
+    ("ZeroOneAdam", "offloaded", 2, 0, {}),
+    ("OneBitAdam", "flattened and offloaded", 6, 5, {}),
+    ("OneBitLamb", "flattened", 6, 5, {}),
+    ("ZeroOneAdam", "full", 6, 5, {}),
+    ("OneBitAdam", "full", 6, 0, {}),
+    ("OneBitLamb", "offloaded", 6, 0, {}),
+    ("ZeroOneAdam", "default", 6, 0, {}),
+    # of what "auto" compares, three rows of numbers here and none there, or the other way round
+    ("OneBitAdam", "flattened", 4, 0, AUTO),
+    ("OneBitAdam", "full", 1, 4, AUTO),
+    ("OneBitLamb", "default", 4, 0, AUTO),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "steps", "there", "more"), CARRIED)
+@on_ranks(2)
+def test_a_state_goes_on_bit_for_bit(rank, kind, name, steps, there, more):
     """The state of `steps` steps by way of torch into an optimizer that has taken `there` others."""
-    options = StateDictOptions(**OPTIONS[name])
+    case, options = Case(kind, options={**FREEZE, **more}, groups=TWO_GROUPS), StateDictOptions(**OPTIONS[name])
     params, optimizer = trained(case, rank, steps, group())
-    carried = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=options))
+    carried = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=options))
     again, other = trained(case.but(seed=1), rank, there, group())
     set_parameters(again, params)
-    set_optimizer_state_dict(as_model(again), other, carried, options=options)
+    set_optimizer_state_dict(Holder(again), other, carried, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
     assert_go_on_alike(case, rank, (params, optimizer), (again, other), steps + 1, steps + 4)
 
 
-CARRIED = [  # optimizer, option, steps there, steps here
-    ("OneBitAdam", "default", 2, 6),
-    ("OneBitAdam", "flattened", 2, 0),
-    ("OneBitLamb", "full", 2, 6),
-    ("OneBitLamb", "flattened and offloaded", 2, 3),
-    ("ZeroOneAdam", "offloaded", 2, 0),
-    ("OneBitAdam", "flattened and offloaded", 6, 5),
-    ("OneBitLamb", "flattened", 6, 5),
-    ("ZeroOneAdam", "full", 6, 5),
-    ("OneBitAdam", "full", 6, 0),
-    ("OneBitLamb", "offloaded", 6, 0),
-    ("ZeroOneAdam", "default", 6, 0),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "steps", "there"), CARRIED)
-def test_a_state_goes_on_bit_for_bit(kind, name, steps, there):
-    run_ranks(2, carried, Case(kind, options=FREEZE, groups=TWO_GROUPS), name, steps, there)
-
-
-def test_what_auto_compares_is_carried():
-    """Three rows of numbers here and none there, or the other way round."""
-    for kind, name in (("OneBitAdam", "flattened"), ("OneBitAdam", "full"), ("OneBitLamb", "default")):
-        for steps, there in ((4, 0), (1, 4)):
-            run_ranks(1, carried, Case(kind, options=AUTO), name, steps, there)
-
-
 @pytest.mark.parametrize(
-    ("kind", "steps", "there"), [("OneBitAdam", 2, 6), ("OneBitLamb", 6, 2), ("ZeroOneAdam", 6, 2)]
+    ("kind", "steps", "there"),
+    [("OneBitAdam", 2, 6), ("OneBitLamb", 6, 2), ("OneBitLamb", 6, 0), ("ZeroOneAdam", 6, 2)],
 )
 def test_a_flattened_state_of_another_stage_needs_room(kind, steps, there):
     """torch looks in it only for what the optimizer has."""
-    case = Case(kind, options=FREEZE)
+    case = Case(kind, options=FREEZE, groups=TWO_GROUPS)
     params, optimizer = trained(case, 0, steps)
-    flat = get_optimizer_state_dict(as_model(params), optimizer, options=FLATTENED)
-    again, other = trained(case, 0, there)
+    flat = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
+    again, other = trained(case.but(seed=1), 0, there)
     before = snapshot(other.state_dict())
-    with pytest.raises(ValueError, match=r"call onebit\.make_room first"):
-        set_optimizer_state_dict(as_model(again), other, flat, options=FLATTENED)
+    if there > 0:
+        with pytest.raises(ValueError, match=r"call onebit\.make_room first"):
+            set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
     assert same(snapshot(other.state_dict()), before)
+    onebit.make_room(flat, Holder(again), other)
+    set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
+    assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
 def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
@@ -77,56 +103,171 @@ def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
     case = Case("OneBitLamb", options=FREEZE)
     params, optimizer = trained(case, 0, 6)
     options = StateDictOptions(full_state_dict=True)
-    full = snapshot(get_optimizer_state_dict(as_model(params), optimizer, options=options))
+    full = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=options))
     with pytest.warns(UserWarning, match="without a variance"):
         again, other = trained(case.but(untouched=((0, 2, 9),)), 0, 6)
     assert "counted_bits" in other.state[again[0]]
-    set_optimizer_state_dict(as_model(again), other, full, options=options)
+    set_optimizer_state_dict(Holder(again), other, full, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
-@kinds
-def test_the_step_is_where_adamw_has_it(kind):
-    case = Case(kind, options=FREEZE)
-    params, optimizer = trained(case, 0, 0)
+LIVE = [
+    ("OneBitAdam", {}, 1),
+    ("OneBitLamb", {"reply": "direct"}, 2),
+    ("ZeroOneAdam", {"reply": 2}, 1),
+    ("OneBitLamb", {"scale": "tensor"}, 1),
+    ("OneBitAdam", {}, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "each"), LIVE, ids=str)
+@on_ranks(2)
+def test_what_is_saved_is_in_the_live_state_under_the_same_names(rank, kind, options, each):
+    """A step where AdamW has it."""
+    case = Case(kind, dtype="bfloat16", options={**FREEZE, **options}, each=each)
+    params, optimizer = trained(case, rank, 0, group())
     for step in range(1, 7):
         assert [int(optimizer.state[p]["step"]) for p in params] == [step - 1] * 4
-        take(case, 0, optimizer, params, step)
+        take(case, rank, optimizer, params, step)
+        if step % 2 == 0:
+            saved = optimizer.state_dict()
+            assert all(set(optimizer.state[p]) == set(saved["state"][i]) for i, p in enumerate(params))
+            assert optimizer.param_groups[0].keys() == saved["param_groups"][0].keys()
 
 
-def names(rank, size, case):
-    for steps in (2, 4, 6):
-        params, optimizer = trained(case, rank, steps, group())
-        saved = optimizer.state_dict()
-        assert all(set(optimizer.state[p]) == set(saved["state"][i]) for i, p in enumerate(params))
-        assert optimizer.param_groups[0].keys() == saved["param_groups"][0].keys()
+# By files
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "each"),
-    [("OneBitAdam", {}, 1), ("OneBitLamb", {"reply": "direct"}, 2), ("ZeroOneAdam", {"reply": 2}, 1),
-     ("OneBitLamb", {"scale": "tensor"}, 1), ("OneBitAdam", {}, 2)], ids=str,
-)  # fmt: skip
-def test_what_is_saved_is_in_the_live_state_under_the_same_names(kind, options, each):
-    run_ranks(2, names, Case(kind, dtype="bfloat16", options={**FREEZE, **options}, each=each))
+class App(Stateful):
+    """As PyTorch's tutorial has it."""
+
+    def __init__(self, model, optimizer, options):
+        self.both, self.options = (model, optimizer), StateDictOptions(**options)
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(*self.both, options=self.options)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state):
+        model, optimizer = state["model"], state["optim"]
+        set_state_dict(*self.both, model_state_dict=model, optim_state_dict=optimizer, options=self.options)
 
 
-def test_moments_without_a_step_are_refused():
-    params, optimizer = trained(Case(options=FREEZE), 0, 2)
-    state = snapshot(optimizer.state_dict())
-    del state["param_groups"][0]["onebit"], state["state"][1]["step"]
-    with pytest.raises(ValueError, match="moments of parameter 1 and no step"):
-        optimizer.load_state_dict(state)
-    flat = get_optimizer_state_dict(as_model(params), optimizer, options=FLATTENED)
-    without = {key: value for key, value in flat.items() if not key.endswith(".step")}
-    with pytest.raises(ValueError, match="no step"):
-        set_optimizer_state_dict(as_model(params), optimizer, without, options=FLATTENED)
+def entries(how, params, optimizer):
+    """By names, as the option `how` has it, or the optimizer alone, whose parameters have numbers."""
+    if how == "alone":
+        return {"optimizer": optimizer}
+    return {"app": App(Holder(params), optimizer, OPTIONS[how])}
 
 
-def test_a_state_of_stage_2_with_other_steps_is_refused():
-    params, optimizer = trained(Case(options=FREEZE), 0, 6)
-    state = snapshot(optimizer.state_dict())
-    for own in state["state"].values():
-        own["step"] = torch.tensor(5.0)
-    with pytest.raises(ValueError, match="of step 6, and its parameters have taken 5"):
-        build("OneBitAdam", params).load_state_dict(state)
+def seen(case, rank, params, optimizer, steps):
+    """As it is, and parameters three steps later."""
+    state, values = checkpoint(params, optimizer)
+    run(case, rank, optimizer, params, steps + 1, steps + 3)
+    assert all(torch.isfinite(p).all() for p in params)
+    return state, bits(params), values
+
+
+def saving(rank, size, case, folder, how, steps):
+    params, optimizer = trained(case, rank, steps, group())
+    dcp.save(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
+    return seen(case, rank, params, optimizer, steps)
+
+
+def loading(rank, size, case, folder, how, steps, new, values):
+    """new: the optimizer is, else it has taken as many steps of another run."""
+    params, optimizer = trained(case.but(seed=1), rank, 0 if new else steps, group())
+    if new:
+        onebit.make_room(folder, Holder(params), optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the state does not hold the residuals")
+        dcp.load(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
+    if how == "alone":
+        set_parameters(params, values)
+    return seen(case, rank, params, optimizer, steps)
+
+
+ROWS = [  # optimizer, how, steps, new, ranks there, options, ranks here, ranks a node
+    ("OneBitAdam", "default", 2, True, 2, {}, 3, 1),
+    ("OneBitLamb", "default", 6, False, 2, TENSOR, 2, 1),
+    ("ZeroOneAdam", "default", 6, True, 2, {}, 3, 1),
+    ("OneBitAdam", "flattened", 6, True, 2, {}, 1, 1),
+    ("OneBitLamb", "flattened", 2, True, 2, {}, 2, 1),
+    ("OneBitAdam", "full", 6, True, 2, {}, 3, 1),
+    ("OneBitLamb", "offloaded", 6, True, 2, {}, 2, 1),
+    ("ZeroOneAdam", "flattened and offloaded", 6, True, 2, {}, 2, 1),
+    ("OneBitLamb", "alone", 2, False, 2, TENSOR, 2, 1),
+    ("ZeroOneAdam", "alone", 6, False, 2, {}, 2, 1),
+    ("OneBitAdam", "alone", 6, True, 1, {}, 1, 1),
+    ("OneBitAdam", "default", 6, True, 4, {"reply": "direct", "dtype": "bfloat16"}, 4, 2),
+    ("OneBitLamb", "default", 6, True, 4, {"reply": 2, "chunks": 2}, 4, 2),
+    ("OneBitAdam", "default", 6, True, 4, {"scale": "tensor", "dtype": "bfloat16"}, 4, 1),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row)))
+def test_dcp_carries_a_run(row, tmp_path):
+    """Bit for bit on as many ranks; on others stage 1 as it is, stage 2 with the mean residual."""
+    kind, how, steps, new, there, options, size, each = row
+    options = {**FREEZE, **options}
+    case = Case(kind, dtype=options.pop("dtype", "float32"), options=options, groups=TWO_GROUPS, each=each)
+    before = run_ranks(there, saving, case, str(tmp_path), how, steps)
+    values = before[0][2]
+    if steps == 6 and there == 2:
+        assert not torch.equal(*(own[0]["state"][3][f"residual_of_rank_{r}"] for r, own in enumerate(before)))
+    after = run_ranks(there, loading, case, str(tmp_path), how, steps, new, values)
+    for (state, end, _), (again, its_end, _) in zip(before, after, strict=True):
+        assert same(state, again) and end == its_end
+    if size != there:
+        after = run_ranks(size, loading, case, str(tmp_path), how, steps, new, values)
+        assert len({end for _, end, _ in after}) == 1
+        if steps == 2:
+            assert same(after[0][0]["state"], before[0][0]["state"])
+        else:
+            here, was = (left_out([own[0] for own in of], case) for of in (after, before))
+            np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
+
+
+# make_room
+
+
+def test_wrappers_are_no_part_of_names():
+    params, optimizer = trained(CASE, 0, 6)
+    plain = Holder(params)
+    wrapper = nn.ModuleDict({"module": plain})  # as DDP is, to names
+    flat, within = (get_optimizer_state_dict(model, optimizer) for model in (plain, nn.Sequential(plain)))
+    compiled = nn.Sequential(torch.compile(plain))
+    for model, saved in ((wrapper, flat), (torch.compile(wrapper), flat), (compiled, within)):
+        resumed = CASE.build(params)
+        onebit.make_room(saved, model, resumed)
+        assert set(resumed.state[params[0]]) == set(optimizer.state[params[0]])
+
+
+def test_what_make_room_refuses_and_what_is_refused_after_it(tmp_path):
+    (params, optimizer), (_, saved) = trained(CASE, 0, 0), trained(CASE, 0, 6)
+    model, adamw = Holder(params), torch.optim.AdamW(params)
+    run(CASE, 0, adamw, params, 1, 1)
+    before = snapshot(optimizer.state_dict())
+    by_name = get_optimizer_state_dict(model, saved.__class__(params))
+    renamed = {
+        k: {f"other.{n}": v for n, v in own.items()} if isinstance(own, dict) else own for k, own in by_name.items()
+    }
+    another = snapshot(saved.state_dict())
+    another["param_groups"][0]["onebit"]["version"] = 2
+    for source, error, match in (
+        (tmp_path / "nowhere", ValueError, "holds no checkpoint"),
+        (3, TypeError, "not a int"),
+        ({"optimizer": adamw.state_dict()}, ValueError, "no onebit optimizer's"),
+        (renamed, ValueError, "called by other names"),
+        ({"optimizer": another}, ValueError, "version 2"),
+    ):
+        with pytest.raises(error, match=match):
+            onebit.make_room(source, model, optimizer)
+    assert same(snapshot(optimizer.state_dict()), before)
+    onebit.make_room({"optimizer": saved.state_dict()}, model, optimizer)
+    with pytest.raises(ValueError, match="a step after make_room"):
+        run(CASE, 0, optimizer, params, 1, 1)
+    with pytest.raises(ValueError, match="nothing was loaded into what make_room has made"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved.state_dict())
+    assert same(snapshot(optimizer.state_dict()), snapshot(saved.state_dict()))

@@ -1,79 +1,101 @@
-"""`attach` and DDP: wrong arguments are refused, and a missing `attach` warns once."""
+"""`attach` and DDP: what is refused, models and optimizers that others have wrapped, several optimizers of a model,
+copies, `join`, and DDP's buckets, which backward passes that compressed steps follow leave out."""
 
+import copy
+import io
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim.swa_utils import AveragedModel
 
 import onebit
+from onebit.parallel.buckets import LOCAL
 from tests.collectives.work import error_of
-from tests.onebit.runs import OPTIMIZERS, build
+from tests.onebit.runs import assert_message, bits, build, kinds, nodes_of, on_ranks
 from tests.ranks import group, run_ranks
 
 
-def attach_error(kind, case):
-    """The error of a wrong call of `attach`."""
-    model, ours = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), {"process_group": group()}
-    params, precision = list(model.parameters()), None
-    if case == "mixed precision":
-        precision = _MixedPrecision(param_dtype=torch.float16)
-    ddp = DistributedDataParallel(model, process_group=group(), mixed_precision=precision)
-    own = [*params, nn.Parameter(torch.ones(2))] if case == "a parameter of another model" else params
-    if case == "another group":
-        alone = [torch.distributed.get_rank()]
-        ours = {"process_group": torch.distributed.new_group(alone, use_local_synchronization=True)}
-    optimizer = torch.optim.AdamW(params) if case == "no onebit" else build(kind, own, **ours)
-    if case == "another hook":
-        ddp.register_comm_hook(None, allreduce_hook)
-    if case == "another optimizer of the same parameters":
-        onebit.attach(ddp, build(kind, params[2:], process_group=group()))
-    if case == "twice":
-        onebit.attach(ddp, optimizer)
-    errors = []
-    with error_of(errors):
-        onebit.attach({"no DDP": model, "no model": params}.get(case, ddp), optimizer)
-    return "".join(errors)
-
-
-def attach_errors(rank, size, kind, cases):
-    return [attach_error(kind, case) for case in cases]
-
-
-ATTACH = {
-    "no DDP": ("TypeError", ["DistributedDataParallel", "Sequential", "averages gradients itself"]),
-    "no onebit": ("TypeError", ["an optimizer of onebit", "AdamW"]),
-    "no model": ("TypeError", ["needs a model", "list"]),
-    "a parameter of another model": ("ValueError", ["does not hold parameter 4 of group 0", "one of their own"]),
-    "another hook": ("ValueError", ["hook already", "allreduce_hook", "without that call"]),
-    "mixed precision": ("ValueError", ["hook already", "mixed_precision", "torch.autocast"]),
-    "another optimizer of the same parameters": ("ValueError", ["'1.weight'", "one optimizer"]),
-    "another group": ("ValueError", ["2 ranks", "process_group="]),
-    "twice": ("ValueError", ["twice", "once is enough"]),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "cases"),
-    [("OneBitAdam", list(ATTACH)), ("OneBitLamb", ["another hook"]), ("ZeroOneAdam", ["another group"])],
-    ids=OPTIMIZERS,
-)
-def test_attach_says_what_is_wrong(kind, cases):
-    if torch.version.cuda and not torch.cuda.is_available():
-        cases = [case for case in cases if case != "mixed precision"]  # there DDP itself asks for a stream of a GPU
-    for found in run_ranks(2, attach_errors, kind, cases):
-        for case, text in zip(cases, found, strict=True):
-            error, parts = ATTACH[case]
-            assert text.startswith(f"{error}: ") and all(part in text for part in parts), text
-
-
-def first_warnings(rank, size, how):
-    """What is warned of in five steps."""
+def net():
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
+    return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 30), nn.Linear(30, 1))
+
+
+def loss_of(model, rank, step):
+    return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+
+def train(model, optimizer, rank, first, last):
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+# Refused
+
+
+@kinds
+@on_ranks(2)
+def test_attach_says_what_is_wrong(rank, kind):
+    def ddp_of(model, **options):
+        return DistributedDataParallel(model, process_group=group(), **options)
+
+    def refused(error, model, params, *parts, ranks=None):
+        optimizer = build(kind, params, process_group=ranks or group())
+        with pytest.raises(error) as caught:
+            onebit.attach(model, optimizer)
+        assert_message(caught, *parts)
+
+    plain, ddp, hooked = net(), ddp_of(net()), ddp_of(net())
+    hooked.register_comm_hook(None, allreduce_hook)
+    more, alone = [*ddp.parameters(), nn.Parameter(torch.ones(2))], [torch.distributed.get_rank()]
+    apart = torch.distributed.new_group(alone, use_local_synchronization=True)
+    says = ("DistributedDataParallel", "Sequential", "averages gradients itself")
+    refused(TypeError, plain, plain.parameters(), *says)
+    refused(ValueError, ddp, more, "does not hold parameter 8 of group 0", "one of their own")
+    refused(ValueError, hooked, hooked.parameters(), "hook already", "allreduce_hook", "without that call")
+    refused(ValueError, ddp, ddp.parameters(), "2 ranks", "process_group=", ranks=apart)
+    if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a stream of a GPU
+        narrow = ddp_of(net(), mixed_precision=_MixedPrecision(param_dtype=torch.float16))
+        refused(ValueError, narrow, narrow.parameters(), "hook already", "mixed_precision", "torch.autocast")
+    optimizer = build(kind, ddp.parameters(), process_group=group())
+    onebit.attach(ddp, optimizer)
+    with pytest.raises(ValueError, match=r"twice.*once is enough"):
+        onebit.attach(ddp, optimizer)
+    refused(ValueError, ddp, more[2:-1], "'1.weight'", "one optimizer")
+
+
+def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
+    model = net()
+    foreign, own = torch.optim.AdamW(model.parameters()), build("OneBitAdam", model.parameters())
+    for call, *before in (
+        (onebit.attach, model),
+        (onebit.save, tmp_path, model),
+        (onebit.load, tmp_path, model),
+        (onebit.make_room, {}, model),
+        (onebit.History().record,),
+    ):
+        with pytest.raises(TypeError, match="needs an optimizer of onebit, such as OneBitAdam; this is a AdamW"):
+            call(*before, foreign)
+    for call, *before in ((onebit.attach,), (onebit.save, tmp_path), (onebit.load, tmp_path)):
+        with pytest.raises(TypeError) as caught:
+            call(*before, list(model.parameters()), own)
+        assert_message(caught, "needs a model", "list")
+
+
+@pytest.mark.parametrize("how", ["forgotten", "attached", "no DDP", "zeros"])
+@on_ranks(2)
+def test_forgetting_attach_warns_once(rank, how):
+    """With gradients of its own on every rank, or none, there is no reason to warn."""
+    model = net()
     optimizer = build("OneBitAdam", model.parameters(), freeze_step=2, process_group=group())
     called = model if how == "no DDP" else DistributedDataParallel(model, process_group=group())
     if how == "attached":
@@ -82,16 +104,346 @@ def first_warnings(rank, size, how):
         warnings.simplefilter("always")
         for step in range(5):
             optimizer.zero_grad()
-            data = torch.Generator().manual_seed(step * size + rank)
-            (called(torch.randn(8, 4, generator=data)).square().mean() * (how != "zeros" or step > 0)).backward()
+            (loss_of(called, rank, step) * (how != "zeros" or step > 0)).backward()
             optimizer.step()
-    return [str(w.message) for w in caught if w.category is UserWarning and "onebit" in str(w.message)]
+    texts = [str(w.message) for w in caught if w.category is UserWarning and "onebit" in str(w.message)]
+    assert len(texts) == (how == "forgotten" and rank == 0)
+    for text in texts:
+        says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "no time is gained")
+        assert all(part in text for part in says)
 
 
-def test_forgetting_attach_warns_once():
-    (text,), nothing = run_ranks(2, first_warnings, "forgotten")
-    says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "no time is gained")
-    assert all(part in text for part in says)
-    assert nothing == []
-    for how in ("attached", "no DDP", "zeros"):  # gradients of its own on every rank, or none: no reason to warn
-        assert run_ranks(2, first_warnings, how) == [[], []], how
+JOINS = [
+    ("OneBitAdam", 50, "model.join"),
+    ("OneBitAdam", 2, "Join"),
+    ("OneBitLamb", 2, "model.join"),
+    ("ZeroOneAdam", 2, "Join"),
+    *(("OneBitAdam", freeze_step, how) for freeze_step in (50, 2) for how in ("disabled", "throwing")),
+]
+
+
+@pytest.mark.parametrize(("kind", "freeze_step", "how"), JOINS)
+@on_ranks(2)
+def test_join_is_refused_on_all_ranks_where_it_repeats_collectives(rank, kind, freeze_step, how):
+    """Three even steps, then rank 1 has one batch less than rank 0. Refused before any collective; what is switched off
+    works, or ends all ranks with the first that runs out."""
+    ddp = DistributedDataParallel(nn.Linear(6, 3), process_group=group())
+    optimizer = build(kind, ddp.parameters(), freeze_step=freeze_step, process_group=group())
+    onebit.attach(ddp, optimizer)
+    train(ddp, optimizer, rank, 0, 3)
+    joined = {
+        "model.join": ddp.join,
+        "Join": lambda: Join([ddp]),
+        "disabled": lambda: ddp.join(enable=False),
+        "throwing": lambda: ddp.join(throw_on_early_termination=True),
+    }[how]
+    errors = []
+    with error_of(errors), joined():
+        train(ddp, optimizer, rank, 3, 6 if how == "disabled" else 6 - rank)
+    steps, words = {
+        "disabled": (6, []),
+        "throwing": (5, ["Throwing across all ranks" if rank == 0 else "Rank 1 exhausted"]),
+    }.get(how, (3, ["ValueError: ", "join()", "drop_last=True", "throw_on_early_termination=True"]))
+    assert optimizer.steps == steps and len(errors) == bool(words)
+    assert all(word in "".join(errors) for word in words), errors
+
+
+# Wrapped
+
+
+class FabricModule(nn.Module):
+    """As Lightning's Fabric wraps a model."""
+
+    def __init__(self, forward_module, original_module):
+        super().__init__()
+        self._forward_module, self._original_module = forward_module, original_module
+
+    @property
+    def module(self):
+        return self._original_module
+
+    def forward(self, x):
+        return self._forward_module(x)
+
+
+def fabric_optimizer(optimizer):
+    """As Lightning's Fabric wraps an optimizer: its class is a subclass of the optimizer's."""
+
+    class FabricOptimizer(type(optimizer)):
+        def __init__(self):
+            self.__dict__.update(optimizer.__dict__)
+            self.__dict__["wrapped"] = optimizer
+
+        @property
+        def optimizer(self):
+            return self.wrapped
+
+        def step(self, closure=None):
+            return self.wrapped.step(closure)
+
+    return FabricOptimizer()
+
+
+def wrapped(model, how):
+    """The model that is called."""
+    if how == "replicate":
+        return replicate(model, process_group=group())
+    if how == "DDP of compiled":
+        model = torch.compile(model, backend="eager")
+    ddp = DistributedDataParallel(model, process_group=group())
+    if how == "compiled DDP":
+        return torch.compile(ddp, backend="eager")
+    return FabricModule(ddp, model) if how == "Fabric" else ddp
+
+
+def with_wrappers(kind, how, folder, rank):
+    """Trained, saved, and gone on in a plain DDP model."""
+    inner = net()
+    model = wrapped(inner, how)
+    own = build(kind, inner.parameters(), freeze_step=3, process_group=group())
+    optimizer, history = fabric_optimizer(own) if how == "Fabric" else own, onebit.History()
+    onebit.attach(model, optimizer)
+    train(model, optimizer, rank, 0, 8)
+    history.record(optimizer)
+    onebit.save(folder, model, optimizer)
+    sent = own.wire_bytes
+    train(model, optimizer, rank, 8, 12)
+
+    again = net()
+    ddp, plain = wrapped(again, "DDP"), build(kind, again.parameters(), freeze_step=3, process_group=group())
+    onebit.attach(ddp, plain)
+    onebit.load(folder, ddp, plain)
+    train(ddp, plain, rank, 8, 12)
+    assert bits(again.parameters()) == bits(inner.parameters())
+    onebit.load(folder, model, optimizer)
+    return bits(inner.parameters()), history.steps, sent
+
+
+WRAPPED = [("OneBitAdam", how) for how in ("compiled DDP", "Fabric", "replicate")]
+
+
+@pytest.mark.parametrize(("kind", "how"), [*WRAPPED, ("OneBitLamb", "DDP of compiled"), ("ZeroOneAdam", "Fabric")])
+@on_ranks(2)
+def test_wrapped_models_train_as_ddp_does(rank, kind, how, tmp_path):
+    found, expected = (with_wrappers(kind, each, str(tmp_path / each), rank) for each in (how, "DDP"))
+    assert found == expected and expected[2] > 0
+    return found
+
+
+def with_several(rank, size, kinds_of, options, ddp):
+    """Parameters that share buckets, every other one for each optimizer; without DDP they average themselves."""
+    ranks = nodes_of(group(), 2) if size > 2 else group()
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Linear(30, 1))
+    for i, p in enumerate(model.parameters()):
+        nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(i))
+    params, optimizers = list(model.parameters()), []
+    called = DistributedDataParallel(model, process_group=group()) if ddp else model
+    for i, kind in enumerate(kinds_of):
+        own = params[i :: len(kinds_of)]
+        if kind == "AdamW":
+            optimizers.append(torch.optim.AdamW(own, lr=1e-3))
+        else:
+            optimizers.append(build(kind, own, freeze_step=4 + i, process_group=ranks, **options))
+            if ddp:
+                onebit.attach(called, optimizers[-1])
+    for step in range(10):
+        model.zero_grad()
+        loss_of(called, rank, step).backward()
+        for optimizer in optimizers:
+            if not ddp and isinstance(optimizer, torch.optim.AdamW):
+                for p in optimizer.param_groups[0]["params"]:
+                    torch.distributed.all_reduce(p.grad.div_(size), group=group())
+            optimizer.step()
+    without = ddp and called.require_backward_grad_sync is LOCAL
+    return bits(params), without, [o.wire_bytes > 0 for o in optimizers if isinstance(o, onebit.OneBitOptimizer)]
+
+
+@pytest.mark.parametrize(
+    ("size", "kinds_of", "options"),
+    [
+        (2, ("OneBitAdam", "AdamW"), {}),
+        (2, ("OneBitAdam", "ZeroOneAdam"), {"overlap": True}),
+        (2, ("OneBitAdam", "AdamW"), {"gradient_dtype": torch.bfloat16}),
+        (2, ("OneBitLamb", "ZeroOneAdam"), {}),
+        (2, ("ZeroOneAdam", "AdamW"), {"overlap": True}),
+        (4, ("OneBitAdam", "AdamW"), {}),  # some gradients of a bucket are averaged over a node, others over all ranks
+    ],
+    ids=str,
+)
+def test_several_optimizers_of_a_model(size, kinds_of, options):
+    """Gradients that no optimizer of onebit has are averaged in every step; buckets are left out where all have one."""
+    found, expected = (run_ranks(size, with_several, kinds_of, options, ddp) for ddp in (True, False))
+    assert {each[0] for each in found} == {found[0][0]}
+    one, other = (torch.frombuffer(bytearray(each[0][0]), dtype=torch.float32) for each in (found, expected))
+    assert (one - other).abs().max() <= (0 if size == 2 else 1e-6)  # four ranks' gradients are added in another order
+    assert all(found[0][2])
+    assert found[0][1] == ("AdamW" not in kinds_of)
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("ZeroOneAdam", False)])
+@on_ranks(2, once=True)
+def test_copies_of_an_attached_model(rank, kind, overlap):
+    """In both stages: copies train as DDP alone does, and take an optimizer of their own."""
+    inner, ends = net(), []
+    ddp = DistributedDataParallel(inner)
+    optimizer = build(kind, inner.parameters(), freeze_step=3, overlap=overlap)
+    onebit.attach(ddp, optimizer)
+    for first in (0, 4):
+        train(ddp, optimizer, rank, first, first + 4)
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        averaged = AveragedModel(ddp)
+        averaged.update_parameters(ddp)
+        for twin in (copy.deepcopy(ddp), torch.load(file, weights_only=False), averaged.module):
+            loss_of(twin, rank, 50).backward()
+            ends.append(bits(p.grad for p in twin.parameters()))
+            again = build(kind, twin.module.parameters(), freeze_step=3)
+            onebit.attach(twin, again)
+            train(twin, again, rank, 0, 5)
+            assert again.compressing
+    train(ddp, optimizer, rank, 8, 10)
+    assert ends[0] == ends[1] == ends[2] and ends[3] == ends[4] == ends[5]
+    return bits(inner.parameters()), ends
+
+
+# Buckets
+
+STEPS = 9
+
+
+def bucketed(kind, overlap=False, view=False):
+    model = net()
+    ddp = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+    options = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": 3}
+    options |= {"lr": 0.01, "process_group": group(), "block_size": 32, "chunks": 3, "overlap": overlap}
+    optimizer = getattr(onebit, kind)(ddp.parameters(), **options)
+    onebit.attach(ddp, optimizer)
+    return model, ddp, optimizer
+
+
+def with_buckets(rank, kind, buckets, overlap=False, accumulate=False, bad=None, view=False):
+    """Parameters; buffers, and bytes sent; before which steps DDP's hook was called, and before which messages left in
+    backward. buckets: whether they are used in every step."""
+    model, ddp, optimizer = bucketed(kind, overlap, view)
+    if buckets:
+        optimizer.leave_out_buckets = lambda _: None
+    hooked, early, begin, of_step = [], [], optimizer.begin_step, []
+    optimizer.begin_step = lambda: (of_step.append(1), begin())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        of_step.clear()
+        for again in range(1 + accumulate):
+            with ddp.no_sync() if accumulate and not again else nullcontext():
+                loss_of(ddp, rank, 2 * step + again).backward()
+        early.append(optimizer.overlap.in_flight)
+        hooked.append(bool(of_step) and not early[-1])
+        if (step, rank) == bad:
+            model[0].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+    buffers = bits(b.detach().clone() for b in model.buffers())
+    return bits(model.parameters()), (buffers, optimizer.wire_bytes), hooked, early
+
+
+BUCKETS = [  # optimizer, accumulated, overlap, views
+    ("OneBitAdam", False, False, False),
+    ("OneBitAdam", True, False, False),
+    ("OneBitLamb", True, False, False),
+    ("ZeroOneAdam", False, False, False),
+    ("OneBitAdam", False, True, True),
+    ("OneBitAdam", True, True, False),
+    ("OneBitLamb", True, True, True),
+    ("ZeroOneAdam", True, True, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "accumulate", "overlap", "view"), BUCKETS)
+@on_ranks(2)
+def test_results_and_buffers_are_those_with_buckets(rank, kind, accumulate, overlap, view):
+    """Bit for bit, the buffers of BatchNorm too, which are rank 0's before every forward pass. The hook is called where
+    gradients are averaged, and before the first compressed step, which is known to be one only when it begins."""
+    *found, hooked, early = with_buckets(rank, kind, False, overlap, accumulate, None, view)
+    *expected, always, _ = with_buckets(rank, kind, True, False, accumulate, None, view)
+    assert found == expected and all(always)
+    full = {4, 6} if kind == "ZeroOneAdam" else set()
+    if overlap:
+        assert any(early) and all(a != b for a, b in zip(hooked[4:], early[4:], strict=True))
+    else:
+        assert hooked == [step < 4 or step in full for step in range(STEPS)]
+    return found[0]
+
+
+@on_ranks(2)
+def test_a_step_within_no_sync_leaves_it_on_and_averages_itself(rank):
+    """DDP's switch stays where the user has put it."""
+    expected, *_ = with_buckets(rank, "OneBitAdam", True)
+    model, ddp, optimizer = bucketed("OneBitAdam", overlap=True)
+    with ddp.no_sync():
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, rank, 2 * step).backward()
+            assert ddp.require_backward_grad_sync is False and not optimizer.overlap.in_flight
+            optimizer.step()
+            assert ddp.require_backward_grad_sync is False
+    assert bits(model.parameters()) == expected
+
+
+@on_ranks(2)
+def test_a_full_step_that_was_not_expected_is_averaged_by_the_step(rank):
+    """A step that is skipped moves the schedule by one: the gradients of a full step may not have been in a bucket."""
+    algorithm = onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], var_update_scaler=2).setup.algorithm
+    assert [algorithm.kind(step) for step in (4, 5, 6)] == ["1 bit", "full", "1 bit"]
+    ends = []
+    for bad in ((4, 1), (4, 0)):
+        *found, hooked, _ = with_buckets(rank, "ZeroOneAdam", False, False, False, bad)
+        *expected, _, _ = with_buckets(rank, "ZeroOneAdam", True, False, False, bad)
+        assert not hooked[5] and found == expected
+        ends.append(found[0])
+    return ends
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x, last):
+        return self.layers[1](self.layers[0](x)) if last else self.layers[0](x)
+
+
+def left_out(rank, size, each, overlap, accumulate, left_out_on):
+    """The second layer is left out of the full step 11, on every rank or on one, after it was used in compressed ones.
+    each: whether each layer has an optimizer of its own."""
+    torch.manual_seed(0)
+    net = Layers()
+    ddp = DistributedDataParallel(net, process_group=group(), find_unused_parameters=True)
+    options = {"var_update_scaler": 2, "process_group": group(), "block_size": 32, "overlap": overlap, "lr": 0.01}
+    parts = [layer.parameters() for layer in net.layers] if each else [net.parameters()]
+    optimizers = [onebit.ZeroOneAdam(part, **options) for part in parts]
+    for optimizer in optimizers:
+        onebit.attach(ddp, optimizer)
+    for step in range(1, 13):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        used = step != 11 or rank not in left_out_on
+        for again in range(1 + accumulate):
+            with ddp.no_sync() if accumulate and not again else nullcontext():
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + 10 * again + rank))
+                ddp(x, used).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return bits(net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("each", "overlap", "accumulate", "ranks"),
+    [
+        (False, False, False, (0, 1)),
+        (False, True, True, (0,)),
+        (True, True, False, (1,)),
+        (True, False, True, (0, 1)),
+    ],
+)
+def test_a_layer_may_be_left_out_of_any_step(each, overlap, accumulate, ranks):
+    first, second = run_ranks(2, left_out, each, overlap, accumulate, ranks)
+    assert first == second

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests.internals import parameter_names
-from tests.onebit.runs import nodes_of
+from tests.onebit.runs import bits, nodes_of, on_ranks, same
 from tests.ranks import group, run_ranks
 
 BLOCK = 256
@@ -27,11 +27,12 @@ def loss_of(net, step, rank, size):
     return ((net(x) - torch.tanh(x.sum(1, keepdim=True) / 8)) ** 2).mean()
 
 
-def train(ddp, steps, rank, size, momentum=0.9, after_step=lambda: None):
+def train(ddp, steps, rank, size, momentum=0.9, before_step=lambda: None, after_step=lambda: None):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
     for step in steps:
         optimizer.zero_grad()
         loss_of(ddp, step, rank, size).backward()
+        before_step()
         optimizer.step()
         after_step()
 
@@ -51,16 +52,12 @@ def own_node(each):
     return None if each == 1 else nodes_of(group(), each).node
 
 
-def values(net):
-    return torch.cat([p.detach().view(-1) for p in net.parameters()])
-
-
 def with_the_hook(rank, size, reply=1, each=1):
     net = model()
     state, sent = new_state(net, reply, each), []
     train(hooked(net, state), range(12), rank, size, after_step=lambda: sent.append(state.wire_bytes))
     buckets = [bucket["parameters"] for bucket in state.state_dict()["buckets"]]
-    return values(net), buckets, sent
+    return bits(net.parameters()), buckets, sent
 
 
 def by_hand(rank, size, reply=1, each=1):
@@ -68,13 +65,8 @@ def by_hand(rank, size, reply=1, each=1):
     parameters = list(net.parameters())
     options = {"block_size": BLOCK, "reply": reply, "process_group": group(), "node_group": own_node(each)}
     average = onebit.CompressedAllReduce([p.numel() for p in parameters], chunks=1, **options)
-    optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
-    for step in range(12):
-        optimizer.zero_grad()
-        loss_of(net, step, rank, size).backward()
-        average([p.grad for p in parameters])
-        optimizer.step()
-    return values(net)
+    train(net, range(12), rank, size, before_step=lambda: average([p.grad for p in parameters]))
+    return bits(net.parameters())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +78,7 @@ def test_the_hook_gives_what_averaging_by_hand_gives_bit_for_bit(size, reply, ea
     found = run_ranks(size, with_the_hook, reply, each)
     expected = run_ranks(size, by_hand, reply, each)[0]
     for parameters, buckets, sent in found:
-        assert torch.equal(parameters, expected)
+        assert parameters == expected
         names = [name for bucket in buckets for name in bucket]
         assert len(buckets) > 1 and sorted(names) == sorted(name for name, _ in model().named_parameters())
         assert sent[-1] == sent[0] + 11 * (sent[-1] - sent[-2]) > 0  # those of the first buckets count too
@@ -96,11 +88,16 @@ def test_the_hook_gives_what_averaging_by_hand_gives_bit_for_bit(size, reply, ea
 
 def on(net, state, steps, rank, size):
     train(hooked(net, state), steps, rank, size, momentum=0)
-    return values(net)
+    return bits(net.parameters())
 
 
-def interrupted(rank, size, how, each):
-    """Where a run ends that nothing interrupts, and where one that goes on from what another has saved."""
+@pytest.mark.parametrize(
+    ("size", "how", "each"),
+    [(3, "state_dict", 1), (3, "pickle", 1), (4, "state_dict", 2), (4, "pickle", 2), (3, "forgotten", 1)],
+)
+@on_ranks()
+def test_a_resumed_run_goes_on_bit_for_bit_unless_it_forgets_its_residuals(rank, size, how, each):
+    """From what another has saved it ends where one does that nothing interrupts."""
     uninterrupted, net, again = model(), model(), model()
     expected = on(uninterrupted, new_state(uninterrupted, each=each), range(10), rank, size)
     on(net, state := new_state(net, each=each), range(5), rank, size)
@@ -116,67 +113,43 @@ def interrupted(rank, size, how, each):
         other = new_state(again, each=each)
     if how == "state_dict":
         other.load_state_dict(loaded["residuals"])
-    return torch.equal(on(again, other, range(5, 10), rank, size), expected)
+    assert (on(again, other, range(5, 10), rank, size) == expected) == (how != "forgotten")
+    return expected
 
 
-@pytest.mark.parametrize(
-    ("size", "how", "each"),
-    [(3, "state_dict", 1), (3, "pickle", 1), (4, "state_dict", 2), (4, "pickle", 2), (3, "forgotten", 1)],
-)
-def test_a_resumed_run_goes_on_bit_for_bit_unless_it_forgets_its_residuals(size, how, each):
-    assert run_ranks(size, interrupted, how, each) == [how != "forgotten"] * size
-
-
-def with_nan_on_rank_1(rank, size):
+@on_ranks(3)
+def test_nan_on_one_rank_is_nan_on_all_and_leaves_the_residuals_alone(rank, size):
     net = model()
     state = new_state(net)
     ddp = hooked(net, state)
-    for step in range(3):
-        loss_of(ddp, step, rank, size).backward()
-    before = residuals(state)
-    net.zero_grad()
-    (loss_of(ddp, 3, rank, size) * (torch.nan if rank == 1 else 1)).backward()
-    poisoned = all(bool(p.grad.isnan().all()) for p in net.parameters())
-    untouched = all(torch.equal(a, b) for a, b in zip(before, residuals(state), strict=True))
-    net.zero_grad()
-    loss_of(ddp, 4, rank, size).backward()
-    return poisoned, untouched, all(bool(p.grad.isfinite().all()) for p in net.parameters())
+
+    def residuals():
+        buckets = state.state_dict()["buckets"]
+        return [bucket[name].clone() for bucket in buckets for name in ("residual", "server_residual")]
+
+    for step in range(5):
+        net.zero_grad()
+        before = residuals()
+        (loss_of(ddp, step, rank, size) * (torch.nan if (rank, step) == (1, 3) else 1)).backward()
+        assert all(bool(p.grad.isnan().all() if step == 3 else p.grad.isfinite().all()) for p in net.parameters())
+        assert same(residuals(), before) == (step == 3)
 
 
-def residuals(state):
-    buckets = state.state_dict()["buckets"]
-    return [bucket[name].clone() for bucket in buckets for name in ("residual", "server_residual")]
-
-
-def test_nan_on_one_rank_is_nan_on_all_and_leaves_the_residuals_alone():
-    assert run_ranks(3, with_nan_on_rank_1) == [(True, True, True)] * 3
-
-
-def loaded_on_one_rank_only(rank, size):
+@on_ranks(2)
+def test_residuals_loaded_on_one_rank_only_are_an_error_on_all(rank, size):
     net, again = model(), model()
     state, other = new_state(net), new_state(again)
     train(hooked(net, state), range(3), rank, size)
     if rank == 0:
         other.load_state_dict(state.state_dict())
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"(?s)the ranks do not agree.*loaded buckets"):
         train(hooked(again, other), range(1), rank, size)
-    return str(error.value)
-
-
-def test_residuals_loaded_on_one_rank_only_are_an_error_on_all():
-    for error in run_ranks(2, loaded_on_one_rank_only):
-        assert "the ranks do not agree" in error and "loaded buckets" in error
 
 
 def test_names_are_those_of_the_model_wrapped_or_not():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.module = nn.Linear(2, 2, bias=False)
-
-    state = onebit.OneBitState(Nested())
-    assert sorted(parameter_names(state)) == ["module.weight", "weight"]
+    nested = nn.Module()
+    nested.weight, nested.module = nn.Parameter(torch.ones(2)), nn.Linear(2, 2, bias=False)
+    assert sorted(parameter_names(onebit.OneBitState(nested))) == ["module.weight", "weight"]
 
 
 def test_a_state_of_something_else_is_refused():

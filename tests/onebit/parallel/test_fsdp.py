@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,11 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.transport import transport_for
 from onebit.optim.sharding import local
-from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, bits, build, same, snapshot
-from tests.ranks import run_ranks_once
+from tests.onebit.runs import OPTIMIZERS, bits, build, on_ranks, same, snapshot
 
-LAMB, ZERO_ONE = ("OneBitLamb", 1), ("ZeroOneAdam", "direct")
 AT = (24, 30, 110)  # steps after which runs are compared
 OPTIONS = {"lr": 5e-3, "freeze_step": 10, "block_size": 32, "chunks": 2, "variance_floor": 0.01}
 
@@ -50,15 +47,15 @@ def sharded(net: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return net
 
 
-def trained(rank: int, net: nn.Module, optimizer: Any, steps: int, values: Callable[[], Any]) -> list[Any]:
-    """The values that there are after the steps of AT."""
+def trained(rank: int, net: nn.Module, optimizer: Any, steps: int) -> list[list[Tensor]]:
+    """The parameters after the steps of AT."""
     ends = []
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(net, rank, step).backward()
         optimizer.step()
         if step + 1 in AT:
-            ends.append(values())
+            ends.append(whole(net))
     return ends
 
 
@@ -76,7 +73,7 @@ def attached(
 def with_fsdp(rank: int, kind: str, steps: int, mesh: Any, hook: bool = True, **options: Any) -> Any:
     net = sharded(model(), mesh)
     optimizer = attached(net, mesh, kind, hook=hook, **options)
-    return net, optimizer, trained(rank, net, optimizer, steps, lambda: whole(net))
+    return net, optimizer, trained(rank, net, optimizer, steps)
 
 
 def with_ddp(rank: int, kind: str, steps: int, **options: Any) -> tuple[Any, list[list[Tensor]]]:
@@ -85,48 +82,35 @@ def with_ddp(rank: int, kind: str, steps: int, **options: Any) -> tuple[Any, lis
     ddp = DistributedDataParallel(net)
     optimizer = build(kind, net.parameters(), node_group=node, **{**OPTIONS, **options})
     onebit.attach(ddp, optimizer)
-    return optimizer, trained(rank, ddp, optimizer, steps, lambda: [p.detach().clone() for p in net.parameters()])
+    return optimizer, trained(rank, ddp, optimizer, steps)
 
 
 def whole(net: nn.Module) -> list[Tensor]:
-    return [p.full_tensor().detach() for p in net.parameters()]  # type: ignore[attr-defined]
+    return [getattr(p, "full_tensor", p.clone)().detach() for p in net.parameters()]
 
 
-def both(rank: int, size: int, kind: str, reply: Any) -> dict[str, Any]:
-    mesh = mesh_of(2, 2)
-    common: dict[str, Any] = {"reply": reply, "norm": "l1"}  # with smaller scales a sign that rounding turns moves less
-    net, optimizer, ends = with_fsdp(rank, kind, AT[-1], mesh, **common)
+@pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", "direct"), ("OneBitLamb", 1), ("ZeroOneAdam", "direct")])
+@on_ranks(4, once=True)
+def test_hsdp_is_ddp_with_two_levels(rank: int, kind: str, reply: Any) -> bytes:
+    """20 steps past the freeze to rounding of sums; 100 past it a sign or two within rounding of 0 have turned. Without
+    the hook every bit is the same."""
+    mesh, common = mesh_of(2, 2), {"reply": reply, "norm": "l1"}  # small scales: what a turned sign moves
+    _, optimizer, ends = with_fsdp(rank, kind, AT[-1], mesh, **common)
     *_, plain = with_fsdp(rank, kind, AT[-1], mesh, hook=False, **common)
     ddp_optimizer, theirs = with_ddp(rank, kind, AT[-1], **common)
-    theirs_at_the_end = model()
-    for p, value in zip(theirs_at_the_end.parameters(), theirs[-1], strict=True):
-        p.data.copy_(value)
-    pairs = [list(zip(one, other, strict=True)) for one, other in zip(ends, theirs, strict=True)]
-    return {
-        "same": [bits(a) == bits(b) for a, b in zip(ends, plain, strict=True)],
-        "bits": bits(ends[-1]),
-        "off": [max(float((a - b).norm() / b.norm()) for a, b in of) for of in pairs],
-        "losses": [float(loss_of(other, 0, 1000).detach()) for other in (net, theirs_at_the_end, model())],
-        "compressing": (optimizer.compressing, ddp_optimizer.compressing),
-    }
-
-
-@pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", "direct"), LAMB, ZERO_ONE])
-def test_hsdp_is_ddp_with_two_levels(kind: str, reply: Any) -> None:
-    """20 steps past the freeze to rounding of sums; 100 steps past it a sign or two within rounding of 0 have turned.
-    With the hook and without it every bit is the same."""
-    found = run_ranks_once(4, both, (kind, reply), timeout=HUNG)
-    assert all(one["compressing"] == (True, True) and one["same"] == [True] * 3 for one in found)
-    assert all(one["bits"] == found[0]["bits"] for one in found)
-    assert max(one["off"][0] for one in found) < 1e-6
+    assert optimizer.compressing and ddp_optimizer.compressing
+    assert list(map(bits, ends)) == list(map(bits, plain))
+    pairs = [zip(one, other, strict=True) for one, other in zip(ends, theirs, strict=True)]
+    soon, later, late = (max(float((a - b).norm() / b.norm()) for a, b in of) for of in pairs)
     # 0/1 Adam's first sign within rounding of 0 turns in step 26.
-    assert max(one["off"][1] for one in found) < (1e-3 if kind == "ZeroOneAdam" else 1e-6)
-    assert max(one["off"][2] for one in found) < 5e-2
-    loss, ddp, before = found[0]["losses"]
-    assert loss == pytest.approx(ddp, rel=0.005) and loss < before
+    assert soon < 1e-6 and later < (1e-3 if kind == "ZeroOneAdam" else 1e-6) and late < 5e-2
+    return bits(ends[-1])
 
 
-def uneven(rank: int, mesh: Any) -> tuple[bytes, bool, list[float]]:
+# Each of these returns what all ranks must have alike
+
+
+def uneven(rank: int, mesh: Any) -> tuple[bytes, list[float]]:
     """Parts of different sizes, some empty; clipped; the last step has a bad gradient on one rank."""
     net = sharded(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)), mesh)
     for p in net.parameters():
@@ -142,28 +126,31 @@ def uneven(rank: int, mesh: Any) -> tuple[bytes, bool, list[float]]:
             next(net.parameters()).grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
         before = bits(whole(net))
         optimizer.step()
-    return bits(whole(net)), before == bits(whole(net)), norms
+    assert before == bits(whole(net))
+    return before, norms
 
 
-def masked(rank: int, mesh: Any) -> tuple[bytes, bool, str]:
+def masked(rank: int, mesh: Any) -> bytes:
     """Some rows of the first weight are held, in both parts."""
     net = sharded(model(8), mesh)
     weight, mask = net[0].weight, torch.ones(8, 16, dtype=torch.bool)  # type: ignore[index]
     mask[1::3] = False
     first = weight.full_tensor()[~mask].clone()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="must be sharded as it is"):
         build("OneBitAdam", [{"params": [weight], "mask": mask}], process_group=mesh.get_group("replicate"))
     of_parts = distribute_tensor(mask, weight.device_mesh, weight.placements)
     others = [p for p in net.parameters() if p is not weight]
     params = [{"params": [weight], "mask": of_parts}, {"params": others}]
     optimizer = attached(net, mesh, params=params, freeze_step=3, weight_decay=0.1)
-    trained(rank, net, optimizer, 7, lambda: None)
-    return bits(whole(net)), bits([weight.full_tensor()[~mask]]) == bits([first]), str(refused.value)
+    trained(rank, net, optimizer, 7)
+    assert bits([weight.full_tensor()[~mask]]) == bits([first])
+    return bits(whole(net))
 
 
-def parts_of(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def parts_of(state: dict[str, Any]) -> dict[str, Any]:
     """What this rank has of every tensor."""
-    return {key: {name: local(v) for name, v in own.items()} for key, own in state.items()}
+    own = {key: {name: local(v) for name, v in of.items()} for key, of in state["state"].items()}
+    return snapshot({**state, "state": own})
 
 
 def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
@@ -173,18 +160,18 @@ def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
         net = sharded(model(), mesh)
         layers = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]  # type: ignore[index]
         optimizer = attached(net, mesh, kind, layers, hooked)
-        trained(rank, net, optimizer, 20, lambda: None)
+        trained(rank, net, optimizer, 20)
         assert optimizer.compressing and len(optimizer.current.uncompressed) == 1
         ends.append(bits(whole(net)))
     state = snapshot(optimizer.state_dict())
     optimizer.load_state_dict(state)
-    assert same(*({**found, "state": parts_of(found["state"])} for found in (snapshot(optimizer.state_dict()), state)))
-    trained(rank, net, optimizer, 2, lambda: None)
+    assert same(parts_of(optimizer.state_dict()), parts_of(state))
+    trained(rank, net, optimizer, 2)
     assert ends[0] == ends[1]
     return [ends[0], bits(whole(net))]
 
 
-def with_policies(rank: int, mesh: Any) -> list[tuple[bytes, bool]]:
+def with_policies(rank: int, mesh: Any) -> list[bytes]:
     """bf16 compute with fp32 shards, parameters kept after forward, activations computed again; gradients are
     accumulated before they are reduced."""
     ends = []
@@ -202,25 +189,26 @@ def with_policies(rank: int, mesh: Any) -> list[tuple[bytes, bool]]:
                 net.set_requires_gradient_sync(last)
                 loss_of(net, rank, 2 * step + last).backward()
             optimizer.step()
-        assert all(p.dtype == torch.float32 for p in net.parameters())
-        ends.append((bits(whole(net)), optimizer.compressing))
+        assert optimizer.compressing and all(p.dtype == torch.float32 for p in net.parameters())
+        ends.append(bits(whole(net)))
+    assert ends[0] != ends[1]
     return ends
 
 
-def with_a_refused_hook(rank: int, mesh: Any) -> tuple[bool, bool]:
+def with_a_refused_hook(rank: int, mesh: Any) -> bytes:
     """A module that takes no hook: the optimizer averages in step, to the same end."""
     expected, _, _ = with_fsdp(rank, "OneBitAdam", 14, mesh)
     net = sharded(model(), mesh)
     net[2].set_all_reduce_hook = Mock(side_effect=ValueError("several param groups"))  # type: ignore[index]
     optimizer = attached(net, mesh)
-    trained(rank, net, optimizer, 14, lambda: None)
-    return bits(whole(net)) == bits(whole(expected)), optimizer.averaged_in_backward
+    trained(rank, net, optimizer, 14)
+    assert bits(whole(net)) == bits(whole(expected)) and not optimizer.averaged_in_backward
+    return bits(whole(net))
 
 
-def diverged(rank: int, mesh: Any) -> list[str]:
+def diverged(rank: int, mesh: Any) -> None:
     """One bit of rank 0's part differs, from the start and later: an error on all ranks, in the same step."""
-    texts = []
-    for when in (0, 3):
+    for when, text in ((0, "parameter 0.weight has other values"), (3, "do not hold the same bits: parameter")):
         net = sharded(model(), mesh)
         optimizer, step = attached(net, mesh, check_every=2), 0
         with pytest.raises((ValueError, RuntimeError)) as error:
@@ -230,85 +218,44 @@ def diverged(rank: int, mesh: Any) -> list[str]:
                 optimizer.zero_grad()
                 loss_of(net, rank, step).backward()
                 optimizer.step()
-        texts.append(f"step {step}: {error.value}")
-    return texts
+        assert step == when and (text in str(error.value)) == (rank in (0, 2))
+        assert rank in (0, 2) or "another part of the parameters" in str(error.value)
 
 
-def all_runs(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(4, once=True)
+def test_runs_over_two_shards_and_two_replicas(rank: int) -> list[Any]:
     mesh = mesh_of(2, 2)
-    return {
-        "uneven": uneven(rank, mesh),
-        "masked": masked(rank, mesh),
-        "apart": [with_a_layer_apart(rank, mesh, kind) for kind in OPTIMIZERS],
-        "policies": with_policies(rank, mesh),
-        "no hook": with_a_refused_hook(rank, mesh),
-        "diverged": diverged(rank, mesh),
-    }
+    found = [run(rank, mesh) for run in (uneven, masked, with_policies, with_a_refused_hook, diverged)]
+    return [*found, *(with_a_layer_apart(rank, mesh, kind) for kind in OPTIMIZERS)]
 
 
-def test_runs_over_two_shards_and_two_replicas() -> None:
-    found = run_ranks_once(4, all_runs)
-    for name in ("uneven", "masked", "apart", "policies"):
-        assert all(one[name] == found[0][name] for one in found), name
-    _, untouched, norms = found[0]["uneven"]
-    assert untouched and len(norms) == 7
-    _, held, refused = found[0]["masked"]
-    assert held and "must be sharded as it is" in refused
-    (one, compressing), (other, compressing_too) = found[0]["policies"]
-    assert compressing and compressing_too and one != other
-    assert [one["no hook"] for one in found] == [(True, False)] * 4
-    for rank, one in enumerate(found):  # a difference in one part is an error on all ranks
-        start, later = one["diverged"]
-        assert start.startswith("step 0: ") and later.startswith("step 3: "), (start, later)
-        own = rank in (0, 2)
-        assert ("parameter 0.weight has other values" in start) == own
-        assert ("do not hold the same bits: parameter" in later) == own
-        assert own or ("another part of the parameters" in start and "another part of the parameters" in later)
-
-
-def refused(case: str, mesh: Any) -> None:
+@on_ranks(4, once=True)
+def test_what_does_not_fit_is_refused_on_all_ranks(rank: int) -> None:
     """By an optimizer, or by `attach`: one that was built too early, lacks parameters of the model, or has others."""
-    net: Any = model()
-    if case == "too early":
-        optimizer = build("OneBitAdam", net.parameters())
-        onebit.attach(sharded(net, mesh), optimizer)
-    if case in ("some", "more"):
-        params, other = list(sharded(net, mesh).parameters()), sharded(model(), mesh)
-        attached(net, mesh, params=params[:2] if case == "some" else [*params, *other.parameters()])
-    of = {"plain FSDP": init_device_mesh("cpu", (4,)), "two dimensions": mesh}.get(case, mesh["shard"])
-    fully_shard(net[0] if case == "in part" else net, mesh=of)
-    options = {
-        "plain FSDP": {"process_group": None},
-        "the shard group": {"process_group": mesh.get_group("shard")},
-        "everyone": {"process_group": None},
-        "node_group": {"node_group": mesh.get_group("shard")},
-        "overlap": {"overlap": True},
-        "rotated": {"norm": "rotated"},
-    }.get(case, {})
-    build("OneBitAdam", net.parameters(), **{"process_group": mesh.get_group("replicate"), **options})
-
-
-REFUSED = {
-    "two dimensions": "mesh['shard']",
-    "the shard group": "process_group is the group that the parameters are sharded over",
-    "plain FSDP": "the parameters are sharded over all 4 ranks",
-    "rotated": 'Pass norm="unbiased"',
-    "everyone": "process_group has rank",
-    "in part": "is whole where others are sharded",
-    "node_group": "Leave it out",
-    "overlap": "Pass overlap=False",
-    "too early": "call fully_shard first",
-    "some": "the optimizer does not hold '2.weight' and 3 more of the model",
-    "more": "the model does not hold parameter",
-}
-
-
-def refusals(rank: int, size: int) -> None:
     mesh = mesh_of(2, 2)
-    for case, says in REFUSED.items():
+
+    def built(net: Any, **options: Any) -> Any:
+        return build("OneBitAdam", net.parameters(), **{"process_group": mesh.get_group("replicate"), **options})
+
+    net, other, early = sharded(model(), mesh), sharded(model(), mesh), model()
+    params, too_early = list(net.parameters()), built(early)
+    over_all, in_two, in_part = (model() for _ in range(3))
+    fully_shard(over_all, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(in_two, mesh=mesh)
+    fully_shard(in_part[0], mesh=mesh["shard"])  # type: ignore[index]
+    of_shards = mesh.get_group("shard")
+    for says, call in (
+        ("mesh['shard']", partial(built, in_two)),
+        ("is the group that the parameters are sharded over", partial(built, net, process_group=of_shards)),
+        ("the parameters are sharded over all 4 ranks", partial(built, over_all, process_group=None)),
+        ('Pass norm="unbiased"', partial(built, net, norm="rotated")),
+        ("process_group has rank", partial(built, net, process_group=None)),
+        ("is whole where others are sharded", partial(built, in_part)),
+        ("Leave it out", partial(built, net, node_group=of_shards)),
+        ("Pass overlap=False", partial(built, net, overlap=True)),
+        ("call fully_shard first", partial(onebit.attach, sharded(early, mesh), too_early)),
+        ("does not hold '2.weight' and 3 more of the model", partial(attached, net, mesh, params=params[:2])),
+        ("the model does not hold parameter", partial(attached, net, mesh, params=[*params, *other.parameters()])),
+    ):
         with pytest.raises(ValueError, match=re.escape(says)):
-            refused(case, mesh)
-
-
-def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
-    run_ranks_once(4, refusals)
+            call()

@@ -7,7 +7,7 @@ changes nothing, DDP comes to what a plain loop comes to, and no step makes the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,6 @@ def loss_of(net: nn.Module, step: int, rank: int, device: str) -> Tensor:
     return ((net(x) - x.sum(1, keepdim=True).tanh()) ** 2).mean()
 
 
-def built(kind: str, params: Any, group: Any, **options: Any) -> Any:
-    own = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": FREEZE}
-    return getattr(onebit, kind)(params, lr=1e-2, block_size=256, process_group=group, **own, **options)
-
-
 @contextmanager
 def no_waits(step: int, device: str) -> Iterator[None]:
     """On a GPU a wait for the device in here is an error."""
@@ -58,10 +53,27 @@ def no_waits(step: int, device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def train(net: nn.Module, optimizer: Any, rank: int, device: str, clip: Any = None, scaler: Any = None) -> str:
+def way(
+    rank: int, device: str, kind: str, group: Any, how: str = "", views: bool = False, clip: float | None = None,
+    scaler: Any = None, **options: Any,
+) -> bytes:  # fmt: skip
+    """Bits of the parameters at the end. how: "ddp", or "hook" under torch's SGD, in place of the optimizer."""
+    net: Any = model(device)
+    if how:
+        options_of_ddp = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": views}
+        wrapped = DistributedDataParallel(net, process_group=group, **options_of_ddp)
+    if how == "hook":
+        wrapped.register_comm_hook(onebit.OneBitState(net, group, block_size=256), onebit.onebit_hook)
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    else:
+        own = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": FREEZE}
+        options |= {"lr": 1e-2, "block_size": 256, "process_group": group, **own}
+        optimizer = getattr(onebit, kind)(net.parameters(), **options)
+    if how == "ddp":
+        onebit.attach(wrapped, optimizer)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
-        loss = loss_of(net, step, rank, device)
+        loss = loss_of(wrapped if how else net, step, rank, device)
         (loss if scaler is None else scaler.scale(loss)).backward()
         with no_waits(step, device):
             if clip is not None:
@@ -74,44 +86,19 @@ def train(net: nn.Module, optimizer: Any, rank: int, device: str, clip: Any = No
     return bits([p.detach().cpu() for p in net.parameters()])
 
 
-def plain(rank: int, device: str, kind: str, group: Any, clip: float | None = None, **options: Any) -> str:
-    net = model(device)
-    return train(net, built(kind, net.parameters(), group, **options), rank, device, clip=clip)
-
-
-def ddp(rank: int, device: str, kind: str, group: Any, views: bool = False, **options: Any) -> str:
-    net = DistributedDataParallel(model(device), process_group=group, bucket_cap_mb=0.05, gradient_as_bucket_view=views)
-    optimizer = built(kind, net.parameters(), group, **options)
-    onebit.attach(net, optimizer)
-    return train(net, optimizer, rank, device)
-
-
-def scaled(rank: int, device: str, kind: str, group: Any) -> str:
-    net, scaler = model(device), torch.amp.GradScaler(device, init_scale=256.0)
-    return train(net, built(kind, net.parameters(), group), rank, device, scaler=scaler)
-
-
-def hooked(rank: int, device: str, kind: str, group: Any) -> str:
-    """The hook, under torch's SGD: in place of the optimizer."""
-    net = model(device)
-    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.05)
-    wrapped.register_comm_hook(onebit.OneBitState(net, group, block_size=256), onebit.onebit_hook)
-    return train(wrapped, torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9), rank, device)
-
-
-WAYS: dict[str, Callable[..., str]] = {
-    "plain": plain,
-    "overlap": lambda *which: plain(*which, overlap=True),
-    "ddp": ddp,
-    "ddp, views": lambda *which: ddp(*which, views=True),
-    "ddp, overlap": lambda *which: ddp(*which, overlap=True),
-    "clipped": lambda *which: plain(*which, clip=0.5),
-    "scaled": scaled,
-    "hooked": hooked,
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "ddp": {"how": "ddp"},
+    "ddp, views": {"how": "ddp", "views": True},
+    "ddp, overlap": {"how": "ddp", "overlap": True},
+    "clipped": {"clip": 0.5},
+    "scaled": {},
+    "hooked": {"how": "hook"},
 }
 
 
-def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, str] | None:
+def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, bytes] | None:
     """Of each way the bits of the parameters, over a group made as `start` says; None on a rank that is not in it."""
     if device == "cuda":
         os.environ |= {"NCCL_HOSTID": f"r{rank}", **ALONE}
@@ -124,7 +111,9 @@ def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str
         group = dist.new_group(members := [0, size - 1])
     if rank not in members:
         return None
-    return {name: way(members.index(rank), device, kind, group) for name, way in WAYS.items()}
+    scalers = {"scaled": torch.amp.GradScaler(device, init_scale=256.0)}
+    given = {name: {**own, "scaler": scalers.get(name)} for name, own in WAYS.items()}
+    return {name: way(members.index(rank), device, kind, group, **own) for name, own in given.items()}
 
 
 def check_ranks(size: int, device: str, kind: str, start: str, folder: Path) -> None:

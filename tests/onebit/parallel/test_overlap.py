@@ -17,8 +17,8 @@ import onebit
 from onebit.collectives.exchange import Exchange
 from tests.internals import break_scatter, join_flight
 from tests.limits import HUNG
-from tests.onebit import runs as optimizers
-from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, snapshot, unchanged
+from tests.onebit.checkpoint.states import set_parameters
+from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, on_ranks, snapshot, unchanged
 from tests.ranks import group, run_ranks
 
 OPTIONS = {"freeze_step": 3, "chunks": 3}
@@ -31,9 +31,12 @@ def backward(case: Case, rank: int, params: list[nn.Parameter], step: int, facto
         sum(terms).backward()
 
 
-def build(case: Case, overlap: bool, ranks: Any = group) -> tuple[Any, list[nn.Parameter]]:
+def build(case: Case, overlap: bool, narrow: int | None = None) -> tuple[Any, list[nn.Parameter]]:
+    """narrow: the parameter that has 16 bits."""
     params, options = case.parameters(), {**OPTIONS, **case.options, "overlap": overlap}
-    return case.but(options=options).build(params, ranks and ranks()), params
+    if narrow is not None:
+        params[narrow].data = params[narrow].data.bfloat16()
+    return case.but(options=options).build(params, group()), params
 
 
 def end_step(how: str, case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int) -> None:
@@ -92,89 +95,97 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
     }  # fmt: skip
 
 
-def run_all(rank: int, size: int, cases: tuple[Case, ...], how: str, first: int) -> list[dict[str, Any]]:
-    return [run_with_and_without(rank, case, how, first) for case in cases]
+def check(rank: int, *cases: Case, how: str = "", first: int = 1) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """What this rank has of each case, the same with overlap as without it, and where they end."""
+    found = [run_with_and_without(rank, case, how, first) for case in cases]
+    assert all(equal for one in found for equal in one["equal"])
+    return found, [one["params"] for one in found]
 
 
-def check(size: int, *cases: Case, how: str = "", first: int = 1) -> list[dict[str, Any]]:
-    """What each rank has of each case: the same with overlap as without it, and where every rank ends."""
-    found = run_ranks(size, run_all, cases, how, first)
-    for one, other in ((one, other) for own in found for one, other in zip(own, found[0], strict=True)):
-        assert all(one["equal"]) and one["params"] == other["params"]
-    return [one for own in found for one in own]
-
-
+SHAPES = (*Case().shapes, (400,))
 WAYS: list[dict[str, Any]] = [{}, {"scale": "tensor"}, {"reply": "direct"}, {"reply": 2}]
-DTYPES = ("float32", "bfloat16")
 
 
+@pytest.mark.parametrize(("at", "size"), [(4, 2), (5, 2), (7, 3)])
 @kinds
-def test_every_step_is_the_same_bit_for_bit(kind: str) -> None:
-    turn = OPTIMIZERS.index(kind)
-    cases = [
-        Case(kind, dtype=DTYPES[(i + turn) % 2], steps=8, options=options, missing=((6, 0, 1),))
-        for i, options in enumerate(WAYS)
-    ]
-    for one in check(3, *cases):
-        assert one["early"] == [False] * 4 + [True] * 4  # the exchange begins with the first step of stage 2
-        assert not one["warned"]
-
-
-@pytest.mark.parametrize("at", [4, 5, 7])
-@kinds
-def test_a_bad_gradient_skips_the_step_after_messages_have_left(kind: str, at: int) -> None:
-    """Of the first parameter, whose message leaves last, and of the last one."""
-    shapes, turn = Case().shapes, at + OPTIMIZERS.index(kind)
-    orders = [(0, 1, 2, 3), (3, 1, 2, 0)]
+@on_ranks()
+def test_every_step_is_the_same_bit_for_bit(rank: int, size: int, kind: str, at: int) -> list[bytes]:
+    """Also if one is skipped after messages have left, for a bad gradient of the first parameter, whose message leaves
+    last, or of the last one. The exchange begins with the first step of stage 2."""
+    turn, orders = at + OPTIMIZERS.index(kind), [(0, 1, 2, 3), (3, 1, 2, 0)]
     cases = [
         Case(
-            kind, shapes=tuple(shapes[i] for i in orders[(turn + w) % 2]), steps=9, options=WAYS[(turn + w) % 4],
-            bad=((at, 1, math.nan), (8, 0, math.inf), (9, 1, -math.inf)),
+            kind, shapes=tuple(SHAPES[i] for i in orders[(turn + w) % 2]), dtype=("float32", "bfloat16")[w], steps=9,
+            options=WAYS[(turn + w) % 4], bad=((at, 1, math.nan), (8, 0, math.inf), (9, 1, -math.inf)),
+            missing=((6, 0, 1),),
         )
         for w in (0, 1)
     ]  # fmt: skip
-    for one in check(2, *cases):
-        assert one["skipped"] == 3
-        assert not one["warned"]
+    found, ends = check(rank, *cases)
+    for one in found:
+        assert one["skipped"] == 3 and not one["warned"]
+        assert one["early"] == [False] * 4 + [True] * 5
+    return ends
 
 
-@kinds
-def test_a_step_skipped_after_overlap_was_disabled_is_the_same(kind: str) -> None:
+NODES = [
+    ("OneBitAdam", {}),
+    ("OneBitAdam", {"reply": "direct", "scale": "tensor"}),
+    ("OneBitLamb", {"reply": "direct"}),
+    ("ZeroOneAdam", {"scale": "tensor"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), NODES)
+@on_ranks(4)
+def test_every_step_of_nodes_is_the_same_bit_for_bit(rank: int, kind: str, options: dict[str, Any]) -> list[bytes]:
+    """Also if one is skipped for a bad gradient of one rank, in its own slice or another's."""
+    case = Case(kind, SHAPES, steps=9, options=options, each=2, bad=((6, 3, math.nan), (7, 0, math.inf)))
+    (one,), ends = check(rank, case)
+    assert one["skipped"] == 2 and not one["warned"]
+    assert one["early"][5:] == [True] * 4
+    return ends
+
+
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in OPTIMIZERS), ("OneBitAdam", 4)])
+@on_ranks()
+def test_a_step_skipped_after_overlap_was_disabled_is_the_same(rank: int, size: int, kind: str) -> list[bytes]:
     """Its messages hold what the last replies had: not those of the step before, which was cancelled."""
-    case = Case(kind, steps=9, bad=((6, 1, math.nan), (7, 0, math.nan)))
-    for one in check(2, case, how="clip", first=7):
-        assert one["early"][5:8] == [True, True, False]
-
-
-def of_two_dtypes(rank: int, size: int, kind: str) -> list[bytes]:
-    """With overlap and without: exchanges of two dtypes follow each other."""
-    ends = []
-    for overlap in (True, False):
-        params = optimizers.parameters((70,), (33,), (90,))
-        params[2].data = params[2].data.bfloat16()
-        options = {"block_size": 32, "freeze_step": 2, "chunks": 2, "overlap": overlap, "process_group": group()}
-        optimizer, own = optimizers.build(kind, params, lr=1e-2, **options), torch.Generator().manual_seed(rank)
-        for _ in range(6):
-            optimizer.zero_grad()
-            sum((p * torch.randn(p.shape, generator=own).to(p.dtype)).sum() for p in params).backward()
-            optimizer.step()
-        ends.append(bits(params))
+    case = Case(kind, SHAPES, steps=9, each=size // 2, bad=((6, 1, math.nan), (7, 0, math.nan)))
+    (one,), ends = check(rank, case, how="clip", first=7)
+    assert one["early"][5:8] == [True, True, False]
     return ends
 
 
 @kinds
-def test_parameters_of_two_dtypes_give_the_same_bits(kind: str) -> None:
-    assert len({end for ends in run_ranks(2, of_two_dtypes, kind) for end in ends}) == 1
+@on_ranks(2)
+def test_parameters_of_two_dtypes_give_the_same_bits(rank: int, kind: str) -> bytes:
+    """Exchanges of two dtypes follow each other."""
+    case, ends = Case(kind), []
+    for overlap in (True, False):
+        optimizer, params = build(case, overlap, narrow=2)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            backward(case, rank, params, step)
+            optimizer.step()
+        ends.append(bits(params))
+    assert ends[0] == ends[1]
+    return ends[0]
 
 
-def test_overlap_is_disabled_where_one_rank_has_sent_nothing() -> None:
-    """It had no gradient in this step, and the others had."""
+@pytest.mark.parametrize("size", [2, 1])
+@on_ranks()
+def test_overlap_is_disabled_where_one_rank_has_sent_nothing(rank: int, size: int) -> list[bytes]:
+    """It had no gradient in this step, and the others had. A rank that is alone sends nothing."""
     case = Case(steps=8, missing=tuple((6, 1, p) for p in range(4)))
-    one, other = check(2, case, how="clip", first=6)
-    assert one["early"][4:] == [True, True, False, False] and other["early"][4:] == [True, False, False, False]
+    (one,), ends = check(rank, case, how="clip", first=6)
+    early = [True, rank == 0, False, False] if size == 2 else [False] * 4
+    assert one["early"] == [False] * 4 + early
+    return ends
 
 
-def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
+@on_ranks(2)
+def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
     """Backward of the first layer does not go on until the last layers' messages have gone through both phases."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(20, 20), nn.Tanh())))
@@ -194,45 +205,47 @@ def waiting_for_the_wire(rank: int, size: int) -> list[bool]:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 20) * (rank + 1)).square().sum()
         if step == 3:
-            before = optimizer.wire_bytes
-            nbytes = optimizer.current.reducers[0].exchange.format.nbytes * (size - 1)
+            before, nbytes = optimizer.wire_bytes, optimizer.current.reducers[0].exchange.format.nbytes
             model[0].weight.register_hook(wait)
         loss.backward()
         optimizer.step()
-    return arrived
+    assert arrived == [True]
 
 
-def test_messages_arrive_while_backward_still_computes() -> None:
-    assert run_ranks(2, waiting_for_the_wire) == [[True], [True]]
+GRADIENTS = [
+    *(("OneBitAdam", what) for what in ("clip", "accumulate", "change", "replace", "scaler", "betas")),
+    ("OneBitLamb", "replace"),
+    ("ZeroOneAdam", "clip"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        *(("OneBitAdam", what) for what in ("clip", "accumulate", "change", "replace", "scaler", "betas")),
-        ("OneBitLamb", "replace"),
-        ("ZeroOneAdam", "clip"),
-    ],
-)
-def test_changing_gradients_after_backward_disables_overlap_and_no_more(kind: str, what: str) -> None:
-    for one in check(2, Case(kind, steps=8), how=what):
-        assert len(one["warned"]) == 1
-        assert "off from here on" in one["warned"][0]
-        at_once = what in ("clip", "scaler")  # those two are met in step 4
-        assert one["early"] == [False] * 4 + [not at_once] + [False] * 3
+@pytest.mark.parametrize(("kind", "what"), GRADIENTS)
+@on_ranks(2)
+def test_changing_gradients_after_backward_disables_overlap_and_no_more(rank: int, kind: str, what: str) -> list[bytes]:
+    (one,), ends = check(rank, Case(kind, steps=8), how=what)
+    assert len(one["warned"]) == 1
+    assert "off from here on" in one["warned"][0]
+    at_once = what in ("clip", "scaler")  # those two are met in step 4
+    assert one["early"] == [False] * 4 + [not at_once] + [False] * 3
+    return ends
 
 
 @kinds
-def test_accumulation_within_no_sync_and_a_step_left_out_keep_overlap(kind: str) -> None:
-    for one in check(2, Case(kind, steps=8), how="no_sync"):
-        assert not one["warned"]
-        assert one["early"] == [False] * 4 + [True] * 4
-        assert one["more threads"] <= 0
+@on_ranks(2)
+def test_accumulation_within_no_sync_and_a_step_left_out_keep_overlap(rank: int, kind: str) -> list[bytes]:
+    (one,), ends = check(rank, Case(kind, steps=8), how="no_sync")
+    assert not one["warned"]
+    assert one["early"] == [False] * 4 + [True] * 4
+    assert one["more threads"] <= 0
+    return ends
 
 
-def resumed(rank: int, size: int, case: Case) -> dict[str, Any]:
+@kinds
+@on_ranks(2)
+def test_state_is_of_whole_steps_and_resumes(rank: int, kind: str) -> bytes:
     """State between backward and step is refused; after the step it resumes bit for bit, with overlap at once."""
-    optimizer, params = build(case, overlap=True)
+    case = Case(kind, steps=10)
+    (optimizer, params), (other, theirs) = build(case, True), build(case, True)
     for step in range(1, case.steps + 1):
         optimizer.zero_grad()
         backward(case, rank, params, step)
@@ -243,9 +256,7 @@ def resumed(rank: int, size: int, case: Case) -> dict[str, Any]:
         optimizer.step()
         if step == 6:
             state, values = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
-    other, theirs = build(case, overlap=True)
-    for p, value in zip(theirs, values, strict=True):
-        p.data.copy_(value)
+    set_parameters(theirs, values)
     other.load_state_dict(state)
     early = []
     for step in range(7, case.steps + 1):
@@ -253,18 +264,13 @@ def resumed(rank: int, size: int, case: Case) -> dict[str, Any]:
         backward(case, rank, theirs, step)
         early.append(other.overlap.in_flight)
         other.step()
-    return {"equal": bits(params) == bits(theirs), "early": early}
+    assert bits(params) == bits(theirs)
+    assert early == [False, True, True, True]  # ranks agree on the start in the first step
+    return bits(params)
 
 
-@kinds
-def test_state_is_of_whole_steps_and_resumes(kind: str) -> None:
-    for one in run_ranks(2, resumed, Case(kind, steps=10)):
-        assert one["equal"]
-        assert one["early"] == [False, True, True, True]  # ranks agree on the start in the first step
-
-
-def failing(rank: int, size: int) -> str:
-    """An error of the thread is raised by step."""
+@on_ranks(2)
+def test_an_error_of_the_thread_is_raised_by_step(rank: int) -> None:
     optimizer, params = build(Case(), overlap=True)
     for step in range(1, 6):
         optimizer.zero_grad()
@@ -275,30 +281,8 @@ def failing(rank: int, size: int) -> str:
     optimizer.zero_grad()
     break_scatter(optimizer.current.reducers[0].exchange, Mock(side_effect=RuntimeError("the network is gone")))
     backward(Case(), rank, params, 6)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=r"^the network is gone$"):
         optimizer.step()
-    return str(error.value)
-
-
-def test_an_error_of_the_thread_is_raised_by_step() -> None:
-    assert run_ranks(2, failing) == ["the network is gone"] * 2
-
-
-def test_one_rank_sends_nothing_early() -> None:
-    ends = []
-    for overlap in (True, False):
-        optimizer, params = build(Case(), overlap, None)
-        for step in range(1, 7):
-            optimizer.zero_grad()
-            backward(Case(), 0, params, step)
-            optimizer.step()
-        ends.append(bits(params))
-    assert ends[0] == ends[1] and optimizer.compressing
-
-
-def test_overlap_must_be_true_or_false() -> None:
-    with pytest.raises(ValueError, match="overlap='yes'"):
-        onebit.OneBitAdam([nn.Parameter(torch.zeros(3))], overlap="yes")
 
 
 def changed_on_one(rank: int, size: int, kind: str, how: str) -> tuple[list[str], bytes, bytes]:

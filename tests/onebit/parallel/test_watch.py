@@ -23,7 +23,7 @@ from onebit.parallel.watch import shared_tensors
 from tests.checkpoints import Run
 from tests.collectives.work import error_of
 from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, frozen_name, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, assert_message, bits, build, frozen_name, on_ranks, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 KINDS_STAGES_AND_DTYPES = [
@@ -54,21 +54,17 @@ def test_a_checksum_sees_every_flipped_bit(dtype: torch.dtype) -> None:
     assert checksums([x]) == before
 
 
-def test_a_checksum_sees_what_changed_places() -> None:
+def test_a_checksum_sees_what_changed_places_and_is_of_bits_not_of_numbers() -> None:
     x = torch.randn(2**16 + 100, generator=torch.Generator().manual_seed(1))
     before = checksums([x])
     for a, b in [(0, 1), (0, 2**15), (7, 2**16 - 1), (3, 2**16 + 3), (0, 2**16), (2**16, 2**16 + 99)]:
         swapped = x.clone()
         swapped[a], swapped[b] = x[b], x[a]
         assert checksums([swapped]) != before, (a, b)
-
-
-def test_a_checksum_is_of_bits_and_not_of_numbers() -> None:
     zeros = torch.tensor([0.0, -0.0])
     nans = torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001]).int().view(torch.float32)
     assert nans.isnan().all()
-    found = checksums([*zeros.view(2, 1), *nans.view(3, 1)]).tolist()
-    assert len(set(found)) == 5
+    assert len(set(checksums([*zeros.view(2, 1), *nans.view(3, 1)]).tolist())) == 5
     assert checksums([nans])[0] == checksums([nans.clone()])[0] != checksums([nans[:2]])[0]
 
 
@@ -81,10 +77,15 @@ def check_now(optimizer: Any) -> str:
     return ""
 
 
-def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
-    """A bit of each tensor that ranks share, on rank 1, one after the other."""
-    optimizer = Run(case, case.steps, rank, group()).optimizer
-    texts = {"": check_now(optimizer)}
+@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
+@on_ranks(3)
+def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
+    rank: int, kind: str, freeze_step: int, dtype: str
+) -> dict[str, str]:
+    """A bit of each tensor that ranks share, on rank 1, one after the other. What a rank has of its own may differ."""
+    case = Case(kind, dtype=dtype, steps=6, options={"freeze_step": freeze_step, **ALWAYS}, groups=({}, {"lr": 1e-3}))
+    optimizer, texts = Run(case, case.steps, rank, group()).optimizer, {}
+    assert check_now(optimizer) == ""
     for name, tensor in shared_tensors(optimizer.setup, optimizer.current):
         if not tensor.numel():
             continue
@@ -93,21 +94,9 @@ def flipping_everything(rank: int, size: int, case: Case) -> dict[str, Any]:
         texts[name] = check_now(optimizer)
         if rank == 1:
             flip(tensor, 3, tensor.numel() - 1)
-    own = [reducer.exchange.residual.value for reducer in optimizer.current.reducers]
-    for residual in own:
-        residual.add_(rank)
-    return {"texts": texts, "own": check_now(optimizer)}
-
-
-@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
-def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
-    kind: str, freeze_step: int, dtype: str
-) -> None:
-    case = Case(kind, dtype=dtype, steps=6, options={"freeze_step": freeze_step, **ALWAYS}, groups=({}, {"lr": 1e-3}))
-    found = run_ranks(3, flipping_everything, case)
-    texts = found[0]["texts"]
-    assert texts[""] == "" and found[0]["own"] == ""
-    assert found[1] == found[0] and found[2] == found[0]
+    for reducer in optimizer.current.reducers:
+        reducer.exchange.residual.value.add_(rank)
+    assert check_now(optimizer) == ""
     expected = {"exp_avg", "exp_avg_sq"} if freeze_step == 50 else {frozen_name(kind)}
     expected |= {"exp_avg_sq"} if kind == "OneBitLamb" else set()
     expected |= {"master"} if dtype == "bfloat16" else set()
@@ -117,8 +106,8 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
         assert {name.split(" of ")[0] for name in names[1:]} == expected
     assert any("the last message" in name for name in texts) == (freeze_step == 3)
     for name, text in texts.items():
-        if name:
-            assert f"{name} has other values on rank 1 than on rank 0. Load the last" in text, text
+        assert f"{name} has other values on rank 1 than on rank 0. Load the last" in text, text
+    return texts
 
 
 def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter: int) -> dict[str, Any]:
@@ -138,9 +127,10 @@ def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter:
     return {"error": "".join(errors), "step": step, "warned": warned, "state": state}
 
 
-@pytest.mark.parametrize(("kind", "freeze_step"), [("OneBitAdam", 50), ("OneBitLamb", 3), ("ZeroOneAdam", 3)])
-def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> None:
-    case = Case(kind, steps=12, options={"freeze_step": freeze_step, "check_every": 4})
+@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
+def test_the_next_check_raises_on_every_rank_or_puts_it_right(kind: str, freeze_step: int, dtype: str) -> None:
+    """Bit for bit: these gradients do not depend on the parameters, and the run ends as if no bit had flipped."""
+    case = Case(kind, dtype=dtype, steps=12, options={"freeze_step": freeze_step, "check_every": 4})
     for one in run_ranks(3, flipped_once, case, 2, 6, 1):
         assert one["step"] == 8
         assert one["error"].startswith(
@@ -148,13 +138,7 @@ def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int) -> Non
             "has other values on rank 2 than on rank 0"
         )
         assert "checkpoint" in one["error"] and 'on_divergence="broadcast"' in one["error"]
-
-
-@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
-def test_a_broadcast_puts_it_right_bit_for_bit(kind: str, freeze_step: int, dtype: str) -> None:
-    """These gradients do not depend on the parameters: the run ends as if no bit had flipped."""
-    options = {"freeze_step": freeze_step, "check_every": 4, "on_divergence": "broadcast"}
-    case = Case(kind, dtype=dtype, steps=12, options=options)
+    case = case.but(options={**case.options, "on_divergence": "broadcast"})
     after, without = (run_ranks(3, flipped_once, case, who, 6, 1) for who in (0, -1))
     for rank, (one, other) in enumerate(zip(after, without, strict=True)):
         assert one["error"] == "" and one["step"] == 12
@@ -164,33 +148,36 @@ def test_a_broadcast_puts_it_right_bit_for_bit(kind: str, freeze_step: int, dtyp
         assert same(one["state"], other["state"])
 
 
-def with_odd_ranks_apart(rank: int, size: int, case: Case, of_their_own: bool) -> tuple[str, bool]:
-    """A bit of the first parameter is flipped on them, or of another one on each. The error, and whether it changes
-    nothing."""
-    run = Run(case, 3, rank, group())
+@pytest.mark.parametrize(("size", "ranks"), [(2, "rank 1"), (4, "ranks 1, 3")])
+@on_ranks()
+def test_without_a_majority_nobody_is_taken_for_right(rank: int, size: int, ranks: str) -> str:
+    """A bit of the first parameter is flipped on odd ranks; of another one on rank 1 alone, where there is one."""
+    run = Run(Case(options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS}), 3, rank, group())
     if rank % 2:
-        flip(run.params[rank if of_their_own else 0], 5)
-    before = bits(run.params)
-    return check_now(run.optimizer), bits(run.params) == before
+        flip(run.params[0], 5)
+    if rank == 1:
+        flip(run.params[1], 5)
+    before, text = bits(run.params), check_now(run.optimizer)
+    assert "No values are held by more than half of the ranks" in text and bits(run.params) == before
+    assert text.count(" than on rank 0") == 1 and f"on {ranks} than" in text
+    return text
 
 
-def test_without_a_majority_nobody_is_taken_for_right() -> None:
-    case = Case(options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS})
-    for size, ranks in ((2, "rank 1"), (4, "ranks 1, 3")):
-        for text, unchanged in run_ranks(size, with_odd_ranks_apart, case, False):
-            assert "No values are held by more than half of the ranks" in text and unchanged
-            assert text.count(" than on rank 0") == 1 and f"on {ranks} than" in text
+@on_ranks(4)
+def test_ranks_that_differ_in_different_tensors_are_all_named(rank: int) -> str:
+    run = Run(Case(options={"freeze_step": 2, **ALWAYS}), 3, rank, group())
+    if rank % 2:
+        flip(run.params[rank], 5)
+    text = check_now(run.optimizer)
+    assert "parameter 1 of group 0 (shape (33,)) has other values on rank 1 than on rank 0" in text
+    assert "and 1 more tensors differ on rank 3 (the first is parameter 3 of group 0" in text
+    return text
 
 
-def test_ranks_that_differ_in_different_tensors_are_all_named() -> None:
-    for text, _ in run_ranks(4, with_odd_ranks_apart, Case(options={"freeze_step": 2, **ALWAYS}), True):
-        assert "parameter 1 of group 0 (shape (33,)) has other values on rank 1 than on rank 0" in text
-        assert "and 1 more tensors differ on rank 3 (the first is parameter 3 of group 0" in text
-
-
-def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
+@on_ranks(3)
+def test_a_broadcast_goes_in_pieces_and_not_where_ranks_took_other_steps(rank: int) -> None:
     """In pieces that no parameter is a multiple of; then with another count of steps on one rank."""
-    run = Run(case, 3, rank, group())
+    run = Run(Case(options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS}), 3, rank, group())
     params, optimizer, before = run.params, run.optimizer, bits(run.params)
     if rank == 2:
         for p in params:
@@ -198,23 +185,18 @@ def repaired(rank: int, size: int, case: Case) -> dict[str, Any]:
             flip(p, 7, 0)
     with warnings.catch_warnings(), patch.object(watch, "REPAIR_BYTES", 100):
         warnings.simplefilter("ignore")
-        error = check_now(optimizer)
-    right = bits(params) == before
+        assert check_now(optimizer) == "" and bits(params) == before
     if rank == 2:
         optimizer.current.stages.counts[0] += 1
-    return {"error": error, "right": right, "count": check_now(optimizer)}
+    text = check_now(optimizer)
+    assert "the count of steps has other values on rank 2" in text
+    assert "have not even taken the same steps" in text
 
 
-def test_a_broadcast_goes_in_pieces_and_not_where_ranks_took_other_steps() -> None:
-    case = Case(options={"freeze_step": 2, "on_divergence": "broadcast", **ALWAYS})
-    for one in run_ranks(3, repaired, case):
-        assert one["error"] == "" and one["right"]
-        assert "the count of steps has other values on rank 2" in one["count"]
-        assert "have not even taken the same steps" in one["count"]
-
-
-def counted(rank: int, size: int, case: Case) -> list[int]:
-    """The steps that ended with a check."""
+@pytest.mark.parametrize(("every", "expected"), [(3, [3, 6, 9]), (0, [])])
+@on_ranks(2)
+def test_a_check_comes_last_in_every_so_many_steps(rank: int, every: int, expected: list[int]) -> None:
+    """A step that is skipped counts as well. The default is a thousand."""
     seen: list[str] = []
 
     class Recording(TorchTransport):
@@ -222,55 +204,39 @@ def counted(rank: int, size: int, case: Case) -> list[int]:
             seen.append(phase)
             return super().all_gather(out, sent, phase)
 
-    params = case.parameters()
+    options = {"freeze_step": 4, "check_every": every}
+    case = Case(shapes=((5,),), steps=10, options=options, bad=((2, 1, float("nan")),))
+    params, checks = case.parameters(), []
     optimizer = case.build(params, Recording(group()))
-    checks = []
     for step in range(1, case.steps + 1):
         del seen[:]
         take(case, rank, optimizer, params, step)
         assert CHECK not in seen[:-1]
         checks += [step] * seen.count(CHECK)
-    return checks
-
-
-def test_a_check_comes_last_in_every_so_many_steps() -> None:
-    """A step that is skipped counts as well. The default is a thousand."""
-    for every, expected in ((3, [3, 6, 9]), (0, [])):
-        options = {"freeze_step": 4, "check_every": every}
-        case = Case(shapes=((5,),), steps=10, options=options, bad=((2, 1, float("nan")),))
-        assert run_ranks(2, counted, case) == [expected] * 2
+    assert checks == expected
     assert build("OneBitAdam").setup.options.check_every == 1000
 
 
-def test_one_rank_alone_compares_nothing() -> None:
-    assert Run(Case(options=ALWAYS), 3).optimizer.steps == 3
+@on_ranks(2)
+def test_options_that_differ_are_refused(rank: int) -> None:
+    for name, values in (("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])):
+        with pytest.raises(ValueError) as caught:
+            Run(Case(options={name: values[rank]}), 1, rank, group())
+        assert_message(caught, f"rank 1 has {name} {values[1]!r} where rank 0 has {values[0]!r}")
 
 
-def disagreeing(rank: int, size: int, name: str, values: list[Any]) -> str:
-    with pytest.raises(ValueError) as error:
-        Run(Case(options={name: values[rank]}), 1, rank, group())
-    return str(error.value)
-
-
-@pytest.mark.parametrize(("name", "values"), [("check_every", [10, 20]), ("on_divergence", ["raise", "broadcast"])])
-def test_ranks_that_would_check_at_different_steps_are_refused_by_the_first_step(name: str, values: list[Any]) -> None:
-    for text in run_ranks(2, disagreeing, name, values):
-        assert f"rank 1 has {name} {values[1]!r} where rank 0 has {values[0]!r}" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "parts"),
-    [
-        ("check_every", -1, ["check_every=-1", "0 never checks"]),
-        ("check_every", 1.5, ["check_every=1.5", "whole number"]),
-        ("check_every", None, ["check_every=None"]),
-        ("on_divergence", "ignore", ["on_divergence='ignore'", "raise", "broadcast"]),
-    ],
-)
-def test_a_wrong_option_is_refused(name: str, value: Any, parts: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        Run(Case(options={name: value}), 0)
-    assert all(part in str(caught.value) for part in parts)
+def test_options_that_are_wrong_are_refused() -> None:
+    for name, value, words in (
+        ("check_every", -1, "0 never checks"),
+        ("check_every", 1.5, "whole number"),
+        ("check_every", None, ""),
+        ("on_divergence", "ignore", "broadcast"),
+        ("overlap", "yes", ""),
+    ):
+        with pytest.raises(ValueError) as caught:
+            Run(Case(options={name: value}), 0)
+        assert_message(caught, f"{name}={value!r}", words)
+    assert Run(Case(options=ALWAYS), 3).optimizer.steps == 3  # one rank alone compares nothing
 
 
 def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
