@@ -83,6 +83,10 @@ class Inputs:
             first, second, *_ = [*self.plan.lengths, 0]
             self.live[first : first + second] = False  # nothing of the second block
             self.gamma = rounded(rng.uniform(0.2, 5.0, len(self.x)), F32)
+            for arrays in (self.g, self.e):  # what takes no part is not read
+                for array, live in zip(arrays, self.plan.unflatten(self.live), strict=True):
+                    if array is not None:
+                        array[~live] = np.nan
         frozen = [v * rng.uniform(0.5, 4.0, v.size) for v in self.v]
         parts = zip(frozen, self.hypers, self.gamma, strict=True)
         self.d64 = [rounded(1 / ((np.sqrt(f) + h.eps) * gamma), F32) for f, h, gamma in parts]

@@ -33,10 +33,7 @@ def dense_start(kappa: int, var_freeze_step: int | None = None) -> int:
 
 
 def sync_steps(last: int, var_freeze_step: int, scaler: int, clipper: int) -> list[int]:
-    """T_u up to `last`: t_0 = var_freeze_step, t_(j+1) = t_j + min(clipper, 2^floor((t_j - t_0) / scaler)).
-
-    t_0 itself is not among them.
-    """
+    """T_u up to `last`, without t_0 = var_freeze_step: t_(j+1) = t_j + min(clipper, 2^floor((t_j - t_0) / scaler))."""
     steps, t = [], var_freeze_step
     while (t := t + min(clipper, 2 ** ((t - var_freeze_step) // scaler))) <= last:
         steps.append(t)
@@ -59,11 +56,8 @@ def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None =
 def floors(
     v: Arrays, weights: Sequence[float], variance_floor: float, zero_variance: str, bias_correction: bool
 ) -> list[Floor]:
-    """Of every parameter, (least, at_zero): the least root of the variance where there is one, and that where v is 0.
-
-    With the mean of vhat over v > 0 (0 if there is none): least = sqrt(variance_floor mean), and at_zero = sqrt(mean)
-    (zero_variance="floor") or 0 ("hold").
-    """
+    """Of every parameter, the least root of the variance where there is one, and that where v is 0: with the mean of
+    vhat over v > 0 (or 0) sqrt(variance_floor mean), and sqrt(mean) (zero_variance="floor") or 0 ("hold")."""
     result = []
     for v_p, weight in zip(v, weights, strict=True):
         positive = v_p > 0
@@ -99,27 +93,26 @@ def update(x: Arrays, m: Arrays, u: Arrays, hypers: Sequence[Hyper], step: int, 
     return xs
 
 
-def _where(live: Sequence[np.ndarray], m: Arrays) -> Arrays:
-    return [np.where(on, m_p, 0.0) for on, m_p in zip(live, m, strict=True)]
-
-
 def momentum_weights(hypers: Sequence[Hyper], step: int, bias_correction: bool = True) -> list[float]:
     """w = lr / (1 - b1^step) of every parameter: x moves by w m / (u + eps)."""
     return [h.lr / (1 - h.beta1**step) if bias_correction else h.lr for h in hypers]
+
+
+def _where(live: Sequence[np.ndarray], m: Arrays) -> Arrays:
+    return [np.where(on, m_p, 0.0) for on, m_p in zip(live, m, strict=True)]
 
 
 @dataclass
 class ZeroOne:
     """The optimizer of N ranks, whose x, m, v are the same on all; `all_reduce` keeps the residuals of each.
 
-    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `step` counts
-    the steps taken. `take_step` takes the one that comes; `dense`, `full`, `one_bit`, `local` and `sync` each take a
-    whole step of their kind, from whatever the attributes say, and count it.
+    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `take_step`
+    takes the step that comes; `dense`, `full`, `one_bit`, `local` and `sync` one of their kind, and `step` counts them.
 
-    From `local_start` on rank i has its own x and m, `own_x[i]` and `own_m[i]` (no rank has before), and x and m are
-    those of the last sync: x is the anchor. The residuals are in units of lr m. Since the last sync there were
-    `since_sync` steps, with, of every parameter, the sum `weight_sum` of w and the product `decay` of 1 - lr wd.
-    `reference` is W of the last sync, by which what was sent is divided to be m: max(sum of w, 3/4 W before).
+    From `local_start` on rank i has its own x and m, `own_x[i]` and `own_m[i]`, and x and m are those of the last sync:
+    x is the anchor. Residuals are in units of lr m. Since that sync there were `since_sync` steps, with, of every
+    parameter, the sum `weight_sum` of w and the product `decay` of 1 - lr wd. `reference` is W of that sync, by which
+    what was sent is divided to be m: max(sum of w, 3/4 W before).
     """
 
     x: Arrays
@@ -213,11 +206,9 @@ class ZeroOne:
         """
         live = self.live
         self._set_counted()
-        self._clear_residuals()
         fresh = [_where(live, [gradient(*each) for each in zip(g, self.x, strict=True)]) for g in grads]
         m = averaged_momentum(fresh, _where(live, self.m), self.hypers, self.all_reduce)
         self.m = _where(live, m)
-        self._clear_residuals()
         self.step += 1
         self._move()
 
@@ -228,7 +219,7 @@ class ZeroOne:
         self.step += 1
         live, u, ws = self.live, self._roots(), momentum_weights(self.hypers, self.step, self.bias_correction)
         self._set_counted()
-        self._clear_residuals()
+        self.all_reduce.worker = [np.where(self.all_reduce.counted, e, 0.0) for e in self.all_reduce.worker]
         for i, g in enumerate(grads):
             if not all(np.isfinite(g_p).all() for g_p in g if g_p is not None):
                 continue
@@ -253,9 +244,7 @@ class ZeroOne:
         if not self.since_sync:
             return
         self._set_counted()
-        self._clear_residuals()
         flat = self.all_reduce([np.zeros(self.all_reduce.layout.size) for _ in self.all_reduce.worker])
-        self._clear_residuals()
         xs, ms = [], []
         self.reference = [max(w, 0.75 * before) for w, before in zip(self.weight_sum, self.reference, strict=True)]
         parts = zip(
@@ -308,10 +297,3 @@ class ZeroOne:
 
     def _set_counted(self) -> None:
         self.all_reduce.counted = self.all_reduce.layout.flatten([on.astype(np.float64) for on in self.live]) > 0
-
-    def _clear_residuals(self) -> None:
-        """0 where nothing is counted, in padding too."""
-        counted = self.all_reduce.counted
-        assert counted is not None
-        self.all_reduce.worker = [np.where(counted, e, 0.0) for e in self.all_reduce.worker]
-        self.all_reduce.server = np.where(counted, self.all_reduce.server, 0.0)
