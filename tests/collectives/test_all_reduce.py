@@ -37,6 +37,7 @@ CASES = {
     "300-tensors": Case(MANY, chunks=2, steps=2),
 }
 LONG = Case((63, 1, 400), chunks=3, steps=40)
+LONG_RUNS = [LONG, replace(LONG, scale="tensor", reply=2), replace(LONG, norm="l2", reply="direct")]
 REPLIES = (1, 2, "direct")
 
 
@@ -48,29 +49,10 @@ def check_all(size, cases):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_step_equals_the_simulation(size):
-    """2, 3 and 4 ranks have every case, each with another reply; one and eight have a third of them."""
+    """2, 3 and 4 ranks have every case, each with another reply, 3 many steps; one and eight have a third of them."""
     cases = list(CASES.values())[:: 1 if size in (2, 3, 4) else 3]
     cases = [replace(case, reply=REPLIES[(i + size) % 3]) for i, case in enumerate(cases)]
-    check_all(size, cases)
-
-
-def test_many_steps_equal_the_simulation():
-    check_all(3, [LONG, replace(LONG, scale="tensor", reply=2), replace(LONG, norm="l2", reply="direct")])
-
-
-def sent_with(size, *replies):
-    """The most bytes that a rank sends, with each reply."""
-    cases = [Case((64 * 2048,), 2048, steps=2, reply=reply) for reply in replies]
-    runs = run_ranks(size, work.recorded_many, cases)
-    return [max(run.states[-1]["wire_bytes"] for run in recorded) for recorded in zip(*runs, strict=True)]
-
-
-def test_what_each_reply_sends():
-    """Directly two ranks send as much as in two phases; two bits come back for half as many bytes again."""
-    direct, one = sent_with(2, "direct", 1)
-    assert direct <= one and direct == pytest.approx(one, rel=1e-2)
-    two, one = sent_with(3, 2, 1)
-    assert two == pytest.approx(1.5 * one, rel=1e-2)
+    check_all(size, cases + (LONG_RUNS if size == 3 else []))
 
 
 @pytest.mark.parametrize(("size", "way"), [(1, 1), (2, "direct"), (3, 1)])
@@ -183,52 +165,41 @@ def test_huge_values_do_no_lasting_harm(scale, norm):
     assert last.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 33}, "multiple of 32"),
-        ({"block_size": 2**20}, "at most 16384"),
-        ({"scale": "blok"}, "scale must be one of"),
-        ({"norm": "max"}, "norm must be one of"),
-        ({"numel": []}, "no parameters"),
-        ({"device": "meta"}, "no kernels"),
-        ({"reply": 3}, "reply=3: it must be one of"),
-        ({"reply": True}, "reply=True: it must be one of"),
-        ({"reply": "both"}, "reply='both': it must be one of"),
-        *(({"chunks": chunks}, r"chunks must be a positive number or .auto.") for chunks in (0, -1, 2.0, "2", None)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"block_size": 33}, "multiple of 32"),
+    ({"block_size": 2**20}, "at most 16384"),
+    ({"scale": "blok"}, "scale must be one of"),
+    ({"norm": "max"}, "norm must be one of"),
+    ({"numel": []}, "no parameters"),
+    ({"device": "meta"}, "no kernels"),
+    *(({"reply": reply}, f"reply={reply!r}: it must be one of") for reply in (3, True, "both")),
+    *(({"chunks": chunks}, r"chunks must be a positive number or .auto.") for chunks in (0, -1, 2.0, "2", None)),
+], ids=str)  # fmt: skip
 def test_bad_options_are_refused_at_once(options, message):
     """Also with chunks="auto", before any rank waits for another."""
     with pytest.raises(ValueError, match=message):
         CompressedAllReduce(**{"numel": 10, **options})
 
 
-def test_no_tensor_is_kept_alive():
-    tensor = torch.ones(1000)
-    alive = weakref.ref(tensor)
-    all_reduce = CompressedAllReduce(np.int64(1000))
-    all_reduce(tensor)
-    del tensor
+def test_no_tensor_is_kept_alive_and_one_object_takes_one_dtype_after_the_other():
+    all_reduce = CompressedAllReduce(np.int64(1000), chunks=1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        x = torch.full((1000,), 3.0, dtype=dtype)
+        all_reduce(x)
+        assert torch.equal(x, torch.full((1000,), 3.0, dtype=dtype))
+    alive = weakref.ref(x)
+    del x
     assert alive() is None
 
 
-def test_no_warnings():
-    assert run_ranks(2, work.warned, Case((100,), chunks=2, steps=2)) == [[], []]
-
-
-@pytest.mark.parametrize(
-    "tensors, error, needle",
-    [
-        ([torch.ones(100)], ValueError, "1 tensors for a layout of 2"),
-        ([torch.ones(100), torch.ones(8)], ValueError, "tensor 1 has 8 elements where the layout holds 7"),
-        ([torch.ones(100), torch.ones(7).half()], TypeError, "tensor 1 has dtype torch.float16"),
-        ([torch.ones(100).double(), torch.ones(7).double()], TypeError, "float64"),
-        ([torch.ones(100), torch.ones(14)[::2]], ValueError, "not contiguous"),
-        ([torch.ones(100, device="meta"), torch.ones(7, device="meta")], ValueError, "built for cpu"),
-    ],
-)
+@pytest.mark.parametrize("tensors, error, needle", [
+    ([torch.ones(100)], ValueError, "1 tensors for a layout of 2"),
+    ([torch.ones(100), torch.ones(8)], ValueError, "tensor 1 has 8 elements where the layout holds 7"),
+    ([torch.ones(100), torch.ones(7).half()], TypeError, "tensor 1 has dtype torch.float16"),
+    ([torch.ones(100).double(), torch.ones(7).double()], TypeError, "float64"),
+    ([torch.ones(100), torch.ones(14)[::2]], ValueError, "not contiguous"),
+    ([torch.ones(100, device="meta"), torch.ones(7, device="meta")], ValueError, "built for cpu"),
+])  # fmt: skip
 def test_wrong_tensors_leave_everything_as_it_was(tensors, error, needle):
     all_reduce = CompressedAllReduce([100, 7], chunks=1)
     before = steps.state_of(all_reduce)
@@ -236,14 +207,6 @@ def test_wrong_tensors_leave_everything_as_it_was(tensors, error, needle):
         all_reduce(tensors)
     assert steps.same_state(before, steps.state_of(all_reduce))
     assert all(t.device.type == "meta" or bool((t == 1).all()) for t in tensors)
-
-
-def test_one_object_takes_one_dtype_after_the_other():
-    all_reduce = CompressedAllReduce(100, chunks=1)
-    for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        x = torch.full((100,), 3.0, dtype=dtype)
-        all_reduce(x)
-        assert torch.equal(x, torch.full((100,), 3.0, dtype=dtype))
 
 
 def test_an_exchange_wants_a_layout_for_its_group():

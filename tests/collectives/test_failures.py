@@ -1,4 +1,4 @@
-"""Ranks that die, never come, or mean something else: an error on every other rank, and never a hang."""
+"""Ranks that die, never come, or mean something else: an error that names them on every other rank, never a hang."""
 
 import os
 import re
@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from onebit.collectives import CollectiveError
+from onebit.collectives.agreement import agree, all_gather_json
 from onebit.collectives.transport import transport_for
-from tests.collectives import steps, work
+from onebit.collectives.transport.protocol import Done, LocalTransport
+from onebit.kernels.data.wire import MessageError
+from tests.collectives import steps
 from tests.collectives.steps import Case
-from tests.collectives.work import Watched
+from tests.collectives.work import Watched, error_of
+from tests.onebit.runs import nodes_of
 from tests.ranks import group, run_ranks, run_ranks_once
 
 TIMEOUT = {"dies": 60.0, "stays away": 4.0}  # of the group: a death is seen at once, an absence only then
@@ -69,6 +73,7 @@ OTHERS = [
     (USUAL, replace(USUAL, scale="tensor"), "scale", "tensor", "block"),
     (USUAL, replace(USUAL, norm="l2"), "norm", "l2", "l1"),
     (USUAL, replace(USUAL, chunks=1), "chunks", 1, 2),
+    (USUAL, replace(USUAL, reply=2), "reply", "2", "1"),
     (USUAL, replace(USUAL, dtype="bfloat16"), "dtype", "torch.bfloat16", "torch.float32"),
     (AUTO, replace(AUTO, numels=(20_000,)), "elements", 20_000, 8_000),
     (AUTO, replace(AUTO, scale="tensor"), "scale", "tensor", "block"),
@@ -79,27 +84,27 @@ OTHERS = [
 FACTS = {fact for *_, fact, _, _ in OTHERS}
 
 
-def disagree(rank, size, cases):
+def disagree(rank, size, cases, each=1):
     """Ranks in `cases` want something else than the rest (-1): each rank's error, and whether its tensors were left
     alone. The group still works afterwards."""
-    case = cases.get(rank, cases[-1])
+    case, ranks = cases.get(rank, cases[-1]), nodes_of(group(), each) if each > 1 else group()
     tensors, errors = case.inputs(rank, 0), []
     kept = [t.clone() for t in tensors]
-    with work.error_of(errors):
-        case.all_reduce(group())(tensors)
+    with error_of(errors):
+        case.all_reduce(ranks)(tensors)
     if errors:
-        steps.record(replace(cases[-1], chunks=2), rank, group())
+        steps.record(replace(cases[-1], chunks=2), rank, ranks)
     return "".join(errors), all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
 
 
-def disagree_in_everything(rank, size, who):
-    return [disagree(rank, size, {-1: usual, who: other}) for usual, other, *_ in OTHERS]
+def disagree_in_everything(rank, size, who, each):
+    return [disagree(rank, size, {-1: usual, who: other}, each) for usual, other, *_ in OTHERS]
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_that_means_something_else_is_named_on_every_rank(who):
-    others = sorted({0, 1, 2} - {who})
-    for answers in run_ranks(3, disagree_in_everything, who):
+@pytest.mark.parametrize("size, who, each", [(3, 0, 1), (3, 2, 1), (4, 0, 2)])
+def test_a_rank_that_means_something_else_is_named_on_every_rank(size, who, each):
+    others = sorted({*range(size)} - {who})
+    for answers in run_ranks(size, disagree_in_everything, who, each):
         for (error, untouched), (*_, fact, theirs, usual) in zip(answers, OTHERS, strict=True):
             assert error.startswith("ValueError: the ranks do not agree: "), error
             pattern = rf"rank {who} has {fact} {theirs!r} where rank {others[0]} has {usual!r}[;.]"
@@ -113,3 +118,82 @@ def test_two_ranks_that_differ_are_both_named():
     for error, _ in run_ranks(4, disagree, cases):
         assert "rank 1 has scale 'tensor' where rank 0 has 'block'" in error
         assert "rank 3 has norm 'l2' where rank 0 has 'l1'" in error
+
+
+CPU = torch.device("cpu")
+VALUES = [None, "", "é\n ", 0, [1, 2.5, {"a": None}], {"text": 5000 * "x"}, 100_000 * "\u2603", True]
+
+
+def gathered(rank, size):
+    """Each rank gives another one of the values, every one in turn."""
+    transport = transport_for(group())
+    turns = range(len(VALUES))
+    return [all_gather_json(transport, CPU, VALUES[(rank + turn) % len(VALUES)], "a phase") for turn in turns]
+
+
+def test_json_of_every_rank():
+    turns = range(len(VALUES))
+    assert run_ranks(3, gathered) == [[[VALUES[(rank + t) % len(VALUES)] for rank in range(3)] for t in turns]] * 3
+
+
+def agreed(rank, size, everyone):
+    errors = []
+    with error_of(errors):
+        agree(transport_for(group()), CPU, everyone[rank])
+    return "".join(errors)
+
+
+def test_facts_of_any_length():
+    """A run of many parameters has more of them than 2,048 bytes. Their order means nothing."""
+    facts = {f"option {i}": i / 7 for i in range(500)}
+    assert run_ranks(3, agreed, [facts] * 3) == ["", "", ""]
+    other = {**facts, "option 77": "eleven", "only here": 1}
+    for error in run_ranks(3, agreed, [facts, other, facts]):
+        start = "ValueError: the ranks do not agree: rank 1 has only here 1 where rank 0 has None; rank 1 has option"
+        assert error.startswith(start)
+        assert "rank 1 has option 77 'eleven' where rank 0 has 11.0" in error
+    assert run_ranks(2, agreed, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == ["", ""]
+
+
+class Damaging(LocalTransport):
+    """Flips a bit of what arrives by one of the all-gathers: the first carries lengths, the second texts."""
+
+    def __init__(self, number, bit):
+        self.left, self.bit = number, bit
+
+    def all_gather(self, out, sent, phase):
+        work = super().all_gather(out, sent, phase)
+        self.left -= 1
+        if self.left == 0:
+            out[0, self.bit // 8] ^= 1 << self.bit % 8
+        return work
+
+
+def test_damage_is_an_error_and_takes_no_memory():
+    length = 1, (*range(0, 64, 7), 63), "rank 0 announces"
+    text = 2, (0, 3, 7), "what came from rank 0 is no JSON"
+    for number, bits, says in (length, text):
+        for bit in bits:
+            with pytest.raises(MessageError, match=f"a phase: {says}"):
+                all_gather_json(Damaging(number, bit), CPU, {"a": 1}, "a phase")
+
+
+class Announcing(LocalTransport):
+    """Two ranks, of which the other one announces a text of so many bytes."""
+
+    size = 2
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def all_gather(self, out, sent, phase):
+        out.copy_(sent.expand_as(out))
+        if sent.shape[1] == 8:
+            out[1].view(torch.int64)[0] = self.nbytes
+        return Done()
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 2**24 + 1])
+def test_no_other_rank_can_announce_what_no_rank_sends(nbytes):
+    with pytest.raises(MessageError, match=f"a phase: rank 1 announces {nbytes} bytes"):
+        all_gather_json(Announcing(nbytes), CPU, {"a": 1}, "a phase")

@@ -28,6 +28,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(auto):
 
 
 RIGHT = CompressedAllReduce([300, 700], chunks=2).state_dict()
+UNUSED = CompressedAllReduce([300, 700]).state_dict()
 RESIDUAL, SERVER = RIGHT["residual"], RIGHT["server_residual"]
 OF_TENSORS = CompressedAllReduce([300, 700], chunks=2, scale="tensor").state_dict()
 WRONG = {
@@ -50,18 +51,23 @@ WRONG = {
     "other tensors": (CompressedAllReduce([301, 699], chunks=2).state_dict(), "other sizes"),
     "another number of tensors": (CompressedAllReduce([300, 350, 350], chunks=2).state_dict(), "other sizes"),
     "another block size": (CompressedAllReduce([300, 700], block_size=64, chunks=2).state_dict(), "other sizes"),
+    "unused, another format": ({"format": 1}, "other sizes"),
+    "unused, of other tensors": (CompressedAllReduce([301, 699]).state_dict(), "other sizes"),
+    "unused, another rank": ({"rank": 1}, "saved by rank 1"),
+    "unused, a residual": ({"residual": torch.zeros(2048)}, "holds no residual: it was damaged"),
+    "unused, bytes": ({"wire_bytes": 5}, "holds no wire_bytes: it was damaged"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_state_is_refused_and_changes_nothing(name):
-    """Though all else in it is right, and the run goes on as if nobody had tried."""
+    """Though all else in it is right, and the run goes on as if nobody had tried. Unused: of one never called."""
     entries, message = WRONG[name]
     all_reduce, twin = (CompressedAllReduce([300, 700], chunks=2) for _ in range(2))
     for step in range(2):
         for each in (all_reduce, twin):
             each(Case((300, 700)).inputs(0, step))
-    before, right = steps.state_of(all_reduce), all_reduce.state_dict()
+    before, right = steps.state_of(all_reduce), UNUSED if "unused" in name else all_reduce.state_dict()
     state = {k: v.clone() + 1 if isinstance(v, torch.Tensor) else v for k, v in right.items()} | entries
     with pytest.raises(ValueError, match=message):
         all_reduce.load_state_dict({k: v for k, v in state.items() if v is not None})

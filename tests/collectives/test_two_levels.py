@@ -154,28 +154,6 @@ def test_nodes_that_do_not_fit_are_refused_on_all_ranks():
             assert says in error and error.startswith("ValueError")
 
 
-DIFFERENT = [
-    {"block_size": 64}, {"chunks": 2}, {"scale": "tensor"}, {"reply": 1}, {"numel": 301}, {"dtype": torch.bfloat16}
-]  # fmt: skip
-
-
-def differing(rank, size):
-    """Rank 0 has other options than the rest."""
-    errors = []
-    for options in DIFFERENT:
-        own = {"chunks": 1, **(options if rank == 0 else {})}
-        x = torch.ones(own.pop("numel", 300), dtype=own.pop("dtype", torch.float32))
-        with work.error_of(errors):
-            CompressedAllReduce(x.numel(), process_group=nodes_of(group(), 2), **own)(x)
-    return errors
-
-
-def test_a_rank_that_differs_is_an_error_on_all_ranks():
-    for errors in run_ranks(4, differing):
-        assert len(errors) == len(DIFFERENT)
-        assert all("the ranks do not agree: rank 0 has" in error for error in errors)
-
-
 def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
     monkeypatch.delenv("GROUP_RANK", raising=False)
     here = topology.this_host()
