@@ -3,13 +3,10 @@
 Before its first use nothing that one rank does alone waits for the others.
 """
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -24,18 +21,6 @@ from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.collectives.work import Watched
 from tests.ranks import group, run_ranks
-
-
-@contextmanager
-def cache_folder(folder: str) -> Iterator[None]:
-    """A rank's cache, as a process that has read nothing yet sees it."""
-    with patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folder}):
-        tuner.forget()
-        try:
-            yield
-        finally:
-            tuner.forget()
-
 
 RUNS = 3  # timed for each number of chunks
 SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
@@ -52,11 +37,14 @@ def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, 
             return real(*args, **kwargs)
 
     few = patch.object(chunking, "MOST_ELEMENTS", small)
-    with cache_folder(folders[rank]), few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
+    own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
+    tuner.forget()
+    with own, few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
         for case in cases:
             transport, before = Watched(transport_for(group())), measured.call_count
             chunks = case.all_reduce(transport).prepare().layout.chunks
             made.append((chunks, measured.call_count - before, transport.events))
+    tuner.forget()
     return made
 
 
@@ -78,12 +66,11 @@ def folders(tmp_path):
 
 
 def entries(folder):
-    return json.loads(open(f"{folder}/kernels.json").read())["choices"]
+    return json.loads(Path(folder, "kernels.json").read_text())["choices"]
 
 
 def write(folder, key, choice):
-    with open(f"{folder}/kernels.json", "w") as file:
-        json.dump({"onebit": 1, "choices": {key: choice}}, file)
+    Path(folder, "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: choice}}))
 
 
 KEY = f"gloo, {SIZE} ranks, one host, cpu, 2^{(12_288).bit_length()} elements, chunks"

@@ -51,10 +51,9 @@ def run_until_error(rank, size, phase, how):
     return CASE.steps, ""
 
 
-@pytest.mark.parametrize(
-    ("phase", "how"),
-    [(COMPARING, "stays away"), (FINITE, "dies"), (GATHER, "dies"), (GATHER, "stays away"), (SCATTER, "dies")],
-)
+@pytest.mark.parametrize("phase, how", [
+    (COMPARING, "stays away"), (FINITE, "dies"), (GATHER, "dies"), (GATHER, "stays away"), (SCATTER, "dies")
+])  # fmt: skip
 def test_the_others_name_the_phase_in_which_a_rank_is_missing(phase, how):
     answers = run_ranks_once(3, run_until_error, (phase, how), group_timeout=TIMEOUT[how], expect_dead=[1])
     for step, error in (answers[0], answers[2]):
@@ -126,9 +125,8 @@ VALUES = [None, "", "é\n ", 0, [1, 2.5, {"a": None}], {"text": 5000 * "x"}, 100
 
 def gathered(rank, size):
     """Each rank gives another one of the values, every one in turn."""
-    transport = transport_for(group())
-    turns = range(len(VALUES))
-    return [all_gather_json(transport, CPU, VALUES[(rank + turn) % len(VALUES)], "a phase") for turn in turns]
+    turns, transport = [VALUES[(rank + turn) % len(VALUES)] for turn in range(len(VALUES))], transport_for(group())
+    return [all_gather_json(transport, CPU, value, "a phase") for value in turns]
 
 
 def test_json_of_every_rank():
@@ -156,44 +154,34 @@ def test_facts_of_any_length():
 
 
 class Damaging(LocalTransport):
-    """Flips a bit of what arrives by one of the all-gathers: the first carries lengths, the second texts."""
-
-    def __init__(self, number, bit):
-        self.left, self.bit = number, bit
-
-    def all_gather(self, out, sent, phase):
-        work = super().all_gather(out, sent, phase)
-        self.left -= 1
-        if self.left == 0:
-            out[0, self.bit // 8] ^= 1 << self.bit % 8
-        return work
-
-
-def test_damage_is_an_error_and_takes_no_memory():
-    length = 1, (*range(0, 64, 7), 63), "rank 0 announces"
-    text = 2, (0, 3, 7), "what came from rank 0 is no JSON"
-    for number, bits, says in (length, text):
-        for bit in bits:
-            with pytest.raises(MessageError, match=f"a phase: {says}"):
-                all_gather_json(Damaging(number, bit), CPU, {"a": 1}, "a phase")
-
-
-class Announcing(LocalTransport):
-    """Two ranks, of which the other one announces a text of so many bytes."""
+    """Two ranks, whose all-gather of lengths, which comes first, or of texts is damaged."""
 
     size = 2
 
-    def __init__(self, nbytes):
-        self.nbytes = nbytes
+    def __init__(self, number, damage):
+        self.left, self.damage = number, damage
 
     def all_gather(self, out, sent, phase):
         out.copy_(sent.expand_as(out))
-        if sent.shape[1] == 8:
-            out[1].view(torch.int64)[0] = self.nbytes
+        self.left -= 1
+        if self.left == 0:
+            self.damage(out)
         return Done()
 
 
-@pytest.mark.parametrize("nbytes", [0, -1, 2**24 + 1])
-def test_no_other_rank_can_announce_what_no_rank_sends(nbytes):
-    with pytest.raises(MessageError, match=f"a phase: rank 1 announces {nbytes} bytes"):
-        all_gather_json(Announcing(nbytes), CPU, {"a": 1}, "a phase")
+def announcing(nbytes):
+    return lambda lengths: lengths[1].view(torch.int64).fill_(nbytes)
+
+
+def flipping(bit):
+    return lambda out: out[0, bit // 8].bitwise_xor_(1 << bit % 8)
+
+
+@pytest.mark.parametrize("number, damage, says", [
+    *((1, flipping(bit), "rank 0 announces") for bit in (*range(0, 64, 7), 63)),
+    *((1, announcing(nbytes), f"rank 1 announces {nbytes} bytes") for nbytes in (0, -1, 2**24 + 1)),
+    *((2, flipping(bit), "what came from rank 0 is no JSON") for bit in (0, 3, 7)),
+])  # fmt: skip
+def test_damage_or_a_length_that_no_rank_sends_is_an_error_and_takes_no_memory(number, damage, says):
+    with pytest.raises(MessageError, match=f"a phase: {says}"):
+        all_gather_json(Damaging(number, damage), CPU, {"a": 1}, "a phase")

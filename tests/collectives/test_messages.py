@@ -54,16 +54,12 @@ def test_the_pipeline_in_one_order_on_all_ranks(size):
         f"wait {s[2]}",
     ]  # fmt: skip
     direct = [f"start {d[0]}", f"start {d[1]}", f"wait {d[0]}", f"start {d[2]}", f"wait {d[1]}", f"wait {d[2]}"]
+    asking = "all_max agreeing on finite values (all-reduce of one number)"
     for reply, expected in ((1, in_two_phases), ("direct", direct)):
         for events, *_ in run_ranks(size, work.watched, Case((1000,), chunks=3, reply=reply), 2):
-            assert events == ["all_max agreeing on finite values (all-reduce of one number)", *expected]
-
-
-def test_one_small_message_carries_its_flag():
-    """No round is spent on asking."""
-    for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):
-        assert not any(event.startswith("all_max") for event in events)
-        assert len(events) == 5  # two collectives, started and waited for, of which one is expected
+            assert events == [asking, *expected]
+    for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):  # one small message carries its flag
+        assert events == [f"start {g[0]}", f"expect {s[0]}", f"wait {g[0]}", f"start {s[0]}", f"wait {s[0]}"]
 
 
 @pytest.mark.parametrize(("chunks", "scale"), [(1, "tensor"), (2, "block"), (3, "tensor")])

@@ -55,12 +55,6 @@ def goes_on(rank, case):
     return steps.same_state(expected.states[-1], rest.states[-1])
 
 
-def sent_by(node_group):
-    average = CompressedAllReduce(2**18, chunks=1, reply=1, process_group=group(), node_group=node_group)
-    average(torch.randn(2**18))
-    return average.wire_bytes
-
-
 def on_two_nodes(rank, size):
     ranks = transport_for(group())
     node, other = nodes_of(group(), 2), ranks.split(rank % 2)
@@ -75,15 +69,19 @@ def on_two_nodes(rank, size):
     same = steps.same_state(before | {"wire_bytes": 0}, steps.state_of(average) | {"wire_bytes": 0})
     found["bad value"] = bool(x.isnan().all()), same
 
-    tensors = [torch.nn.Parameter(torch.full((40, 3), float(rank))), torch.nn.Parameter(torch.ones(5))]
-    CompressedAllReduce([120, 5], chunks=1, process_group=group(), node_group=node.node)(tensors)
-    found["means"] = [float(t.detach().mean()) for t in tensors]
-    found["sent"] = sent_by(node.node), sent_by(None)
+    found["sent"] = []
+    for node_group in (node.node, None):
+        options = {"chunks": 1, "reply": 1, "process_group": group(), "node_group": node_group}
+        average, x = CompressedAllReduce(2**18, **options), torch.full((2**18,), float(rank))
+        average(x)
+        found["sent"].append((average.wire_bytes, float(x.mean())))
     found["nodes of one"] = Topology.of(group(), ranks.split(rank)).node is None
 
     found["elsewhere"] = []
     with work.error_of(found["elsewhere"]):
+        average = CompressedAllReduce(300, chunks=2, process_group=node)
         elsewhere = CompressedAllReduce(300, chunks=2, process_group=group(), node_group=other)
+        average(torch.randn(300))
         elsewhere.load_state_dict(average.state_dict())
     return found
 
@@ -92,10 +90,10 @@ def test_what_two_nodes_of_two_ranks_do():
     on_nodes = run_ranks(4, on_two_nodes)
     assert [found["resumed"] for found in on_nodes] == [[True] * 3] * 4
     assert [found["bad value"] for found in on_nodes] == [(True, True)] * 4  # NaN on all, residuals as they were
-    assert [found["means"] for found in on_nodes] == [[pytest.approx(1.5), pytest.approx(1.0)]] * 4
     # With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks.
-    two, one = (sum(found["sent"][i] for found in on_nodes[:2]) for i in (0, 1))
+    two, one = (sum(found["sent"][i][0] for found in on_nodes[:2]) for i in (0, 1))
     assert one == pytest.approx(3 * two, rel=0.01)
+    assert [mean for found in on_nodes for _, mean in found["sent"]] == [pytest.approx(1.5)] * 8
     assert [found["nodes of one"] for found in on_nodes] == [True] * 4  # are one level
     errors = [found["elsewhere"] for found in on_nodes]  # a state of ranks 0 and 1 on one node, where 0 and 2 are
     assert [bool(each) for each in errors] == [False, True, True, False]
@@ -109,17 +107,17 @@ def on_hosts(rank, size, hosts):
     return found.replicas.size, found.replicas.rank, found.node and (found.node.size, found.node.rank), said
 
 
-@pytest.mark.parametrize(
-    ("hosts", "places", "says"),
-    [
-        ([0, 0, 1, 1], [(2, 0, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 0)), (2, 1, (2, 1))], "2 nodes of 2 ranks"),
-        ([1, 0, 0, 1], [(2, 0, (2, 0)), (2, 1, (2, 0)), (2, 0, (2, 1)), (2, 1, (2, 1))], "2 nodes of 2 ranks"),
-        ([0, 0, 0, 1], [(4, rank, None) for rank in range(4)], "3, 1 ranks, not equally many"),
-        ([0, 0, 0, 0], [(4, rank, None) for rank in range(4)], None),
-        ([0, 1, 2, 3], [(4, rank, None) for rank in range(4)], None),
-    ],
-    ids=str,
-)
+EVEN = [(2, node, (2, place)) for node in (0, 1) for place in (0, 1)]
+ALL_ALIKE = [(4, rank, None) for rank in range(4)]
+
+
+@pytest.mark.parametrize("hosts, places, says", [
+    ([0, 0, 1, 1], EVEN, "2 nodes of 2 ranks"),
+    ([1, 0, 0, 1], [EVEN[0], EVEN[2], EVEN[1], EVEN[3]], "2 nodes of 2 ranks"),
+    ([0, 0, 0, 1], ALL_ALIKE, "3, 1 ranks, not equally many"),
+    ([0, 0, 0, 0], ALL_ALIKE, None),
+    ([0, 1, 2, 3], ALL_ALIKE, None),
+], ids=str)  # fmt: skip
 def test_two_levels_where_hosts_have_equally_many_ranks(hosts, places, says):
     found = run_ranks(4, on_hosts, hosts)
     assert [each[:3] for each in found] == places
@@ -164,18 +162,14 @@ def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
     assert topology.this_host() == "node 3"
 
 
-def test_the_topology_of_a_process_alone():
+def test_the_topology_of_a_process_alone_and_one_that_is_taken_as_it_is_where_it_fits_the_parameters():
     found, transport = Topology.of(), LocalTransport()
     assert isinstance(found.replicas, LocalTransport) and found.everyone is found.replicas
     assert (found.replicas.rank, found.replicas.size, found.replicas.name) == (0, 1, "local")
-    assert Topology.of(transport).replicas is transport
+    assert Topology.of(transport).replicas is transport and Topology.of(found) is found
     with pytest.raises(TypeError, match="can't communicate over a str"):
         Topology.of("gloo")
-
-
-def test_a_topology_is_taken_as_it_is_where_it_fits_the_parameters():
-    found, param = Topology.of(), torch.nn.Parameter(torch.ones(3))
-    assert Topology.of(found) is found
+    param = torch.nn.Parameter(torch.ones(3))
     assert OneBitAdam([param], process_group=found).setup.topology is found
     with pytest.raises(ValueError, match="a Topology of sharded parameters"):
         OneBitAdam([param], process_group=replace(found, shard=LocalTransport()))

@@ -39,19 +39,10 @@ def with_and_without(rank: int, size: int, cases: list[Case], at: int, value: fl
     for case in cases:
         bad = steps.record(replace(case, bad=((at, 1, value),)), rank, group())
         all_reduce = case.all_reduce(group())
-        before = steps.record(replace(case, steps=at), rank, group(), all_reduce=all_reduce)
-        after = steps.record(case, rank, group(), first=at + 1, all_reduce=all_reduce)
+        before = steps.record(replace(case, steps=at), rank, None, all_reduce=all_reduce)
+        after = steps.record(case, rank, None, first=at + 1, all_reduce=all_reduce)
         found.append((bad, Recorded(before.states + after.states[1:], before.results + after.results)))
     return found
-
-
-def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> Recorded | None:
-    """Several groups at once; their members need not be the first ranks."""
-    mine = None
-    for members in groups:
-        made = dist.new_group(members)
-        mine = made if rank in members else mine
-    return None if mine is None else steps.record(case, dist.get_rank(mine), mine)
 
 
 def resumed(rank: int, size: int, cases: list[Case], stop: int, auto: bool) -> list[tuple[Recorded, Recorded]]:

@@ -214,15 +214,15 @@ def test_what_is_wrong_says_what_and_what_to_do(make, arguments, error, words):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (4097,), (3, 64), (2, 3, 13), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_bits_are_packed_as_numpy_packs_them_and_come_back(shape, dtype):
-    bits = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
-    found = packed(bits.to(dtype))
-    assert found.dtype == torch.uint8
-    assert np.array_equal(found.numpy(), np.packbits(bits.numpy(), axis=-1, bitorder="little"))
-    assert torch.equal(unpacked(found)[..., : shape[-1]], bits)
-    assert not unpacked(found)[..., shape[-1] :].any()
+def test_bits_are_packed_as_numpy_packs_them_and_come_back(dtype):
+    for shape in [(0,), (1,), (7,), (8,), (4097,), (3, 64), (2, 3, 13), (0, 8)]:
+        bits = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+        found = packed(bits.to(dtype))
+        assert found.dtype == torch.uint8
+        assert np.array_equal(found.numpy(), np.packbits(bits.numpy(), axis=-1, bitorder="little"))
+        assert torch.equal(unpacked(found)[..., : shape[-1]], bits)
+        assert not unpacked(found)[..., shape[-1] :].any()
 
 
 OTHERS = [None, "1", "", b"1", [], [1], (1,), {}, 1j, object, np.zeros(3), torch.ones(()), torch.ones(3)]

@@ -6,10 +6,9 @@ import pytest
 from onebit.kernels.data.hyper import LARGEST
 from onebit.kernels.data.wire import NONFINITE
 from tests import oracle
-from tests.kernels.cases import BF16, ELEMENTWISE, F16, F32, GRID, ON_BACKENDS, SCALES, Case
-from tests.kernels.compare import assert_all_close, assert_guards, numpy
+from tests.kernels.cases import BF16, F16, F32, GRID, ON_BACKENDS, SCALES, Case
+from tests.kernels.compare import assert_guards, numpy
 from tests.kernels.world import World
-from tests.wire import values_of
 
 
 @GRID
@@ -21,17 +20,17 @@ def test_scan_sums_the_squares_of_the_scaled_gradients_of_each_block(case):
     assert_guards(world.grads)
 
 
-@pytest.mark.parametrize("numel", [1000, 256, 320])
-def test_scan_of_four_blocks_at_a_time(numel):
+def test_scan_of_four_blocks_at_a_time():
     """On the CPU, of fp32 gradients: each sum and each flag is that of its own block."""
-    world = World(Case((numel, 40)))
-    world.run("scan")
-    world.check_sums(world.squares, world.plan.flatten(world.scaled_g) ** 2)
-    for element in range(0, numel, 31):
-        bad = World(Case((numel, 40)))
-        bad.g[0][element] = np.nan
-        bad.run("scan")
-        assert int(bad.flags) == 1, element
+    for numel in (1000, 256, 320):
+        world = World(Case((numel, 40)))
+        world.run("scan")
+        world.check_sums(world.squares, world.plan.flatten(world.scaled_g) ** 2)
+        for element in range(0, numel, 31):
+            bad = World(Case((numel, 40)))
+            bad.g[0][element] = np.nan
+            bad.run("scan")
+            assert int(bad.flags) == 1, element
 
 
 @ON_BACKENDS
@@ -72,16 +71,6 @@ def test_warmup_agrees_with_the_oracle(case):
     world.check_sums(world.sums, world.plan.flatten(v))
 
 
-@pytest.mark.parametrize("bias_correction", [True, False])
-def test_warmup_carries_its_state_over_steps_each_with_its_bias_correction(bias_correction):
-    world = World(Case((100, 7), groups=2, missing=(1,)))
-    x, m, v = world.x, world.m, world.v
-    for step in (1, 2, 1000):
-        world.run("adam_warmup", hyper=world.hyper(step, bias_correction))
-        x, m, v = oracle.adamw_step(x, world.scaled_g, m, v, world.hypers, step, bias_correction)
-    assert_all_close(world.moved(), x, 3 * ELEMENTWISE, 1)
-
-
 @GRID
 @pytest.mark.parametrize("each", ["adam_update", "lamb_update"])
 def test_update_agrees_with_the_oracle(each, case):
@@ -89,8 +78,7 @@ def test_update_agrees_with_the_oracle(each, case):
     world.run(each)
     factors = world.coefficient64 if each == "lamb_update" else np.ones(len(world.x))
     hypers = [oracle.Hyper(h.lr * c, weight_decay=h.weight_decay) for h, c in zip(world.hypers, factors, strict=True)]
-    m = world.plan.unflatten(values_of(world.replies, world.plan))
-    world.check_parameters(oracle.onebit_adam_update(world.x, m, world.d64, hypers))
+    world.check_parameters(oracle.onebit_adam_update(world.x, world.replied(), world.d64, hypers))
     for got, start, d in zip(world.moved(), world.x, world.d64, strict=True):  # weight decay does not move it either
         assert (got[d == 0] == start[d == 0]).all()
 

@@ -108,7 +108,7 @@ def test_average_agrees_with_the_oracle(case, bits, masked):
 @GRID
 def test_decode_writes_each_sign_times_its_scale_and_nothing_else(case):
     world = World(case)
-    values = world.plan.unflatten(values_of(world.replies, world.plan))
+    values = world.replied()
     for chunk in world.chunks():
         before = world.plan.flatten([numpy(t) for t in world.params.tensors])
         world.run("decode", chunk.index)
@@ -198,8 +198,7 @@ def test_a_flagged_message_decodes_to_nan_and_a_tensor_that_is_none_is_passed_ov
     world.passes.decode(world.layout.all(), world.replies, out)
     assert np.isnan(numpy(world.params.tensors[0])).all()
     assert torch.equal(world.params.tensors[1], kept)
-    last = world.plan.unflatten(values_of(world.replies, world.plan))[2]
-    assert_close(numpy(world.params.tensors[2]), last, ELEMENTWISE + world.half_place, 1)
+    assert_close(numpy(world.params.tensors[2]), world.replied()[2], ELEMENTWISE + world.half_place, 1)
     assert_guards(world.params)
 
 

@@ -8,7 +8,6 @@ from tests import oracle
 from tests.kernels.cases import ELEMENTWISE, F32, GRID, MASKED, ON_BACKENDS, Case
 from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy, rounded
 from tests.kernels.world import World
-from tests.wire import values_of
 
 SUMMED = 1e-5  # a norm over a parameter, and what is divided by it
 RATIOS = pytest.mark.parametrize("ratio", ["variance", "denominator"])
@@ -48,16 +47,13 @@ def test_coefficients_lie_on_both_limits_and_between_and_are_one_where_a_norm_is
 
 def expected_statistics(world: World, ratio: str, v: oracle.Arrays, r: np.ndarray) -> tuple[oracle.Arrays, np.ndarray]:
     """What the pass can compute: v_T from the fp32 d; live where d is not 0 and the mask has a bit."""
-    parts = zip(world.d64, world.hypers, world.plan.unflatten(world.live), world.gamma, strict=True)
-    frozen = [
-        np.where(live & (d > 0), np.maximum(1 / (np.where(d > 0, d, 1) * gamma) - h.eps, 0) ** 2, 0.0)
-        for d, h, live, gamma in parts
-    ]
+    frozen = []
+    for d, h, live, gamma in zip(world.d64, world.hypers, world.plan.unflatten(world.live), world.gamma, strict=True):
+        v_d = np.maximum(1 / (np.where(d > 0, d, 1) * gamma) - h.eps, 0) ** 2
+        frozen.append(np.where(live & (d > 0), v_d, 0.0))
     frozen = oracle.LambFrozen(world.d64, frozen, numpy(world.state.average), np.ones(len(v)))
-    scaled, previous = world.plan.unflatten(values_of(world.replies, world.plan)), world.m
-    if isinstance(world.momentum, Messages):
-        previous = world.plan.unflatten(values_of(world.momentum, world.plan))
-    m, previous = ([m / gamma for m, gamma in zip(of, world.gamma, strict=True)] for of in (scaled, previous))
+    previous = world.replied(world.momentum) if isinstance(world.momentum, Messages) else world.m
+    m, previous = ([m / gamma for m, gamma in zip(of, world.gamma, strict=True)] for of in (world.replied(), previous))
     _, v, r = oracle.onebit_lamb_update(world.x, m, previous, v, r, frozen, world.hypers, ratio)
     return v, r
 

@@ -77,20 +77,13 @@ def local_momentum(g: Gradients, m: Arrays, hypers: Sequence[Hyper]) -> Arrays:
 
 
 def averaged_momentum(
-    grads: Sequence[Gradients],
-    m: Arrays,
-    hypers: Sequence[Hyper],
-    all_reduce: SimulatedAllReduce,
+    grads: Sequence[Gradients], m: Arrays, hypers: Sequence[Hyper], all_reduce: SimulatedAllReduce,
     gamma: np.ndarray | None = None,
-) -> Arrays:
+) -> Arrays:  # fmt: skip
     """m of the next step; each rank's y times gamma before the all-reduce, and m divided by it after."""
-    gamma = np.ones(len(m)) if gamma is None else gamma
-    layout = all_reduce.layout
-    ys = []
-    for g in grads:
-        y = local_momentum(g, m, hypers)
-        ys.append(layout.flatten([gamma_p * y_p for gamma_p, y_p in zip(gamma, y, strict=True)]))
-    new = layout.unflatten(all_reduce(ys))
+    gamma, layout = np.ones(len(m)) if gamma is None else gamma, all_reduce.layout
+    ys = [[gamma_p * y_p for gamma_p, y_p in zip(gamma, local_momentum(g, m, hypers), strict=True)] for g in grads]
+    new = layout.unflatten(all_reduce([layout.flatten(y) for y in ys]))
     return [(m_p / gamma_p).reshape(old.shape) for m_p, gamma_p, old in zip(new, gamma, m, strict=True)]
 
 

@@ -173,11 +173,10 @@ class ZeroOne:
 
     def dense(self, grads: Sequence[Gradients]) -> None:
         """A step of AdamW on the mean gradient. The last one sets the floors and folds m."""
-        t = self.step + 1
-        g = mean_gradient(grads, self.x)
-        self.x, self.m, self.v = adamw_step(self.x, g, self.m, self.v, self.hypers, t, self.bias_correction)
-        self.step = t
-        if t == dense_start(self.kappa, self.var_freeze_step):
+        self.step += 1
+        g, state = mean_gradient(grads, self.x), (self.m, self.v, self.hypers, self.step, self.bias_correction)
+        self.x, self.m, self.v = adamw_step(self.x, g, *state)
+        if self.step == dense_start(self.kappa, self.var_freeze_step):
             self.renew_floors()
             self.fold()
 
@@ -186,31 +185,22 @@ class ZeroOne:
 
         u is that of the new v, with the floors of the full step before. Afterwards they are set anew and m is folded.
         """
-        t = self.step + 1
-        ms, vs = [], []
-        parts = zip(mean_gradient(grads, self.x), self.m, self.v, self.live, self.hypers, strict=True)
-        for g_p, m_p, v_p, live_p, h in parts:
-            b, _ = weight_at(t, h.beta2, self.kappa, self.var_freeze_step)
-            ms.append(h.beta1 * np.where(live_p, m_p, 0.0) + (1 - h.beta1) * g_p)
-            vs.append(b * v_p + (1 - b) * g_p**2)
-        self.m, self.v, self.step = ms, vs, t
-        self._move()
+        self.step += 1
+        g, m = mean_gradient(grads, self.x), _where(self.live, self.m)
+        b = [weight_at(self.step, h.beta2, self.kappa, self.var_freeze_step)[0] for h in self.hypers]
+        self.m = local_momentum(g, m, self.hypers)
+        self.v = [b_p * v_p + (1 - b_p) * g_p**2 for b_p, v_p, g_p in zip(b, self.v, g, strict=True)]
+        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
         self.renew_floors()
         self.fold()
 
     def one_bit(self, grads: Sequence[Gradients]) -> None:
-        """m = compressed_all_reduce(b1 m + (1 - b1) g_i), v unchanged.
-
-        A coordinate that is not live takes no part: c is 0 there, in no scale, and leaves no residual and no m. (The
-        codec decodes a sign there as everywhere. What comes of it is taken away again, and enters nothing else.)
-        """
-        live = self.live
+        """m = compressed_all_reduce(b1 m + (1 - b1) g_i), v unchanged. What is not live takes no part: c is 0 there, in
+        no scale, and leaves no residual and no m."""
         self._set_counted()
-        fresh = [_where(live, [gradient(*each) for each in zip(g, self.x, strict=True)]) for g in grads]
-        m = averaged_momentum(fresh, _where(live, self.m), self.hypers, self.all_reduce)
-        self.m = _where(live, m)
+        self.m = averaged_momentum(grads, self.m, self.hypers, self.all_reduce)
         self.step += 1
-        self._move()
+        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
 
     def local(self, grads: Sequence[Gradients]) -> None:
         """m_i = b1 m_i + (1 - b1) g_i, x_i moves by it, e_i = e_i + w m_i, on every rank whose gradients are finite."""
@@ -288,9 +278,6 @@ class ZeroOne:
         self.own_x = [[x_p.copy() for x_p in self.x] for _ in self.all_reduce.worker]
         self.own_m = [[m_p.copy() for m_p in self.m] for _ in self.all_reduce.worker]
         self.weight_sum, self.decay, self.since_sync = [0.0] * len(self.x), [1.0] * len(self.x), 0
-
-    def _move(self) -> None:
-        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
 
     def _roots(self) -> Arrays:
         return roots(self.v, self.weights(), self.floors, self.bias_correction)
