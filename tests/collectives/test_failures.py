@@ -16,8 +16,7 @@ from onebit.collectives.transport.protocol import Done, LocalTransport
 from onebit.kernels.data.wire import MessageError
 from tests.collectives import steps
 from tests.collectives.steps import Case
-from tests.collectives.work import Watched, error_of
-from tests.onebit.runs import nodes_of
+from tests.collectives.work import Watched, error_of, ranks_of
 from tests.ranks import group, run_ranks, run_ranks_once
 
 TIMEOUT = {"dies": 60.0, "stays away": 4.0}  # of the group: a death is seen at once, an absence only then
@@ -83,10 +82,10 @@ OTHERS = [
 FACTS = {fact for *_, fact, _, _ in OTHERS}
 
 
-def disagree(rank, size, cases, each=1):
+def disagree(rank, size, cases):
     """Ranks in `cases` want something else than the rest (-1): each rank's error, and whether its tensors were left
     alone. The group still works afterwards."""
-    case, ranks = cases.get(rank, cases[-1]), nodes_of(group(), each) if each > 1 else group()
+    case, ranks = cases.get(rank, cases[-1]), ranks_of(cases[-1], size)
     tensors, errors = case.inputs(rank, 0), []
     kept = [t.clone() for t in tensors]
     with error_of(errors):
@@ -96,14 +95,14 @@ def disagree(rank, size, cases, each=1):
     return "".join(errors), all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
 
 
-def disagree_in_everything(rank, size, who, each):
-    return [disagree(rank, size, {-1: usual, who: other}, each) for usual, other, *_ in OTHERS]
+def disagree_in_everything(rank, size, who, nodes):
+    return [disagree(rank, size, {-1: replace(usual, nodes=nodes), who: other}) for usual, other, *_ in OTHERS]
 
 
-@pytest.mark.parametrize("size, who, each", [(3, 0, 1), (3, 2, 1), (4, 0, 2)])
-def test_a_rank_that_means_something_else_is_named_on_every_rank(size, who, each):
+@pytest.mark.parametrize("size, who, nodes", [(3, 0, 0), (3, 2, 0), (4, 0, 2)])
+def test_a_rank_that_means_something_else_is_named_on_every_rank(size, who, nodes):
     others = sorted({*range(size)} - {who})
-    for answers in run_ranks(size, disagree_in_everything, who, each):
+    for answers in run_ranks(size, disagree_in_everything, who, nodes):
         for (error, untouched), (*_, fact, theirs, usual) in zip(answers, OTHERS, strict=True):
             assert error.startswith("ValueError: the ranks do not agree: "), error
             pattern = rf"rank {who} has {fact} {theirs!r} where rank {others[0]} has {usual!r}[;.]"

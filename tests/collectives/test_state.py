@@ -8,16 +8,20 @@ import torch
 
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.two_phases import TwoPhases
+from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.ranks import group, run_ranks
 
-RESUMED = [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
+ONE_LEVEL = [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
+TWO_LEVELS = [Case((300, 63), chunks=2, reply=reply, nodes=2) for reply in (1, 2, "direct")]
 
 
-@pytest.mark.parametrize("auto", [False, True])
-def test_a_loaded_state_goes_on_bit_for_bit(auto):
-    for runs in run_ranks(3, work.resumed, RESUMED, 3, auto):
+@pytest.mark.parametrize("size, cases, auto", [(3, ONE_LEVEL, False), (3, ONE_LEVEL, True), (4, TWO_LEVELS, False)])
+def test_a_loaded_state_goes_on_bit_for_bit(size, cases, auto):
+    for runs in run_ranks(size, work.resumed, cases, 3, auto):
         for whole, rest in runs:
             assert b"".join(a.tobytes() for arrays in whole.results[3:] for a in arrays) == rest.result_bytes
             assert all(map(steps.same_state, whole.states[3:], rest.states))
@@ -94,3 +98,11 @@ def test_a_state_brings_its_number_of_chunks():
     assert other.prepare().layout.chunks == 1
     other.load_state_dict(saved.state_dict())
     assert other.chunks == 3
+
+
+def test_an_exchange_copies_all_of_a_state_or_nothing():
+    exchange = TwoPhases(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
+    state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
+    with pytest.raises(ValueError, match="server_residual"):
+        exchange.load_state_dict(state | {"server_residual": torch.ones(5)})
+    assert not any(value.any() for value in exchange.state_dict().values())

@@ -45,21 +45,9 @@ def test_nodes_are_ranks_to_the_network(nodes, each):
         steps.check(case, list(ranks))
 
 
-def goes_on(rank, case):
-    """What was saved after 3 steps ends where a run without a stop does."""
-    whole, first, second = (case.all_reduce(nodes_of(group(), 2)) for _ in range(3))
-    expected = steps.record(case, rank, None, all_reduce=whole)
-    steps.record(replace(case, steps=3), rank, None, all_reduce=first)
-    second.load_state_dict(first.state_dict())
-    rest = steps.record(case, rank, None, first=3, all_reduce=second)
-    return steps.same_state(expected.states[-1], rest.states[-1])
-
-
 def on_two_nodes(rank, size):
     ranks = transport_for(group())
-    node, other = nodes_of(group(), 2), ranks.split(rank % 2)
-    found = {"resumed": [goes_on(rank, Case((300, 63), chunks=2, reply=reply)) for reply in (1, 2, "direct")]}
-
+    node, other, found = nodes_of(group(), 2), ranks.split(rank % 2), {}
     average, x = CompressedAllReduce(300, chunks=2, process_group=node), torch.randn(300)
     average(torch.randn(300))
     before = steps.state_of(average)
@@ -88,7 +76,6 @@ def on_two_nodes(rank, size):
 
 def test_what_two_nodes_of_two_ranks_do():
     on_nodes = run_ranks(4, on_two_nodes)
-    assert [found["resumed"] for found in on_nodes] == [[True] * 3] * 4
     assert [found["bad value"] for found in on_nodes] == [(True, True)] * 4  # NaN on all, residuals as they were
     # With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks.
     two, one = (sum(found["sent"][i][0] for found in on_nodes[:2]) for i in (0, 1))

@@ -23,7 +23,13 @@ from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels.data.pointers import Pointers
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
+from tests.onebit.runs import nodes_of
 from tests.ranks import group
+
+
+def ranks_of(case: Case, size: int) -> Any:
+    """The group of the ranks that work, as nodes where the case has some."""
+    return nodes_of(group(), size // case.nodes) if case.nodes else group()
 
 
 def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
@@ -49,15 +55,16 @@ def resumed(rank: int, size: int, cases: list[Case], stop: int, auto: bool) -> l
     """Runs without a stop, and the part after `stop` of those that were saved, loaded and continued."""
     found = []
     for case in cases:
-        whole = steps.record(case, rank, group())
-        saved, first = case.all_reduce(group()), replace(case, steps=stop)
-        steps.record(first, rank, group(), all_reduce=saved)
+        ranks = ranks_of(case, size)
+        whole = steps.record(case, rank, ranks)
+        saved, first = case.all_reduce(ranks), replace(case, steps=stop)
+        steps.record(first, rank, ranks, all_reduce=saved)
         file = io.BytesIO()
         torch.save(saved.state_dict(), file)
         file.seek(0)
-        loaded = (replace(case, chunks="auto") if auto else case).all_reduce(group())
+        loaded = (replace(case, chunks="auto") if auto else case).all_reduce(ranks)
         loaded.load_state_dict(torch.load(file, weights_only=True))
-        found.append((whole, steps.record(case, rank, group(), first=stop, all_reduce=loaded)))
+        found.append((whole, steps.record(case, rank, ranks, first=stop, all_reduce=loaded)))
     return found
 
 

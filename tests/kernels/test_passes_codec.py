@@ -255,17 +255,12 @@ class Compressor(World):
         super().__init__(Case((numel,), block_size, scale=scale, norm=norm, momentum="none"), name)
         self.e, self.scales64 = [np.zeros(numel)], np.zeros(1)
 
-    def __call__(self, values: np.ndarray, live: torch.Tensor | None = None) -> Messages:
-        grads, hyper, out = self.pointers([values], F32, "gradient"), hyper_table([Hyper()], self.device), self.fresh(1)
-        live = None if live is None else live.to(self.device)
-        self.run("compress", grads=grads, hyper=hyper, out=out, live=live)
-        return out
-
-    def left(self) -> np.ndarray:
-        return self.residuals[0].value.cpu().numpy()[: self.case.numels[0]]
-
-    def decoded(self, out: Messages) -> np.ndarray:
-        return contents(out, 0, self.plan.lengths).values[: self.case.numels[0]]
+    def __call__(self, values: np.ndarray, live: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """What was sent, decoded, and what was left out."""
+        grads, hyper = self.pointers([values], F32, "gradient"), hyper_table([Hyper()], self.device)
+        self.run("compress", grads=grads, hyper=hyper, live=None if live is None else live.to(self.device))
+        left = self.residuals[0].value.cpu().numpy()[: len(values)]
+        return contents(self.sent, 0, self.plan.lengths).values[: len(values)].astype(np.float32), left
 
 
 @ON_BACKENDS
@@ -273,13 +268,13 @@ class Compressor(World):
 @settings(max_examples=20)
 def test_the_residual_is_c_minus_what_was_sent_in_one_fp32_subtraction(name, values):
     """With a tensor scale one step later."""
-    compress, tensor = Compressor(name, len(values)), Compressor(name, len(values), "tensor")
-    out = compress(values)
-    assert np.array_equal(compress.left(), values - compress.decoded(out).astype(np.float32))
-    out = tensor(values)
-    assert np.array_equal(tensor.left(), values)
-    tensor(np.zeros_like(values))
-    assert np.array_equal(tensor.left(), values - tensor.decoded(out).astype(np.float32))
+    sent, left = Compressor(name, len(values))(values)
+    assert np.array_equal(left, values - sent)
+    tensor = Compressor(name, len(values), "tensor")
+    sent, left = tensor(values)
+    assert np.array_equal(left, values)
+    _, left = tensor(np.zeros_like(values))
+    assert np.array_equal(left, values - sent)
 
 
 @ON_BACKENDS
@@ -288,14 +283,12 @@ def test_an_unbiased_scale_is_bounded_where_few_elements_are_not_zero(name):
     values = np.zeros(64, np.float32)
     values[[5, 50]] = 3.0, 100.0
     live = torch.from_numpy(np.packbits(np.arange(64) < 48, bitorder="little"))
-    for mask, second in ((None, 2 * 100 / np.sqrt(32)), (live, 0.0)):
+    for extra, mask, second in ((0, None, 2 * 100 / np.sqrt(32)), (0, live, 0.0), (3, live, 2 * 3 / np.sqrt(16))):
+        values[33] = extra
         compress = Compressor(name, 64, norm="unbiased")
-        scales = compress(values, mask).scales(0, compress.layout.all()).tolist()
+        assert np.isfinite(compress(values, mask)).all()
+        scales = compress.sent.scales(0, compress.layout.all()).tolist()
         assert scales == [pytest.approx(2 * 3 / np.sqrt(32)), pytest.approx(second)]
-        assert np.isfinite(compress.left()).all()
-    values[33] = 3.0
-    compress = Compressor(name, 64, norm="unbiased")
-    assert compress(values, live).scales(0, compress.layout.all()).tolist()[1] == pytest.approx(2 * 3 / np.sqrt(16))
 
 
 def test_the_signs_that_are_turned_look_random():
@@ -315,7 +308,6 @@ def test_few_large_elements_make_no_noise_in_all_others(name):
     numel, source, share = 5120, np.random.default_rng(0), {}
     values = (source.normal(size=numel) * np.where(source.random(numel) < 0.02, 30.0, 1.0)).astype(np.float32)
     for norm in ("rotated", "unbiased"):
-        compress = Compressor(name, numel, norm=norm, block_size=2048)
-        compress(values)
-        share[norm] = (compress.left().astype(np.float64) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
+        _, left = Compressor(name, numel, norm=norm, block_size=2048)(values)
+        share[norm] = (left.astype(np.float64) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
     assert 0.5 < share["rotated"] < 0.65 < 2 < share["unbiased"]

@@ -36,18 +36,17 @@ def test_a_message_is_header_then_scales_then_bits_each_on_16_bytes_and_views_li
     assert form.nbytes == max(form.bits_offset(s.count) + aligned(s.elements // 8) for s in shards)
     for row, shard in enumerate(shards):
         scales = shard.count if form.scale == "block" else 1
-        views = [
+        for view, dtype, count, offset in (
             (messages.header[row], torch.int32, 4, 0),
             (messages.flags[row : row + 1], torch.int32, 1, 4),
             (messages.scales(row, shard), torch.float32, scales, 16),
             (messages.bits(row, shard), torch.uint8, shard.elements // 8, 16 + aligned(4 * scales)),
-        ]
-        for view, dtype, count, offset in views:
+        ):
             assert (view.dtype, view.numel()) == (dtype, count)
             assert view.data_ptr() == messages.buffer.data_ptr() + row * form.nbytes + offset
 
 
-def sent(form: Format, blocks: int, bits: np.ndarray, scales: np.ndarray, flags: int) -> bytes:
+def sent(form: Format, bits: np.ndarray, scales: np.ndarray, flags: int) -> bytes:
     """A message by hand: struct and numpy only."""
     most = max(shard.count for shard in form.layout.all().shards())
     header = struct.pack("<4I", 0x01424231, flags, form.fingerprint, most)
@@ -66,12 +65,11 @@ def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
         bits = rng.integers(0, 2, sum(lengths)).astype(bool)
         count = len(lengths) if form.scale == "block" else 1
         scales = (2.0 ** rng.integers(-9, 2, count) if form.rotated else rng.uniform(0, 2, count)).astype(np.float32)
-        rows.append(sent(form, len(lengths), bits, scales, flags=i % 2))
-        of_blocks = np.resize(scales, len(lengths))
-        values = np.where(bits, 1, -1) * np.repeat(of_blocks, lengths)
+        rows.append(sent(form, bits, scales, flags=i % 2))
+        values = np.where(bits, 1, -1) * np.repeat(np.resize(scales, len(lengths)), lengths)
         wanted.append(oracle.rotated_back(values, lengths) if form.rotated else values)
         all_bits.append(bits)
-        all_scales += of_blocks.tolist()
+        all_scales += np.resize(scales, len(lengths)).tolist()
     messages = form.empty(len(rows))
     messages.buffer.copy_(torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1).copy()))
     assert messages.header[0].tolist() == list(form.header)
@@ -131,11 +129,11 @@ def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ra
     assert form.nbytes <= bits / 8 / ranks + 40 + (0 if ranks == 1 else 260)
 
 
-@pytest.mark.parametrize("norm, of_means", [("l1", "l1"), ("l2", "l2"), ("unbiased", "l2"), ("rotated", "l2")])
-def test_means_that_are_compressed_once_more_have_no_unbiased_scales(norm, of_means):
-    form = Format(Layout([100, 7], block_size=32), norm=norm)
-    assert form.of_means(1) == Format(form.layout, norm=of_means) and form.of_means(1).nbytes == form.nbytes
-    assert form.of_means(2) == form.with_bits(2)
+def test_means_that_are_compressed_once_more_have_no_unbiased_scales():
+    for norm, of_means in (("l1", "l1"), ("l2", "l2"), ("unbiased", "l2"), ("rotated", "l2")):
+        form = Format(Layout([100, 7], block_size=32), norm=norm)
+        assert form.of_means(1) == Format(form.layout, norm=of_means) and form.of_means(1).nbytes == form.nbytes
+        assert form.of_means(2) == form.with_bits(2)
 
 
 def test_a_header_with_a_bit_flipped_is_no_message_of_this_exchange():
