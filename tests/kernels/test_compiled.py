@@ -130,9 +130,7 @@ def test_a_damaged_file_is_compiled_anew_and_a_whole_one_is_read(filled, scan):
     assert filled.stat().st_mtime_ns == before
 
 
-def test_machine_code_of_replaced_modules_or_in_a_folder_that_others_can_write_is_neither_read_nor_kept(
-    filled, scan, monkeypatch
-):
+def test_machine_code_of_replaced_modules_or_in_a_folder_of_others_is_neither_read_nor_kept(filled, scan, monkeypatch):
     """After an upgrade while it runs a process compiles what is neither in the new files nor in the cache."""
     before = filled.read_bytes()
     with monkeypatch.context() as patch:

@@ -81,8 +81,7 @@ def test_a_local_step_agrees_with_float64(case):
 
 @GRID
 def test_a_sync_agrees_with_float64(case):
-    """The anchor is x as it was stored; m is what decode gives times a factor, to the last bit, so that others can
-    compute it again."""
+    """The anchor is x as it was stored; m is what decode gives times a factor, to the last bit."""
     world = World(case, zeros=True)
     unread = frozen_bits(world.exp_avg_sq)
     values = [torch.full((n,), float("nan")) for n in case.numels]

@@ -122,8 +122,7 @@ def test_the_header_has_the_words_that_the_format_says_and_fingerprints_of_diffe
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=200), st.integers(1, 8))
 def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ranks):
-    """1.1 bits, and for each tensor 64, of which half are its last block's scale. Beside it a message has 40 bytes, and
-    no shard is longer than its part by more than a block."""
+    """1.1 bits, 64 for each tensor, 40 bytes a message, and no shard is longer than its part by more than a block."""
     form = Format(Layout(numels, ranks=ranks))
     bits = 1.1 * sum(numels) + 64 * max(ranks, len(numels))
     assert form.nbytes <= bits / 8 / ranks + 40 + (0 if ranks == 1 else 260)

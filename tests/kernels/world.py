@@ -1,8 +1,7 @@
-"""The numbers of a case, its tensors on a backend, and each pass on them.
+"""The numbers of a case, in float64 for the oracle, its tensors on a backend, and each pass on them.
 
-Inputs are made twice from the same numbers: float64 for the oracle, tensors for a backend. What a pass must not read
-would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters and gradients lie between
-guard elements.
+What a pass must not read would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters
+and gradients lie between guard elements.
 """
 
 from __future__ import annotations
@@ -49,11 +48,8 @@ class Chunk(NamedTuple):
 
 
 class Inputs:
-    """The numbers of one case: lists of float64 arrays, one a parameter, that the tensors can hold.
-
-    `masked`: some coordinates take no part, and messages hold gamma times the momentum. `zeros`: every fifth v is 0,
-    and every third gradient of those too. Every seventh d is 0.
-    """
+    """Lists of arrays, one a parameter, that tensors can hold. `masked`: some coordinates take no part, and messages
+    hold gamma times the momentum. `zeros`: every fifth v is 0, and every third gradient of those too."""
 
     def __init__(self, case: Case, name: str = "cpu", *, masked: bool = False, zeros: bool = False) -> None:
         self.case, self.name, self.device, self.masked = case, name, torch.device(device_of(name)), masked
@@ -331,8 +327,7 @@ class World(Inputs):
     def check_parameters(
         self, expected: oracle.Arrays, *, moves: int = 1, lrs: int = 0, sizes: oracle.Arrays | None = None
     ) -> None:
-        """x, and the master copy that x is rounded from, where there is one. Rounding is of x, so many times of what
-        it moves by, and so many times of lr."""
+        """x, and the master copy. Rounding is of x, and so many times of what it moves by and of lr."""
         pairs = zip(self.x, expected, self.hypers, strict=True)
         sizes = sizes or [np.abs(a) + moves * np.abs(b - a) + lrs * h.lr for a, b, h in pairs]
         assert_guards(self.params)

@@ -57,10 +57,8 @@ def adamw_step(
 def freeze(
     v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True, zero_variance: str = "floor"
 ) -> Arrays:
-    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the others, or d = 0 (zero_variance="hold").
-
-    A parameter without any variance has no mean to use: it gets d = 0 either way.
-    """
+    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the others, or d = 0 (zero_variance="hold") or where
+    no coordinate of the parameter has a variance."""
     ds = []
     for v_p, h in zip(v, hypers, strict=True):
         vhat = v_p / (1 - h.beta2**step) if bias_correction else v_p

@@ -106,7 +106,8 @@ MOST = 2.0  # times the root mean square of a block: an unbiased scale is not la
 @dataclass(frozen=True)
 class Message:
     """The compressed form of c: `scales` has one entry a block, or a single one (scale="tensor"); `lengths` are of what
-    each is for. With 2 bits `large` says which elements are, and a block has two entries, of those last."""
+    each is for. With 2 bits `large` says which elements are, and a block has two entries, of those last. Rotated, bits
+    are signs of z, each block's c rotated, of which padding is a part too."""
 
     c: np.ndarray
     bits: np.ndarray
@@ -114,6 +115,7 @@ class Message:
     valid: np.ndarray
     lengths: Sequence[int]
     large: np.ndarray | None = None
+    z: np.ndarray | None = None
 
     @property
     def scale(self) -> np.ndarray:
@@ -126,15 +128,23 @@ class Message:
     @property
     def decoded(self) -> np.ndarray:
         """scale * sigma(c), and 0 where nothing is valid."""
-        return np.where(self.valid, np.where(self.bits, self.scale, -self.scale), 0.0)
+        values = np.where(self.bits, self.scale, -self.scale)
+        return np.where(self.valid, values if self.z is None else rotated_back(values, self.lengths), 0.0)
 
     @property
     def error(self) -> np.ndarray:
         return np.where(self.valid, self.c - self.decoded, 0.0)
 
     def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """Valid elements whose sign rounding of size `tolerance` cannot turn."""
-        return self.valid & (np.abs(self.c) > tolerance)
+        """Valid elements whose sign rounding of size `tolerance` cannot turn; of a rotated block all or none, as
+        one that turns changes all that are mixed. Errors of elements are taken to be independent."""
+        if self.z is None:
+            return self.valid & (np.abs(self.c) > tolerance)
+        allowed, sure = np.broadcast_to(tolerance, self.c.shape), np.zeros(self.c.shape, bool)
+        for block in blocks(self.lengths):
+            most = np.sqrt((allowed[block] ** 2).sum())
+            sure[block] = (np.abs(self.z[block]) > most).all() or not self.z[block].any()
+        return self.valid & sure
 
     def unsure_blocks(self, tolerance: float | np.ndarray) -> np.ndarray:
         """Of every element, whether rounding of size `tolerance` can change which ones of its block are large."""
@@ -144,26 +154,6 @@ class Message:
             near = np.abs(size[block] - ABOVE * magnitude(size[block][self.valid[block]], "l1")) <= allowed[block]
             unsure[block] = (self.valid[block] & near).any()
         return unsure
-
-
-@dataclass(frozen=True)
-class RotatedMessage(Message):
-    """Bits are signs of z, each block's c rotated, of which padding is a part too."""
-
-    z: np.ndarray = field(kw_only=True)
-
-    @property
-    def decoded(self) -> np.ndarray:
-        return np.where(self.valid, rotated_back(np.where(self.bits, self.scale, -self.scale), self.lengths), 0.0)
-
-    def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """The valid elements of blocks in which rounding turns no sign: one that turns changes all that are mixed.
-        Errors of elements are taken to be independent."""
-        allowed, sure = np.broadcast_to(tolerance, self.c.shape), np.zeros(self.c.shape, bool)
-        for block in blocks(self.lengths):
-            most = np.sqrt((allowed[block] ** 2).sum())
-            sure[block] = (np.abs(self.z[block]) > most).all() or not self.z[block].any()
-        return self.valid & sure
 
 
 def blocks(lengths: Sequence[int]) -> list[slice]:
@@ -189,13 +179,7 @@ def magnitude(values: np.ndarray, norm: str) -> float:
 
 
 def compress(
-    c: np.ndarray,
-    valid: np.ndarray,
-    *,
-    lengths: Sequence[int],
-    scale: str = "block",
-    norm: str = "l1",
-    bits: int = 1,
+    c: np.ndarray, valid: np.ndarray, *, lengths: Sequence[int], scale: str = "block", norm: str = "l1", bits: int = 1
 ) -> Message:
     """One message, of blocks of these lengths; what is not valid counts for nothing. With 2 bits an element is large
     where |c| is above ABOVE times the mean size of its block."""
@@ -210,7 +194,7 @@ def compress(
     if norm == "rotated":
         z = np.concatenate([np.zeros(0), *(rotation(block.stop - block.start) @ c[block] for block in blocks(lengths))])
         found = [magnitude(z[block], "unbiased") / mixed(block.stop - block.start) for block in blocks(lengths)]
-        return RotatedMessage(c, sigma(z) > 0, np.array(found), valid, lengths, z=z)
+        return Message(c, sigma(z) > 0, np.array(found), valid, lengths, z=z)
     lengths = [c.size] if scale == "tensor" else lengths
     found = [magnitude(c[block][valid[block]], norm) for block in blocks(lengths)]
     return Message(c, sigma(c) > 0, np.array(found), valid, lengths)

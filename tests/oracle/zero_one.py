@@ -1,8 +1,5 @@
-"""0/1 Adam: dense steps at first, then 1-bit steps with full steps among them, ever further apart.
-
-After the last full step there may be local steps: every rank goes its own way, and the ranks meet in sync steps.
-Steps count from 1, and only those that are taken.
-"""
+"""0/1 Adam: dense steps at first, then 1-bit steps with full steps among them, ever further apart; after the last full
+step local steps, in which every rank goes its own way, and sync steps. Steps count from 1, and only those taken."""
 
 from __future__ import annotations
 
@@ -41,10 +38,8 @@ def sync_steps(last: int, var_freeze_step: int, scaler: int, clipper: int) -> li
 
 
 def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None = None) -> tuple[float, float]:
-    """b of the last full step up to `step`, and W, the sum of the weights of all g^2 in v, after it.
-
-    b = max(b2^gap, min(b2, 0.9)), W = b W + (1 - b) from 0. The gap is the way from the full step before, 1 at step 1.
-    """
+    """b of the last full step up to `step`, and W, the sum of the weights of all g^2 in v, after it: b = max(b2^gap,
+    min(b2, 0.9)), W = b W + (1 - b) from 0. The gap is the way from the full step before, 1 at step 1."""
     steps = full_steps(step, kappa, var_freeze_step)
     b, weight = beta2, 0.0
     for previous, t in zip([0, *steps], steps, strict=False):
@@ -182,9 +177,7 @@ class ZeroOne:
 
     def full(self, grads: Sequence[Gradients]) -> None:
         """m = b1 m + (1 - b1) g, v = b v + (1 - b) g^2, g the mean gradient; m of before is 0 where not live.
-
-        u is that of the new v, with the floors of the full step before. Afterwards they are set anew and m is folded.
-        """
+        u is of the new v with the floors of the full step before, which are then set anew, and m is folded."""
         self.step += 1
         g, m = mean_gradient(grads, self.x), _where(self.live, self.m)
         b = [weight_at(self.step, h.beta2, self.kappa, self.var_freeze_step)[0] for h in self.hypers]
@@ -228,9 +221,7 @@ class ZeroOne:
 
     def synchronize(self) -> None:
         """U = compressed_all_reduce(e_i), x = D x - U / (u + eps), m = U / W, on every rank; x and m are the anchor's.
-
-        What is not live does not move and has no m. Nothing happens where there was no local step since the last sync.
-        """
+        What is not live does not move and has no m. Nothing happens where there was no local step since the last."""
         if not self.since_sync:
             return
         self._set_counted()
