@@ -17,8 +17,7 @@ from tests.ranks import run_ranks
     (2, "block", "direct"), (3, "tensor", "direct"),
 ])  # fmt: skip
 def test_wire_bytes_are_what_the_transport_was_given(size, scale, reply):
-    """16 bytes of header, 4 a scale, 1 bit an element, rounded to 16; to every other rank, once a chunk and phase. Of a
-    reply with two bits each block has two scales."""
+    """16 bytes of header, 4 a scale (2 bits: two), 1 bit an element, rounded to 16; for each rank, chunk and phase."""
     case = Case((20_000, 2049), 2048, chunks=2, scale=scale, reply=reply)
     plan = case.plan(size)
     lengths = [plan.lengths_in(shard) for shard in plan.shards()]
@@ -42,8 +41,7 @@ def test_a_28th_of_the_bytes_of_a_ring_all_reduce_in_fp32(size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_pipeline_in_one_order_on_all_ranks(size):
-    """Chunk j + 1 is under way before anyone waits for chunk j; collectives start in the same order everywhere, and
-    replies are expected before they can come."""
+    """Chunk j + 1 is under way before anyone waits for chunk j, and replies are expected before they can come."""
     phases = ("gather phase (all-to-all", "scatter phase (all-gather", "exchange (all-gather")
     g, s, d = ([f"the {name} of chunk {j})" for j in range(3)] for name in phases)
     in_two_phases = [

@@ -100,7 +100,9 @@ def test_a_state_brings_its_number_of_chunks():
     assert other.chunks == 3
 
 
-def test_an_exchange_copies_all_of_a_state_or_nothing():
+def test_an_exchange_wants_a_layout_for_its_group_and_copies_all_of_a_state_or_nothing():
+    with pytest.raises(ValueError, match="cut for 2 ranks, the group has 1"):
+        TwoPhases(Layout([100], ranks=2), LocalTransport(), torch.device("cpu"))
     exchange = TwoPhases(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
     state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
     with pytest.raises(ValueError, match="server_residual"):

@@ -34,13 +34,9 @@ def test_groups_are_made_of_a_group_without_one_backend_of_its_own(backend, tmp_
     assert answers[0][1][4] == answers[1][1][4] != [1.0] * 70
 
 
-def test_a_tensor_that_no_backend_sends_is_an_error():
-    transport = work.bare_transport({"cuda": "nccl"})
+def test_a_tensor_that_no_backend_sends_and_what_is_no_group_are_refused():
     with pytest.raises(ValueError, match=r"sends cuda tensors, by nccl, and this one is on cpu: call init_process"):
-        transport.all_max(torch.zeros(1), PHASE)
-
-
-def test_something_else_is_refused():
+        work.bare_transport({"cuda": "nccl"}).all_max(torch.zeros(1), PHASE)
     for foreign in (3, "gloo", [0, 1]):
         says = rf"over a {type(foreign).__name__}: pass a torch.distributed process group"
         with pytest.raises(TypeError, match=says):
@@ -67,8 +63,7 @@ def test_collectives_of_one_process():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives_of_gloo(size):
-    """Three under way at once, waited for in another order; messages of any size: small ones are sent to all at once,
-    large ones from rank to rank, where a rank is a host in pairs; and two that were expected before others went."""
+    """Waited for in another order; small messages go to all at once, large ones in a ring or pairs; two expected."""
     sizes = [SMALL, SMALL + 1]
     ends = [[[(7 * rank + 250) % 256, n * rank % 256] for rank in range(size)] for n in sizes]
     for rank, (answer, gathered, expected) in enumerate(run_ranks(size, work.collectives, sizes)):

@@ -189,8 +189,7 @@ def collectives(rank: int, size: int, nbytes: list[int]) -> tuple[Any, ...]:
 
 
 def gathered(rank: int, size: int, nbytes: list[int]) -> list[list[list[int]]]:
-    """The first and the last byte of each rank's message of each size. Then where torchrun says that each rank is on a
-    host of its own."""
+    """The ends of each rank's message of each size. Then where torchrun says that each rank is on a host of its own."""
     found = []
     for variables in ({}, dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(size))):
         for n in nbytes:
