@@ -7,6 +7,7 @@ test makes them again on its side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +84,7 @@ class Recorded:
 
 def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
     """A copy of its state, of numbers and numpy arrays."""
-    state = all_reduce.state_dict()
-    return {k: v.cpu().numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()}
+    return {k: v.cpu().numpy().copy() if isinstance(v, Tensor) else v for k, v in all_reduce.state_dict().items()}
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -127,36 +127,32 @@ def node_mean(inputs: list[list[Tensor]]) -> list[Tensor]:
 def worker_residual(case: Case, ranks: int, *states: dict[str, Any]) -> np.ndarray:
     """e of one sender over the whole space, in float64, 0 in padding. A node's ranks hold its slices."""
     plan = case.plan(ranks)
-    whole = np.zeros(plan.size)
-    for i, state in enumerate(states):
-        _put(whole, plan, state, "residual", [plan.part(chunk, i, len(states)) for chunk in range(case.chunks)])
-    return whole
+    parts = [[plan.part(chunk, i, len(states)) for chunk in range(case.chunks)] for i in range(len(states))]
+    return _put_together(plan, "residual", states, parts)
 
 
 def server_residual(case: Case, ranks: int, states: list[dict[str, Any]]) -> np.ndarray:
     """E over the whole space, built from the shards of all ranks; 0 where there are no servers."""
     plan, senders = case.plan(ranks), case.senders(ranks)
-    states = [states[n * (ranks // senders) + g] for g in range(ranks // senders) for n in range(senders)]
-    whole = np.zeros(plan.size)
     if case.reply == "direct":
         assert not any("server_residual" in state for state in states)
-        return whole
-    for rank, state in enumerate(states):
-        _put(whole, plan, state, "server_residual", [plan.shard(chunk, rank) for chunk in range(case.chunks)])
-    return whole
+        return np.zeros(plan.size)
+    states = [states[n * (ranks // senders) + g] for g in range(ranks // senders) for n in range(senders)]
+    parts = [[plan.shard(chunk, rank) for chunk in range(case.chunks)] for rank in range(ranks)]
+    return _put_together(plan, "server_residual", states, parts)
 
 
-def _put(whole: np.ndarray, plan: oracle.Layout, state: dict[str, Any], name: str, parts: list[slice]) -> None:
-    """What a rank keeps of some parts, one after the other; 0 in padding. With a tensor scale there is one a shard."""
-    value = state[name].astype(np.float64)
-    if f"{name}_scale" in state:
-        own = [s for s in plan.shards() if any(part.start <= s.start < part.stop for part in parts)]
-        scale = np.repeat(state[f"{name}_scale"].astype(np.float64), [s.stop - s.start for s in own])
-        value = value - oracle.sigma(value) * scale
-    ends = np.cumsum([part.stop - part.start for part in parts])
-    assert len(value) == ends[-1]
-    for part, values in zip(parts, np.split(value, ends[:-1]), strict=True):
-        whole[part] = np.where(plan.valid[part], values, 0.0)
+def _put_together(plan: oracle.Layout, name: str, states: Sequence[Any], parts: list[list[slice]]) -> np.ndarray:
+    """What ranks keep of some parts each; 0 in padding. With a tensor scale there is one a shard."""
+    whole = np.zeros(plan.size)
+    for state, own in zip(states, parts, strict=True):
+        value = state[name].astype(np.float64)
+        if f"{name}_scale" in state:
+            shards = [s for s in plan.shards() if any(part.start <= s.start < part.stop for part in own)]
+            scale = np.repeat(state[f"{name}_scale"].astype(np.float64), [s.stop - s.start for s in shards])
+            value = value - oracle.sigma(value) * scale
+        whole[np.concatenate([np.arange(part.start, part.stop) for part in own])] = value
+    return np.where(plan.valid, whole, 0.0)
 
 
 def check(case: Case, recorded: list[Recorded]) -> None:

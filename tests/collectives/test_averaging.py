@@ -1,7 +1,5 @@
 """The uncompressed mean, and the comparison of parameters, over real ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
@@ -20,48 +17,48 @@ from tests.ranks import group, run_ranks
 
 SCALES = (4.0, 1024.0, 0.5)
 SHAPES = ((3, 5), (400,), (), (0,), (17, 2), (1,))
+NUMEL = 15 + 400 + 1 + 34 + 1
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def tensors(rank: int, dtype: str) -> list[Tensor]:
+def tensors(rank, dtype=F32):
     source = torch.Generator().manual_seed(rank)
-    return [torch.randn(shape, generator=source).to(getattr(torch, dtype)) for shape in SHAPES]
+    return [torch.randn(shape, generator=source).to(dtype) for shape in SHAPES]
 
 
 @dataclass(frozen=True)
 class Mean:
     """An average to take."""
 
-    dtype: str = "float32"
+    dtype: torch.dtype = F32
     bucket_bytes: int = 2**20
-    scales: tuple[float, ...] | None = None  # the ranks'
-    wire: str | None = None
+    scales: tuple[float, ...] = (1.0,) * 4  # the ranks'
+    wire: torch.dtype | None = None
 
 
-def averaged(rank: int, size: int, means: list[Mean]) -> list[tuple[list[np.ndarray], int]]:
+def averaged(rank, size, means):
     """Each, in the ranks' common scale, and the bytes that were to be added up."""
-    return [take(each, rank) for each in means]
+    found, transport = [], transport_for(group())
+    for mean in means:
+        scale = mean.scales[rank]
+        given = [t * scale for t in tensors(rank, mean.dtype)]
+        given[4] = given[4].t()  # not contiguous
+        factor = torch.tensor([1 / scale]) if mean.scales == SCALES else None
+        with patch.object(transport, "all_sum", wraps=transport.all_sum) as add:
+            average_(given, transport, factor, bucket_bytes=mean.bucket_bytes, wire_dtype=mean.wire)
+        sent = sum(call.args[0].nbytes for call in add.call_args_list)
+        found.append(([(t / scale).double().numpy() for t in given], sent))
+    return found
 
 
-def take(mean: Mean, rank: int) -> tuple[list[np.ndarray], int]:
-    scale = mean.scales[rank] if mean.scales else 1.0
-    given = [t * scale for t in tensors(rank, mean.dtype)]
-    factor = torch.tensor([1 / scale]) if mean.scales else None
-    given[4] = given[4].t()  # not contiguous
-    transport = transport_for(group())
-    wire = mean.wire and getattr(torch, mean.wire)
-    with patch.object(transport, "all_sum", wraps=transport.all_sum) as add:
-        average_(given, transport, factor, bucket_bytes=mean.bucket_bytes, wire_dtype=wire)
-    sent = sum(call.args[0].nbytes for call in add.call_args_list)
-    return [(t / scale).double().numpy() for t in given], sent
-
-
-def check(size: int, means: list[Mean]) -> list[int]:
+def check(size, means):
     """Every rank has each mean, the same. The bytes of each."""
     found = run_ranks(size, averaged, means)
     for mean, ranks in zip(means, zip(*found, strict=True), strict=True):
-        rounding = 1e-6 if mean.dtype == "float32" and mean.wire is None else 2e-2
-        for p in range(len(SHAPES)):
-            expected = np.mean([tensors(rank, mean.dtype)[p].double().numpy() for rank in range(size)], 0)
+        rounding = 1e-6 if mean.dtype == F32 and mean.wire is None else 2e-2
+        given = [[t.double().numpy() for t in tensors(rank, mean.dtype)] for rank in range(size)]
+        for p, of_ranks in enumerate(zip(*given, strict=True)):
+            expected = np.mean(of_ranks, 0)
             for values, _ in ranks:
                 close = {"rtol": rounding, "atol": rounding}
                 np.testing.assert_allclose(values[p], expected.T if p == 4 else expected, **close)
@@ -70,22 +67,19 @@ def check(size: int, means: list[Mean]) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_mean_over_ranks(size: int) -> None:
-    """In buckets of a tensor, of a few, and of all."""
-    check(size, [Mean(dtype, nbytes) for dtype in ("float32", "bfloat16") for nbytes in (1, 100, 2**20)])
+def test_the_mean_over_ranks(size):
+    """In buckets of a tensor, of a few, and of all; of ranks with scales of their own in their own."""
+    means = [Mean(dtype, nbytes) for dtype in (F32, BF16) for nbytes in (1, 100, 2**20)]
+    check(size, means + [Mean(bucket_bytes=100, scales=SCALES)] * (size == 3))
 
 
-def test_ranks_with_scales_of_their_own_get_the_mean_in_their_own() -> None:
-    check(3, [Mean(bucket_bytes=100, scales=SCALES)])
-
-
-@pytest.mark.parametrize(("dtype", "wire"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")])
-def test_a_narrower_dtype_travels_instead(dtype: str, wire: str) -> None:
+@pytest.mark.parametrize("dtype, wire, sizes", [
+    (F32, BF16, [4, 4, 2, 2]), (F32, F16, [4, 4, 2, 2]), (BF16, F16, [2, 4, 2, 4])
+])  # fmt: skip
+def test_a_narrower_dtype_travels_instead(dtype, wire, sizes):
     """Half the bytes, and the mean within its rounding; what is as narrow already travels as it is, scaled in fp32."""
-    numel = sum(t.numel() for t in tensors(0, dtype))
-    means = [Mean(dtype, scales=scales, wire=via) for via in (None, wire) for scales in (None, SCALES)]
-    sizes = [4, 4, 2, 2] if dtype == "float32" else [2, 4, 2, 4]
-    assert check(3, means) == [each * numel for each in sizes]
+    means = [Mean(dtype, scales=scales, wire=via) for via in (None, wire) for scales in (Mean.scales, SCALES)]
+    assert check(3, means) == [each * NUMEL for each in sizes]
 
 
 class Dividing(LocalTransport):
@@ -93,65 +87,57 @@ class Dividing(LocalTransport):
 
     size = 2
 
-    def __init__(self) -> None:
-        self.given: list[tuple[str, Tensor]] = []
+    def __init__(self):
+        self.given = []
 
-    def all_mean(self, values: Tensor, phase: str) -> Done:
+    def all_mean(self, values, phase):
         self.given.append(("mean", values.clone()))
         return Done()
 
-    def all_sum(self, values: Tensor, phase: str) -> Done:
+    def all_sum(self, values, phase):
         self.given.append(("sum", values.clone()))
         values.mul_(2)
         return Done()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire", "called"), [("float32", None, "mean"), ("float32", "bfloat16", "sum"), ("bfloat16", None, "sum")]
-)
-def test_what_a_collective_divides_is_not_divided_before(dtype: str, wire: str | None, called: str) -> None:
+@pytest.mark.parametrize("dtype, wire, called", [(F32, None, "mean"), (F32, BF16, "sum"), (BF16, None, "sum")])
+def test_what_a_collective_divides_is_not_divided_before(dtype, wire, called):
     """Only fp32: a 1 / ranks of 16 bits is not exact, and sums of halves could leave their range."""
     transport, given = Dividing(), tensors(0, dtype)
     before = [t.clone() for t in given]
-    average_(given, transport, bucket_bytes=100, wire_dtype=wire and getattr(torch, wire))
+    average_(given, transport, bucket_bytes=100, wire_dtype=wire)
     assert {kind for kind, _ in transport.given} == {called}
-    if wire is None:
-        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    assert wire is not None or all(map(torch.equal, given, before))
     sent = torch.cat([t.float() for _, t in transport.given])
     whole = torch.cat([t.reshape(-1) for t in before]).to(transport.given[0][1].dtype).float()
     assert torch.equal(sent, whole if called == "mean" else whole / 2)
 
 
-def test_tensors_of_two_dtypes_travel_apart() -> None:
+def test_tensors_of_two_dtypes_travel_apart_and_nccl_has_a_collective_for_means(monkeypatch):
     transport, given = Dividing(), [torch.ones(3), torch.ones(2).bfloat16(), torch.ones(4).bfloat16(), torch.ones(1)]
     average_(given, transport)
     assert [(kind, t.dtype, t.numel()) for kind, t in transport.given] == [
-        ("mean", torch.float32, 3), ("sum", torch.bfloat16, 6), ("mean", torch.float32, 1)
+        ("mean", F32, 3), ("sum", BF16, 6), ("mean", F32, 1)
     ]  # fmt: skip
-
-
-def test_nccl_has_a_collective_for_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    asked = []
     monkeypatch.setattr(dist, "all_reduce", lambda values, op, group, async_op: asked.append(op) or Done())
-    transport = bare_transport({"cpu": "nccl"})
-    work = transport.all_mean(torch.ones(3), "test")
-    assert work is not None and asked == [dist.ReduceOp.AVG]
-    transport.backends = {"cpu": "gloo"}
-    assert transport.all_mean(torch.ones(3), "test") is None and len(asked) == 1
+    assert bare_transport({"cpu": "nccl"}).all_mean(torch.ones(3), "test") is not None
+    assert bare_transport({"cpu": "gloo"}).all_mean(torch.ones(3), "test") is None
+    assert asked == [dist.ReduceOp.AVG]
 
 
-def small_and_scaled(rank: int, size: int) -> float:
+def small_and_scaled(rank, size):
     """A gradient whose true size float16 does not hold, as GradScaler has it."""
     given = torch.tensor([1e-8 * 2.0**16]).half()
-    average_([given], transport_for(group()), torch.tensor([2.0**-16]), wire_dtype=torch.float16)
+    average_([given], transport_for(group()), torch.tensor([2.0**-16]), wire_dtype=F16)
     return float(given)
 
 
-def test_what_has_16_bits_keeps_what_a_scale_has_saved() -> None:
+def test_what_has_16_bits_keeps_what_a_scale_has_saved():
     assert run_ranks(2, small_and_scaled) == [pytest.approx(1e-8 * 2.0**16, rel=1e-3)] * 2
 
 
-ODD: list[tuple[list[tuple[int, int, int]], str]] = [
+ODD = [  # where (rank, tensor, element) differ, and what is said
     ([], ""),
     ([(1, 4, 33)], "number 4 has other values on rank 1 than"),
     ([(0, 1, 0)], "number 1 has other values on rank 0 than"),
@@ -159,22 +145,19 @@ ODD: list[tuple[list[tuple[int, int, int]], str]] = [
 ]
 
 
-def compared(rank: int, size: int) -> list[str]:
-    """The errors of this rank where (rank, tensor, element) differ."""
+def compared(rank, size):
     errors = []
     for odd, _ in ODD:
-        given = tensors(7, "float32")
+        given, text = tensors(7), []
         for who, tensor, element in odd:
-            if who == rank:
-                given[tensor].view(-1)[element] += 1e-6
-        text: list[str] = []
+            given[tensor].view(-1)[element] += 1e-6 * (who == rank)
         with error_of(text):
             agree_on_values(transport_for(group()), given, lambda i: f"number {i}")
         errors.append("".join(text))
     return errors
 
 
-def test_a_difference_in_one_element_is_an_error_on_every_rank() -> None:
+def test_a_difference_in_one_element_is_an_error_on_every_rank():
     for texts in run_ranks(3, compared):
         for text, (odd, says) in zip(texts, ODD, strict=True):
             assert says in text and bool(text) == bool(odd)

@@ -1,15 +1,9 @@
-"""chunks="auto": measured once on the group, the same on all ranks, cached; foreign entries count for nothing.
-
-Before its first use nothing that one rank does alone waits for the others.
-"""
-
-from __future__ import annotations
+"""chunks="auto": measured once on the group and cached; before that nothing that one rank does waits for the others."""
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -24,18 +18,6 @@ from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.collectives.work import Watched
 from tests.ranks import group, run_ranks
-
-
-@contextmanager
-def cache_folder(folder: str) -> Iterator[None]:
-    """A rank's cache, as a process that has read nothing yet sees it."""
-    with patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folder}):
-        tuner.forget()
-        try:
-            yield
-        finally:
-            tuner.forget()
-
 
 RUNS = 3  # timed for each number of chunks
 SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # rank 0 alone would take 1, rank 1 take 4
@@ -52,11 +34,14 @@ def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, 
             return real(*args, **kwargs)
 
     few = patch.object(chunking, "MOST_ELEMENTS", small)
-    with cache_folder(folders[rank]), few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
+    own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
+    tuner.forget()
+    with own, few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
         for case in cases:
             transport, before = Watched(transport_for(group())), measured.call_count
             chunks = case.all_reduce(transport).prepare().layout.chunks
             made.append((chunks, measured.call_count - before, transport.events))
+    tuner.forget()
     return made
 
 
@@ -78,12 +63,11 @@ def folders(tmp_path):
 
 
 def entries(folder):
-    return json.loads(open(f"{folder}/kernels.json").read())["choices"]
+    return json.loads(Path(folder, "kernels.json").read_text())["choices"]
 
 
 def write(folder, key, choice):
-    with open(f"{folder}/kernels.json", "w") as file:
-        json.dump({"onebit": 1, "choices": {key: choice}}, file)
+    Path(folder, "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: choice}}))
 
 
 KEY = f"gloo, {SIZE} ranks, one host, cpu, 2^{(12_288).bit_length()} elements, chunks"
@@ -105,26 +89,20 @@ def test_candidates_have_a_chunk_worth_its_latency():
     assert candidates(10**12, 64, 2048) == list(CANDIDATES)
 
 
-def test_of_equally_fast_ones_the_fewest_chunks(folders):
-    ((chunks, *_),) = agreed(run_ranks(SIZE, choices, [CASE], folders, [[3.0, 2.0, 2.0, 2.0]] * SIZE))
-    assert chunks == 2
-
-
-def test_measured_once_and_cached(folders):
+def test_measured_once_and_cached_for_a_size_and_for_one_host_or_several(folders):
     """By rank 0 for all: other ranks may have caches of their own, or none. Later processes read it."""
-    similar = replace(CASE, numels=(12_000, 500), scale="tensor")
+    similar, larger = replace(CASE, numels=(12_000, 500), scale="tensor"), replace(CASE, numels=(40_000,))
     first, *later = agreed(run_ranks(SIZE, choices, [CASE, CASE, similar], folders))
     assert first[:2] == (BEST, 1)
     assert entries(folders[0]) == {KEY: {"chunks": BEST}}
     for choice in [*later, *agreed(run_ranks(SIZE, choices, [similar, CASE], folders))]:
         assert choice == (BEST, 0, [*COMPARED, ASKING, AGREEING])
-
-
-def test_another_size_is_measured_anew(folders):
-    larger = replace(CASE, numels=(40_000,))
-    first, second = agreed(run_ranks(SIZE, choices, [CASE, larger], folders))
-    assert first[1] == second[1] == 1
-    assert len(entries(folders[0])) == 2
+    of_hosts = [agreed(run_ranks(SIZE, choices_on_hosts, folders)) for _ in range(2)]
+    assert [[measured for _, measured, _ in found] for found in of_hosts] == [[1], [0]]
+    assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
+    alike = [[3.0, 2.0, 2.0, 2.0]] * SIZE  # of equally fast ones the fewest chunks
+    assert agreed(run_ranks(SIZE, choices, [larger], folders, alike))[0][:2] == (2, 1)
+    assert len(entries(folders[0])) == 3
 
 
 def choices_on_hosts(rank, size, folders):
@@ -133,30 +111,17 @@ def choices_on_hosts(rank, size, folders):
         return choices(rank, size, [CASE], folders)
 
 
-def test_a_trial_on_one_host_says_nothing_of_several(folders):
-    """Where messages pass a network it is measured anew, and both are kept."""
-    first = agreed(run_ranks(SIZE, choices, [CASE], folders))
-    again, later = (agreed(run_ranks(SIZE, choices_on_hosts, folders)) for _ in range(2))
-    assert [[measured for _, measured, _ in found] for found in (first, again, later)] == [[1], [1], [0]]
-    assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
+FOREIGN = [{"rows": 4}, *({"chunks": each} for each in (3, 16, 0, -1, "4", None, [4]))]
 
 
-@pytest.mark.parametrize(("own", "chunks", "measured"), [({"chunks": 4}, 4, 0), (None, BEST, 1)])
-def test_the_cache_of_rank_0_counts_for_all_and_no_other(folders, own, chunks, measured):
-    if own:
-        write(folders[0], KEY, own)
+def test_the_cache_of_rank_0_counts_for_all_and_no_other_and_a_foreign_value_is_measured_over(folders):
     write(folders[1], KEY, {"chunks": 8})
-    (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders))
-    assert choice[:2] == (chunks, measured)
-
-
-def test_a_foreign_value_is_measured_over(folders):
-    foreign = [{"rows": 4}, *({"chunks": each} for each in (3, 16, 0, -1, "4", None, [4]))]
-    for each in foreign:
-        write(folders[0], KEY, each)
+    for own, found in ((None, (BEST, 1)), ({"chunks": 4}, (4, 0)), *((each, (BEST, 1)) for each in FOREIGN)):
+        if own:
+            write(folders[0], KEY, own)
         (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders))
-        assert choice[:2] == (BEST, 1), each
-        assert entries(folders[0])[KEY] == {"chunks": BEST}
+        assert choice[:2] == found, own
+        assert entries(folders[0])[KEY] == {"chunks": found[0]}
 
 
 @pytest.mark.parametrize("size, numel, small", [(1, 12_288, 0), (SIZE, 3_071, 0), (SIZE, 12_288, 12_288)])
@@ -211,33 +176,10 @@ def resumed_unused(rank, size):
     return found
 
 
-def test_an_unused_state_starts_anew():
+def test_an_unused_state_starts_anew_also_when_loaded_before_the_first_use():
     assert run_ranks(2, resumed_unused) == [[True, True]] * 2
-
-
-def test_an_unused_state_is_loaded_before_the_first_use():
     all_reduce = CompressedAllReduce(1000)
     all_reduce.load_state_dict(CompressedAllReduce(1000).state_dict())
     assert all_reduce.exchange is None and all_reduce.wire_bytes == 0
     all_reduce(torch.ones(1000))
     assert all_reduce.chunks == 1
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"format": 1}, "other sizes"),
-        (CompressedAllReduce(999).state_dict(), "other sizes"),
-        ({"rank": 1}, "saved by rank 1"),
-        ({"residual": torch.zeros(2048)}, "holds no residual: it was damaged"),
-        ({"wire_bytes": 5}, "holds no wire_bytes: it was damaged"),
-    ],
-    ids=["format", "of other tensors", "rank", "residual", "bytes"],
-)
-def test_an_unused_state_that_does_not_fit_changes_nothing(other, message):
-    all_reduce = CompressedAllReduce(1000, chunks=1)
-    all_reduce(torch.randn(1000))
-    before = steps.state_of(all_reduce)
-    with pytest.raises(ValueError, match=message):
-        all_reduce.load_state_dict(CompressedAllReduce(1000).state_dict() | other)
-    assert steps.same_state(before, steps.state_of(all_reduce))

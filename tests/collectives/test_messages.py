@@ -1,22 +1,34 @@
-"""What an all-reduce sends: how many bytes, in which order, and what is kept of it."""
+"""What an all-reduce sends: how many bytes, in which order, what is kept of it, and what arrives and is no message."""
 
 import numpy as np
 import pytest
+import torch
 
+from onebit import CompressedAllReduce
+from onebit.collectives.transport.protocol import Done, LocalTransport
+from onebit.kernels.data.wire import MessageError
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1, "block"), (2, "tensor"), (3, "block"), (3, "tensor"), (8, "block")])
-def test_wire_bytes_are_what_the_transport_was_given(size, scale):
-    """16 bytes of header, 4 a scale, 1 bit an element, rounded to 16; to every other rank, twice a chunk."""
-    case = Case((20_000, 2049), 2048, chunks=2, scale=scale)
+@pytest.mark.parametrize(("size", "scale", "reply"), [
+    (1, "block", 1), (2, "tensor", 1), (3, "block", 1), (8, "block", 1), (3, "tensor", 2), (3, "block", 2),
+    (2, "block", "direct"), (3, "tensor", "direct"),
+])  # fmt: skip
+def test_wire_bytes_are_what_the_transport_was_given(size, scale, reply):
+    """16 bytes of header, 4 a scale (2 bits: two), 1 bit an element, rounded to 16; for each rank, chunk and phase."""
+    case = Case((20_000, 2049), 2048, chunks=2, scale=scale, reply=reply)
     plan = case.plan(size)
     lengths = [plan.lengths_in(shard) for shard in plan.shards()]
-    scales = [len(own) if scale == "block" else 1 for own in lengths]
-    message = max(16 + -(-4 * n // 16) * 16 + -(-sum(own) // 128) * 16 for n, own in zip(scales, lengths, strict=True))
-    expected = 2 * (size - 1) * case.chunks * message
+
+    def longest(bits, per_block):
+        sizes = [(bits * len(own) if per_block else 1, bits * sum(own)) for own in lengths]
+        return max(16 + -(-4 * scales // 16) * 16 + -(-elements // 128) * 16 for scales, elements in sizes)
+
+    message = longest(1, scale == "block")
+    scattered = {1: message, 2: longest(2, True), "direct": 0}[reply]
+    expected = (size - 1) * case.chunks * (message + scattered)
     for _, sent, counted, nbytes in run_ranks(size, work.watched, case, 3):
         assert (nbytes, sent, counted) == (message, expected, 3 * expected)
 
@@ -29,8 +41,7 @@ def test_a_28th_of_the_bytes_of_a_ring_all_reduce_in_fp32(size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_pipeline_in_one_order_on_all_ranks(size):
-    """Chunk j + 1 is under way before anyone waits for chunk j; collectives start in the same order everywhere, and
-    replies are expected before they can come."""
+    """Chunk j + 1 is under way before anyone waits for chunk j, and replies are expected before they can come."""
     phases = ("gather phase (all-to-all", "scatter phase (all-gather", "exchange (all-gather")
     g, s, d = ([f"the {name} of chunk {j})" for j in range(3)] for name in phases)
     in_two_phases = [
@@ -41,29 +52,45 @@ def test_the_pipeline_in_one_order_on_all_ranks(size):
         f"wait {s[2]}",
     ]  # fmt: skip
     direct = [f"start {d[0]}", f"start {d[1]}", f"wait {d[0]}", f"start {d[2]}", f"wait {d[1]}", f"wait {d[2]}"]
+    asking = "all_max agreeing on finite values (all-reduce of one number)"
     for reply, expected in ((1, in_two_phases), ("direct", direct)):
         for events, *_ in run_ranks(size, work.watched, Case((1000,), chunks=3, reply=reply), 2):
-            assert events == ["all_max agreeing on finite values (all-reduce of one number)", *expected]
-
-
-def test_one_small_message_carries_its_flag():
-    """No round is spent on asking."""
-    for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):
-        assert not any(event.startswith("all_max") for event in events)
-        assert len(events) == 5  # two collectives, started and waited for, of which one is expected
-
-
-def test_the_replies_are_kept_as_received():
-    """What an optimizer reads after an exchange: every rank's shard of every chunk, in the order of the space."""
-    for decoded, result in run_ranks(3, work.replies_of, Case((2000,), chunks=3)):
-        assert decoded == result
+            assert events == [asking, *expected]
+    for events, *_ in run_ranks(3, work.watched, Case((1000,)), 2):  # one small message carries its flag
+        assert events == [f"start {g[0]}", f"expect {s[0]}", f"wait {g[0]}", f"start {s[0]}", f"wait {s[0]}"]
 
 
 @pytest.mark.parametrize(("chunks", "scale"), [(1, "tensor"), (2, "block"), (3, "tensor")])
-def test_the_server_residuals_of_all_ranks_in_the_order_of_the_space(chunks, scale):
+def test_replies_are_kept_as_received_and_server_residuals_are_gathered_in_the_order_of_the_space(chunks, scale):
+    """What an optimizer reads after an exchange: every rank's shard of every chunk, and what servers left out."""
     case = Case((300, 63), chunks=chunks, scale=scale, steps=3)
-    answers = run_ranks(3, work.gathered_server, case)
-    expected, valid = steps.server_residual(case, 3, [state for _, state in answers]), case.plan(3).valid
+    answers = run_ranks(3, work.kept, case)
+    expected, valid = steps.server_residual(case, 3, [state for *_, state in answers]), case.plan(3).valid
     assert np.any(expected)
-    for gathered, _ in answers:  # with a tensor scale padding keeps what it is given
+    for decoded, result, gathered, _ in answers:  # with a tensor scale padding keeps what it is given
+        assert decoded == result
         np.testing.assert_allclose(np.frombuffer(gathered, np.float32)[valid], expected[valid], atol=1e-6)
+
+
+class Flipping(LocalTransport):
+    """Flips a bit of the header of the messages it carries."""
+
+    def __init__(self, collective: str, bit: int) -> None:
+        self.collective, self.bit = collective, bit
+
+    def all_to_all(self, out, sent, phase, name="all_to_all"):
+        out.copy_(sent)
+        if name == self.collective and "comparing" not in phase:
+            out[0, self.bit // 8] ^= 1 << self.bit % 8
+        return Done()
+
+    def all_gather(self, out, sent, phase):
+        return self.all_to_all(out, sent, phase, "all_gather")
+
+
+@pytest.mark.parametrize("bit", [0, 31, 33, 64, 100])
+def test_a_bit_flipped_in_a_header_on_the_way_is_found_by_the_rank_that_reads_it(bit):
+    for collective, phase in (("all_to_all", "gather"), ("all_gather", "scatter")):
+        average = CompressedAllReduce(100, block_size=32, chunks=2, process_group=Flipping(collective, bit))
+        with pytest.raises(MessageError, match=f"the {phase} phase: what came from rank 0"):
+            average(torch.randn(100))

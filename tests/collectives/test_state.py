@@ -15,12 +15,13 @@ from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.ranks import group, run_ranks
 
-RESUMED = [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
+ONE_LEVEL = [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
+TWO_LEVELS = [Case((300, 63), chunks=2, reply=reply, nodes=2) for reply in (1, 2, "direct")]
 
 
-@pytest.mark.parametrize("auto", [False, True])
-def test_a_loaded_state_goes_on_bit_for_bit(auto):
-    for runs in run_ranks(3, work.resumed, RESUMED, 3, auto):
+@pytest.mark.parametrize("size, cases, auto", [(3, ONE_LEVEL, False), (3, ONE_LEVEL, True), (4, TWO_LEVELS, False)])
+def test_a_loaded_state_goes_on_bit_for_bit(size, cases, auto):
+    for runs in run_ranks(size, work.resumed, cases, 3, auto):
         for whole, rest in runs:
             assert b"".join(a.tobytes() for arrays in whole.results[3:] for a in arrays) == rest.result_bytes
             assert all(map(steps.same_state, whole.states[3:], rest.states))
@@ -28,6 +29,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(auto):
 
 
 RIGHT = CompressedAllReduce([300, 700], chunks=2).state_dict()
+UNUSED = CompressedAllReduce([300, 700]).state_dict()
 RESIDUAL, SERVER = RIGHT["residual"], RIGHT["server_residual"]
 OF_TENSORS = CompressedAllReduce([300, 700], chunks=2, scale="tensor").state_dict()
 WRONG = {
@@ -50,18 +52,23 @@ WRONG = {
     "other tensors": (CompressedAllReduce([301, 699], chunks=2).state_dict(), "other sizes"),
     "another number of tensors": (CompressedAllReduce([300, 350, 350], chunks=2).state_dict(), "other sizes"),
     "another block size": (CompressedAllReduce([300, 700], block_size=64, chunks=2).state_dict(), "other sizes"),
+    "unused, another format": ({"format": 1}, "other sizes"),
+    "unused, of other tensors": (CompressedAllReduce([301, 699]).state_dict(), "other sizes"),
+    "unused, another rank": ({"rank": 1}, "saved by rank 1"),
+    "unused, a residual": ({"residual": torch.zeros(2048)}, "holds no residual: it was damaged"),
+    "unused, bytes": ({"wire_bytes": 5}, "holds no wire_bytes: it was damaged"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_state_is_refused_and_changes_nothing(name):
-    """Though all else in it is right, and the run goes on as if nobody had tried."""
+    """Though all else in it is right, and the run goes on as if nobody had tried. Unused: of one never called."""
     entries, message = WRONG[name]
     all_reduce, twin = (CompressedAllReduce([300, 700], chunks=2) for _ in range(2))
     for step in range(2):
         for each in (all_reduce, twin):
             each(Case((300, 700)).inputs(0, step))
-    before, right = steps.state_of(all_reduce), all_reduce.state_dict()
+    before, right = steps.state_of(all_reduce), UNUSED if "unused" in name else all_reduce.state_dict()
     state = {k: v.clone() + 1 if isinstance(v, torch.Tensor) else v for k, v in right.items()} | entries
     with pytest.raises(ValueError, match=message):
         all_reduce.load_state_dict({k: v for k, v in state.items() if v is not None})
@@ -93,11 +100,11 @@ def test_a_state_brings_its_number_of_chunks():
     assert other.chunks == 3
 
 
-def test_an_exchange_copies_all_of_a_state_or_nothing():
+def test_an_exchange_wants_a_layout_for_its_group_and_copies_all_of_a_state_or_nothing():
+    with pytest.raises(ValueError, match="cut for 2 ranks, the group has 1"):
+        TwoPhases(Layout([100], ranks=2), LocalTransport(), torch.device("cpu"))
     exchange = TwoPhases(Layout([1000], block_size=32), LocalTransport(), torch.device("cpu"))
     state = {name: torch.ones_like(value) for name, value in exchange.state_dict().items()}
     with pytest.raises(ValueError, match="server_residual"):
         exchange.load_state_dict(state | {"server_residual": torch.ones(5)})
     assert not any(value.any() for value in exchange.state_dict().values())
-    exchange.load_state_dict(state)
-    assert all(value.all() for value in exchange.state_dict().values())

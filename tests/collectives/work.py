@@ -23,11 +23,20 @@ from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels.data.pointers import Pointers
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
+from tests.onebit.runs import nodes_of
 from tests.ranks import group
 
 
+def ranks_of(case: Case, size: int) -> Any:
+    """The group of the ranks that work, as nodes where the case has some."""
+    return nodes_of(group(), size // case.nodes) if case.nodes else group()
+
+
 def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
-    return [steps.record(case, rank, group()) for case in cases]
+    """A warning would be an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [steps.record(case, rank, group()) for case in cases]
 
 
 def with_and_without(rank: int, size: int, cases: list[Case], at: int, value: float) -> list[tuple[Recorded, Recorded]]:
@@ -36,54 +45,40 @@ def with_and_without(rank: int, size: int, cases: list[Case], at: int, value: fl
     for case in cases:
         bad = steps.record(replace(case, bad=((at, 1, value),)), rank, group())
         all_reduce = case.all_reduce(group())
-        before = steps.record(replace(case, steps=at), rank, group(), all_reduce=all_reduce)
-        after = steps.record(case, rank, group(), first=at + 1, all_reduce=all_reduce)
+        before = steps.record(replace(case, steps=at), rank, None, all_reduce=all_reduce)
+        after = steps.record(case, rank, None, first=at + 1, all_reduce=all_reduce)
         found.append((bad, Recorded(before.states + after.states[1:], before.results + after.results)))
     return found
-
-
-def in_subgroups(rank: int, size: int, case: Case, groups: list[list[int]]) -> Recorded | None:
-    """Several groups at once; their members need not be the first ranks."""
-    mine = None
-    for members in groups:
-        made = dist.new_group(members)
-        mine = made if rank in members else mine
-    return None if mine is None else steps.record(case, dist.get_rank(mine), mine)
 
 
 def resumed(rank: int, size: int, cases: list[Case], stop: int, auto: bool) -> list[tuple[Recorded, Recorded]]:
     """Runs without a stop, and the part after `stop` of those that were saved, loaded and continued."""
     found = []
     for case in cases:
-        whole = steps.record(case, rank, group())
-        saved, first = case.all_reduce(group()), replace(case, steps=stop)
-        steps.record(first, rank, group(), all_reduce=saved)
+        ranks = ranks_of(case, size)
+        whole = steps.record(case, rank, ranks)
+        saved, first = case.all_reduce(ranks), replace(case, steps=stop)
+        steps.record(first, rank, ranks, all_reduce=saved)
         file = io.BytesIO()
         torch.save(saved.state_dict(), file)
         file.seek(0)
-        loaded = (replace(case, chunks="auto") if auto else case).all_reduce(group())
+        loaded = (replace(case, chunks="auto") if auto else case).all_reduce(ranks)
         loaded.load_state_dict(torch.load(file, weights_only=True))
-        found.append((whole, steps.record(case, rank, group(), first=stop, all_reduce=loaded)))
+        found.append((whole, steps.record(case, rank, ranks, first=stop, all_reduce=loaded)))
     return found
 
 
-def replies_of(rank: int, size: int, case: Case) -> tuple[bytes, bytes]:
-    """What `Exchange.run` returns, decoded, beside what the tensors became."""
-    all_reduce = case.all_reduce(group())
-    (tensor,) = case.inputs(rank, 0)
-    all_reduce(tensor)
-    exchange = all_reduce.prepare()
-    messages = exchange.replies
-    spread = torch.full_like(tensor, torch.nan)
-    exchange.backend.decode(exchange.layout.all(), messages, Pointers.to(exchange.layout, [spread]))
-    return spread.numpy().tobytes(), tensor.numpy().tobytes()
-
-
-def gathered_server(rank: int, size: int, case: Case) -> tuple[bytes, dict[str, Any]]:
-    """E of all ranks as this rank gathered it, and its own state."""
+def kept(rank: int, size: int, case: Case) -> tuple[bytes, bytes, bytes, dict[str, Any]]:
+    """The replies, decoded, and what the tensors became; E of all ranks as this one gathered it; its own state."""
     all_reduce = case.all_reduce(group())
     steps.record(case, rank, group(), all_reduce=all_reduce)
-    return all_reduce.prepare().gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
+    tensors = case.inputs(rank, case.steps)
+    all_reduce(tensors)
+    exchange = all_reduce.prepare()
+    spread = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    exchange.backend.decode(exchange.layout.all(), exchange.replies, Pointers.to(exchange.layout, spread))
+    decoded, results = (b"".join(t.numpy().tobytes() for t in each) for each in (spread, tensors))
+    return decoded, results, exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
 
 
 @dataclass
@@ -98,16 +93,17 @@ class Watched:
     def __post_init__(self) -> None:
         self.rank, self.size, self.name = self.transport.rank, self.transport.size, self.transport.name
 
-    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+    def note(self, event: str, phase: str, nbytes: int = 0) -> None:
         self.hook(phase)
-        self.events.append(f"start {phase}")
-        self.sent += sent.nbytes * (self.size - 1) // self.size
+        self.events.append(f"{event} {phase}")
+        self.sent += nbytes
+
+    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        self.note("start", phase, sent.nbytes * (self.size - 1) // self.size)
         return WatchedWork(self, self.transport.all_to_all(out, sent, phase), phase)
 
     def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        self.hook(phase)
-        self.events.append(f"start {phase}")
-        self.sent += sent.nbytes * (self.size - 1)
+        self.note("start", phase, sent.nbytes * (self.size - 1))
         return WatchedWork(self, self.transport.all_gather(out, sent, phase), phase)
 
     def expect(self, out: Tensor, phase: str) -> None:
@@ -116,8 +112,7 @@ class Watched:
             self.transport.expect(out, phase)
 
     def all_max(self, values: Tensor, phase: str) -> None:
-        self.hook(phase)
-        self.events.append(f"all_max {phase}")
+        self.note("all_max", phase)
         self.transport.all_max(values, phase)
 
 
@@ -141,14 +136,6 @@ def watched(rank: int, size: int, case: Case, calls: int) -> tuple[list[str], in
         transport.sent = 0
         all_reduce(case.inputs(rank, call))
     return transport.events, transport.sent, all_reduce.wire_bytes, all_reduce.prepare().format.nbytes
-
-
-def warned(rank: int, size: int, case: Case) -> list[str]:
-    """Every warning of a first and a second call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        steps.record(case, rank, group())
-    return [f"{w.category.__name__}: {w.message}" for w in caught]
 
 
 @contextmanager
@@ -197,13 +184,12 @@ def transports(rank: int, size: int, members: list[int]) -> tuple[str, list[str]
     return f"{type(default).__name__} {default.rank} of {default.size} {default.name}", texts, [half.rank, half.size]
 
 
-def collectives(rank: int, size: int) -> tuple[list[Any], ...]:
-    return collectives_over(transport_for(group()))
+def collectives(rank: int, size: int, nbytes: list[int]) -> tuple[Any, ...]:
+    return collectives_over(transport_for(group())), gathered(rank, size, nbytes), expected(rank, size)
 
 
 def gathered(rank: int, size: int, nbytes: list[int]) -> list[list[list[int]]]:
-    """The first and the last byte of each rank's message. Then where torchrun says that each rank is on a host of its
-    own."""
+    """The ends of each rank's message of each size. Then where torchrun says that each rank is on a host of its own."""
     found = []
     for variables in ({}, dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(size))):
         for n in nbytes:
@@ -221,8 +207,8 @@ def expected(rank: int, size: int) -> list[Any]:
     transport = transport_for(group())
     outs = [torch.full((size, 5), 255, dtype=torch.uint8) for _ in range(4)]
     sent = [torch.full((1, 5), 10 * k + rank, dtype=torch.uint8) for k in range(4)]
-    assert isinstance(transport, EarlyReceiver)
-    for out in (outs[0], outs[1], outs[1]):  # a second time is as once
+    assert size == 1 or isinstance(transport, EarlyReceiver)
+    for out in (outs[0], outs[1], outs[1]) if size > 1 else ():  # a second time is as once
         transport.expect(out, "test")
     works = [transport.all_to_all(outs[3], sent[3].expand(size, 5).contiguous(), "test")]
     works += [transport.all_gather(out, own, "test") for out, own in zip(outs[:3], sent[:3], strict=True)]

@@ -1,26 +1,28 @@
-"""Triton's passes against the CPU's, which are held by a float64 oracle; both have every pass, with one signature."""
+"""Triton's passes against the CPU's, which are held by a float64 oracle; both have every pass, with one signature.
 
-import ast
+And the parts of Triton kernels that loop over more blocks than the passes' tests can afford to run.
+"""
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages
+from onebit.kernels.data.wire import NORMS, Messages
+from onebit.kernels.gpu import tiles
 from onebit.kernels.passes import PASSES, Backend
 from tests import oracle
-from tests.kernels.cases import BF16, CASES, GRID, MASKED, ON_BACKENDS, backend
+from tests.kernels.cases import BF16, CASES, GPU, GRID, MASKED, ON_BACKENDS, backend
 from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy
 from tests.kernels.world import World
 
-FILES = sorted((Path(__file__).resolve().parents[2] / "kernels").rglob("*.py"))
-METHODS = [*(name for name in PASSES if name != "lamb_update"), "restore"]
 ROUNDED = 1e-6  # another order of the same sum
 
 
@@ -139,27 +141,52 @@ def test_results_do_not_depend_on_how_many_blocks_a_program_takes(use_grain):
         for grain in (1, 3, 64):
             world = World(replace(CASES[name], grain=grain), "triton")
             use_grain(world.case)
-            world.run("compress")
-            world.run("lamb_statistics")
-            world.run("lamb_warmup")
-            world.run("adam_update")
-            found.append(frozen_bits(world.sent, world.residuals, world.params, world.exp_avg, world.exp_avg_sq))
-            found[-1] += frozen_bits(world.state.coefficient, world.state.average, world.state.ratio)
+            for each in ("compress", "lamb_statistics", "lamb_warmup", "adam_update"):
+                world.run(each)
+            kept = of_state(world, "coefficient", "average", "ratio")
+            found.append(frozen_bits(world.sent, world.residuals, world.params, *moments(world), kept))
         assert found[0] == found[1] == found[2]
-
-
-def test_no_function_imports():
-    for path in FILES:
-        functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)]
-        found = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
-        assert not found, path
 
 
 @ON_BACKENDS
 def test_every_backend_has_every_pass_with_its_signature(name):
-    for function in METHODS:
+    passes = [each for each, of in vars(Backend).items() if inspect.isfunction(of) and not each.startswith("_")]
+    assert set(passes) == {*PASSES, "restore"} - {"lamb_update"}
+    for function in passes:
         declared = inspect.signature(getattr(Backend, function))
         parameters = list(declared.parameters.values())[1:]  # without self
         assert inspect.signature(getattr(backend(name), function)) == declared.replace(parameters=parameters), function
-    found = {name for name in vars(Backend) if inspect.isfunction(getattr(Backend, name)) and name[0] != "_"}
-    assert found == set(METHODS)
+
+
+BLOCKS = 2500  # three rounds of 1024
+
+
+@triton.jit
+def _reduce(partial, blocks, total, largest):
+    tl.store(total, tiles.sum_partials(partial, blocks))
+    tl.store(largest, tiles.max_partials(partial, blocks))
+
+
+@triton.jit
+def _finish_scale(scale, residual_scale, partial, counted, blocks, NORM: tl.constexpr):
+    tiles.finish_scale(scale, residual_scale, partial, counted, blocks, NORM)
+
+
+@pytest.mark.parametrize("blocks", [1, 1024, BLOCKS])
+def test_partial_results_of_any_number_of_blocks_are_summed_compared_and_make_a_scale(blocks):
+    """More elements than fp32 can count exactly, some blocks empty."""
+    partial = torch.full((BLOCKS + 8,), float("nan"), device=GPU)
+    partial[:blocks] = torch.rand(blocks, device=GPU)
+    partial[blocks - 1] = 2.0
+    total, largest, scale, copy = torch.zeros((4, 1), device=GPU)
+    _reduce[(1,)](partial, blocks, total, largest)
+    summed = partial[:blocks].double().sum().item()
+    assert total.item() == pytest.approx(summed, rel=1e-6)
+    assert largest.item() == 2.0
+    counted = torch.randint(1, 16385, (BLOCKS + 8,), dtype=torch.int32, device=GPU)
+    counted[5::7] = 0
+    for norm in ("l1", "l2"):
+        _finish_scale[(1,)](scale, copy, partial, counted, blocks, NORM=NORMS[norm])
+        wanted = summed / counted[:blocks].sum().item()
+        assert scale.item() == pytest.approx(np.sqrt(wanted) if norm == "l2" else wanted, rel=1e-6)
+        assert copy.item() == scale.item()

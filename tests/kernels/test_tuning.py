@@ -20,7 +20,20 @@ from onebit.kernels.tuning.workload import Workload
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-ONE, TWO, THREE = Config(1, 8), Config(2, 8), Config(3, 8)
+ONE, TWO, THREE, BEST = (Config(blocks, 8) for blocks in (1, 2, 3, 4))
+
+
+class Gpu:
+    """Stands in for a GPU, whose kernels take half as long with one configuration, and notes what is measured."""
+
+    def __init__(self, room=2**62):
+        self.measured, self.room = [], room
+
+    def measure(self, kernel, device, dtype, elements):
+        if elements > self.room:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        self.measured.append(kernel)
+        return lambda config: Timing(1.0 if config == BEST else 2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +48,13 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Stands in for a GPU: its name, and what each configuration takes."""
+    made = Gpu()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(tuner, "device_name", lambda device: f"Test {device.type}")
+    monkeypatch.setattr(tuner, "gpu_measure", made.measure)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    measured = []
-
-    def measure(kernel, device, dtype, elements):
-        measured.append(kernel)
-        return lambda config: Timing(1.0 if config == Config(4, 8) else 2.0)
-
-    monkeypatch.setattr(tuner, "gpu_measure", measure)
-    return measured
+    return made
 
 
 def lookup(kernel="compress_kernel", device=GPU, dtype=torch.float32):
@@ -59,7 +66,11 @@ def entries(folder):
 
 
 def warnings_in(caplog):
-    return [r for r in caplog.records if r.levelno >= logging.WARNING]
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def full(*_):
+    raise OSError("no space left on device")
 
 
 @pytest.mark.parametrize("one, two, three, winner", [
@@ -77,22 +88,22 @@ def test_the_fastest_wins_or_the_earliest_that_is_as_fast(one, two, three, winne
 
 
 def test_a_timing_is_a_median_and_half_the_distance_of_the_quartiles(monkeypatch):
-    seconds = [5.0, 1.0, 2.0, 4.0, 3.0]
-    monkeypatch.setattr(timing, "_host_seconds", lambda run, repeats: seconds)
+    monkeypatch.setattr(timing, "_host_seconds", lambda run, repeats: [5.0, 1.0, 2.0, 4.0, 3.0])
     assert timing.timing(lambda: None, CPU) == Timing(3.0, 1.0)
     assert timing.timing(lambda: None, CPU, repeats=1).spread == 0
     assert timing.median_seconds(lambda: None, CPU) == 3.0
 
 
-def test_a_candidate_that_does_not_run_is_passed_over_and_where_none_does_the_default_stays(own_cache):
-    def none(config):
-        raise RuntimeError("out of resource: shared memory")
+def none(config):
+    raise RuntimeError("out of resource: shared memory")
 
-    for odd in (math.nan, math.inf, 0.0, -1.0):
-        times = {TWO: Timing(odd), THREE: Timing(5.0)}
-        choice = tuner.choose([ONE, TWO, THREE], lambda config, times=times: times.get(config) or none(config))
-        assert choice.config == THREE
-        assert choice.seconds[ONE] == choice.seconds[TWO] == math.inf
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
+def test_a_candidate_that_does_not_run_is_passed_over_and_where_none_does_the_default_stays(own_cache, odd):
+    times = {TWO: Timing(odd), THREE: Timing(5.0)}
+    choice = tuner.choose([ONE, TWO, THREE], lambda config: times.get(config) or none(config))
+    assert choice.config == THREE
+    assert choice.seconds[ONE] == choice.seconds[TWO] == math.inf
     choice = tuner.tune("compress_kernel", CPU, torch.float32, measure=none)
     assert choice.config == tuner.DEFAULT and not choice.saved
     assert not (own_cache / "kernels.json").exists()
@@ -109,65 +120,51 @@ def test_candidates_never_change_the_order_of_a_sum():
             assert {c.warps for c in tuner.candidates(kernel)} == {tuner.DEFAULT.warps}, kernel
 
 
-def test_first_use_measures_once_and_logs_and_later_ones_read_the_cache(gpu, own_cache, caplog):
+def test_first_use_measures_once_and_logs_and_later_ones_read_the_cache(gpu, own_cache, monkeypatch, caplog):
+    """Device, kernel, dtype and version each make a key, but what touches no parameter has one for all dtypes."""
     with caplog.at_level(logging.INFO, logger="onebit"):
-        assert [lookup() for _ in range(3)] == [Config(4, 8)] * 3
-    assert gpu == ["compress_kernel"]
+        assert [lookup() for _ in range(3)] == [BEST] * 3
     assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
     (key,) = entries(own_cache)
     assert key.startswith("Test cuda, compress_kernel, float32, ")
     assert f"torch {torch.__version__}" in key and "triton " in key
     tuner.forget()  # as the next process
-    assert lookup() == Config(4, 8)
-    assert gpu == ["compress_kernel"]
-
-
-def test_device_kernel_dtype_and_version_each_make_a_key_but_what_touches_no_parameter_has_one(
-    gpu, own_cache, monkeypatch
-):
+    assert lookup() == BEST
+    assert gpu.measured == ["compress_kernel"]
     tuner.tune("average_kernel", GPU, torch.bfloat16)
-    assert lookup("average_kernel") == Config(4, 8) and gpu == ["average_kernel"]
-    assert "float32" in next(iter(entries(own_cache)))
-    for key in ({}, {"dtype": torch.bfloat16}, {"kernel": "decode_kernel"}):
-        lookup(**key)
-    for name, other in (("versions", lambda: "torch 99"), ("device_name", lambda device: "Another")):
+    assert lookup("average_kernel") == BEST and gpu.measured[1:] == ["average_kernel"]
+    assert any("average_kernel, float32" in each for each in entries(own_cache))
+    for other in ({"dtype": torch.bfloat16}, {"kernel": "decode_kernel"}):
+        lookup(**other)
+    for name, another in (("versions", lambda: "torch 99"), ("device_name", lambda device: "Another")):
         tuner.forget()
-        monkeypatch.setattr(tuner, name, other)
+        monkeypatch.setattr(tuner, name, another)
         lookup()
-    assert len(gpu) == 6 and len(entries(own_cache)) == 6
+    assert len(gpu.measured) == 6 and len(entries(own_cache)) == 6
 
 
-@pytest.mark.parametrize("setting, device", [
-    (("ONEBIT_TUNE", "0"), GPU), (("ONEBIT_TUNE", "off"), GPU), (("TRITON_INTERPRET", "1"), GPU),
-    (("TRITON_INTERPRET", "0"), CPU),
-])  # fmt: skip
-def test_where_nothing_is_measured_the_default_is_used(gpu, monkeypatch, setting, device):
-    monkeypatch.setenv(*setting)
-    assert lookup(device=device) == tuner.DEFAULT
-    assert gpu == []
-
-
-def test_while_a_graph_is_captured_or_tuning_suspended_the_default_is_used_and_tuning_comes_later(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert lookup() == tuner.DEFAULT
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def test_where_nothing_is_measured_the_default_is_used(gpu, monkeypatch):
+    """Switched off, interpreted, on a CPU; while a graph is captured or tuning suspended, after which it comes."""
+    off, interpreted, compiled = ("ONEBIT_TUNE", "0"), ("TRITON_INTERPRET", "1"), ("TRITON_INTERPRET", "0")
+    for setting, device in ((off, GPU), (("ONEBIT_TUNE", "off"), GPU), (interpreted, GPU), (compiled, CPU)):
+        tuner.forget()
+        with monkeypatch.context() as patch:
+            patch.setenv(*setting)
+            assert lookup(device=device) == tuner.DEFAULT, setting
+    tuner.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert lookup() == tuner.DEFAULT
     with tuner.suspended():
         assert lookup() == tuner.DEFAULT
-    assert gpu == []
-    assert lookup() == Config(4, 8)
+    assert gpu.measured == []
+    assert lookup() == BEST
 
 
 @pytest.mark.parametrize("room", [0, 2**25])
-def test_a_device_without_room_measures_fewer_elements_or_runs_with_defaults(gpu, own_cache, monkeypatch, room):
-    enough = tuner.gpu_measure
-
-    def full(kernel, device, dtype, elements):
-        if elements > room:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return enough(kernel, device, dtype, elements)
-
-    monkeypatch.setattr(tuner, "gpu_measure", full)
-    assert lookup() == (Config(4, 8) if room else tuner.DEFAULT)
+def test_a_device_without_room_measures_fewer_elements_or_runs_with_defaults(gpu, own_cache, room):
+    gpu.room = room
+    assert lookup() == (BEST if room else tuner.DEFAULT)
     assert (own_cache / "kernels.json").exists() == bool(room)
 
 
@@ -186,59 +183,51 @@ def test_tuned_kernels_are_the_kernels_there_are_and_their_passes_launch_them_un
         assert kernel in [item.kernel.__name__ for item in launches]
 
 
-@pytest.mark.parametrize("content", [
+CORRUPT = [
     b"", b'{"onebit": 1, "choices": {"a', b"\xff\xfe\x00\x80", b"[]", b'{"version": 3}',
     b'{"onebit": 2, "choices": {}}', b'{"onebit": 1, "choices": 7}', b"[" * 100_000,
-], ids=["empty", "half", "binary", "a list", "another's", "a later schema", "no table", "deep"])  # fmt: skip
-def test_a_corrupt_cache_costs_one_warning(gpu, own_cache, monkeypatch, caplog, content):
-    path = own_cache / "kernels.json"
-    path.write_bytes(content)
-    monkeypatch.setenv("ONEBIT_TUNE", "0")
-    for kernel in tuner.PASS_OF:
-        assert lookup(kernel) == tuner.DEFAULT
-    (record,) = warnings_in(caplog)
-    assert str(path) in record.getMessage() and "ONEBIT_CACHE_DIR" in record.getMessage()
-    tuner.tune("compress_kernel", GPU, torch.float32)
-    assert len(entries(own_cache)) == 1  # written anew
-    assert len(warnings_in(caplog)) == 1
+]  # fmt: skip
+NO_CANDIDATE = [
+    {"blocks_per_program": 3, "warps": 8}, {"blocks_per_program": 4, "warps": 8, "stages": 2},
+    {"blocks_per_program": "4", "warps": "8"}, [4, 8],
+]  # fmt: skip
 
 
-def test_an_entry_that_is_no_candidate_is_ignored(gpu, own_cache, monkeypatch, caplog):
-    tuner.tune("compress_kernel", GPU, torch.float32)
-    (key,) = entries(own_cache)
+def test_a_corrupt_cache_costs_one_warning_and_an_entry_that_is_no_candidate_none(gpu, own_cache, monkeypatch, caplog):
+    path, kernel = own_cache / "kernels.json", ("compress_kernel", GPU, torch.float32)
     monkeypatch.setenv("ONEBIT_TUNE", "0")
-    for entry in (
-        {"blocks_per_program": 3, "warps": 8}, {"blocks_per_program": 4, "warps": 8, "stages": 2},
-        {"blocks_per_program": "4", "warps": "8"}, [4, 8],
-    ):  # fmt: skip
-        (own_cache / "kernels.json").write_text(json.dumps({"onebit": 1, "choices": {key: entry}}))
+    for content in CORRUPT:
+        path.write_bytes(content)
+        tuner.forget()
+        caplog.clear()
+        assert {lookup(each) for each in tuner.PASS_OF} == {tuner.DEFAULT}
+        (warning,) = warnings_in(caplog)
+        assert str(path) in warning and "ONEBIT_CACHE_DIR" in warning
+        tuner.tune(*kernel)
+        (key,) = entries(own_cache)  # written anew
+        assert len(warnings_in(caplog)) == 1, content
+    caplog.clear()
+    for entry in NO_CANDIDATE:
+        path.write_text(json.dumps({"onebit": 1, "choices": {key: entry}}))
         tuner.forget()
         assert lookup() == tuner.DEFAULT, entry
     assert not warnings_in(caplog)
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(gpu, own_cache, monkeypatch, caplog):
+def test_what_cannot_be_written_costs_one_warning_and_leaves_the_old_file_whole(gpu, own_cache, monkeypatch, caplog):
+    lookup("scan_kernel")
+    before = entries(own_cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert [lookup(kernel) for kernel in ("compress_kernel", "decode_kernel")] == [BEST] * 2
+        assert not cache.shared().put("b", {"tile": 2})
+    assert entries(own_cache) == before and len(warnings_in(caplog)) == 1
+    assert {p.name for p in own_cache.iterdir()} <= {"kernels.json", "kernels.lock"}
+    assert cache.shared().get("b") == {"tile": 2}  # for this process
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(own_cache / "file" / "folder"))
-    for kernel in ("compress_kernel", "decode_kernel"):
-        assert lookup(kernel) == Config(4, 8)
-    assert tuner.tune("scan_kernel", GPU, torch.float32).saved is False
-    assert len(warnings_in(caplog)) == 1
-
-
-def test_a_failed_write_leaves_the_old_file_whole(own_cache, monkeypatch, caplog):
-    store = cache.Cache(own_cache / "kernels.json")
-    assert store.put("a", {"tile": 1})
-
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    assert not store.put("b", {"tile": 2})
-    assert entries(own_cache) == {"a": {"tile": 1}}
-    assert {p.name for p in own_cache.iterdir()} <= {"kernels.json", "kernels.lock"}
-    assert store.get("b") == {"tile": 2}  # for this process
-    assert len(warnings_in(caplog)) == 1
+    assert [tuner.tune("scan_kernel", GPU, torch.float32).saved for _ in range(2)] == [False, False]
+    assert len(warnings_in(caplog)) == 2
 
 
 def _write_20(folder, rank):

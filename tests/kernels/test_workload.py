@@ -15,34 +15,25 @@ FP32 = {
 }  # fmt: skip
 
 
-def test_bytes_are_those_of_the_targets():
+# Of 16-bit parameters with a master copy: an update writes 2 more; the gradient is 2 shorter.
+FP16 = [
+    ("scan", {}, 2), ("compress", {}, 10.25), ("compress", {"packed": False}, 2 + 4 + 4 + 4 + 1 / 8),
+    ("adam_update", {}, 14.125), ("adam_update", {"master": False}, 1 / 8 + 4 + 2 + 2), ("adam_warmup", {}, 28),
+    ("lamb_warmup", {}, 40), ("lamb_statistics", {"packed": False}, 1 / 8 + 4 + 12), ("decode", {}, 2.125),
+    ("zero_one_local", {}, 2 + 4 + 8 + 8 + 8 + 2), ("zero_one_local", {"master": False}, 2 + 8 + 8 + 8),
+    ("zero_one_sync", {}, 1 / 8 + 4 + 8 + 4 + 4 + 2), ("zero_one_sync", {"master": False}, 1 / 8 + 8 + 4 + 4 + 2),
+    ("compress", {"masked": True}, 10.25 + 1 / 8), ("average", {"masked": True}, 8 / 8 + 8.125 + 1 / 8),
+    ("lamb_statistics", {"masked": True}, 12.25 + 1 / 8), ("adam_update", {"masked": True}, 14.125),
+]  # fmt: skip
+
+
+def test_bytes_are_those_of_the_targets_of_valid_elements_and_of_average_those_of_a_shard():
     assert {n: bytes_per_element(n, 4, master=False, packed=True, ranks=8) for n in PASSES} == FP32
-
-
-def test_bytes_of_16_bit_parameters_count_the_master_copy():
-    def each(name, **other):
-        return bytes_per_element(name, 2, **{"master": True, "packed": True, "ranks": 8, **other})
-
-    assert each("scan") == 2
-    assert each("compress") == 10.25
-    assert each("compress", packed=False) == 2 + 4 + 4 + 4 + 1 / 8
-    assert each("adam_update") == 14.125  # as in fp32, and a write of 2
-    assert each("adam_update", master=False) == 1 / 8 + 4 + 2 + 2
-    assert each("adam_warmup") == 28  # the gradient is 2 shorter, the parameter written twice
-    assert each("lamb_warmup") == 40
-    assert each("lamb_statistics", packed=False) == 1 / 8 + 4 + 12
-    assert each("decode") == 2.125
-    assert each("zero_one_local") == each("zero_one_local", master=False) + 6 == 2 + 4 + 8 + 8 + 8 + 2
-    assert each("zero_one_sync") == each("zero_one_sync", master=False) + 4 == 1 / 8 + 4 + 8 + 4 + 4 + 2
-    assert each("compress", masked=True) == 10.25 + 1 / 8
-    assert each("average", masked=True) == 8 / 8 + 8.125 + 1 / 8
-    assert each("lamb_statistics", masked=True) == 12.25 + 1 / 8
-    assert each("adam_update", masked=True) == each("adam_update")
+    for name, options, nbytes in FP16:
+        usual = {"master": True, "packed": True, "ranks": 8}
+        assert bytes_per_element(name, 2, **{**usual, **options}) == nbytes, (name, options)
     with pytest.raises(ValueError, match="no pass"):
-        each("adam")
-
-
-def test_only_valid_elements_count_and_average_works_on_a_shard():
+        bytes_per_element("adam", 2, **usual)
     workload = Workload([1, 2049, 5000], ranks=2, block_size=1024)
     passes = workload.passes(cpu)
     assert tuple(passes) == PASSES
@@ -67,23 +58,24 @@ def test_values_stay_of_their_size(dtype, scale, packed):
             assert size.mean() > 1e-3, name
 
 
-def test_every_pass_writes():
-    """Each pass changes what it is there to change, and no gradient or message that it reads."""
-    writes = {
-        "scan": {"squares"},
-        "compress": {"sent.scales", "sent.bits", "residual"},
-        "average": {"reply.scales", "reply.bits", "server_residual"},
-        "decode": {"decoded.0"},
-        "adam_warmup": {"parameter.0", "exp_avg", "exp_avg_sq"},
-        "adam_update": {"parameter.0"},
-        "lamb_warmup": {"parameter.0", "exp_avg", "exp_avg_sq", "average.coefficient", "average.average"},
-        "lamb_statistics": {"exp_avg_sq", "statistics.coefficient", "statistics.ratio"},
-        "lamb_update": {"parameter.0"},
-        "zero_one_full": {"parameter.0", "exp_avg_sq", "folded", "live", "sums", "counts"},
-        "zero_one_update": {"parameter.0"},
-        "zero_one_local": {"parameter.0", "exp_avg", "folded"},
-        "zero_one_sync": {"parameter.0", "exp_avg", "anchor"},
-    }
+WRITES = {
+    "scan": {"squares"},
+    "compress": {"sent.scales", "sent.bits", "residual"},
+    "average": {"reply.scales", "reply.bits", "server_residual"},
+    "decode": {"decoded.0"},
+    "adam_warmup": {"parameter.0", "exp_avg", "exp_avg_sq"},
+    "adam_update": {"parameter.0"},
+    "lamb_warmup": {"parameter.0", "exp_avg", "exp_avg_sq", "average.coefficient", "average.average"},
+    "lamb_statistics": {"exp_avg_sq", "statistics.coefficient", "statistics.ratio"},
+    "lamb_update": {"parameter.0"},
+    "zero_one_full": {"parameter.0", "exp_avg_sq", "folded", "live", "sums", "counts"},
+    "zero_one_update": {"parameter.0"},
+    "zero_one_local": {"parameter.0", "exp_avg", "folded"},
+    "zero_one_sync": {"parameter.0", "exp_avg", "anchor"},
+}
+
+
+def test_every_pass_changes_what_it_is_there_to_change_and_nothing_that_it_reads():
     workload = Workload(5000, ranks=2)
     inputs = {"grad": workload.grads().tensors[0], "received": workload.received().buffer, "d": workload.d()}
     unread = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -91,7 +83,7 @@ def test_every_pass_writes():
         before = {k: t.nan_to_num().clone() for k, t in workload.outputs().items()}
         work.run()
         changed = {k for k, t in workload.outputs().items() if not torch.equal(t.nan_to_num(), before[k])}
-        assert changed - {"sent.header", "reply.header"} == writes[name]
+        assert changed - {"sent.header", "reply.header"} == WRITES[name]
     assert all(torch.equal(tensor, unread[name]) for name, tensor in inputs.items())
 
 

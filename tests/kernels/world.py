@@ -1,16 +1,14 @@
-"""The numbers of a case, its tensors on a backend, and each pass on them.
+"""The numbers of a case, in float64 for the oracle, its tensors on a backend, and each pass on them.
 
-Inputs are made twice from the same numbers: float64 for the oracle, tensors for a backend. What a pass must not read
-would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters and gradients lie between
-guard elements.
+What a pass must not read would show: padding of state and scratch are NaN, unwritten messages are 0xFF, and parameters
+and gradients lie between guard elements.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from onebit.kernels.passes import Backend
 from tests import oracle
 from tests.kernels.cases import BF16, ELEMENTWISE, F32, GPU, GUARD, HALF_PLACE, SENTINEL, Case, backend, device_of
 from tests.kernels.compare import assert_all_close, assert_close, assert_guards, frozen_bits, numpy, rounded, stored
+from tests.wire import values_of
 
 STEP = 7
 HYPERS = (
@@ -38,8 +37,7 @@ GRAD_SCALES = (0.5, 1.0, 3.0)
 LEAST, AT_ZERO, DECAY, FACTOR = (0.3, 2.0, 0.0), (0.0, 1.5, 0.7), (0.9, 1.0, 0.5), (0.7, 3.0, 0.1)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A chunk as the passes take it: the part of a flat array that it is, its blocks and its messages."""
 
     index: int
@@ -50,25 +48,19 @@ class Chunk:
 
 
 class Inputs:
-    """The numbers of one case: lists of float64 arrays, one a parameter, that the tensors can hold.
-
-    `masked`: some coordinates take no part, and messages hold gamma times the momentum. `zeros`: every fifth v is 0,
-    and every third gradient of those too. Every seventh d is 0.
-    """
+    """Lists of arrays, one a parameter, that tensors can hold. `masked`: some coordinates take no part, and messages
+    hold gamma times the momentum. `zeros`: every fifth v is 0, and every third gradient of those too."""
 
     def __init__(self, case: Case, name: str = "cpu", *, masked: bool = False, zeros: bool = False) -> None:
         self.case, self.name, self.device, self.masked = case, name, torch.device(device_of(name)), masked
         self.passes = backend(name)
         self.rng = rng = np.random.default_rng(0)
+        cut = {"block_size": case.block_size, "ranks": case.ranks, "chunks": case.chunks}
         groups = [p % case.groups for p in range(len(case.numels))]
-        self.layout = Layout(
-            case.numels, groups=groups, block_size=case.block_size, ranks=case.ranks, chunks=case.chunks
-        )
+        self.layout, self.plan = Layout(case.numels, groups=groups, **cut), oracle.Layout(case.numels, **cut)
         self.elements, self.rows = self.layout.elements, case.ranks * case.chunks
-        self.plan = oracle.Layout(case.numels, case.block_size, case.ranks, case.chunks)
         self.form = Format(self.layout, case.scale, case.norm)
-        self.hypers = [HYPERS[group] for group in groups]
-        self.grad_scales = [GRAD_SCALES[group] for group in groups]
+        self.hypers, self.grad_scales = ([of[group] for group in groups] for of in (HYPERS, GRAD_SCALES))
         self.x = self._normal(case.param if not case.master else F32)
         self.g = [None if p in case.missing else g for p, g in enumerate(self._normal(case.grad))]
         self.m, self.e = self._normal(F32), self._normal(F32)
@@ -79,10 +71,7 @@ class Inputs:
                 g[::15] = 0.0
         self.live, self.gamma = np.ones(self.elements, bool), np.ones(len(self.x))
         if masked:
-            self.live = rng.random(self.elements) < 0.6
-            first, second, *_ = [*self.plan.lengths, 0]
-            self.live[first : first + second] = False  # nothing of the second block
-            self.gamma = rounded(rng.uniform(0.2, 5.0, len(self.x)), F32)
+            self._mask()
         frozen = [v * rng.uniform(0.5, 4.0, v.size) for v in self.v]
         parts = zip(frozen, self.hypers, self.gamma, strict=True)
         self.d64 = [rounded(1 / ((np.sqrt(f) + h.eps) * gamma), F32) for f, h, gamma in parts]
@@ -94,6 +83,17 @@ class Inputs:
         self.least_root64, self.root_at_zero64, self.decay64, self.factor64 = (
             rounded(np.resize(values, len(self.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR)
         )
+
+    def _mask(self) -> None:
+        """What takes no part is NaN: it is not read."""
+        self.live = self.rng.random(self.elements) < 0.6
+        first, second, *_ = [*self.plan.lengths, 0]
+        self.live[first : first + second] = False  # nothing of the second block
+        self.gamma = rounded(self.rng.uniform(0.2, 5.0, len(self.x)), F32)
+        for arrays in (self.g, self.e):
+            for array, live in zip(arrays, self.plan.unflatten(self.live), strict=True):
+                if array is not None:
+                    array[~live] = np.nan
 
     def _sizes(self) -> Iterator[tuple[int, float]]:
         """Elements and magnitude of each parameter: from 0.1 to 10."""
@@ -119,14 +119,11 @@ class Inputs:
         cut_off = self.name == "triton" and GPU == "cpu" and self.case.param == BF16
         return HALF_PLACE[self.case.param] * (2 if cut_off else 1)
 
-    def hyper(self, step: int = STEP, bias_correction: bool = True) -> Tensor:
-        rows = [
-            Hyper.at_step(
-                step, lr=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay,
-                bias_correction=bias_correction, grad_scale=scale,
-            )
-            for h, scale in zip(HYPERS, GRAD_SCALES, strict=True)
-        ]  # fmt: skip
+    def hyper(self, step: int = STEP) -> Tensor:
+        rows = []
+        for h, scale in zip(HYPERS, GRAD_SCALES, strict=True):
+            options = {"lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
+            rows.append(Hyper.at_step(step, bias_correction=True, grad_scale=scale, **options))
         return hyper_table(rows[: self.case.groups], self.device)
 
     def chunks(self, only: int | None = None) -> list[Chunk]:
@@ -306,6 +303,10 @@ class World(Inputs):
         """x: the master copy where there is one."""
         return [numpy(t) for t in self.params.tensors] if self.master is None else self.unpadded(self.master)
 
+    def replied(self, messages: Messages | None = None) -> oracle.Arrays:
+        """What the replies, or other messages of all shards, stand for."""
+        return self.plan.unflatten(values_of(messages or self.replies, self.plan))
+
     def left_out(self) -> oracle.Arrays:
         """e of the residuals of all chunks."""
         return self.unpadded(torch.cat([residual.left_out() for residual in self.residuals]))
@@ -326,8 +327,7 @@ class World(Inputs):
     def check_parameters(
         self, expected: oracle.Arrays, *, moves: int = 1, lrs: int = 0, sizes: oracle.Arrays | None = None
     ) -> None:
-        """x, and the master copy that x is rounded from, where there is one. Rounding is of x, so many times of what
-        it moves by, and so many times of lr."""
+        """x, and the master copy. Rounding is of x, and so many times of what it moves by and of lr."""
         pairs = zip(self.x, expected, self.hypers, strict=True)
         sizes = sizes or [np.abs(a) + moves * np.abs(b - a) + lrs * h.lr for a, b, h in pairs]
         assert_guards(self.params)

@@ -57,10 +57,8 @@ def adamw_step(
 def freeze(
     v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True, zero_variance: str = "floor"
 ) -> Arrays:
-    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the others, or d = 0 (zero_variance="hold").
-
-    A parameter without any variance has no mean to use: it gets d = 0 either way.
-    """
+    """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the others, or d = 0 (zero_variance="hold") or where
+    no coordinate of the parameter has a variance."""
     ds = []
     for v_p, h in zip(v, hypers, strict=True):
         vhat = v_p / (1 - h.beta2**step) if bias_correction else v_p
@@ -77,20 +75,13 @@ def local_momentum(g: Gradients, m: Arrays, hypers: Sequence[Hyper]) -> Arrays:
 
 
 def averaged_momentum(
-    grads: Sequence[Gradients],
-    m: Arrays,
-    hypers: Sequence[Hyper],
-    all_reduce: SimulatedAllReduce,
+    grads: Sequence[Gradients], m: Arrays, hypers: Sequence[Hyper], all_reduce: SimulatedAllReduce,
     gamma: np.ndarray | None = None,
-) -> Arrays:
+) -> Arrays:  # fmt: skip
     """m of the next step; each rank's y times gamma before the all-reduce, and m divided by it after."""
-    gamma = np.ones(len(m)) if gamma is None else gamma
-    layout = all_reduce.layout
-    ys = []
-    for g in grads:
-        y = local_momentum(g, m, hypers)
-        ys.append(layout.flatten([gamma_p * y_p for gamma_p, y_p in zip(gamma, y, strict=True)]))
-    new = layout.unflatten(all_reduce(ys))
+    gamma, layout = np.ones(len(m)) if gamma is None else gamma, all_reduce.layout
+    ys = [[gamma_p * y_p for gamma_p, y_p in zip(gamma, local_momentum(g, m, hypers), strict=True)] for g in grads]
+    new = layout.unflatten(all_reduce([layout.flatten(y) for y in ys]))
     return [(m_p / gamma_p).reshape(old.shape) for m_p, gamma_p, old in zip(new, gamma, m, strict=True)]
 
 

@@ -105,11 +105,9 @@ MOST = 2.0  # times the root mean square of a block: an unbiased scale is not la
 
 @dataclass(frozen=True)
 class Message:
-    """The 1-bit form of c: scales has one entry a block, or a single one (scale="tensor").
-
-    With 2 bits `large` says which elements are, and scales has two entries a block: the mean size of those that are
-    not, and of those that are. `lengths`: of what each scale is for.
-    """
+    """The compressed form of c: `scales` has one entry a block, or a single one (scale="tensor"); `lengths` are of what
+    each is for. With 2 bits `large` says which elements are, and a block has two entries, of those last. Rotated, bits
+    are signs of z, each block's c rotated, of which padding is a part too."""
 
     c: np.ndarray
     bits: np.ndarray
@@ -117,6 +115,7 @@ class Message:
     valid: np.ndarray
     lengths: Sequence[int]
     large: np.ndarray | None = None
+    z: np.ndarray | None = None
 
     @property
     def scale(self) -> np.ndarray:
@@ -129,48 +128,32 @@ class Message:
     @property
     def decoded(self) -> np.ndarray:
         """scale * sigma(c), and 0 where nothing is valid."""
-        return np.where(self.valid, np.where(self.bits, self.scale, -self.scale), 0.0)
+        values = np.where(self.bits, self.scale, -self.scale)
+        return np.where(self.valid, values if self.z is None else rotated_back(values, self.lengths), 0.0)
 
     @property
     def error(self) -> np.ndarray:
         return np.where(self.valid, self.c - self.decoded, 0.0)
 
     def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """Valid elements whose sign rounding of size `tolerance` cannot turn."""
-        return self.valid & (np.abs(self.c) > tolerance)
-
-    def unsure_blocks(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """Of every element, whether rounding of size `tolerance` can make one of its block large, or no longer large:
-        both scales of that block are then others."""
-        if self.large is None:
-            return np.zeros(self.c.shape, bool)
-        size, unsure = np.abs(self.c), np.zeros(self.c.shape, bool)
-        for block in blocks(self.lengths):
-            valid = self.valid[block]
-            least = ABOVE * magnitude(size[block][valid], "l1")
-            allowed = np.broadcast_to(tolerance, self.c.shape)[block]
-            unsure[block] = (valid & (np.abs(size[block] - least) <= allowed)).any()
-        return unsure
-
-
-@dataclass(frozen=True)
-class RotatedMessage(Message):
-    """Bits are signs of z, each block's c rotated, of which padding is a part too."""
-
-    z: np.ndarray = field(kw_only=True)
-
-    @property
-    def decoded(self) -> np.ndarray:
-        return np.where(self.valid, rotated_back(np.where(self.bits, self.scale, -self.scale), self.lengths), 0.0)
-
-    def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """The valid elements of blocks in which rounding turns no sign: one that turns changes all that are mixed.
-        Errors of elements are taken to be independent."""
+        """Valid elements whose sign rounding of size `tolerance` cannot turn; of a rotated block all or none, as
+        one that turns changes all that are mixed. Errors of elements are taken to be independent."""
+        if self.z is None:
+            return self.valid & (np.abs(self.c) > tolerance)
         allowed, sure = np.broadcast_to(tolerance, self.c.shape), np.zeros(self.c.shape, bool)
         for block in blocks(self.lengths):
             most = np.sqrt((allowed[block] ** 2).sum())
             sure[block] = (np.abs(self.z[block]) > most).all() or not self.z[block].any()
         return self.valid & sure
+
+    def unsure_blocks(self, tolerance: float | np.ndarray) -> np.ndarray:
+        """Of every element, whether rounding of size `tolerance` can change which ones of its block are large."""
+        size, unsure = np.abs(self.c), np.zeros(self.c.shape, bool)
+        allowed = np.broadcast_to(tolerance, self.c.shape)
+        for block in blocks(self.lengths) if self.large is not None else ():
+            near = np.abs(size[block] - ABOVE * magnitude(size[block][self.valid[block]], "l1")) <= allowed[block]
+            unsure[block] = (self.valid[block] & near).any()
+        return unsure
 
 
 def blocks(lengths: Sequence[int]) -> list[slice]:
@@ -196,30 +179,25 @@ def magnitude(values: np.ndarray, norm: str) -> float:
 
 
 def compress(
-    c: np.ndarray,
-    valid: np.ndarray | None = None,
-    *,
-    lengths: Sequence[int],
-    scale: str = "block",
-    norm: str = "l1",
-    counted: np.ndarray | None = None,
+    c: np.ndarray, valid: np.ndarray, *, lengths: Sequence[int], scale: str = "block", norm: str = "l1", bits: int = 1
 ) -> Message:
-    """Bits and scales of one message, of blocks of these lengths. `counted`: what enters a scale, if not all that is
-    valid."""
-    c = np.asarray(c, np.float64)
-    valid = np.ones(c.shape, bool) if valid is None else valid
-    counted = valid if counted is None else counted & valid
+    """One message, of blocks of these lengths; what is not valid counts for nothing. With 2 bits an element is large
+    where |c| is above ABOVE times the mean size of its block."""
+    c = np.where(valid, c, 0.0)
+    if bits == 2:
+        large, scales = np.zeros(c.shape, bool), []
+        for block in blocks(lengths):
+            size, on = np.abs(c[block]), valid[block]
+            large[block] = on & (size > ABOVE * magnitude(size[on], "l1"))
+            scales.append([magnitude(size[on & ~large[block]], "l1"), magnitude(size[large[block]], "l1")])
+        return Message(c, sigma(c) > 0, np.array(scales), valid, lengths, large)
     if norm == "rotated":
-        return _compress_rotated(np.where(counted, c, 0.0), counted, lengths)
+        z = np.concatenate([np.zeros(0), *(rotation(block.stop - block.start) @ c[block] for block in blocks(lengths))])
+        found = [magnitude(z[block], "unbiased") / mixed(block.stop - block.start) for block in blocks(lengths)]
+        return Message(c, sigma(z) > 0, np.array(found), valid, lengths, z=z)
     lengths = [c.size] if scale == "tensor" else lengths
-    scales = [magnitude(c[block][counted[block]], norm) for block in blocks(lengths)]
-    return Message(c, sigma(c) > 0, np.array(scales), valid, lengths)
-
-
-def _compress_rotated(c: np.ndarray, counted: np.ndarray, lengths: Sequence[int]) -> Message:
-    z = np.concatenate([np.zeros(0), *(rotation(block.stop - block.start) @ c[block] for block in blocks(lengths))])
-    found = [magnitude(z[block], "unbiased") / mixed(block.stop - block.start) for block in blocks(lengths)]
-    return RotatedMessage(c, sigma(z) > 0, np.array(found), counted, lengths, z=z)
+    found = [magnitude(c[block][valid[block]], norm) for block in blocks(lengths)]
+    return Message(c, sigma(c) > 0, np.array(found), valid, lengths)
 
 
 def rotated_back(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -249,37 +227,14 @@ def turned(place: int) -> float:
     return -1.0 if (x ^ x // 2**11) // 2**7 % 2 else 1.0
 
 
-def compress_two_bits(
-    c: np.ndarray, valid: np.ndarray | None = None, *, lengths: Sequence[int], counted: np.ndarray | None = None
-) -> Message:
-    """A sign, and whether |c| is above ABOVE times the mean size of its block. What is not `counted` is in no mean."""
-    c = np.asarray(c, np.float64)
-    valid = np.ones(c.shape, bool) if valid is None else valid
-    counted = valid if counted is None else counted & valid
-    large, scales = np.zeros(c.shape, bool), []
-    for block in blocks(lengths):
-        size, takes_part = np.abs(c[block]), counted[block]
-        large[block] = takes_part & (size > ABOVE * magnitude(size[takes_part], "l1"))
-        scales.append([magnitude(size[takes_part & ~large[block]], "l1"), magnitude(size[large[block]], "l1")])
-    return Message(c, sigma(c) > 0, np.array(scales), counted, lengths, large)
-
-
-def packed(bits: np.ndarray) -> np.ndarray:
-    """The bytes of a message's bits."""
-    return np.packbits(bits, bitorder="little")
-
-
 @dataclass
 class SimulatedAllReduce:
     """gather, average, scatter over N ranks, with every rank's worker and server residual between calls.
 
-    `worker[i]` is rank i's residual over the whole space. `server` is the whole space too: each of its
-    shards lives on the rank that owns it. `gathered[i]` and `scattered` list the last call's messages,
-    one a shard, in the order of the flat space.
-
-    reply_bits: of what a server sends.
-    direct: so many ranks, whose messages of whole chunks go to all. The average is their mean; there is no server, the
-    layout has one shard a chunk, and `scattered` stays empty.
+    `worker[i]` is rank i's residual over the whole space, as `server` is, each shard of which lives on the rank that
+    owns it. `gathered[i]` and `scattered` list the last call's messages, one a shard, in the order of the flat space.
+    `counted`: what takes part, if not all. `direct`: so many ranks, whose messages of whole chunks go to all; then a
+    layout has one shard a chunk, the average is their mean, and there is no server.
     """
 
     layout: Layout
@@ -299,32 +254,23 @@ class SimulatedAllReduce:
 
     def __call__(self, ys: Sequence[np.ndarray]) -> np.ndarray:
         """The average, as every rank receives it, of one flat array a rank."""
-        valid, result = self.layout.valid, np.zeros(self.layout.size)
+        result = np.zeros(self.layout.size)
+        valid = self.layout.valid if self.counted is None else self.layout.valid & self.counted
         self.gathered, self.scattered = [[] for _ in ys], []
+        of_means = "l2" if self.norm in ("unbiased", "rotated") else self.norm
         for shard in self.layout.shards():
+            options = {"lengths": self.layout.lengths_in(shard), "scale": self.scale}
             total = np.zeros(shard.stop - shard.start)
             for rank, y in enumerate(ys):
-                message = self._compress(y[shard] + self.worker[rank][shard], valid[shard], shard)
+                message = compress(y[shard] + self.worker[rank][shard], valid[shard], norm=self.norm, **options)
                 self.worker[rank][shard] = message.error
                 self.gathered[rank].append(message)
                 total += message.decoded
-            if self.direct:
-                result[shard] = total / len(ys)
-                continue
-            reply = self._compress(
-                total / len(ys) + self.server[shard], valid[shard], shard, self.reply_bits,
-                "l2" if self.norm in ("unbiased", "rotated") else self.norm,
-            )  # fmt: skip
-            self.server[shard] = reply.error
-            self.scattered.append(reply)
-            result[shard] = reply.decoded
+            result[shard] = total / len(ys)
+            if not self.direct:
+                c = result[shard] + self.server[shard]
+                reply = compress(c, valid[shard], norm=of_means, bits=self.reply_bits, **options)
+                self.server[shard] = reply.error
+                self.scattered.append(reply)
+                result[shard] = reply.decoded
         return result
-
-    def _compress(
-        self, c: np.ndarray, valid: np.ndarray, shard: slice, bits: int = 1, norm: str | None = None
-    ) -> Message:
-        c, counted = np.where(valid, c, 0.0), None if self.counted is None else self.counted[shard]
-        lengths = self.layout.lengths_in(shard)
-        if bits == 2:
-            return compress_two_bits(c, valid, lengths=lengths, counted=counted)
-        return compress(c, valid, lengths=lengths, scale=self.scale, norm=norm or self.norm, counted=counted)

@@ -21,6 +21,9 @@ class LambHyper(Hyper):
     factor_threshold: float = 0.1
 
 
+Hypers = Sequence[LambHyper]
+
+
 def coefficient(x: np.ndarray, u: np.ndarray, h: LambHyper) -> float:
     """LAMB's clip(||x|| / ||u||), 1 where a norm is 0."""
     above, below = np.linalg.norm(x), np.linalg.norm(u)
@@ -30,19 +33,12 @@ def coefficient(x: np.ndarray, u: np.ndarray, h: LambHyper) -> float:
 
 
 def lamb_step(
-    x: Arrays,
-    g: Gradients,
-    m: Arrays,
-    v: Arrays,
-    c_avg: np.ndarray,
-    hypers: Sequence[LambHyper],
-    step: int,
-    bias_correction: bool = True,
+    x: Arrays, g: Gradients, m: Arrays, v: Arrays, c_avg: np.ndarray, hypers: Hypers, step: int, corrected: bool = True
 ) -> tuple[Arrays, Arrays, Arrays, np.ndarray, np.ndarray]:
     """Stage 1 of 1-bit LAMB: new x, m, v, the (biased) averages of the coefficients, and the coefficients."""
     xs, ms, vs, cs = [], [], [], []
     for x_p, g_p, m_p, v_p, h in zip(x, g, m, v, hypers, strict=True):
-        m_p, v_p, mhat, vhat = moments(g_p, m_p, v_p, h, step, bias_correction)
+        m_p, v_p, mhat, vhat = moments(g_p, m_p, v_p, h, step, corrected)
         u = mhat / (np.sqrt(vhat) + h.eps) + h.weight_decay * x_p
         c = coefficient(x_p, u, h)
         xs.append(x_p - h.lr * c * u)
@@ -53,17 +49,14 @@ def lamb_step(
     return xs, ms, vs, beta * c_avg + (1 - beta) * np.array(cs), np.array(cs)
 
 
-def debiased(c_avg: np.ndarray, hypers: Sequence[LambHyper], steps: int) -> np.ndarray:
+def debiased(c_avg: np.ndarray, hypers: Hypers, steps: int) -> np.ndarray:
     return c_avg / (1 - np.array([h.coeff_beta for h in hypers]) ** steps)
 
 
 @dataclass(frozen=True)
 class LambFrozen:
-    """What 1-bit LAMB keeps for good at the freeze. `gamma` is 1 unless momenta are scaled (scale="tensor").
-
-    `v` is v_T, where the fresh variance starts. It is the corrected one (vhat) where d is made of that: the ratio
-    stands for the change of what d divides by, and a lack of correction would count as a change.
-    """
+    """What 1-bit LAMB keeps from the freeze on. `gamma` is 1 unless momenta are scaled (scale="tensor"); `v` is v_T,
+    where the fresh variance starts: vhat where d is made of that, for the ratio is the change of what d divides by."""
 
     d: Arrays
     v: Arrays
@@ -78,23 +71,14 @@ def momentum_scaling(m: Arrays) -> np.ndarray:
 
 
 def freeze_lamb(
-    m: Arrays,
-    v: Arrays,
-    c_avg: np.ndarray,
-    hypers: Sequence[LambHyper],
-    step: int,
-    *,
-    scale: str = "block",
-    bias_correction: bool = True,
-    zero_variance: str = "floor",
-) -> LambFrozen:
+    m: Arrays, v: Arrays, c_avg: np.ndarray, hypers: Hypers, step: int, *, scale: str = "block",
+    bias_correction: bool = True, zero_variance: str = "floor",
+) -> LambFrozen:  # fmt: skip
     corrections = [1 - h.beta2**step if bias_correction else 1.0 for h in hypers]
-    return LambFrozen(
-        d=freeze(v, hypers, step, bias_correction, zero_variance),
-        v=[v_p / correction for v_p, correction in zip(v, corrections, strict=True)],
-        c_avg=debiased(c_avg, hypers, step),
-        gamma=momentum_scaling(m) if scale == "tensor" else np.ones(len(m)),
-    )
+    d = freeze(v, hypers, step, bias_correction, zero_variance)
+    gamma = momentum_scaling(m) if scale == "tensor" else np.ones(len(m))
+    v = [v_p / correction for v_p, correction in zip(v, corrections, strict=True)]
+    return LambFrozen(d, v, debiased(c_avg, hypers, step), gamma)
 
 
 def variance_ratio(frozen: np.ndarray, fresh: np.ndarray, h: Hyper, ratio: str) -> float:
@@ -114,15 +98,9 @@ def clipped_ratio(r: float, previous: float, h: LambHyper) -> float:
 
 
 def onebit_lamb_update(
-    x: Arrays,
-    m: Arrays,
-    m_previous: Arrays,
-    v: Arrays,
-    r: np.ndarray,
-    frozen: LambFrozen,
-    hypers: Sequence[LambHyper],
+    x: Arrays, m: Arrays, m_previous: Arrays, v: Arrays, r: np.ndarray, frozen: LambFrozen, hypers: Hypers,
     ratio: str = "variance",
-) -> tuple[Arrays, Arrays, np.ndarray]:
+) -> tuple[Arrays, Arrays, np.ndarray]:  # fmt: skip
     """Lines 14 to 22 of Algorithm 1: new x, v (fresh) and r."""
     xs, vs, rs = [], [], []
     for p, h in enumerate(hypers):
@@ -137,16 +115,9 @@ def onebit_lamb_update(
 
 
 def onebit_lamb_step(
-    x: Arrays,
-    grads: Sequence[Gradients],
-    m: Arrays,
-    v: Arrays,
-    r: np.ndarray,
-    frozen: LambFrozen,
-    hypers: Sequence[LambHyper],
-    all_reduce: SimulatedAllReduce,
-    ratio: str = "variance",
-) -> tuple[Arrays, Arrays, Arrays, np.ndarray]:
+    x: Arrays, grads: Sequence[Gradients], m: Arrays, v: Arrays, r: np.ndarray, frozen: LambFrozen, hypers: Hypers,
+    all_reduce: SimulatedAllReduce, ratio: str = "variance",
+) -> tuple[Arrays, Arrays, Arrays, np.ndarray]:  # fmt: skip
     """Stage 2 of 1-bit LAMB over N ranks: new x, m, v, r. r starts at 1, v at frozen.v."""
     m_previous = m
     m = averaged_momentum(grads, m_previous, hypers, all_reduce, frozen.gamma)

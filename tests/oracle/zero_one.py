@@ -1,8 +1,5 @@
-"""0/1 Adam: dense steps at first, then 1-bit steps with full steps among them, ever further apart.
-
-After the last full step there may be local steps: every rank goes its own way, and the ranks meet in sync steps.
-Steps count from 1, and only those that are taken.
-"""
+"""0/1 Adam: dense steps at first, then 1-bit steps with full steps among them, ever further apart; after the last full
+step local steps, in which every rank goes its own way, and sync steps. Steps count from 1, and only those taken."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ def dense_start(kappa: int, var_freeze_step: int | None = None) -> int:
 
 
 def sync_steps(last: int, var_freeze_step: int, scaler: int, clipper: int) -> list[int]:
-    """T_u up to `last`: t_0 = var_freeze_step, t_(j+1) = t_j + min(clipper, 2^floor((t_j - t_0) / scaler)).
-
-    t_0 itself is not among them.
-    """
+    """T_u up to `last`, without t_0 = var_freeze_step: t_(j+1) = t_j + min(clipper, 2^floor((t_j - t_0) / scaler))."""
     steps, t = [], var_freeze_step
     while (t := t + min(clipper, 2 ** ((t - var_freeze_step) // scaler))) <= last:
         steps.append(t)
@@ -44,10 +38,8 @@ def sync_steps(last: int, var_freeze_step: int, scaler: int, clipper: int) -> li
 
 
 def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None = None) -> tuple[float, float]:
-    """b of the last full step up to `step`, and W, the sum of the weights of all g^2 in v, after it.
-
-    b = max(b2^gap, min(b2, 0.9)), W = b W + (1 - b) from 0. The gap is the way from the full step before, 1 at step 1.
-    """
+    """b of the last full step up to `step`, and W, the sum of the weights of all g^2 in v, after it: b = max(b2^gap,
+    min(b2, 0.9)), W = b W + (1 - b) from 0. The gap is the way from the full step before, 1 at step 1."""
     steps = full_steps(step, kappa, var_freeze_step)
     b, weight = beta2, 0.0
     for previous, t in zip([0, *steps], steps, strict=False):
@@ -59,11 +51,8 @@ def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None =
 def floors(
     v: Arrays, weights: Sequence[float], variance_floor: float, zero_variance: str, bias_correction: bool
 ) -> list[Floor]:
-    """Of every parameter, (least, at_zero): the least root of the variance where there is one, and that where v is 0.
-
-    With the mean of vhat over v > 0 (0 if there is none): least = sqrt(variance_floor mean), and at_zero = sqrt(mean)
-    (zero_variance="floor") or 0 ("hold").
-    """
+    """Of every parameter, the least root of the variance where there is one, and that where v is 0: with the mean of
+    vhat over v > 0 (or 0) sqrt(variance_floor mean), and sqrt(mean) (zero_variance="floor") or 0 ("hold")."""
     result = []
     for v_p, weight in zip(v, weights, strict=True):
         positive = v_p > 0
@@ -99,27 +88,26 @@ def update(x: Arrays, m: Arrays, u: Arrays, hypers: Sequence[Hyper], step: int, 
     return xs
 
 
-def _where(live: Sequence[np.ndarray], m: Arrays) -> Arrays:
-    return [np.where(on, m_p, 0.0) for on, m_p in zip(live, m, strict=True)]
-
-
 def momentum_weights(hypers: Sequence[Hyper], step: int, bias_correction: bool = True) -> list[float]:
     """w = lr / (1 - b1^step) of every parameter: x moves by w m / (u + eps)."""
     return [h.lr / (1 - h.beta1**step) if bias_correction else h.lr for h in hypers]
+
+
+def _where(live: Sequence[np.ndarray], m: Arrays) -> Arrays:
+    return [np.where(on, m_p, 0.0) for on, m_p in zip(live, m, strict=True)]
 
 
 @dataclass
 class ZeroOne:
     """The optimizer of N ranks, whose x, m, v are the same on all; `all_reduce` keeps the residuals of each.
 
-    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `step` counts
-    the steps taken. `take_step` takes the one that comes; `dense`, `full`, `one_bit`, `local` and `sync` each take a
-    whole step of their kind, from whatever the attributes say, and count it.
+    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `take_step`
+    takes the step that comes; `dense`, `full`, `one_bit`, `local` and `sync` one of their kind, and `step` counts them.
 
-    From `local_start` on rank i has its own x and m, `own_x[i]` and `own_m[i]` (no rank has before), and x and m are
-    those of the last sync: x is the anchor. The residuals are in units of lr m. Since the last sync there were
-    `since_sync` steps, with, of every parameter, the sum `weight_sum` of w and the product `decay` of 1 - lr wd.
-    `reference` is W of the last sync, by which what was sent is divided to be m: max(sum of w, 3/4 W before).
+    From `local_start` on rank i has its own x and m, `own_x[i]` and `own_m[i]`, and x and m are those of the last sync:
+    x is the anchor. Residuals are in units of lr m. Since that sync there were `since_sync` steps, with, of every
+    parameter, the sum `weight_sum` of w and the product `decay` of 1 - lr wd. `reference` is W of that sync, by which
+    what was sent is divided to be m: max(sum of w, 3/4 W before).
     """
 
     x: Arrays
@@ -180,46 +168,32 @@ class ZeroOne:
 
     def dense(self, grads: Sequence[Gradients]) -> None:
         """A step of AdamW on the mean gradient. The last one sets the floors and folds m."""
-        t = self.step + 1
-        g = mean_gradient(grads, self.x)
-        self.x, self.m, self.v = adamw_step(self.x, g, self.m, self.v, self.hypers, t, self.bias_correction)
-        self.step = t
-        if t == dense_start(self.kappa, self.var_freeze_step):
+        self.step += 1
+        g, state = mean_gradient(grads, self.x), (self.m, self.v, self.hypers, self.step, self.bias_correction)
+        self.x, self.m, self.v = adamw_step(self.x, g, *state)
+        if self.step == dense_start(self.kappa, self.var_freeze_step):
             self.renew_floors()
             self.fold()
 
     def full(self, grads: Sequence[Gradients]) -> None:
         """m = b1 m + (1 - b1) g, v = b v + (1 - b) g^2, g the mean gradient; m of before is 0 where not live.
-
-        u is that of the new v, with the floors of the full step before. Afterwards they are set anew and m is folded.
-        """
-        t = self.step + 1
-        ms, vs = [], []
-        parts = zip(mean_gradient(grads, self.x), self.m, self.v, self.live, self.hypers, strict=True)
-        for g_p, m_p, v_p, live_p, h in parts:
-            b, _ = weight_at(t, h.beta2, self.kappa, self.var_freeze_step)
-            ms.append(h.beta1 * np.where(live_p, m_p, 0.0) + (1 - h.beta1) * g_p)
-            vs.append(b * v_p + (1 - b) * g_p**2)
-        self.m, self.v, self.step = ms, vs, t
-        self._move()
+        u is of the new v with the floors of the full step before, which are then set anew, and m is folded."""
+        self.step += 1
+        g, m = mean_gradient(grads, self.x), _where(self.live, self.m)
+        b = [weight_at(self.step, h.beta2, self.kappa, self.var_freeze_step)[0] for h in self.hypers]
+        self.m = local_momentum(g, m, self.hypers)
+        self.v = [b_p * v_p + (1 - b_p) * g_p**2 for b_p, v_p, g_p in zip(b, self.v, g, strict=True)]
+        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
         self.renew_floors()
         self.fold()
 
     def one_bit(self, grads: Sequence[Gradients]) -> None:
-        """m = compressed_all_reduce(b1 m + (1 - b1) g_i), v unchanged.
-
-        A coordinate that is not live takes no part: c is 0 there, in no scale, and leaves no residual and no m. (The
-        codec decodes a sign there as everywhere. What comes of it is taken away again, and enters nothing else.)
-        """
-        live = self.live
+        """m = compressed_all_reduce(b1 m + (1 - b1) g_i), v unchanged. What is not live takes no part: c is 0 there, in
+        no scale, and leaves no residual and no m."""
         self._set_counted()
-        self._clear_residuals()
-        fresh = [_where(live, [gradient(*each) for each in zip(g, self.x, strict=True)]) for g in grads]
-        m = averaged_momentum(fresh, _where(live, self.m), self.hypers, self.all_reduce)
-        self.m = _where(live, m)
-        self._clear_residuals()
+        self.m = averaged_momentum(grads, self.m, self.hypers, self.all_reduce)
         self.step += 1
-        self._move()
+        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
 
     def local(self, grads: Sequence[Gradients]) -> None:
         """m_i = b1 m_i + (1 - b1) g_i, x_i moves by it, e_i = e_i + w m_i, on every rank whose gradients are finite."""
@@ -228,7 +202,7 @@ class ZeroOne:
         self.step += 1
         live, u, ws = self.live, self._roots(), momentum_weights(self.hypers, self.step, self.bias_correction)
         self._set_counted()
-        self._clear_residuals()
+        self.all_reduce.worker = [np.where(self.all_reduce.counted, e, 0.0) for e in self.all_reduce.worker]
         for i, g in enumerate(grads):
             if not all(np.isfinite(g_p).all() for g_p in g if g_p is not None):
                 continue
@@ -247,15 +221,11 @@ class ZeroOne:
 
     def synchronize(self) -> None:
         """U = compressed_all_reduce(e_i), x = D x - U / (u + eps), m = U / W, on every rank; x and m are the anchor's.
-
-        What is not live does not move and has no m. Nothing happens where there was no local step since the last sync.
-        """
+        What is not live does not move and has no m. Nothing happens where there was no local step since the last."""
         if not self.since_sync:
             return
         self._set_counted()
-        self._clear_residuals()
         flat = self.all_reduce([np.zeros(self.all_reduce.layout.size) for _ in self.all_reduce.worker])
-        self._clear_residuals()
         xs, ms = [], []
         self.reference = [max(w, 0.75 * before) for w, before in zip(self.weight_sum, self.reference, strict=True)]
         parts = zip(
@@ -300,18 +270,8 @@ class ZeroOne:
         self.own_m = [[m_p.copy() for m_p in self.m] for _ in self.all_reduce.worker]
         self.weight_sum, self.decay, self.since_sync = [0.0] * len(self.x), [1.0] * len(self.x), 0
 
-    def _move(self) -> None:
-        self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
-
     def _roots(self) -> Arrays:
         return roots(self.v, self.weights(), self.floors, self.bias_correction)
 
     def _set_counted(self) -> None:
         self.all_reduce.counted = self.all_reduce.layout.flatten([on.astype(np.float64) for on in self.live]) > 0
-
-    def _clear_residuals(self) -> None:
-        """0 where nothing is counted, in padding too."""
-        counted = self.all_reduce.counted
-        assert counted is not None
-        self.all_reduce.worker = [np.where(counted, e, 0.0) for e in self.all_reduce.worker]
-        self.all_reduce.server = np.where(counted, self.all_reduce.server, 0.0)
