@@ -30,7 +30,7 @@ from torch import Tensor
 from onebit.kernels.data.checks import is_whole
 
 BLOCK_SIZE = 2048
-MOST_BLOCK_SIZE = 16384
+MOST_BLOCK_SIZE = 8192
 WORD = 32  # elements: what the length of a block is a multiple of
 MOST_ELEMENTS = 2**35  # words are counted in int32
 MOST_BLOCKS = 2**28  # of which each has a row of 32 bytes

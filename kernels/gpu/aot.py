@@ -56,7 +56,8 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Assembled:
-    """An assembled kernel: registers a thread, bytes spilled (stored and loaded), the listing of its machine code."""
+    """An assembled kernel: registers a thread, bytes a thread that did not fit into them, the listing of its machine
+    code."""
 
     registers: int
     spilled: int
@@ -68,10 +69,11 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     values = {**launch.arguments, "BLOCKS_PER_PROGRAM": launch.config.blocks_per_program}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(inspect.signature(launch.kernel.fn).parameters):
-        value, free = values[name], launch.kernel.params[index].do_not_specialize
+        value, parameter = values[name], launch.kernel.params[index]
+        free = parameter.do_not_specialize
         if isinstance(value, Tensor):
             signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         elif name.isupper() or value is None or (isinstance(value, int) and value == 1 and not free):
             signature[name] = "constexpr"
@@ -89,39 +91,23 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
 
 
 def assembled(compiled: Compiled) -> Assembled:
-    """Assemble a CUDA kernel's PTX, and read ptxas' report and the listing of the machine code."""
-    arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
-    assert arch is not None
+    """What Triton's own assembler has made of a CUDA kernel: no other reads the PTX of every version."""
     with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(compiled.asm["ptx"])
-        report = _output(_ptxas(arch[1]), "-v", f"--gpu-name={arch[1]}", source, "-o", binary)
-        listing = _output(_tool("cuobjdump"), "-sass", binary)
-    registers, spilled = re.search(r"Used (\d+) registers", report), re.findall(r"(\d+) bytes spill", report)
-    assert registers and spilled, report
-    return Assembled(int(registers[1]), sum(map(int, spilled)), listing)
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        usage, listing = (_cuobjdump(what, binary) for what in ("-res-usage", "-sass"))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Assembled(int(found[1]), int(found[2]), listing)
 
 
-def _output(*command: str | Path) -> str:
-    """Standard output and standard error of a tool; ptxas reports on the latter."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout + done.stderr
-
-
-def _ptxas(arch: str) -> str:
-    """Triton's own assembler; Blackwell and later have one to themselves."""
-    return _tool(*(["ptxas-blackwell", "ptxas"] if int(arch[3:].rstrip("af")) >= 100 else ["ptxas"]))
-
-
-def _tool(*names: str) -> str:
-    """The first of these that Triton brings, or the one on the PATH."""
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    found = next((str(folder / name) for name in names if (folder / name).exists()), shutil.which(names[-1]))
-    if found is None:
-        raise FileNotFoundError(
-            f"{names[-1]} was neither in Triton's package nor on the PATH: install triton from PyPI"
-        )
-    return found
+def _cuobjdump(*arguments: str | Path) -> str:
+    """The one that Triton brings, or the one on the PATH."""
+    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = str(own) if own.exists() else shutil.which("cuobjdump")
+    if tool is None:
+        raise FileNotFoundError("cuobjdump was neither in Triton's package nor on the PATH: install triton from PyPI")
+    return subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def variants() -> dict[str, Workload]:

@@ -126,7 +126,7 @@ def _squared_gradient(
     TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs."""
-    if (previous is not None) and (COPIES == 1 and BITS == 1 and not ROTATED):
+    if (previous is not None) and (COPIES == 1 and (BITS == 1 and not ROTATED)):  # Triton 3.3 takes pairs alone
         bits = tiles.bits_in(message, word, of_shard, TENSOR, BITS)
         prev_bits = tiles.bits_in(previous, word, of_shard, TENSOR, BITS)
         equal = tiles.load_bits(bits, length, TILE) == tiles.load_bits(prev_bits, length, TILE)

@@ -52,11 +52,16 @@ MOST = tl.constexpr(wire.MOST)
 L1, L2, UNBIASED, ROTATED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l1", "l2", "unbiased", "rotated"))
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
-# A kernel that hosts launch. What changes with a model's size is not compiled in: one binary serves every layout.
+# A kernel that hosts launch. What changes with a model's size is not compiled in, nor how parts of buffers lie of which
+# a block or a parameter has one number: one binary serves every layout, and none is compiled in the middle of a run.
 entry = triton.jit(
     do_not_specialize=[
         "first_block", "first_word", "first_shard", "blocks", "shard_blocks", "fingerprint", "ranks", "words",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "flags", "sums", "counts", "live", "partial", "counted", "counter", "residual_scale", "squares", "gamma",
+        "least_root", "root_at_zero", "decay", "factor", "coefficient",
+    ],
 )  # fmt: skip
 
 

@@ -289,10 +289,10 @@ def test_an_unbiased_scale_is_bounded_where_few_elements_are_not_zero(name):
 
 def test_the_signs_that_are_turned_look_random():
     """No row of Hadamard's matrix, which is what a block of one value becomes, is near to them."""
-    turned = np.array([oracle.turned(i) for i in range(16384)])
+    turned = np.array([oracle.turned(i) for i in range(8192)])
     assert np.array_equal(rotation.flips(), turned < 0)
     assert np.array_equal(rotation.packed_flips(), np.packbits(turned < 0, bitorder="little"))
     for length in (32, 256, 2048):
-        for start in range(0, 16384, length):
+        for start in range(0, 8192, length):
             found = np.abs(oracle.rotation(length) @ (turned[:length] * turned[start : start + length])).max()
             assert found < np.sqrt(2 * length * np.log(2 * len(turned)))

@@ -52,7 +52,7 @@ WRONG: list[Any] = [  # the option, values, and what the message says, with the 
     ("gradient_dtype", ["bfloat16"], "gradient_dtype={}", "torch.bfloat16"),
     ("block_size", [0], "block_size", "multiple of 32", "got {}", "2048"),
     ("block_size", [48, 64.0], "block_size", "multiple of 32", "got {}"),
-    ("block_size", [32768], "block_size", "at most 16384", "got {}"),
+    ("block_size", [16384], "block_size", "at most 8192", "got {}"),
     ("block_size", ["auto"], "block_size must be a multiple of 32"),
 ]
 WRONG_OF_LAMB: list[Any] = [
@@ -100,7 +100,7 @@ def test_an_unknown_keyword_is_a_type_error(kind):
         {"lr": torch.tensor(1e-3), "betas": [0.9, 0.99]},
         {"freeze_step": 0, "freeze_threshold": 0.5, "freeze_window": 1, "chunks": 3},
         {"block_size": 32, "zero_variance": "hold", "scale": "tensor", "norm": "l2"},
-        {"block_size": 16384, "bias_correction": False, "master_weights": False, "weight_decay": 1},
+        {"block_size": 8192, "bias_correction": False, "master_weights": False, "weight_decay": 1},
     ],
 )
 @freezing_kinds
