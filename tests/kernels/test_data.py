@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from onebit.kernels.data import bits as bits_module
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, Block, Layout, Span
@@ -245,3 +246,13 @@ def test_whole_numbers_finite_ones_and_names_are_told_from_what_only_looks_like_
     names = ("block", "tensor")
     assert all(is_one_of(value, names) for value in names)
     assert [value for value in ("blok", "", "bl", names, *OTHERS, *TRUTHS) if is_one_of(value, names)] == []
+
+
+def test_bits_are_packed_in_pieces(monkeypatch):
+    """What lies beside a large mask meanwhile is small."""
+    sizes, whole = [], bits_module.packed_at_once
+    monkeypatch.setattr(bits_module, "PIECE", 64)
+    monkeypatch.setattr(bits_module, "packed_at_once", lambda piece: (sizes.append(piece.shape[-1]), whole(piece))[1])
+    bits = torch.rand((2, 200), generator=torch.Generator().manual_seed(1)) < 0.5
+    assert np.array_equal(packed(bits).numpy(), np.packbits(bits.numpy(), axis=-1, bitorder="little"))
+    assert sizes == [64, 64, 64, 8] and packed(bits[:, :0]).shape == (2, 0)
