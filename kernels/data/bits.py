@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-
 PIECE = 2**20  # elements that are packed at a time: what lies beside them is small beside a model
 
 
