@@ -50,8 +50,9 @@ format: $(STAMP)  ## format and sort imports
 bench: $(STAMP)  ## measure kernels and network against the targets; BENCH_ARGS="--only kernels". The network needs root
 	@$(BIN)/python -m perf.bench $(BENCH_ARGS)
 
-fuzz: $(STAMP)  ## 100,000 cases of random and mutated input: only documented errors; FUZZ_ARGS="--seed 1"
+fuzz: $(STAMP)  ## 100,000 cases of random and mutated input: only documented errors; and 1,000 random runs, interrupted; FUZZ_ARGS="--seed 1"
 	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+	@$(BIN)/python -m tests.fuzz.runs
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -609,13 +609,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self.setup.topology.everyone.rank == 0:
             zero_variance = self.setup.options.zero_variance
             stages = self.current.stages
-            found = (
-                stages.steps,
-                0 < stages.steps == stages.steps_before,
-                zeros,
-                zero_variance,
-                self.current.ddp_averages,
-            )
+            asked = stages.rule.freeze_step
+            at_once = asked != "auto" and asked < stages.steps == stages.steps_before
+            found = stages.steps, at_once, zeros, zero_variance, self.current.ddp_averages
             self.after_step.append(partial(report_freeze, *found))
 
     def _report_variance(self, step: int, flags: Tensor) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.fuzz import __main__ as command
+from tests.fuzz import runs
 from tests.fuzz.__main__ import TARGETS, Fuzzer
 from tests.fuzz.mutate import Source
 
@@ -19,6 +21,26 @@ def test_only_documented_errors_come_of_it(target: str) -> None:
     fuzzer = Fuzzer(1, target)
     assert fuzzer.run(range(CASES[target])) == []
     assert fuzzer.outcomes.total() == CASES[target]
+
+
+def test_random_runs_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+    """A few of `python -m tests.fuzz.runs`."""
+    came, wrong = runs.run_all(1, range(16), tmp_path)
+    assert not wrong and came.total() == 16 and came["goes on, compressing"] > 8
+
+
+def test_a_random_run_that_goes_on_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    case = {**runs.drawn(0, 0), "wrapper": "none", "ranks": 1, "way": "state_dict", "saved": 6}
+    train, calls = runs.Run.train, []
+
+    def one_off(self: runs.Run, rank: int, first: int, last: int) -> None:
+        calls.append(1)
+        train(self, rank, first + (len(calls) == 3), last)
+
+    monkeypatch.setattr(runs.Run, "train", one_off)
+    monkeypatch.setattr(runs, "group", lambda: None)
+    with pytest.raises(AssertionError, match="ends elsewhere"):
+        runs.resumed(0, case, str(tmp_path))
 
 
 class Bad:

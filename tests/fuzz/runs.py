@@ -1,0 +1,210 @@
+"""python -m tests.fuzz.runs --cases 1000
+
+Random runs: an optimizer, a wrapper, dtypes, options, gradients that are missing or not finite, clipping, accumulation,
+a GradScaler; saved after a random step, in a random way, and loaded into new objects. Each goes on as the run that was
+not interrupted, bit for bit, or was refused on all ranks. A case follows from (seed, number) alone. Exit status 1 where
+one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from tests.onebit.runs import OPTIMIZERS, bits, nodes_of
+from tests.ranks import RanksError, group, run_ranks
+
+STEPS = 12
+BATCH = 20  # cases that ranks are handed at a time
+
+
+class Net(nn.Module):
+    """A layer that is left out of some steps, norms, and a head of one element."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.between, self.head = nn.Linear(5, 40), nn.Linear(40, 40), nn.Linear(40, 1)
+        self.norm = nn.LayerNorm(40)
+        self.to(dtype)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        x = self.norm(self.first(x.to(self.head.weight.dtype)))
+        return self.head(torch.tanh(self.between(x) if whole else x))
+
+
+def drawn(seed: int, number: int) -> dict[str, Any]:
+    """A case, the same on all ranks."""
+    source = np.random.default_rng([seed, number])
+
+    def one(*of: Any) -> Any:
+        return of[source.integers(len(of))]
+
+    kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes")
+    options = {
+        "reply": one("auto", "auto", 1, 2, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased", "rotated"),
+        "scale": one("block", "block", "block", "tensor"), "chunks": one(1, 2, 3), "block_size": one(32, 64, 2048),
+        "overlap": one(False, False, True), "gradient_dtype": one(None, None, torch.bfloat16),
+        "zero_variance": one("floor", "hold"), "variance_floor": one(0.0, 0.01), "lr": one(1e-3, 1e-2),
+        "master_weights": one(True, True, False), "check_every": one(0, 0, 3), "weight_decay": one(0.0, 0.1),
+    }  # fmt: skip
+    if kind == "ZeroOneAdam":
+        options |= {"var_update_scaler": one(1, 2, 4), "var_freeze_step": one(None, 2, 5)}
+        if one(False, False, True):
+            options |= {"local_step_scaler": one(1, 2), "local_step_clipper": one(2, 4)}
+    else:
+        options |= {"freeze_step": one(1, 2, 4, 7, 30, "auto"), "freeze_window": 2, "bias_correction": one(True, False)}
+    return {
+        "kind": kind, "wrapper": wrapper, "options": options,
+        "ranks": {"nodes": 4, "none": one(1, 2, 3)}.get(wrapper, 2),
+        "dtype": one(torch.float32, torch.float32, torch.bfloat16, torch.float16), "apart": one(False, False, True),
+        "left_out": sorted({int(step) for step in source.integers(0, STEPS, 3)}) if one(False, True) else [],
+        "clip": one(None, None, "onebit", "torch"), "accumulate": one(1, 1, 2),
+        "scaler": one(False, False, False, True),
+        "bad": (int(source.integers(STEPS)), 0) if one(False, False, True) else None,
+        "saved": int(source.integers(1, STEPS)), "way": one("onebit", "onebit", "state_dict"),
+    }  # fmt: skip
+
+
+class Run:
+    def __init__(self, case: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.case, self.net = case, Net(case["dtype"])
+        self.model: nn.Module = self.net
+        if case["wrapper"] in ("ddp", "unused"):
+            unused = case["wrapper"] == "unused"
+            self.model = DistributedDataParallel(self.net, process_group=group(), find_unused_parameters=unused)
+        ranks = nodes_of(group(), 2) if case["wrapper"] == "nodes" else group()
+        norms = [p for name, p in self.net.named_parameters() if "norm" in name]
+        others = [p for name, p in self.net.named_parameters() if "norm" not in name]
+        groups = [{"params": others}, {"params": norms, "compress": not case["apart"], "weight_decay": 0.0}]
+        self.optimizer = getattr(onebit, case["kind"])(groups, process_group=ranks, **case["options"])
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=case["scaler"])
+        if self.model is not self.net:
+            onebit.attach(self.model, self.optimizer)
+
+    def train(self, rank: int, first: int, last: int) -> None:
+        case, optimizer = self.case, self.optimizer
+        for step in range(first, last):
+            optimizer.zero_grad()
+            for again in range(case["accumulate"]):
+                hold = again + 1 < case["accumulate"] and (self.model if self.model is not self.net else optimizer)
+                x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * again + rank))
+                whole = case["wrapper"] == "ddp" or step not in case["left_out"]
+                with hold.no_sync() if hold else contextlib.nullcontext():
+                    self.scaler.scale(self.model(x, whole).float().square().mean()).backward()
+            if case["bad"] == (step, rank):
+                self.net.first.bias.grad[0] = torch.nan  # type: ignore[index]
+            if case["clip"] and not case["scaler"]:
+                clip = optimizer.clip_grad_norm_ if case["clip"] == "onebit" else self._clipped_by_torch
+                clip(0.5)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            if step + 1 == case["saved"] and case["kind"] == "ZeroOneAdam":
+                optimizer.synchronize()
+
+    def _clipped_by_torch(self, norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
+
+
+def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
+    run = Run(case)
+    run.train(rank, 0, case["saved"])
+    extra = {"scaler": run.scaler}
+    if case["way"] == "onebit":
+        onebit.save(folder, run.model, run.optimizer, extra=extra)
+    state = copy.deepcopy([each.state_dict() for each in (run.net, run.optimizer, run.scaler)])
+    run.train(rank, case["saved"], STEPS)
+    again = Run(case)
+    if case["way"] == "onebit":
+        onebit.load(folder, again.model, again.optimizer, extra={"scaler": again.scaler})
+    else:
+        for each, own in zip((again.net, again.optimizer, again.scaler), state, strict=True):
+            each.load_state_dict(own)
+    again.train(rank, case["saved"], STEPS)
+    if bits(run.net.parameters()) != bits(again.net.parameters()):
+        raise AssertionError(f"the resumed run ends elsewhere, from step {case['saved']} of {STEPS} on")
+    if not all(bool(torch.isfinite(p).all()) for p in run.net.parameters()):
+        raise AssertionError("parameters are not finite")
+    return f"goes on, {'compressing' if run.optimizer.compressing else 'in stage 1'}"
+
+
+def work(rank: int, size: int, seed: int, numbers: list[int], folder: str) -> list[str]:
+    """Of each case what came of it; what begins with WRONG is."""
+    logging.getLogger("onebit").setLevel(logging.ERROR)
+    os.environ["ONEBIT_QUIET"] = "1"
+    found = []
+    for number in numbers:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found.append(resumed(rank, drawn(seed, number), f"{folder}/{number}"))
+            except (ValueError, TypeError) as error:
+                found.append(f"refused: {error!s:.40}")
+            except Exception:
+                found.append(f"WRONG {traceback.format_exc()}")
+    return found
+
+
+def run_all(seed: int, numbers: range, folder: Path, until: float = float("inf")) -> tuple[Counter[str], list[str]]:
+    """How often what came of a case, and what was wrong."""
+    by_ranks: dict[int, list[int]] = {}
+    for number in numbers:
+        by_ranks.setdefault(drawn(seed, number)["ranks"], []).append(number)
+    came: Counter[str] = Counter()
+    wrong: list[str] = []
+    for ranks, own in by_ranks.items():
+        for batch in (own[i : i + BATCH] for i in range(0, len(own), BATCH)):
+            if time.monotonic() > until:
+                return came, wrong
+            try:
+                answers = run_ranks(ranks, work, seed, batch, str(folder))
+            except RanksError as error:
+                wrong.append(f"among cases {batch}: {error}")
+                continue
+            for number, of_ranks in zip(batch, zip(*answers, strict=True), strict=True):
+                came[of_ranks[0].partition(":")[0]] += 1
+                odd = next((each for each in of_ranks if each.startswith("WRONG")), None)
+                if odd or len(set(of_ranks)) > 1:
+                    again = f"python -m tests.fuzz.runs --seed {seed} --first {number} --cases 1"
+                    wrong.append(f"case {number} ({again}): {drawn(seed, number)}\n{odd or of_ranks}")
+            print(f"{sum(came.values()):,} of {len(numbers):,}, {len(wrong)} wrong", file=sys.stderr, flush=True)
+    return came, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.runs", description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then (default: when all is done)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case, to run one again")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = range(given.first, given.first + given.cases)
+        came, wrong = run_all(given.seed, numbers, Path(folder), time.monotonic() + given.seconds)
+    for text in wrong:
+        print(f"\n{text}", file=sys.stderr)
+    for what, count in sorted(came.items()):
+        print(f"  {what:<34}{count:>7,}")
+    print(f"{came.total():,} runs (seed {given.seed}): {len(wrong)} wrong")
+    return 1 if wrong or not came else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
