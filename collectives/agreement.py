@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import LocalTransport, Ranks
+from onebit.collectives.transport.protocol import FACTS, LocalTransport, Ranks
 from onebit.kernels.data.wire import MessageError
 
 NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
@@ -24,7 +24,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def agree(transport: Ranks, device: torch.device, facts: Mapping[str, float | str]) -> None:
     """Compare `facts` over all ranks; raise a ValueError on each that names who differs and in what."""
-    everyone = all_gather_json(transport, device, dict(facts), "comparing the ranks' layouts (all-gather)")
+    everyone = all_gather_json(transport, device, dict(facts), f"comparing the ranks' layouts {FACTS}")
     texts = [json.dumps(each, sort_keys=True) for each in everyone]
     if len(set(texts)) == 1:
         return

@@ -31,12 +31,12 @@ from torch import Tensor
 from onebit.collectives.agreement import NODES, all_gather_json, listed, raise_on_all
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.grid import Grid
-from onebit.collectives.transport.protocol import LocalTransport, Ranks, Transport
+from onebit.collectives.transport.protocol import FACTS, LocalTransport, Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
 
 logger = logging.getLogger("onebit")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_ASKING = "finding the ranks of each node (all-gather)"
+_ASKING = f"finding the ranks of each node {FACTS}"
 
 
 @dataclass(frozen=True)

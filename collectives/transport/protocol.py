@@ -12,6 +12,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+FACTS = "(all-gather of facts)"
+"""How a phase ends in which ranks find out that they are not in the same one: a rank with other options comes to one of
+the others, and all read what it says."""
+
 
 class CollectiveError(RuntimeError):
     """A collective did not end: a rank died, never came, or the network failed."""

@@ -76,6 +76,7 @@ class Overlap:
         self._over: tuple[Transport, Transport | None] | None = None  # the replicas and the node, for the thread
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
+        self._not_due = False  # whether no message leaves in the backward pass that runs
         self._hooks: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
@@ -126,16 +127,23 @@ class Overlap:
         model = self._model()
         if self.accumulating or (model is not None and within_no_sync(model)):
             return
-        if not self.in_flight:
-            self._host.begin_step()
-        if not self.on or self._host.kind != "1 bit":
-            return
         flight = self._flight
         if flight is None:
+            if self._not_due:
+                return
+            self._host.begin_step()
+            if not self.on or self._host.kind != "1 bit":
+                self._not_due = True
+                _when_backward_ends(partial(_look_again, weakref.ref(self)))
+                return
             flight = self._start()
             _when_backward_ends(partial(_backward_ended, weakref.ref(self), flight))
         if not flight.put([self._place[parameter]], [parameter.grad]):
             flight.accumulated = True
+
+    def look_again(self) -> None:
+        """The backward pass that no message left in has ended."""
+        self._not_due = False
 
     def wait_for_replies(self) -> bool:
         """Every reply is there, and says of its own chunk whether the step must not be taken. False: what was sent must
@@ -234,6 +242,12 @@ def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
     own = overlap()
     if own is not None:
         own.gradient_ready(parameter)
+
+
+def _look_again(overlap: weakref.ref[Overlap]) -> None:
+    own = overlap()
+    if own is not None:
+        own.look_again()
 
 
 def _backward_ended(overlap: weakref.ref[Overlap], flight: Flight) -> None:

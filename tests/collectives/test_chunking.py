@@ -47,7 +47,8 @@ def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, 
 
 SIZE = 3
 CASE = Case((12_288,), 32, chunks="auto", steps=2)  # 8 chunks * 3 ranks * 16 blocks * 32 elements
-COMPARED = 2 * [f"{event} comparing the ranks' layouts (all-gather)" for event in ("start", "wait")]  # lengths, text
+LAYOUTS = "comparing the ranks' layouts (all-gather of facts)"
+COMPARED = 2 * [f"{event} {LAYOUTS}" for event in ("start", "wait")]  # lengths, text
 ASKING = "all_max finding out whether all ranks are on one host (all-reduce of two numbers)"
 AGREEING = "all_max agreeing on the number of chunks (all-reduce of one number)"
 BEST = 2  # of the slowest rank's seconds: 9, 5, 9, 9

@@ -22,7 +22,7 @@ from tests.ranks import group, run_ranks, run_ranks_once
 TIMEOUT = {"dies": 60.0, "stays away": 4.0}  # of the group: a death is seen at once, an absence only then
 CASE = Case((300,), chunks=2, steps=5)
 
-COMPARING = "comparing the ranks' layouts (all-gather)"
+COMPARING = "comparing the ranks' layouts (all-gather of facts)"
 FINITE = "agreeing on finite values"
 GATHER = "the gather phase (all-to-all of chunk 1)"
 SCATTER = "the scatter phase (all-gather of chunk 0)"

@@ -309,3 +309,20 @@ def test_a_gradient_that_one_rank_changes_turns_it_off_on_all(kind: str, how: st
     for texts, end, expected in run_ranks(3, changed_on_one, kind, how):
         assert len(texts) == 1 and "overlap is off from here on: on rank 1 alone" in texts[0]
         assert end == expected
+
+
+@on_ranks(2)
+def test_a_backward_pass_begins_a_step_once(rank: int) -> None:
+    """Of full steps too, whose gradients come while overlap is on: once by backward, once by step."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(9)]
+    optimizer = onebit.ZeroOneAdam(params, var_update_scaler=2, overlap=True, process_group=group())
+    begin, calls, found = optimizer.begin_step, [], []
+    optimizer.begin_step = lambda: (calls.append(1), begin())  # type: ignore[method-assign]
+    for _ in range(12):
+        calls.clear()
+        optimizer.zero_grad()
+        sum((p * (rank + 1.0)).sum() for p in params).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        found.append((optimizer.averages_gradients, len(calls)))
+    assert {calls for _, calls in found[4:]} == {2}, found
+    assert {full for full, _ in found[4:]} == {True, False}
