@@ -21,7 +21,7 @@ from typing import Any
 
 from onebit.cli.plan.map import TABLE, Map, draw, table
 from onebit.cli.plan.model import Cluster, Model
-from onebit.cli.plan.options import CLUSTERS, ITEMSIZES, MODEL_OPTIONS, MODELS, OPTIONS, help_of
+from onebit.cli.plan.options import CLUSTERS, ITEMSIZES, MODEL_OPTIONS, MODELS, OF_CPUS, OPTIONS, help_of
 from onebit.cli.plan.report import describe, plot, results
 from onebit.cli.plan.scale import scale_as_json, scale_table
 from onebit.report.plots import check_plot
@@ -89,6 +89,8 @@ def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
     if arguments.constants:
         values |= _from_file(arguments.constants)
     values |= {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    if values.get("transport") == "gloo":
+        values = {name: value for name, (value, _) in OF_CPUS.items()} | values
     for name in ("elements", "forward", "backward", "gpus", "network"):
         if name not in values:
             other = " or a --model" if name in MODEL_OPTIONS else " or a --cluster" if name == "network" else ""

@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onebit.cli.plan.model import Cluster, Model
+from onebit.cli.plan.model import WORTH, Cluster, Model
 from onebit.cli.plan.runs import UNCOMPRESSED, Run, runs
 
 RATES = (10e6, 100e9)  # bit/s
 ROUND_TRIPS = (0.05e-3, 100e-3)  # seconds
 POINTS = (49, 34)  # of the picture: rates, round trips
 TABLE = ([10e6, 100e6, 1e9, 10e9, 100e9], [0.05e-3, 0.5e-3, 5e-3, 30e-3, 100e-3])  # what is printed
-WORTH = 1.05  # less is within the model's error
 KINDS = {"in step": "ranks in step", "local steps": "with local steps"}
 NONE = "don't use\nthis library:\nuncompressed\nis first"
 NAMES = {"and local steps": "0/1 Adam with local steps", **dict.fromkeys(UNCOMPRESSED, NONE)}

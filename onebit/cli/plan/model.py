@@ -70,6 +70,7 @@ BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 BUCKETS_AT_ONCE = 2  # Gloo's threads: each all-reduces a bucket
 MOST_STEPS = 10**7  # of a run
 SLOWEST, FASTEST = 1e6, 1e13  # bit/s: the range of `pays_below`
+WORTH = 1.05  # times as fast: less is within the model's error
 Overlap = Literal["none", "uncompressed", "both"]
 Levels = Literal[1, 2]
 
@@ -540,11 +541,12 @@ def state_bytes(model: Model, cluster: Cluster) -> float:
 
 
 def pays_below(model: Model, cluster: Cluster) -> float:
-    """The network rate, bit/s, below which stage 2 is faster than the uncompressed step. 0: none, inf: any."""
+    """The network rate, bit/s, below which stage 2 is WORTH times as fast as a step with fp16 gradients, or more. 0:
+    none, inf: any."""
 
     def gain(network: float) -> float:
         there = replace(cluster, network=network)
-        return uncompressed(model, there).total - stage_2(model, there).total
+        return uncompressed(model, there, 2).total - WORTH * stage_2(model, there).total
 
     return _falls_to_zero(gain, SLOWEST, FASTEST)
 

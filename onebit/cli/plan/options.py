@@ -144,6 +144,11 @@ CLUSTER_OPTIONS = {
     "cores": Option(number, "of a CPU that a rank has to itself, at most 1"),
     "rates": Option(pass_rates, "a record of perf.kernels: its rates in the place of memory and efficiency"),
 }
+# What stands in the place of a GPU's with --transport gloo, and where it is from.
+OF_CPUS = {
+    "memory": (11.2e9, "a copy on one core of an Intel Xeon, measured (perf.kernels)"),
+    "efficiency": (1.0, "of CPUs: passes reach 0.7 to 1.7 times a copy's rate"),
+}
 OPTIONS = {**MODEL_OPTIONS, **CLUSTER_OPTIONS}
 CONSTANTS = {each.name: each for each in fields(Cluster) if "source" in each.metadata}
 

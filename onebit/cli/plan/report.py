@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onebit.cli.plan.model import (
+    WORTH,
     Cluster,
     Groups,
     Levels,
@@ -23,7 +24,7 @@ from onebit.cli.plan.model import (
     state_bytes,
     uncompressed,
 )
-from onebit.cli.plan.options import CLUSTER_OPTIONS, CONSTANTS
+from onebit.cli.plan.options import CLUSTER_OPTIONS, CONSTANTS, OF_CPUS
 from onebit.cli.plan.runs import runs
 from onebit.collectives.direct import Direct
 from onebit.collectives.reply import WAYS, way_for
@@ -138,8 +139,8 @@ def describe(model: Model, cluster: Cluster) -> str:
         said.append(_advice(found["levels"]))
     return "\n\n".join(
         [
-            f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {cluster.gpus} GPUs, {nodes}, "
-            f"{cluster.network / 1e9:.4g} Gbit/s a node",
+            f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {_gpus(cluster.gpus)}, {nodes}, "
+            f"{_gbit(cluster.network)} a node",
             *tables,
             "\n".join(said),
             f"Predicted, not measured. Constants of the model, each replaceable:\n{_constants(cluster)}",
@@ -203,22 +204,34 @@ def _speed_ups(model: Model, found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"
+
+
 def _pays(below: float | None, cluster: Cluster) -> str:
     if cluster.nodes == 1:
-        gpus = f"{cluster.gpus} of at most {cluster.gpus_per_node} GPUs"
+        gpus = f"{cluster.gpus} of at most {_gpus(cluster.gpus_per_node)}"
         return f"On one node ({gpus}) no network is used: compression is for more nodes"
+    what = f"A step of stage 2 is {100 * (WORTH - 1):.0f} % faster than fp16's, or more,"
     if below is None:
-        return "Stage 2 is faster at any network rate"
+        return f"{what} at any network rate"
     if below == 0:
-        return "Stage 2 is slower at any network rate"
-    return f"Stage 2 is faster below {below / 1e9:.3g} Gbit/s a node; here {cluster.network / 1e9:.4g}"
+        return f"{what} at no network rate"
+    return f"{what} below {_gbit(below)} a node; here {_gbit(cluster.network)}"
+
+
+def _gbit(rate: float) -> str:
+    """Three digits, and no power of ten."""
+    return f"{float(f'{rate / 1e9:.3g}'):,.15g} Gbit/s"
 
 
 def _constants(cluster: Cluster) -> str:
     lines = []
     for name, constant in CONSTANTS.items():
         value, option = getattr(cluster, name), f"--{name.replace('_', '-')}"
+        of_cpus, where = OF_CPUS.get(name, (None, ""))
         source = constant.metadata["source"] if value == constant.default else "as given"
+        source = where if cluster.transport == "gloo" and value == of_cpus else source
         lines.append(f"  {option:<17}{CLUSTER_OPTIONS[name].show(value):>12}  {source}")
     if cluster.rates:
         lines.append(f"  --rates           measured: {', '.join(sorted(cluster.rates))}")
@@ -232,8 +245,10 @@ def gpu_counts(cluster: Cluster) -> list[int]:
     return sorted({*counts, cluster.gpus})
 
 
-def rates() -> list[float]:
-    return [RATES[0] * (RATES[1] / RATES[0]) ** (k / 60) for k in range(61)]
+def rates(here: float) -> list[float]:
+    """Those of the plot: as planned and beyond."""
+    low, high = min(RATES[0], here / 10), max(RATES[1], 10 * here)
+    return [low * (high / low) ** (k / 60) for k in range(61)]
 
 
 def plot(model: Model, cluster: Cluster, path: Path) -> None:
@@ -248,7 +263,7 @@ def plot(model: Model, cluster: Cluster, path: Path) -> None:
     grown = [replace(cluster, gpus=n) for n in counts]
     _times(time, model, counts, grown)
     _ratios(scale, model, counts, grown, here=cluster.gpus, title="Speed-up, more GPUs", xlabel="GPUs")
-    speeds = rates()
+    speeds = rates(cluster.network)
     gbit = [x / 1e9 for x in speeds]
     others = [replace(cluster, network=x) for x in speeds]
     _ratios(
@@ -257,12 +272,12 @@ def plot(model: Model, cluster: Cluster, path: Path) -> None:
         gbit,
         others,
         here=cluster.network / 1e9,
-        title=f"Speed-up, {cluster.gpus} GPUs",
+        title=f"Speed-up, {_gpus(cluster.gpus)}",
         xlabel="Gbit/s a node",
     )
     figure.suptitle(
-        f"Predicted: {model.elements:,} elements, {cluster.gpus_per_node} GPUs a node, "
-        f"{cluster.network / 1e9:.4g} Gbit/s a node"
+        f"Predicted: {model.elements:,} elements, {_gpus(cluster.gpus_per_node)} a node, "
+        f"{_gbit(cluster.network)} a node"
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

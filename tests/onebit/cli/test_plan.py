@@ -303,7 +303,7 @@ def test_compression_pays_below_the_rate_it_says():
     assert 1e9 < rate < 1e12
     for factor, faster in ((0.01, True), (0.98, True), (1.03, False), (100, False)):
         there = replace(cluster, network=factor * rate)
-        assert (stage_2(model, there).total < uncompressed(model, there).total) is faster
+        assert (1.05 * stage_2(model, there).total < uncompressed(model, there, 2).total) is faster
     assert pays_below(BERT, SLOW) == math.inf  # four GPUs a node that all-reduce at 4 GB/s
     assert pays_below(replace(model, elements=1000), replace(cluster, latency=1)) == 0
 

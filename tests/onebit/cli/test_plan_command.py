@@ -28,7 +28,7 @@ from onebit.cli.plan.model import (
     uncompressed,
 )
 from onebit.cli.plan.options import CLUSTERS, MODELS, OPTIONS, number
-from onebit.cli.plan.report import describe, plot
+from onebit.cli.plan.report import describe, plot, rates
 from onebit.cli.plan.runs import Run, runs
 from onebit.cli.plan.scale import ROUND_TRIPS as SCALE_ROUND_TRIPS
 from onebit.cli.plan.scale import sizes
@@ -187,7 +187,7 @@ def test_a_plot_shows_the_other_levels_too(tmp_path, monkeypatch, planned, print
     figures, path = [], tmp_path / "plan.png"
     monkeypatch.setattr(pyplot, "close", figures.append)
     monkeypatch.setattr("onebit.cli.plan.report.MOST_GPUS", 64)
-    monkeypatch.setattr("onebit.cli.plan.report.rates", lambda: [1e9, 1e10])
+    monkeypatch.setattr("onebit.cli.plan.report.rates", lambda here: [1e9, 1e10])
     assert str(path) in printed("--gpus=12", "--levels=1", f"--plot={path}")
     assert path.read_bytes().startswith(b"\x89PNG")
     _, model, cluster = planned("--gpus=8", "--levels=2")  # the plot's second number of GPUs
@@ -375,3 +375,18 @@ def test_what_other_pages_have_of_the_plan():
     page = (ROOT / "docs/convergence.md").read_text(encoding="utf-8")
     found = [re.search(r"in (\d+ of \d+) comparisons", " ".join(text.split())) for text in (page, LOSS)]
     assert found[0] and found[1] and found[0][1] == found[1][1]
+
+
+def test_text_and_map_say_the_same_of_a_run_on_cpus(capsys):
+    """Where no method of ours is first there is no gain of 5 % either; and numbers are ones that people read."""
+    options = "--elements 10m --network 50mbit --transport gloo --gpus-per-node 1 --gpus 2 --forward 100 --backward 200"
+    assert cli.main(["plan", *options.split(), "--dtype=float32"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"--memory +11.2 GB/s +a copy on one core", text) and "e+" not in text
+    (below,) = re.findall(r"or more, below ([0-9.,]+) Gbit/s", text)
+    rate, model = 1e9 * float(below.replace(",", "")), Model(10_000_000, 4, 0.1, 0.2)
+    cluster = Cluster(gpus=2, gpus_per_node=1, network=rate, transport="gloo", memory=11.2e9, efficiency=1.0)
+    (places,) = Map.of(model, cluster, [rate / 2, 2 * rate], [0.0]).places["in step"]
+    assert [place.first in ("fp32", "fp16") for place in places] == [False, True]
+    assert "1 of at most 1 GPU)" in describe(model, replace(cluster, gpus=1))
+    assert rates(50e6)[0] < 50e6 < rates(50e6)[-1] and min(rates(10e9)) == 0.1e9
