@@ -17,7 +17,8 @@ Where gradients change after they have left, the exchange is taken back and done
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -65,6 +66,21 @@ class Host(Protocol):
     def write_hyper(self, factor: Tensor | None) -> Tensor: ...
 
 
+@dataclass
+class _Groups:
+    """The replicas and the node, for the thread."""
+
+    replicas: Transport
+    node: Transport | None
+    at_rest: bool = True  # whether no message is on its way: one that nobody waits for would be taken for another's
+
+    def close(self) -> None:
+        """The optimizer is dropped: the next one takes these groups, with their threads and connections."""
+        for each in (self.replicas, self.node) if self.at_rest else ():
+            if isinstance(each, TorchTransport):
+                each.close()
+
+
 class Overlap:
     """From stage 2 on, where it was asked for: the early exchange of every step."""
 
@@ -73,7 +89,7 @@ class Overlap:
         self._wanted = wanted
         self.accumulating = False  # whether backward passes accumulate into gradients that are not to be sent yet
         self._snapshot: Snapshot | None = None  # that it is on for
-        self._over: tuple[Transport, Transport | None] | None = None  # the replicas and the node, for the thread
+        self._groups: _Groups | None = None  # for the thread
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
         self._not_due = False  # whether no message leaves in the backward pass that runs
@@ -101,9 +117,9 @@ class Overlap:
             return
         self._remove_hooks()
         node = setup.topology.node
-        if self._over is None:
-            self._over = (setup.topology.replicas.duplicate(), node and node.duplicate())
-            weakref.finalize(self, _close, self._over).atexit = False
+        if self._groups is None:
+            self._groups = _Groups(setup.topology.replicas.duplicate(), node and node.duplicate())
+            weakref.finalize(self, self._groups.close).atexit = False
         self._asked = self._asked or setup.topology.everyone.of_hosts()
         for reducer in current.reducers:
             reducer.exchange.agree()
@@ -211,30 +227,27 @@ class Overlap:
         return [betas_of(group) for group in self._host.param_groups]
 
     def _start(self) -> Flight:
-        assert self._over is not None and self._snapshot is not None
+        groups = self._groups
+        assert groups is not None and self._snapshot is not None
         hyper = self._host.write_hyper(None)
         reducers = self._snapshot.reducers
         for reducer in reducers:
             reducer.keep_previous_momentum()
         wire = self._host.setup.options.gradient_dtype
-        self._flight = Flight(reducers, self._undo, *self._over, self._side, hyper, self._betas, self._means, wire)
+        groups.at_rest, over = False, (groups.replicas, groups.node)
+        self._flight = Flight(reducers, self._undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 
     def _finish(self, flight: Flight) -> None:
         self._flight = None
         flight.finish()
+        assert self._groups is not None
+        self._groups.at_rest = True
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _close(groups: Sequence[Transport | None]) -> None:
-    """An optimizer is dropped: the groups that were made for it go, with their threads and connections."""
-    for each in groups:
-        if isinstance(each, TorchTransport):
-            each.close()
 
 
 def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from onebit.collectives import CompressedAllReduce
 from onebit.kernels.cpu.compile import of_this_user
-from tests.onebit.runs import Case, arrays, build, kinds, run, take
+from tests.onebit.runs import Case, arrays, bits, build, kinds, run, take
 from tests.ranks import group, run_ranks, run_ranks_once
 
 
@@ -112,3 +112,31 @@ def dropped(rank, size):
 def test_overlap_leaves_nothing_behind():
     for counts in run_ranks_once(2, dropped):
         assert counts[-1] == counts[2], counts
+
+
+def dropped_in_flight(rank, size):
+    """The first with messages on their way, on one rank alone or on both; the next one is right all the same."""
+    ends = []
+    for in_flight in (None, (0,), (0, 1)):
+        case = Case(options={"freeze_step": 1, "overlap": True}, shapes=((70,), (33,)))
+        for last in (in_flight, None):
+            params = case.parameters()
+            optimizer = case.build(params)
+            for step in range(5):
+                if last is not None and step == 4 and rank not in last:
+                    break
+                sum((p * g).sum() for p, g in zip(params, case.gradients(rank, step), strict=True)).backward()
+                if last is not None and step == 4:
+                    break
+                optimizer.step()
+                optimizer.zero_grad()
+            if last is None:
+                ends.append(bits(params))
+            del optimizer, params
+            gc.collect()
+    return ends
+
+
+def test_messages_of_one_that_was_dropped_are_not_the_next_ones():
+    for ends in run_ranks_once(2, dropped_in_flight):
+        assert len(set(ends)) == 1
