@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onebit.checkpoint.checks import check_numbers
-from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, server_rank_of
+from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.save_load import quiet
 from onebit.checkpoint.schema import progress_of
@@ -60,6 +60,8 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
     own_alone = not numbers["compressing"] or (
         same_cut(optimizer.setup, progress_of([{PROGRESS: numbers}])) and _same_parameters_permuted(saved, names)
     )
+    own = residual_name(optimizer.setup.topology.place)
+    own_alone = own_alone and any(_parameter_of(key, names)[1] == own for key in saved.tensors)  # else of what is there
     state: dict[Tensor, dict[str, Tensor]] = {}
     for key, (size, dtype) in saved.tensors.items():
         p, name = _parameter_of(key, names)
