@@ -284,13 +284,15 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._start()
         if not self.current.parts:
             return
-        if self._needs_step_number and capturing(self.setup.device):
+        captured = capturing(self.setup.device)
+        if self._needs_step_number and captured:
             raise ValueError(
                 f"a CUDA graph can't hold this step of {self.setup.name}: the host chooses what kind of step it is, "
                 f"and a replay asks no host. Capture forward and backward alone, or steps of stage 2 of OneBitAdam or "
                 f"OneBitLamb"
             )
-        self._read_last_step()
+        if not captured:
+            self._read_last_step()
         if self.current.stages.freeze_is_due:
             self._freeze()
         if self.kind == "1 bit":
@@ -598,6 +600,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _warn_of_skips(self) -> None:
         """Of what is read one step late, with the gradients of this one: which rank it is shows in them."""
         stages = self.current.stages
+        if capturing(self.setup.device):
+            return
         if stages.skipped_in_a_row in WARNED_AFTER:
             self.after_step += warnings_of_skips(self.setup, self.current.states, stages.skipped_in_a_row)
         if stages.left_out_in_a_row in WARNED_AFTER:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from onebit.kernels.data import upload
 from onebit.log import tell
 from onebit.optim import optimizer as front
 from onebit.optim import stages
@@ -18,7 +17,7 @@ from onebit.report import pay_off
 from onebit.report.pay_off import Report, Steps
 from tests.collectives.work import logged
 from tests.onebit.optim.test_cuda_paths import flown
-from tests.onebit.runs import Case, adamw_state, build, kinds, run, take
+from tests.onebit.runs import Case, adamw_state, kinds, run, take
 from tests.ranks import group, run_ranks
 
 
@@ -123,16 +122,15 @@ def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
     run(case, 0, optimizer, params, 1, 5)
     for module in (stages, pay_off, front):
         monkeypatch.setattr(module, "capturing", lambda device: True)
-    optimizer.current.stages.read_last_step([])
+    monkeypatch.setattr(stages.AsyncReadback, "finish", lambda self: pytest.fail("the host waits for an event"))
     before = dict(optimizer.pay_off.taken)
     run(case, 0, optimizer, params, 6, 7)
-    assert optimizer.pay_off.taken == before and optimizer.current.stages.steps == 5 and optimizer.steps == 7
+    assert optimizer.pay_off.taken == before and optimizer.steps == 7
     for kind in ("ZeroOneAdam", "OneBitLamb"):
         with pytest.raises(ValueError, match="a CUDA graph can't hold this step"):
             case = Case(kind, options={"freeze_step": 2})
             params = case.parameters()
             take(case, 0, case.build(params), params, 1)
-    assert not upload.capturing(torch.device("cpu")) and build("OneBitAdam")
 
 
 def test_a_state_with_more_steps_than_freeze_step_says_that_stage_2_begins_at_once():
