@@ -107,7 +107,7 @@ class _Restoration:
             skipped=int(numbers["skipped_steps"]),
             compressing=self._compressing,
         )
-        return Snapshot(parts, stages, int(numbers["wire_bytes"]), self._residuals_missing)
+        return Snapshot(parts, stages, int(numbers["wire_bytes"]), residuals_missing=self._residuals_missing)
 
     def _part(self, state: FlatState, index: int) -> Part:
         """index: of so many compressed states it comes after."""

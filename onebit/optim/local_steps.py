@@ -71,8 +71,9 @@ class ZeroOneLocalSteps:
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         state = self.state
         if self.taken == 0:  # x as it is now: a user may have changed it
-            for i in range(len(state.params)):
-                state.view(ANCHOR.name, i).copy_(state.value(i))
+            parameters = range(len(state.params))
+            anchors = [state.view(ANCHOR.name, i) for i in parameters]
+            torch._foreach_copy_(anchors, [state.value(i) for i in parameters])
         for span, _, residual in self.exchange.slices():
             state.backend.zero_one_local(
                 span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),

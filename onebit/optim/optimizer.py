@@ -296,7 +296,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self.current.stages.freeze_is_due:
             self._freeze()
         if self.kind == "1 bit":
-            self.overlap.enable()
+            self.overlap.prepare()
         elif self.kind != "full":
             self.overlap.pause()
 
@@ -554,7 +554,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _count(self, flags: Tensor, kind: Kind) -> None:
         """A step ends: counted on the device, with what the host will want to know of it."""
         current = self.current
-        due = self.pay_off.step_ended(_TIMED_AS[kind])
+        due = self.pay_off.step_ended("no overlap" if kind == "1 bit" and self.overlap.compares else _TIMED_AS[kind])
+        current.compressed_steps += kind == "1 bit"
         if due and self.setup.topology.everyone.rank == 0:
             found = self._report(current.stages.skipped_as_known)
             self.after_step.append(partial(tell, "%s", found))

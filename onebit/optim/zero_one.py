@@ -27,6 +27,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.layout import WORD
 from onebit.optim import local_steps
 from onebit.optim.adam import Adam
 from onebit.optim.algorithm import Kind, LocalSteps
@@ -137,10 +138,13 @@ class ZeroOne(Adam):
     def without_variance(self, state: FlatState, step: int) -> Mapping[int, int]:
         if self.schedule.next_full(step) is not None:
             return {}
-        views = [state.view(VARIANCE.name, i) == 0 for i in range(len(state.params))]
-        zero = [v if held is None else v & ~held for v, held in zip(views, state.held, strict=True)]
-        counts = state.add_parts(torch.stack([z.sum(dtype=torch.float64) for z in zero]))
-        return {i: int(n) for i, n in enumerate(counts.tolist())}
+        there, free = state[VARIANCE.name] != 0, state.free
+        up_to = (there if free is None else there & free).view(-1, WORD).sum(1).cumsum(0)  # each word's end
+        ends = torch.from_numpy(state.layout.offset // WORD).to(up_to.device)
+        up_to = torch.cat([up_to.new_zeros(1), up_to])[torch.cat([ends, ends.new_tensor([len(up_to)])])]
+        may_move = [n - len(state.held_indices.get(i, ())) for i, n in enumerate(state.numels)]
+        without = up_to.new_tensor(may_move) - up_to.diff()
+        return dict(enumerate(map(int, state.add_parts(without.double()).tolist())))
 
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
         """Where a state of another optimizer was loaded between two exchanges, every rank goes on with m itself, and

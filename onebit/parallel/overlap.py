@@ -39,6 +39,9 @@ from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, NodeMeans
 from onebit.warning import warn
 
+COMPARED = range(30, 40)
+"""Compressed steps that are taken without overlap, the first of a run being 0: the report tells what overlap gains."""
+
 _WHY = (
     "",
     "gradients changed between backward and step. Change them in hooks, or pass overlap=False",
@@ -110,8 +113,20 @@ class Overlap:
         """Where its gradients come from: within its no_sync they accumulate."""
         self._model = weakref.ref(model)
 
-    def enable(self) -> None:
-        """Stage 2 has begun, or another state was loaded: a collective call."""
+    def prepare(self) -> None:
+        """Before a compressed step. After a start, a load or a pause it is a collective call."""
+        if self.on and self.compares:
+            self.pause()
+        elif not self.compares:
+            self._enable()
+
+    @property
+    def compares(self) -> bool:
+        """Whether the coming compressed step shows how long it takes without overlap."""
+        alone = self._host.setup.topology.everyone.size == 1
+        return self._wanted and not alone and self._host.current.compressed_steps in COMPARED
+
+    def _enable(self) -> None:
         setup, current = self._host.setup, self._host.current
         if not self._wanted or setup.topology.everyone.size == 1 or self._snapshot is current:
             return
@@ -132,7 +147,7 @@ class Overlap:
         self._hooks = [p.register_post_accumulate_grad_hook(ready) for p in self._place]
 
     def pause(self) -> None:
-        """No message leaves in backward, until `enable`."""
+        """No message leaves in backward, until `prepare`."""
         if self.on:
             self._remove_hooks()
             self._snapshot, self._undo, self._means = None, [], []

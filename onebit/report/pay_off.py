@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,7 +22,7 @@ from onebit.kernels.data.upload import capturing
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-Timed = Literal["uncompressed", "1 bit", "local"]
+Timed = Literal["uncompressed", "1 bit", "no overlap", "local"]
 KEPT = 500  # steps of a kind whose times are kept
 FEWEST = 3  # from so many on a median says something
 REPORTED_AFTER = 50  # compressed steps
@@ -57,6 +57,7 @@ class Report:
     processes: int
     wire: str | None = None  # what uncompressed gradients travel as, where that was chosen
     ddp_averages: bool = False  # whether DistributedDataParallel averages what was to be compressed
+    not_overlapped: Steps | None = None  # with overlap=True those compressed steps that were taken without, to compare
 
     @property
     def speed_up(self) -> float | None:
@@ -72,21 +73,27 @@ class Report:
         slow, fast = self.uncompressed.seconds, self.compressed.seconds
         assert slow is not None and fast is not None
         local = fast if self.local.seconds is None else self.local.seconds
-        took = self.uncompressed.taken * slow + self.compressed.taken * fast + self.local.taken * local
-        return (self.uncompressed.taken + self.compressed.taken + self.local.taken) * slow / took
+        compressed = self._taken - self.uncompressed.taken - self.local.taken
+        took = self.uncompressed.taken * slow + compressed * fast + self.local.taken * local
+        return self._taken * slow / took
+
+    @property
+    def overlap_costs(self) -> bool:
+        """Whether compressed steps are slower with overlap=True than without, by what is more than noise."""
+        alone = None if self.not_overlapped is None else self.not_overlapped.seconds
+        return alone is not None and self.compressed.seconds is not None and self.compressed.seconds >= GAIN * alone
 
     @property
     def verdict(self) -> str:
-        taken = self.uncompressed.taken + self.compressed.taken + self.local.taken
         first = ""
-        if self.skipped >= 3 and 10 * self.skipped >= taken:
+        if self.skipped >= 3 and 10 * self.skipped >= self._taken:
             why = "since gradients were not finite: look at that first"
-            first = f"{self.skipped} of {taken} steps were skipped, {why}. "
+            first = f"{self.skipped} of {self._taken} steps were skipped, {why}. "
         if self.ddp_averages:
             return f"{first}DistributedDataParallel averages all gradients uncompressed in every step: {CALL_ATTACH}"
         if self.processes == 1:
             return f"{first}one process alone sends nothing, and has nothing to gain"
-        return first + self._gain
+        return first + self._gain + (self._cost_of_overlap if self.overlap_costs else "")
 
     def numbers(self) -> dict[str, float]:
         """For other logs."""
@@ -95,6 +102,17 @@ class Report:
             "sent_bytes_by_fp32": self.sent_by_fp32, "skipped_steps": self.skipped,
         }  # fmt: skip
         return {f"onebit/{name}": float(value) for name, value in found.items() if value is not None}
+
+    @property
+    def _taken(self) -> int:
+        kinds = self.uncompressed, self.compressed, self.not_overlapped, self.local
+        return sum(steps.taken for steps in kinds if steps is not None)
+
+    @property
+    def _cost_of_overlap(self) -> str:
+        assert self.not_overlapped is not None and self.not_overlapped.seconds and self.compressed.seconds
+        times = self.compressed.seconds / self.not_overlapped.seconds
+        return f". overlap=True costs more than it hides: steps take {times:.2f} times as long. Pass overlap=False"
 
     @property
     def _gain(self) -> str:
@@ -114,6 +132,8 @@ class Report:
     def __str__(self) -> str:
         lines = [self.verdict]
         kinds = [("uncompressed", self.uncompressed), ("1 bit", self.compressed)]
+        if self.not_overlapped is not None and self.not_overlapped.taken:
+            kinds.append(("no overlap", self.not_overlapped))
         for name, steps in [*kinds, ("local", self.local)] if self.local.taken else kinds:
             timed = "not timed" if steps.seconds is None else f"{1e3 * steps.seconds:.1f} ms each"
             share = "" if steps.waiting is None else f", {steps.waiting:.0%} of it waiting for messages"
@@ -132,7 +152,7 @@ class PayOff:
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._now = device, now
         self.waits = Waits()  # of the step that has not ended
-        self.taken: dict[Timed, int] = {"uncompressed": 0, "1 bit": 0, "local": 0}
+        self.taken: dict[Timed, int] = dict.fromkeys(get_args(Timed), 0)
         self._seconds: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
         self._waited: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
         self._ends: deque[tuple[Timed | None, Any, Waits]] = deque()  # of steps; the first has been read
@@ -204,13 +224,14 @@ def made_report(pay_off: PayOff, setup: Setup, current: Snapshot, waits_known: b
         sent=current.wire_bytes
         - current.bytes_before
         + taken["uncompressed"] * uncompressed
-        + taken["1 bit"] * apart
+        + (taken["1 bit"] + taken["no overlap"]) * apart
         + by_ddp,
         sent_by_fp32=sum(taken.values()) * 4 * elements,
         sent_by_fp16=sum(taken.values()) * 2 * elements,
         processes=topology.everyone.size,
         wire=_NAMES.get(wire),
         ddp_averages=current.ddp_averages,
+        not_overlapped=pay_off.steps("no overlap", waits_here=True) if setup.options.overlap else None,
     )
 
 

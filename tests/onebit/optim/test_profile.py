@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import profile
 
+import onebit
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, run
 from tests.ranks import run_ranks
@@ -81,3 +83,25 @@ def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind, opti
                 restores = counts.get("onebit.restore", 0)  # of which the CPU's reads its flag
                 assert sum(counts.get(name, 0) for name in WAITS) == restores
                 assert counts.get("aten::masked_fill_", 0) < 5
+
+
+def test_the_last_full_step_and_the_one_after_a_sync_ask_for_no_parameter_alone() -> None:
+    """However many parameters there are, as many operations; a CPU copies a list of tensors one by one."""
+
+    def counts(parameters: int) -> dict[int, dict[str, int]]:
+        params = [nn.Parameter(torch.ones(7)) for _ in range(parameters)]
+        schedule = {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 2}
+        optimizer = onebit.ZeroOneAdam(params, lr=1e-3, **schedule)
+        found = {}
+        for step in range(1, 10):
+            for p in params:
+                p.grad = torch.full_like(p, float(step))
+            with profile() as recorded:
+                optimizer.step()
+            names = [(e.key, e.count) for e in recorded.key_averages() if e.key.startswith("aten::")]
+            found[step] = {name: n for name, n in names if name not in ("aten::detach", "aten::copy_")}
+        return found
+
+    few, many = counts(5), counts(15)
+    assert few[4] == many[4]
+    assert few[9]["aten::_foreach_copy_"] == many[9]["aten::_foreach_copy_"] > 0

@@ -6,8 +6,9 @@ import math
 import threading
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.collectives.exchange import Exchange
+from onebit.report.pay_off import Steps
 from tests.internals import break_scatter, join_flight
 from tests.limits import HUNG
 from tests.onebit.checkpoint.states import set_parameters
@@ -91,7 +93,7 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
     (optimizer, params), _ = runs
     return {
         "equal": equal, "early": early, "warned": warned, "skipped": optimizer.skipped_steps, "params": bits(params),
-        "more threads": threading.active_count() - threads,
+        "more threads": threading.active_count() - threads, "report": optimizer.report(),
     }  # fmt: skip
 
 
@@ -125,6 +127,23 @@ def test_every_step_is_the_same_bit_for_bit(rank: int, size: int, kind: str, at:
     for one in found:
         assert one["skipped"] == 3 and not one["warned"]
         assert one["early"] == [False] * 4 + [True] * 5
+    return ends
+
+
+@kinds
+@on_ranks(2)
+def test_some_steps_are_taken_without_to_tell_what_overlap_gains(rank: int, kind: str) -> list[bytes]:
+    with patch("onebit.parallel.overlap.COMPARED", range(2, 5)):
+        (one,), ends = check(rank, Case(kind, SHAPES, steps=12))
+    assert one["early"] == [False] * 4 + [True] + [False] * 4 + [True] * 3 and not one["warned"]
+    report = one["report"]
+    assert (report.uncompressed.taken, report.compressed.taken, report.not_overlapped.taken) == (3, 6, 3)
+    assert "\nno overlap          3 steps, " in str(report)
+    slow = replace(report, compressed=Steps(6, 0.319, 0.1), not_overlapped=Steps(3, 0.275, 0.1))
+    assert slow.verdict.endswith(
+        "overlap=True costs more than it hides: steps take 1.16 times as long. Pass overlap=False"
+    )
+    assert "overlap" not in replace(slow, compressed=Steps(6, 0.28, 0.1)).verdict
     return ends
 
 
