@@ -3,6 +3,7 @@
 import math
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -179,3 +180,12 @@ def test_wrong_tensors_leave_everything_as_it_was(tensors, error, needle):
         all_reduce(tensors)
     assert steps.same_state(before, steps.state_of(all_reduce))
     assert all(t.device.type == "meta" or bool((t == 1).all()) for t in tensors)
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Mock(side_effect=LookupError("no GPU is needed for this"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr("onebit.collectives.all_reduce.kernels.backend", backend)
+    with pytest.raises(LookupError):
+        CompressedAllReduce(100, device="cuda")
+    backend.assert_called_once_with(torch.device("cuda", 3))

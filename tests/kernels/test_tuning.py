@@ -252,3 +252,8 @@ def test_the_cache_folder(monkeypatch):
     ):  # fmt: skip
         assert str(cache.folder()) == found
         monkeypatch.delenv(name)
+
+
+def test_backends_compare_the_same_numbers() -> None:
+    """A generator of a GPU draws others than the CPU's."""
+    assert Workload(2048, GPU).drawn_on == CPU

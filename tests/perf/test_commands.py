@@ -193,8 +193,8 @@ def test_make_bench_runs_sections_that_read_the_records_that_are_kept():
         assert (ROOT / section.command[0].replace(".", "/") / "__main__.py").exists()
 
 
-def run(*arguments):
-    command, environment = ["bash", str(ROOT / "perf" / "gpu.sh"), *map(str, arguments)], {"PYTHON": sys.executable}
+def run(*arguments, python=sys.executable):
+    command, environment = ["bash", str(ROOT / "perf" / "gpu.sh"), *map(str, arguments)], {"PYTHON": str(python)}
     return subprocess.run(command, capture_output=True, text=True, timeout=HUNG, env={**os.environ, **environment})
 
 
@@ -214,6 +214,15 @@ def test_a_wrong_stage_and_no_gpu_are_failures_of_the_script(tmp_path):
     if not torch.cuda.is_available():
         done = run("--out", tmp_path, "check")
         assert done.returncode == 2 and "no GPU" in done.stderr
+
+
+def test_checks_that_run_beside_each_other_measure_no_kernel(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran with ONEBIT_TUNE=$ONEBIT_TUNE: $*"\n')
+    python.chmod(0o755)
+    run("--out", tmp_path, "check", python=python)
+    ran = [line for line in (tmp_path / "gpu-check.log").read_text().splitlines() if " pytest " in line]
+    assert len(ran) > 5 and all(line.startswith("ran with ONEBIT_TUNE=0: -m pytest") for line in ran)
 
 
 def test_the_summary_has_what_was_missed(tmp_path):
