@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import logging
 import os
 import sys
@@ -25,11 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from onebit.optim.sharding import local
 from tests.onebit.runs import OPTIMIZERS, bits, nodes_of
-from tests.ranks import RanksError, group, run_ranks
+from tests.ranks import RanksError, group, run_ranks, run_ranks_once
 
 STEPS = 12
 BATCH = 20  # cases that ranks are handed at a time
@@ -56,7 +60,7 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
     def one(*of: Any) -> Any:
         return of[source.integers(len(of))]
 
-    kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes")
+    kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes", "fsdp")
     options = {
         "reply": one("auto", "auto", 1, 2, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased", "rotated"),
         "scale": one("block", "block", "block", "tensor"), "chunks": one(1, 2, 3), "block_size": one(32, 64, 2048),
@@ -70,9 +74,11 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
             options |= {"local_step_scaler": one(1, 2), "local_step_clipper": one(2, 4)}
     else:
         options |= {"freeze_step": one(1, 2, 4, 7, 30, "auto"), "freeze_window": 2, "bias_correction": one(True, False)}
+    if wrapper == "fsdp":
+        options["overlap"], options["norm"] = False, options["norm"].replace("rotated", "auto")
     return {
         "kind": kind, "wrapper": wrapper, "options": options,
-        "ranks": {"nodes": 4, "none": one(1, 2, 3)}.get(wrapper, 2),
+        "ranks": {"nodes": 4, "fsdp": 4, "none": one(1, 2, 3)}.get(wrapper, 2),
         "dtype": one(torch.float32, torch.float32, torch.bfloat16, torch.float16), "apart": one(False, False, True),
         "left_out": sorted({int(step) for step in source.integers(0, STEPS, 3)}) if one(False, True) else [],
         "clip": one(None, None, "onebit", "torch"), "accumulate": one(1, 1, 2),
@@ -80,6 +86,12 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
         "bad": (int(source.integers(STEPS)), 0) if one(False, False, True) else None,
         "saved": int(source.integers(1, STEPS)), "way": one("onebit", "onebit", "state_dict"),
     }  # fmt: skip
+
+
+@functools.cache
+def mesh() -> Any:
+    """Two replicas of two shards."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 class Run:
@@ -91,12 +103,17 @@ class Run:
             unused = case["wrapper"] == "unused"
             self.model = DistributedDataParallel(self.net, process_group=group(), find_unused_parameters=unused)
         ranks = nodes_of(group(), 2) if case["wrapper"] == "nodes" else group()
+        if case["wrapper"] == "fsdp":
+            ranks = mesh().get_group("replicate")
+            for module in (self.net.first, self.net.between, self.net.head, self.net):
+                fully_shard(module, mesh=mesh()["shard"])
+                module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined] # Gloo's average is a sum
         norms = [p for name, p in self.net.named_parameters() if "norm" in name]
         others = [p for name, p in self.net.named_parameters() if "norm" not in name]
         groups = [{"params": others}, {"params": norms, "compress": not case["apart"], "weight_decay": 0.0}]
         self.optimizer = getattr(onebit, case["kind"])(groups, process_group=ranks, **case["options"])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=case["scaler"])
-        if self.model is not self.net:
+        if self.model is not self.net or case["wrapper"] == "fsdp":
             onebit.attach(self.model, self.optimizer)
 
     def train(self, rank: int, first: int, last: int) -> None:
@@ -104,13 +121,16 @@ class Run:
         for step in range(first, last):
             optimizer.zero_grad()
             for again in range(case["accumulate"]):
-                hold = again + 1 < case["accumulate"] and (self.model if self.model is not self.net else optimizer)
+                more = again + 1 < case["accumulate"]
+                hold = more and (self.model if self.model is not self.net else optimizer)
+                if case["wrapper"] == "fsdp":
+                    self.net.set_requires_gradient_sync(not more)  # type: ignore[operator]
                 x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * again + rank))
                 whole = case["wrapper"] == "ddp" or step not in case["left_out"]
                 with hold.no_sync() if hold else contextlib.nullcontext():
                     self.scaler.scale(self.model(x, whole).float().square().mean()).backward()
             if case["bad"] == (step, rank):
-                self.net.first.bias.grad[0] = torch.nan  # type: ignore[index]
+                local(self.net.first.bias.grad)[0] = torch.nan  # type: ignore[arg-type]
             if case["clip"] and not case["scaler"]:
                 clip = optimizer.clip_grad_norm_ if case["clip"] == "onebit" else self._clipped_by_torch
                 clip(0.5)
@@ -138,9 +158,10 @@ def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
         for each, own in zip((again.net, again.optimizer, again.scaler), state, strict=True):
             each.load_state_dict(own)
     again.train(rank, case["saved"], STEPS)
-    if bits(run.net.parameters()) != bits(again.net.parameters()):
+    ends = [list(map(local, each.net.parameters())) for each in (run, again)]
+    if bits(ends[0]) != bits(ends[1]):
         raise AssertionError(f"the resumed run ends elsewhere, from step {case['saved']} of {STEPS} on")
-    if not all(bool(torch.isfinite(p).all()) for p in run.net.parameters()):
+    if not all(bool(torch.isfinite(p).all()) for p in ends[0]):
         raise AssertionError("parameters are not finite")
     return f"goes on, {'compressing' if run.optimizer.compressing else 'in stage 1'}"
 
@@ -164,17 +185,19 @@ def work(rank: int, size: int, seed: int, numbers: list[int], folder: str) -> li
 
 def run_all(seed: int, numbers: range, folder: Path, until: float = float("inf")) -> tuple[Counter[str], list[str]]:
     """How often what came of a case, and what was wrong."""
-    by_ranks: dict[int, list[int]] = {}
+    by_ranks: dict[tuple[int, bool], list[int]] = {}  # sharded parameters are written by all of the default group
     for number in numbers:
-        by_ranks.setdefault(drawn(seed, number)["ranks"], []).append(number)
+        case = drawn(seed, number)
+        by_ranks.setdefault((case["ranks"], case["wrapper"] == "fsdp"), []).append(number)
     came: Counter[str] = Counter()
     wrong: list[str] = []
-    for ranks, own in by_ranks.items():
+    for (ranks, alone), own in by_ranks.items():
         for batch in (own[i : i + BATCH] for i in range(0, len(own), BATCH)):
             if time.monotonic() > until:
                 return came, wrong
             try:
-                answers = run_ranks(ranks, work, seed, batch, str(folder))
+                args = seed, batch, str(folder)
+                answers = run_ranks_once(ranks, work, args) if alone else run_ranks(ranks, work, *args)
             except RanksError as error:
                 wrong.append(f"among cases {batch}: {error}")
                 continue
