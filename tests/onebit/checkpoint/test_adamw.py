@@ -78,7 +78,7 @@ def warm_start(rank, size, case, state, values):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_adamw_starts_stage_2_at_once(size):
-    """1-bit Adam; 1-bit LAMB has no coefficients yet, and says so: see test_lamb_freeze.py."""
+    """1-bit Adam; 1-bit LAMB has no coefficients yet, and says so: see test_freeze.py."""
     case = Case(options={"freeze_step": 0})
     theirs, adamw = adamw_run(case, 5)
     state, values = states.checkpoint(theirs, adamw)

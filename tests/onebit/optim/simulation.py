@@ -1,11 +1,13 @@
-"""Runs of 1-bit Adam that are recorded step by step, and the float64 simulation of the paper's Algorithm 1.
+"""Runs of an optimizer that are recorded step by step, and the papers' Algorithm 1 of 1-bit Adam and 1-bit LAMB in
+float64. zero_one_simulation.py has that of 0/1 Adam.
 
-`check` starts every step of the simulation from what the ranks recorded, so that a bit which rounding may flip (|c|
+`check` starts every step of a simulation from what the ranks recorded, so that a bit which rounding may flip (|c|
 within rounding of 0) changes nothing that is compared later.
 """
 
+import copy
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,22 +15,53 @@ import torch
 from torch import nn
 
 from tests import oracle
-from tests.onebit.runs import arrays, bits, take
+from tests.collectives import steps
+from tests.collectives.steps import HALF_PLACE, ROUNDING
+from tests.onebit.runs import Case, arrays, bits, take
 from tests.ranks import group, run_ranks
 from tests.wire import values_of
 
 CLOSE = 1e-6  # stage 1: relative to the largest value of a parameter
-ROUNDING = 1e-5  # stage 2: relative to the size of what is added up: fp32, and sums over a block
-HALF_PLACE = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+RATIO = 1e-5  # relative: the largest of quotients of v_T, which comes back from d, and v, which holds (m - b1 m_prev)^2
 GROUPS = (
     {"lr": 2e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
     {},
     {"lr": 5e-3, "betas": (0.95, 0.999), "weight_decay": 0.02},
 )
 HYPERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # what Case gives, or the default
+COEFFICIENTS = ("coeff_beta", "min_coeff", "max_coeff", "factor_min", "factor_max", "factor_threshold")
 SHAPES = ((7, 9), (33,), (0,), (2,), (130,), (1,), (5, 0))
 MISSING = ((1, 0, 1), (3, 0, 4), (4, 0, 0), (4, 1, 0), (4, 2, 0), (4, 3, 0), (17, 1, 4), (17, 0, 5), (18, 0, 0))
 MISSING_LATER = ((30, 0, 1), (31, 0, 0), (31, 1, 0), (31, 2, 0), (31, 3, 0))
+
+
+@dataclass(frozen=True)
+class Sized(Case):
+    """Gradients and parameters of the sizes given, one a parameter."""
+
+    kind: str = "OneBitLamb"
+    g_sizes: tuple[float, ...] = ()
+    x_sizes: tuple[float, ...] = ()
+
+    def parameters(self):
+        sizes = self.x_sizes or [1.0] * len(self.shapes)
+        return [nn.Parameter(p.detach() * size) for p, size in zip(super().parameters(), sizes, strict=True)]
+
+    def gradients(self, rank, step):
+        sizes = [size / 10.0 ** (p % 3 - 1) for p, size in enumerate(self.g_sizes)] or [1.0] * len(self.shapes)
+        return [None if g is None else g * s for g, s in zip(super().gradients(rank, step), sizes, strict=True)]
+
+
+# Coefficients on both limits and between; a bias of 2 elements that starts at 0; gradients from 0.01 to 100.
+LAMB = Sized(
+    shapes=((7, 9), (33,), (40,), (2,), (130,), (1,), (0,), (5, 0)),
+    x_sizes=(1.0, 0.1, 1e-3, 0.0, 0.05, 0.2, 1.0, 1.0),
+    g_sizes=(1.0, 1e-2, 1e-1, 1e2, 10.0, 1.0, 1.0, 1.0),
+    steps=108,
+    groups=({**GROUPS[0], "betas": (0.8, 0.9)}, {}, {**GROUPS[2], "betas": (0.95, 0.99)}),
+    missing=MISSING + MISSING_LATER,
+    options={"freeze_step": 8},
+)
 
 
 def on_ranks(size, work, *args):
@@ -46,10 +79,6 @@ def hypers(case):
     return [{**known, **case.groups[case.group_of(p)]} for p in range(len(case.shapes))]
 
 
-def oracle_hypers(case, of=oracle.Hyper, **own):
-    return [of(h["lr"], *h["betas"], h["eps"], h["weight_decay"], **own) for h in hypers(case)]
-
-
 def averaged(case, ranks, step):
     """float64: what every rank's gradient becomes in stage 1, the mean, in the precision of gradients."""
     means = []
@@ -60,10 +89,6 @@ def averaged(case, ranks, step):
     return means
 
 
-def lr_factor(step):
-    return 1 / (1 + step / 10)
-
-
 def assert_close(got, expected, sizes=None, what="parameter"):
     """To CLOSE relative to the largest of `sizes`, which are the values themselves if not given."""
     for i, (a, b, size) in enumerate(zip(got, expected, sizes or expected, strict=True)):
@@ -71,61 +96,52 @@ def assert_close(got, expected, sizes=None, what="parameter"):
         assert off <= CLOSE * largest, f"{what} {i} is off by {off:.3g} where values are up to {largest:.3g}"
 
 
+# What a run records
+
+
 @dataclass(frozen=True)
-class Recorded:
-    """One rank's run, float64, in the order of the flat space. Flat arrays cover it: see oracle.Layout."""
+class After:
+    """One rank after a step, in float64 and the order of the flat space. Flat arrays cover it: see oracle.Layout."""
 
-    x0: list[np.ndarray]  # at the end of stage 1: parameters, moments, LAMB's average of coefficients as accumulated
-    m0: list[np.ndarray]
-    v0: list[np.ndarray]
-    average0: np.ndarray | None
-    e: list[np.ndarray] = field(default_factory=list)  # after each step of stage 2: this rank's residual
-    E: list[np.ndarray] = field(default_factory=list)  # the servers', of all ranks
-    m: list[np.ndarray] = field(default_factory=list)  # what was received
-    x: list[list[np.ndarray]] = field(default_factory=list)
-    fields: list[dict[str, np.ndarray]] = field(default_factory=list)  # of the state, alike on all ranks
-    bits: list[bytes] = field(default_factory=list)  # parameters after every step of both stages
+    step: int
+    kind: str  # "full", "1 bit", "local" or "sync"
+    bits: bytes  # of the parameters
+    x: list[np.ndarray]  # what the optimizer moves: fp32 parameters, or their copies
+    fields: dict[str, np.ndarray]  # of the flat state, as it keeps them, and of local steps
+    e: np.ndarray | None  # in stage 2: this rank's residual, the servers' of all ranks, and m as replies stand for it
+    E: np.ndarray | None
+    m: np.ndarray | None
 
 
-FIELDS = ("denominator", "exp_avg_sq", "ratio", "coefficient", "coefficient_average", "gamma")  # those that there are
-
-
-def both_stages(rank, size, case):
+def record_run(rank, size, case, extra_syncs=()):
+    """extra_syncs: steps after which ranks synchronise, whatever the schedule says."""
+    params, found = case.parameters(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # other tests are of these
-        params, every = case.parameters(), []
-        recorded: Any = None
         optimizer = case.build(params, group_or_none(size))
         for step in range(1, case.steps + 1):
+            coming = getattr(optimizer, "schedule", None)
             take(case, rank, optimizer, params, step)
-            every.append(bits(params))
-            assert optimizer.compressing == (step > case.options["freeze_step"])
-            [part] = optimizer.current.parts
-            if optimizer.compressing:
-                record(recorded, optimizer, part)
-            elif step == case.options["freeze_step"]:
-                own = [optimizer.state[p] for p in part.state.params]
-                moments = [arrays([s[name] for s in own]) for name in ("exp_avg", "exp_avg_sq")]
-                average = part.state.get("coefficient_average")
-                start = updated_values(part.state.params, optimizer)
-                recorded = Recorded(start, *moments, None if average is None else as_numpy(average), bits=every)
-    return recorded
+            if step in extra_syncs:
+                optimizer.synchronize()
+            kind = coming.kind if coming else "1 bit" if optimizer.compressing else "full"
+            found.append(after(step, kind, optimizer, [params[p] for p in case.order]))
+    return found
 
 
-def record(recorded, optimizer, part):
-    exchange, state = part.reducer.exchange, part.state
-    recorded.e.append(as_numpy(exchange.residual.left_out()))
-    recorded.E.append(server_residual(exchange))
-    recorded.m.append(decoded(exchange))
-    recorded.x.append(updated_values(state.params, optimizer))
-    recorded.fields.append({name: as_numpy(state[name]) for name in FIELDS if name in state})
-    for p in state.params:
-        assert torch.equal(p, optimizer.state[p].get("master", p).to(p.dtype))
-
-
-def updated_values(params, optimizer):
-    """What the optimizer moves: fp32 parameters, or their copy."""
-    return arrays([optimizer.state[p].get("master", p) for p in params])
+def after(step, kind, optimizer, params):
+    [part] = optimizer.current.parts
+    values = [optimizer.state[p].get("master", p) for p in params]
+    assert bits(params) == bits(x.to(p.dtype) for p, x in zip(params, values, strict=True))
+    fields = {name: as_numpy(part.state[name]) for name in part.state.fields if name != "residual"}
+    received = [None] * 3
+    if optimizer.compressing:
+        exchange = part.reducer.exchange
+        received = [as_numpy(exchange.residual.left_out()), server_residual(exchange), decoded(exchange)]
+        if part.local is not None:
+            of_steps = {"weights": part.local.weights, "decay": part.local.decay, "taken": part.local.taken}
+            fields |= {name: as_numpy(torch.as_tensor(value)) for name, value in of_steps.items()}
+    return After(step, kind, bits(params), arrays(values), fields, *received)
 
 
 def as_numpy(tensor):
@@ -145,29 +161,30 @@ def decoded(exchange):
     return values_of(exchange.replies, plan)
 
 
-def plan_of(case, ranks):
-    """The flat space of a case. ranks: to the network, which are nodes with two levels."""
-    options, numels = case.options, tuple(int(np.prod(case.shapes[p])) for p in case.order)
-    shards = case.each * (1 if options.get("reply") == "direct" else ranks)
-    return oracle.Layout(numels, options.get("block_size", 64), shards, options.get("chunks", 1))
+# The simulation of a case
 
 
 class Simulation:
-    """The paper's steps for a case in float64. Lists are in the order of the flat space."""
+    """1-bit Adam. Lists are in the order of the flat space. x and m, and all that LAMB has, are of before a step."""
 
     norm = "l1"  # of scales, where a case does not say it
     gamma: Any = 1.0  # what messages and residuals have of the momentum, which is `m`
     same_denominator = 1e-6
+    hyper = oracle.Hyper
 
     def __init__(self, case, ranks):
         """ranks: to the network, which are nodes with two levels."""
         self.case, self.ranks = case, ranks
-        self.freeze_step = case.options["freeze_step"]
+        self.freeze_step = case.options.get("freeze_step", 0)
         self.corrected = case.options.get("bias_correction", True)
-        self.hypers = self.ordered(oracle_hypers(case))
+        own = {k: v for k, v in case.options.items() if k in COEFFICIENTS}
+        of = [self.hyper(h["lr"], *h["betas"], h["eps"], h["weight_decay"], **own) for h in hypers(case)]
+        self.hypers = self.ordered(of)
         self.shapes = [case.shapes[p] for p in case.order]
-        self.direct = ranks if case.options.get("reply") == "direct" else 0
-        self.layout = plan_of(case, ranks)
+        self.messages = messages_of(case, ranks, self.norm)
+        self.layout = self.messages.plan(ranks * case.each)
+        self.x = self.ordered(arrays(case.parameters()))
+        self.kept, self.reasons = {}, set()  # the recorded d; how LAMB's ratios came about
 
     def ordered(self, arrays):
         return [arrays[p] for p in self.case.order]
@@ -180,47 +197,51 @@ class Simulation:
     def shaped(self, flat):
         return [part.reshape(s) for part, s in zip(self.layout.unflatten(flat), self.shapes, strict=True)]
 
+    def flat(self, values):
+        """Of one number a parameter."""
+        return self.layout.flatten([np.full(shape, value) for shape, value in zip(self.shapes, values, strict=True)])
+
+    @property
+    def live(self):
+        """What takes part."""
+        return self.layout.flatten(self.d) > 0
+
     def stage_1(self):
-        """Its steps, and the freeze. What parameters are then."""
-        x = self.ordered(arrays(self.case.parameters()))
-        state = [oracle.zeros(x), oracle.zeros(x)]
+        """Its steps: what there is after them."""
+        found = [self.x, oracle.zeros(self.x), oracle.zeros(self.x)]
         for step in range(1, self.freeze_step + 1):
             mean = [g.numpy() for g in self.ordered(averaged(self.case, self.ranks, step))]
-            x, *state = self.full_step(step, x, mean, *state)
-        self.freeze(*state)
-        return x
+            found = self.full_step(step, mean, *found)
+        return found
 
-    def full_step(self, step, x, mean, m, v):
-        return oracle.adamw_step(x, mean, m, v, self.hypers, step)
+    def full_step(self, step, mean, x, m, v):
+        return oracle.adamw_step(x, mean, m, v, self.hypers, step, self.corrected)
 
     def freeze(self, m, v, average=None):
         """Stage 2 begins with m, nothing left out, and d."""
-        options = self.case.options
-        self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, options.get("zero_variance", "floor"))
+        zero_variance = self.case.options.get("zero_variance", "floor")
+        self.d = oracle.freeze(v, self.hypers, self.freeze_step, self.corrected, zero_variance)
         self.begin(m)
 
     def begin(self, m):
-        self.has_variance = self.layout.flatten(self.d) > 0
-        self.all_reduce = self.simulated_all_reduce()
-        self.m = m
+        self.m, self.all_reduce = m, self.messages.simulation(self.ranks * self.case.each)
+        self.all_reduce.worker = self.all_reduce.worker[: self.ranks]
+        self.all_reduce.counted = self.live
 
-    def check_freeze(self, first):
-        """What is kept for good."""
-        d = self.layout.flatten(self.d) / self.gamma
-        found, valid = [own["denominator"] for own in first.fields], self.layout.valid
-        np.testing.assert_allclose(found[0][valid], d[valid], rtol=self.same_denominator)
-        assert all(np.array_equal(later, found[0]) for later in found)
+    def set_to(self, now):
+        """Where the ranks are after a step."""
+        first = now[0]
+        self.x = first.x
+        if first.step == self.freeze_step:
+            moments = [self.shaped(first.fields[name]) for name in ("exp_avg", "exp_avg_sq")]
+            self.freeze(*moments, first.fields.get("coefficient_average"))
+        elif first.step > self.freeze_step:
+            self.m = self.received(first)
+            self.all_reduce.worker = [np.where(self.live, own.e, 0.0) for own in now]
+            self.all_reduce.server = np.where(self.live, first.E, 0.0)
 
-    def simulated_all_reduce(self):
-        options = self.case.options
-        scale, norm = options.get("scale", "block"), options.get("norm", self.norm)
-        if scale == "tensor" and norm == "unbiased":
-            norm = "l1"
-        made = oracle.SimulatedAllReduce(
-            self.layout, scale, norm, self.has_variance, self.direct, reply_bits=2 if options.get("reply") == 2 else 1
-        )
-        made.worker = made.worker[: self.ranks]
-        return made
+    def received(self, now):
+        return self.shaped(np.where(self.live, now.m / self.gamma, 0.0))
 
     def sizes(self, step):
         """Of what is added up to make c, for every rank."""
@@ -229,135 +250,195 @@ class Simulation:
         ys = [self.layout.flatten(oracle.local_momentum(own, m, self.hypers)) for own in gradients]
         return [self.gamma * y + np.abs(e) for y, e in zip(ys, self.all_reduce.worker, strict=True)]
 
-    def step(self, x, step):
-        x, self.m = oracle.onebit_adam_step(x, self.gradients(step), self.m, self.d, self.hypers, self.all_reduce)
-        return x
+    def step(self, step):
+        self.x, self.m = oracle.onebit_adam_step(
+            self.x, self.gradients(step), self.m, self.d, self.hypers, self.all_reduce
+        )
 
-    def check_followed(self, fields):
-        """What there is beside parameters, after a step that was not synced."""
+    def check_step(self, now, step):
+        """Whether what ranks have exchanged could be compared; None where they have exchanged nothing."""
+        if step <= self.freeze_step:
+            return None
+        self.check_frozen(now[0].fields)
+        stepped, sizes, server = copy.copy(self), self.sizes(step), np.abs(self.all_reduce.server)
+        stepped.step(step)
+        compared = stepped.check_exchange(now, sizes, server)
+        self.check_moved(now[0])
+        return compared
 
-    def check_step(self, first, i, x, before, step):
-        """x - lr (m d + wd x) with the m that was received. `before`: the simulation's m, and all that LAMB has."""
+    def check_frozen(self, fields):
+        """What is kept for good."""
+        valid, d, found = self.layout.valid, self.layout.flatten(self.d) / self.gamma, fields["denominator"]
+        np.testing.assert_allclose(found[valid], d[valid], rtol=self.same_denominator)
+        assert np.array_equal(found, self.kept.setdefault("denominator", found))
+
+    def check_exchange(self, now, sizes, server):
+        """Messages and residuals, of which sizes and server are those before. Whether all of it could be compared."""
+        reduce, first, flipped = self.all_reduce, now[0], False
+        for rank, (own, messages) in enumerate(zip(now, reduce.gathered, strict=True)):
+            size, what = sizes[rank] + whole_scale(messages), f"what rank {rank} has left out in step {first.step}"
+            flipped |= any_flipped(own.e, reduce.worker[rank], messages, size, self.live, what)
+        if flipped:  # the flipped sign is in this step's average
+            return False
+        m, what = self.gamma * self.layout.flatten(self.m), f"the momentum of step {first.step}"
+        size = (sum(sizes) + sum(map(whole_scale, reduce.gathered))) / self.ranks + server
+        if reduce.direct:
+            off = np.where(self.live, np.abs(first.m - m), 0.0)
+            assert np.all(off <= ROUNDING * size), what
+            return True
+        size, left_out = size + whole_scale(reduce.scattered), f"what the servers have left out in step {first.step}"
+        flipped = any_flipped(first.E, reduce.server, reduce.scattered, size, self.live, left_out)
+        return not any_flipped(first.m, m, reduce.scattered, size, self.live, what) | flipped
+
+    def check_moved(self, now):
+        """x - lr (m d + wd x) with the m that was received, whose terms may cancel: N roundings of what is added."""
+        reduce, received = self.all_reduce, self.received(now)
         half_place = 0.0 if self.case.options.get("master_weights", True) else HALF_PLACE[self.case.dtype]
-        moved = oracle.onebit_adam_update(x, self.m, self.d, self.hypers)
-        rounding = [h.lr * d * m for h, d, m in zip(self.hypers, self.d, rounding_of_mean(self), strict=True)]
-        for a, old, b, still, of_mean in zip(first.x[i], x, moved, self.d, rounding, strict=True):
-            allowed = 1e-6 * (np.abs(old) + np.abs(b - old)) + half_place * np.abs(b) + of_mean
-            assert np.all(np.abs(a - b) <= allowed), f"parameters after step {step}"
-            assert np.array_equal(a[still == 0], old[still == 0]), f"what cannot move has moved in step {step}"
-        return set()
+        added = sum(map(whole_scale, reduce.gathered)) if reduce.direct else np.zeros(self.layout.size)
+        moved = oracle.onebit_adam_update(self.x, received, self.d, self.hypers)
+        parts = zip(self.x, moved, self.hypers, self.d, self.shaped(2.0**-24 * added), strict=True)
+        rounding = [1e-6 * np.abs(new - x) + half_place * np.abs(new) + h.lr * d * a for x, new, h, d, a in parts]
+        self.assert_moved(now, moved, rounding)
+
+    def assert_moved(self, now, moved, rounding):
+        """rounding: of what is added to x."""
+        for got, old, new, d, own in zip(now.x, self.x, moved, self.d, rounding, strict=True):
+            assert np.all(np.abs(got - new) <= 1e-6 * np.abs(old) + own), f"parameters after step {now.step}"
+            assert np.array_equal(got[d == 0], old[d == 0]), f"what cannot move has moved in step {now.step}"
+
+
+def messages_of(case, ranks, norm):
+    """What is sent in a case. ranks: to the network."""
+    names = ("block_size", "chunks", "scale", "norm", "reply")
+    own = {"block_size": 64, "norm": norm, **{k: v for k, v in case.options.items() if k in names}}
+    if own["norm"] == "unbiased" and own.get("scale") == "tensor":
+        own["norm"] = "l1"
+    numels = tuple(int(np.prod(case.shapes[p])) for p in case.order)
+    return steps.Case(numels, **own, nodes=ranks if case.each > 1 else 0)
+
+
+class LambSimulation(Simulation):
+    """1-bit LAMB. Messages and residuals hold gamma times the momentum, `m` the momentum."""
+
+    same_denominator = 2e-6
+    hyper = oracle.LambHyper
+
+    def full_step(self, step, mean, x, m, v, average=0.0, coefficients=()):
+        *found, now = oracle.lamb_step(x, mean, m, v, average, self.hypers, step, self.corrected)
+        return *found, [*coefficients, now]
+
+    def freeze(self, m, v, average, coefficients=()):
+        own = self.case.options
+        self.frozen = oracle.freeze_lamb(
+            m, v, average, self.hypers, self.freeze_step, scale=own.get("scale", "block"),
+            bias_correction=self.corrected, zero_variance=own.get("zero_variance", "floor"),
+        )  # fmt: skip
+        self.d, self.ratio = self.frozen.d, own.get("ratio", "variance")
+        self.begin(m)
+        self.v, self.r, self.holds = self.frozen.v, np.ones(len(m)), [part.size > 0 for part in m]
+        self.gamma = np.where(self.layout.valid, self.flat(self.frozen.gamma), 1.0)
+
+    def check_frozen(self, fields):
+        super().check_frozen(fields)
+        average = fields["coefficient_average"][self.holds]
+        np.testing.assert_allclose(average, self.frozen.c_avg[self.holds], rtol=1e-6)
+        assert ("gamma" in fields) == (self.case.options.get("scale", "block") == "tensor")
+        np.testing.assert_allclose(fields.get("gamma", 1.0), self.frozen.gamma, rtol=1e-6)
+
+    def set_to(self, now):
+        super().set_to(now)
+        if now[0].step > self.freeze_step:
+            self.v, self.r = self.shaped(now[0].fields["exp_avg_sq"]), now[0].fields["ratio"]
+
+    def step(self, step):
+        self.x, self.m, self.v, self.r = oracle.onebit_lamb_step(
+            self.x, self.gradients(step), self.m, self.v, self.r, self.frozen, self.hypers, self.all_reduce, self.ratio
+        )
+
+    def check_moved(self, now):
+        """Lines 15 to 21 from what was recorded before, with the m that was received."""
+        received = self.received(now)
+        moved, fresh, ratio = oracle.onebit_lamb_update(
+            self.x, received, self.m, self.v, self.r, self.frozen, self.hypers, self.ratio
+        )
+        recorded = self.shaped(now.fields["exp_avg_sq"])
+        parts = zip(recorded, fresh, self.v, received, self.m, self.hypers, self.frozen.v, strict=True)
+        for got, want, old, m, m_previous, h, frozen in parts:
+            size = h.beta2 * old + (1 - h.beta2) * ((np.abs(m) + h.beta1 * np.abs(m_previous)) / (1 - h.beta1)) ** 2
+            some = frozen > 0
+            assert np.all(np.abs(got - want)[some] <= ROUNDING * size[some]), f"fresh variance after step {now.step}"
+        for name, expected in (("ratio", ratio), ("coefficient", ratio * self.frozen.c_avg)):
+            got, want = now.fields[name][self.holds], expected[self.holds]
+            np.testing.assert_allclose(got, want, rtol=RATIO, err_msg=f"{name} after step {now.step}")
+        self.assert_moved(now, moved, [2 * RATIO * np.abs(new - x) for x, new in zip(self.x, moved, strict=True)])
+        pairs = zip(self.frozen.v, fresh, self.hypers, strict=True)
+        unclipped = [oracle.variance_ratio(*own, self.ratio) for own in pairs]
+        self.reasons |= set(map(reason_of_ratio, unclipped, self.r, ratio, self.hypers, self.holds))
+
+
+def reason_of_ratio(unclipped, before, after, h, holds):
+    """Which of its bounds a ratio comes from, so that a test can check that it covers all of them."""
+    if not holds:
+        return "none"
+    if after in (h.factor_min, h.factor_max):
+        return "limit"
+    if after == unclipped:
+        return "the largest"
+    return "as far up as it may" if after > before else "as far down as it may"
+
+
+# What is compared
 
 
 def whole_scale(messages):
     return np.concatenate([m.scale for m in messages])
 
 
-def whole_c(messages):
-    return np.concatenate([m.c for m in messages])
-
-
-def any_flipped(got, expected, messages, size, has_variance, what):
+def any_flipped(got, expected, messages, size, live, what):
     """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0, or anything where rounding may turn
     what is large in a block. Returns whether that is so anywhere."""
-    allowed, scale = ROUNDING * size, whole_scale(messages)
-    off = np.where(has_variance, np.abs(got - expected), 0.0)
-    unsure = (np.abs(whole_c(messages)) <= allowed) & (np.abs(off - 2 * scale) <= allowed)
-    start = 0
-    for message in messages:
-        part = slice(start, start + message.c.size)
-        unsure[part] |= message.unsure_blocks(allowed[part])
-        start = part.stop
+    allowed, c = ROUNDING * size, np.concatenate([m.c for m in messages])
+    off = np.where(live, np.abs(got - expected), 0.0)
+    unsure = (np.abs(c) <= allowed) & (np.abs(off - 2 * whole_scale(messages)) <= allowed)
+    parts = np.split(allowed, np.cumsum([m.c.size for m in messages])[:-1])
+    unsure |= np.concatenate([m.unsure_blocks(part) for m, part in zip(messages, parts, strict=True)])
     wrong = ~((off <= allowed) | unsure)
     where = np.flatnonzero(wrong)[:4]
     assert not wrong.any(), f"{what}: {wrong.sum()} differ, {got[where]} for {expected[where]} at {where}"
     return bool((off > allowed).any())
 
 
-def of_senders(case, recorded):
+def of_senders(case, recorded, sim):
     """The runs of one rank a node, each with the residuals of all its node's slices."""
     nodes = [recorded[n : n + case.each] for n in range(0, len(recorded), case.each)]
-    layout = plan_of(case, len(nodes))
 
-    def whole(slices):
-        if slices[0] is None:  # in stage 1
-            return None
-        found = np.zeros(layout.size)
-        for i, e in enumerate(slices):
-            parts = [layout.part(chunk, i, case.each) for chunk in range(layout.chunks)]
-            found[np.concatenate([np.arange(part.start, part.stop) for part in parts])] = e
-        return found
+    def whole(now):
+        if now[0].e is None:
+            return now[0]
+        states = [{"residual": own.e} for own in now]
+        return replace(now[0], e=steps.worker_residual(sim.messages, len(recorded), *states))
 
-    return [replace(own[0], e=[whole(es) for es in zip(*(r.e for r in own), strict=True)]) for own in nodes]
+    return [[whole(now) for now in zip(*node, strict=True)] for node in nodes]
+
+
+def assert_alike(case, recorded):
+    """The ranks that are to agree, which between syncs are those of a node: parameters and states, bit for bit."""
+    for now in zip(*recorded, strict=True):
+        alike = case.each if now[0].fields.get("taken") else len(now)
+        for rank, own in enumerate(now):
+            other, what = now[rank // alike * alike], f"rank {rank} after step {own.step}"
+            assert own.bits == other.bits and own.kind == other.kind, what
+            assert all(np.array_equal(own.fields[name], other.fields[name]) for name in other.fields), what
 
 
 def check(case, recorded, of=Simulation):
-    """Every step of stage 2 on every rank against the simulation, re-synced before each. Returns how LAMB's ratios came
-    about."""
-    for own in recorded:
-        assert own.bits == recorded[0].bits, "the ranks have other parameters"
-        for mine, theirs in zip(own.fields, recorded[0].fields, strict=True):
-            assert all(np.array_equal(mine[name], theirs[name]) for name in theirs), "the ranks have other states"
-    recorded = of_senders(case, recorded)
-    first, sim = recorded[0], of(case, len(recorded))
-    sim.freeze(first.m0, first.v0, first.average0)
-    sim.check_freeze(first)
-    x, compared, reasons = first.x0, 0, set()
-    for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
-        before = vars(sim).copy()
-        compared += check_exchange(sim, recorded, i, x, step)
-        sim.m = sim.shaped(np.where(sim.has_variance, first.m[i] / sim.gamma, 0.0))
-        reasons |= sim.check_step(first, i, x, before, step)
-        x = first.x[i]
-        sim.all_reduce.worker = [np.where(sim.has_variance, r.e[i], 0.0) for r in recorded]
-        sim.all_reduce.server = np.where(sim.has_variance, first.E[i], 0.0)
-    assert compared >= 0.9 * (case.steps - sim.freeze_step), f"only {compared} steps could be compared"
-    return reasons
-
-
-def check_exchange(sim, recorded, i, x, step):
-    """Messages and residuals. Returns whether all of it could be compared."""
-    reduce, sizes = sim.all_reduce, sim.sizes(step)
-    server_size = sum(sizes) / sim.ranks + np.abs(reduce.server)
-    sim.step(x, step)
-    flipped = False
-    for rank, messages in enumerate(reduce.gathered):
-        size, what = sizes[rank] + whole_scale(messages), f"what rank {rank} has left out in step {step}"
-        flipped |= any_flipped(recorded[rank].e[i], reduce.worker[rank], messages, size, sim.has_variance, what)
-    if flipped:  # the flipped sign is in this step's average
-        return False
-    return not check_reply(sim, recorded[0], i, server_size, sim.gamma * sim.layout.flatten(sim.m), step)
-
-
-def follow(case, recorded, sim):
-    """A simulation that is never synced, from the first step of stage 1 on, until |c| is within rounding of 0 anywhere.
-    For how many steps of stage 2."""
-    x = sim.stage_1()
-    for i, step in enumerate(range(sim.freeze_step + 1, case.steps + 1)):
-        x = sim.step(x, step)
-        messages = [*sim.all_reduce.gathered, sim.all_reduce.scattered]
-        if any((sim.has_variance & (np.abs(whole_c(ms)) <= ROUNDING * whole_scale(ms))).any() for ms in messages):
-            return i
-        for got, expected in zip(recorded.x[i], x, strict=True):
-            assert np.abs(got - expected).max(initial=0.0) <= ROUNDING * np.abs(expected).max(initial=0.0)
-        sim.check_followed(recorded.fields[i])
-    return case.steps - sim.freeze_step
-
-
-def check_reply(sim, first, i, server_size, m, step):
-    """What came back, and what the servers have left out of it. Returns whether a sign of it was flipped."""
-    reduce, what = sim.all_reduce, f"the momentum of step {step}"
-    size = server_size + sum(map(whole_scale, reduce.gathered)) / sim.ranks
-    if sim.direct:
-        off = np.where(sim.has_variance, np.abs(first.m[i] - m), 0.0)
-        assert np.all(off <= ROUNDING * size), what
-        return False
-    size = size + whole_scale(reduce.scattered)
-    left_out = f"what the servers have left out in step {step}"
-    flipped = any_flipped(first.E[i], reduce.server, reduce.scattered, size, sim.has_variance, left_out)
-    return flipped | any_flipped(first.m[i], m, reduce.scattered, size, sim.has_variance, what)
-
-
-def rounding_of_mean(sim):
-    """What adding up N messages in fp32 may change of m, whose terms may cancel: N roundings of what is added."""
-    size = sum(map(whole_scale, sim.all_reduce.gathered)) / sim.ranks if sim.direct else np.zeros(sim.layout.size)
-    return sim.shaped(2.0**-24 * sim.ranks * size)
+    """Every step on every rank against the simulation, re-synced before each. Returns how LAMB's ratios came about."""
+    assert_alike(case, recorded)
+    sim = of(case, len(recorded) // case.each)
+    compared = []
+    for now in zip(*of_senders(case, recorded, sim), strict=True):
+        compared.append(sim.check_step(now, now[0].step))
+        sim.set_to(now)
+    exchanged = [own for own in compared if own is not None]
+    assert sum(exchanged) >= 0.9 * len(exchanged) > 0, f"only {sum(exchanged)} of {len(exchanged)} could be compared"
+    return sim.reasons

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.onebit.optim.contract import clips, options, overlaps, resumes, skips
-from tests.onebit.optim.lamb_simulation import LAMB
-from tests.onebit.optim.simulation import on_ranks
+from tests.onebit.optim.simulation import LAMB, on_ranks
 from tests.onebit.runs import Case
 
 # With one chunk small messages carry what was found of their gradients, with several all ranks are asked before.
@@ -36,7 +35,6 @@ IN_FULL = ((2, 0, NAN), (4, 1, INF), (5, 1, NAN), (6, 0, -INF), (12, 1, NAN))  #
 SKIPS = {
     "Adam": (3, ADAM, TRIES),
     "Adam, 16 bits, tensor scale": (2, options(ADAM.but(dtype="bfloat16"), scale="tensor", chunks=2), TRIES),
-    "Adam, messages in backward": (2, options(ADAM, overlap=True, chunks=2), TRIES[2:]),
     "LAMB": (2, options(ADAM.but(kind="OneBitLamb"), scale="tensor"), TRIES),
     "LAMB, 16 bits": (3, options(ADAM.but(kind="OneBitLamb", dtype="bfloat16"), chunks=2), TRIES),
     "0/1 Adam": (3, ZERO_ONE, IN_FULL),
@@ -57,15 +55,12 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(name: str) -> None
     on(size, skips, case, tries)
 
 
-# Resumed: in stage 1, at its end, after the first compressed step, later, at the end
+# Resumed: in stage 1, at its end, after the first compressed step, later, at the end. 1-bit Adam: test_resume.py
 
 STOPS = (2, 3, 4, 7, 9)
 RARE = LAMB.but(steps=20, untouched=((0, 2, 14),))  # a coordinate without a variance, which a ratio leaves out
 FILLED = RARE.but(shapes=(*RARE.shapes[:6], (5, 0), (3,)))  # with an element in the last parameter
 RESUMES = {
-    "Adam": (3, ADAM, STOPS),
-    "Adam, 16 bits, tensor scale": (2, options(ADAM.but(dtype="bfloat16"), scale="tensor", chunks=2), STOPS),
-    "Adam alone": (1, options(ADAM, zero_variance="hold"), STOPS),
     "LAMB": (2, RARE, (5, 8, 9, 16)),
     "LAMB, tensor scale": (1, options(RARE, scale="tensor"), (5, 8, 9, 16)),
     "LAMB before its first compressed step": (

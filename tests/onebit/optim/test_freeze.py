@@ -1,4 +1,5 @@
-"""When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once, and the log."""
+"""When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once, and the log. Of LAMB
+the coefficients that it needs, and its own rule."""
 
 import logging
 import math
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 import onebit
+from tests import oracle
+from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
-from tests.onebit.optim.simulation import on_ranks
-from tests.onebit.runs import Case, bits, build, freezing_kinds, run, take
+from tests.onebit.optim.simulation import LambSimulation, Sized, as_numpy
+from tests.onebit.runs import Case, adamw_state, arrays, assert_message, bits, build, freezing_kinds, on_ranks, take
 from tests.ranks import run_ranks
 
 
@@ -121,8 +124,11 @@ def assert_frozen_by(found, window, values, is_stable, rel=1e-6):
 
 
 def assert_frozen_by_the_rule(found, window, threshold=0.96):
-    values = [ratio(found.measured, step, window) for step in range(1, len(found.measured) + 1)]
-    assert_frozen_by(found, window, values, lambda r: min(r, 1 / r) >= threshold, 1e-5)
+    """Of all ranks."""
+    for each in found:
+        values = [ratio(each.measured, step, window) for step in range(1, len(each.measured) + 1)]
+        assert_frozen_by(each, window, values, lambda r: min(r, 1 / r) >= threshold, 1e-5)
+        assert each.end == found[0].end
 
 
 @pytest.mark.parametrize(
@@ -137,10 +143,8 @@ def assert_frozen_by_the_rule(found, window, threshold=0.96):
 )
 def test_stage_1_ends_where_the_rule_says_on_all_ranks(size, case, after):
     """r >= threshold alone, as the papers have it, would end stage 1 of one that rises at 2D."""
-    found = on_ranks(size, traced, case)
-    for each in found:
-        assert_frozen_by_the_rule(each, WINDOW)
-        assert each.end == found[0].end
+    found = simulation.on_ranks(size, traced, case)
+    assert_frozen_by_the_rule(found, WINDOW)
     assert found[0].frozen > after
     if case is RISING:
         assert ratio(found[0].measured, 2 * WINDOW, WINDOW) > 1 / 0.96
@@ -150,10 +154,8 @@ def test_three_ranks_and_groups_with_a_window_each_and_what_rank_0_logs():
     """The whole model counts, each group's variance corrected by its own beta2; D is that of the longest. The log has
     the ratio every D steps, so that a run too short for "auto" does not stay in stage 1 unnoticed."""
     groups = ({"betas": (0.9, 0.95)}, {"betas": (0.8, 0.9)}, {"betas": (0.9, 0.5)})
-    first, *others = run_ranks(3, traced, RISING.but(groups=groups))
-    for each in (first, *others):
-        assert_frozen_by_the_rule(each, WINDOW)
-        assert each.end == first.end
+    first, *others = found = run_ranks(3, traced, RISING.but(groups=groups))
+    assert_frozen_by_the_rule(found, WINDOW)
     assert all(each.messages == [] for each in others)
     early, *seen, last = first.messages
     assert early.startswith("WARNING") and f"after step {2 * WINDOW} at the earliest" in early
@@ -171,14 +173,14 @@ def test_a_variance_that_grows_from_zero_is_not_frozen():
     found = traced(0, 1, options(STEADY.but(shapes=((4000,),)), bias_correction=False))
     q = next(t for t in range(1000) if (1 - 0.95**t) / (1 - 0.95 ** (t + WINDOW)) >= 0.96) + WINDOW  # of its mean: 75
     assert abs(found.frozen - q) <= 5
-    assert_frozen_by_the_rule(found, WINDOW)
+    assert_frozen_by_the_rule([found], WINDOW)
 
 
 @pytest.mark.parametrize(("threshold", "window"), [(0.99, None), (0.96, 7), (0.9, 31)])
 def test_the_threshold_and_the_window_can_be_chosen(threshold, window):
     case = RISING.but(shapes=((8000,),))
     found = traced(0, 1, options(case, freeze_threshold=threshold, freeze_window=window))
-    assert_frozen_by_the_rule(found, window or WINDOW, threshold)
+    assert_frozen_by_the_rule([found], window or WINDOW, threshold)
     assert found.frozen != traced(0, 1, case).frozen
 
 
@@ -189,67 +191,52 @@ def test_skipped_steps_are_not_in_the_trace():
     assert (plain.ratios, plain.end) == (skipping.ratios, skipping.end)
 
 
-def freeze_after(rank, size, kind):
-    """Without skipped steps and with them; and that there is none after 0 steps, without a variance."""
-    for bad in ((), ((1, size - 1, math.nan), (4, 0, math.inf), (6, 0, math.nan))):
-        case = Case(kind, steps=12, options={"freeze_step": 5}, bad=bad)
+@freezing_kinds
+@on_ranks(2)
+def test_a_number_is_the_last_step_of_stage_1_and_skipped_ones_do_not_count(rank, size, kind):
+    for bad in ((), ((1, 1, math.nan), (4, 0, math.inf), (6, 0, math.nan))):
+        case = Case(kind, options={"freeze_step": 5}, bad=bad)
         params, optimizer = started(case, 0, rank, size)
         with captured_logs() as messages:
             for step in range(1, 7 + len(bad)):
                 take(case, rank, optimizer, params, step)
                 assert optimizer.compressing == (step == 6 + len(bad))
         assert optimizer.skipped_steps == len(bad) and not any("earliest" in text for text in messages)
-    case = Case(kind, options={"freeze_step": 0})
+
+
+@on_ranks(2)
+def test_without_a_variance_stage_2_can_not_begin(rank, size):
+    case = Case(options={"freeze_step": 0})
     params, optimizer = started(case, 0, rank, size)
     before = bits(params)
-    with pytest.raises(ValueError, match=r"begin after 0 steps.*ive stage 1 some steps.*freeze_step=1") as caught:
+    match = r"begin after 0 steps.*no variance to freeze.*ive stage 1 some steps.*freeze_step=1"
+    with pytest.raises(ValueError, match=match):
         take(case, rank, optimizer, params, 1)
     assert bits(params) == before and not optimizer.compressing
-    assert kind != "OneBitAdam" or "no variance to freeze" in str(caught.value)
-    return str(caught.value)
 
 
-@freezing_kinds
-def test_a_number_is_the_last_step_of_stage_1_and_skipped_ones_do_not_count(kind):
-    one, other = run_ranks(2, freeze_after, kind)
-    assert one == other
+GROWS = {"bias_correction": False}
 
 
-def test_stage_2_from_the_start_with_the_variance_of_adamw():
-    case = Case(options={"freeze_step": 0})
-    params = case.parameters()
-    prior = torch.optim.AdamW(params, lr=1e-2)
-    run(case, 0, prior, params, 1, 5)
-    optimizer = case.build(params)
-    optimizer.load_state_dict(prior.state_dict())
-    take(case, 0, optimizer, params, 6)
-    assert optimizer.compressing
-    for p in params:
-        vhat = prior.state[p]["exp_avg_sq"].double() / (1 - 0.999**5)
-        expected = 1 / (vhat.sqrt() + 1e-8)
-        torch.testing.assert_close(optimizer.state[p]["denominator"].double(), expected, rtol=1e-6, atol=0)
-
-
-def test_a_freeze_while_the_variance_grows_from_zero_warns():
-    grows = {"bias_correction": False}
-    for kind, own, warned in (
-        ("OneBitAdam", {"freeze_step": 19, **grows, **SHORT}, True),
-        ("OneBitLamb", {"freeze_step": 999, **grows}, True),
-        ("OneBitAdam", {"freeze_step": 20, **grows, **SHORT}, False),
-        ("OneBitAdam", {"freeze_step": 1000, **grows}, False),
+@pytest.mark.parametrize(
+    ("kind", "own", "warned"),
+    [
+        ("OneBitAdam", {"freeze_step": 19, **GROWS, **SHORT}, True),
+        ("OneBitLamb", {"freeze_step": 999, **GROWS}, True),
+        ("OneBitAdam", {"freeze_step": 20, **GROWS, **SHORT}, False),
+        ("OneBitAdam", {"freeze_step": 1000, **GROWS}, False),
         ("OneBitAdam", {"freeze_step": 19, "bias_correction": True, **SHORT}, False),
-        ("OneBitAdam", {"freeze_step": "auto", **grows}, False),
-        ("OneBitAdam", {"freeze_step": 0, **grows}, False),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            getattr(onebit, kind)([nn.Parameter(torch.ones(3))], **own)
-        texts = [str(w.message) for w in caught]
-        assert len(texts) == warned, own
-        if warned:
-            assert f"freeze_step={own['freeze_step']} " in texts[0]
-            assert "bias_correction=True" in texts[0]
-            assert caught[0].filename == __file__, "it points elsewhere than to where the optimizer is made"
+        ("OneBitAdam", {"freeze_step": "auto", **GROWS}, False),
+        ("OneBitAdam", {"freeze_step": 0, **GROWS}, False),
+    ],
+)
+def test_a_freeze_while_the_variance_grows_from_zero_warns(kind, own, warned, recwarn):
+    getattr(onebit, kind)([nn.Parameter(torch.ones(3))], **own)
+    assert len(recwarn) == warned
+    for warning in recwarn:
+        assert f"freeze_step={own['freeze_step']} " in str(warning.message)
+        assert "bias_correction=True" in str(warning.message)
+        assert warning.filename == __file__, "it points elsewhere than to where the optimizer is made"
 
 
 @pytest.mark.parametrize(("kind", "floor"), [("OneBitAdam", 0.0), ("OneBitAdam", 1e-2), ("OneBitLamb", 1e-2)])
@@ -291,3 +278,113 @@ def test_rare_words_do_not_blow_up_after_the_freeze() -> None:
             losses.append(loss.item())
     assert np.mean(losses[-50:]) < np.mean(losses[250:300])
     assert float(table.weight.detach().abs().max()) < 8
+
+
+# 1-bit LAMB
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+@on_ranks(2)
+def test_stage_2_from_the_start_needs_coefficients(rank, size, steps):
+    """A variance of AdamW's is not enough."""
+    case = Sized(options={"freeze_step": 0})
+    params, optimizer = started(case, 0, rank, size)
+    if steps:
+        optimizer.load_state_dict(adamw_state(case, steps))
+    before = bits(params)
+    with pytest.raises(ValueError, match="there are no coefficients to go on with") as caught:
+        take(case, rank, optimizer, params, 6)
+    assert_message(caught, f"begin after {steps} steps", "ive stage 1 some steps", "freeze_step=")
+    assert bits(params) == before and not optimizer.compressing
+
+
+def test_coefficients_are_averaged_from_where_lamb_began():
+    """After 5 steps of AdamW: 3 of LAMB, and stage 2."""
+    case = Sized(x_sizes=(0.1,) * 4, options={"freeze_step": 8})
+    (params, optimizer), state = started(case, 0), adamw_state(case, 5, 1e-2, weight_decay=0.0)
+    optimizer.load_state_dict(state)
+    x, h, c = arrays(params), LambSimulation(case, 1).hypers, np.zeros(4)
+    m, v = ([as_numpy(state["state"][i][name]) for i in range(4)] for name in ("exp_avg", "exp_avg_sq"))
+    for step in (6, 7, 8):
+        take(case, 0, optimizer, params, step)
+        x, m, v, c, _ = oracle.lamb_step(x, [g.numpy() for g in case.gradients(0, step)], m, v, c, h, step)
+    take(case, 0, optimizer, params, 9)
+    assert optimizer.compressing
+    expected = oracle.debiased(c, h, 3)
+    assert len(set(expected.round(3))) > 2
+    np.testing.assert_allclose(as_numpy(optimizer.current.states[0]["coefficient_average"]), expected, rtol=1e-5)
+
+
+@dataclass(frozen=True)
+class Growing(Sized):
+    """With lr = 0: parameters that are multiplied by `1 + growth` after each step up to `until`. The coefficients
+    follow, since the other norm hardly changes."""
+
+    growth: tuple[float, ...] = ()
+    until: tuple[int, ...] = ()
+
+    def measure(self, params, optimizer, step):
+        """Grows, and returns the debiased averages of coefficients."""
+        with torch.no_grad():
+            for p, growth, until in zip(params, self.growth, self.until, strict=True):
+                p.mul_(1 + growth if step <= until else 1.0)
+        c = np.concatenate([as_numpy(state["coefficient_average"]) for state in optimizer.current.states])
+        return c / (1 - self.options.get("coeff_beta", 0.9) ** step)
+
+
+def stable_share(averages, numels, step, window, threshold):
+    """Elements of parameters whose average changed by less over the window, compared 16 times a window."""
+    apart = math.ceil(window / 16)
+    now = step // apart * apart
+    before = now - math.ceil(window / apart) * apart
+    if before < 1:
+        return None
+    a, b = averages[now - 1], averages[before - 1]
+    return float(np.array(numels)[np.abs(a - b) / b < 1 - threshold].sum() / sum(numels))
+
+
+STILL = {"lr": 0.0, "betas": (0.0, 0.95)}
+GROWING = Growing(
+    shapes=((900,), (40,), (60,)), x_sizes=(0.02,) * 3, steps=120, options=STILL, growth=(0.01,) * 3, until=(30,) * 3
+)
+UP_TO_50 = GROWING.but(until=(50, 50, 50))
+AUTO = {  # ranks, case, window, the end of the last growth that counts
+    "from 2D on": (1, GROWING.but(until=(0, 0, 0)), 20, None),
+    "when all are stable": (1, UP_TO_50, 20, 50),
+    "4 % may go on": (1, GROWING.but(until=(50, 200, 50)), 20, 50),
+    "6 % may not": (3, GROWING.but(until=(30, 30, 80)), 20, 80),
+    "shrinking": (1, GROWING.but(growth=(-0.01, -0.01, -0.01), until=(60, 0, 0)), 20, 60),
+    "another threshold": (1, options(UP_TO_50, freeze_threshold=0.9), 20, 50),
+    "another window": (2, options(UP_TO_50, freeze_window=9), 9, 50),
+    "16 comparisons a window": (1, options(UP_TO_50, freeze_window=16), 16, 50),
+    "two steps a comparison": (1, options(GROWING.but(until=(60, 60, 60)), freeze_window=32), 32, 60),
+    "a window of strides": (1, options(UP_TO_50, freeze_window=33, coeff_beta=0.5), 33, 50),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_stage_1_ends_when_the_coefficients_are_stable(name):
+    size, case, window, stable_from = AUTO[name]
+    numels, threshold = [int(np.prod(shape)) for shape in case.shapes], case.options.get("freeze_threshold", 0.96)
+    found = simulation.on_ranks(size, traced, case)
+    for each in found:
+        steps = range(1, len(each.measured) + 1)
+        shares = [stable_share(each.measured, numels, step, window, threshold) for step in steps]
+        assert_frozen_by(each, window, shares, lambda share: share >= 0.95)
+        assert each.end == found[0].end
+    [early] = [text for text in found[0].messages if "at the earliest" in text]
+    assert early.startswith("WARNING") and f"after step {2 * window}" in early
+    if stable_from is None:
+        assert found[0].frozen == 2 * window
+    else:
+        assert stable_from < found[0].frozen <= stable_from + window + 20  # which an average with beta 0.9 needs
+
+
+def test_a_model_without_elements_stays_in_stage_1():
+    """A rank's shard of a model may hold nothing."""
+    params = [nn.Parameter(torch.zeros(0))]
+    optimizer = onebit.OneBitLamb(params, freeze_window=2)
+    for _ in range(8):
+        params[0].grad = torch.zeros(0)
+        optimizer.step()
+    assert not optimizer.compressing

@@ -5,8 +5,8 @@ A parameter is trained as the contiguous one that its memory is: the twin. `stor
 
 from __future__ import annotations
 
-import copy
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,23 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit.optim.contract import give, options
-from tests.onebit.optim.simulation import group_or_none, on_ranks
-from tests.onebit.runs import Case, arrays, assert_message, bits, build, same, snapshot
+from tests.onebit.optim import simulation
+from tests.onebit.optim.contract import backward, give, options, started
+from tests.onebit.runs import Case, arrays, assert_message, bits, build, on_ranks, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((4, 2, 5, 3), (33,), (6, 7), (5, 1, 1, 9), (2, 2, 2, 2, 3))  # as they lie in memory
 BACK = ((0, 3, 1, 2), (0,), (1, 0), (0, 3, 1, 2), (0, 4, 1, 2, 3))  # from memory to the shape
-CASE = Case(shapes=SHAPES, steps=9, options={"freeze_step": 3})
 LOCAL = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4, "var_update_scaler": 3}
+LIES: dict[str, Any] = {  # how gradients lie: as parameters do, or not
+    "alike": lambda g: g,
+    "contiguous": Tensor.contiguous,
+    "scattered": lambda g: torch.stack([g, g], -1)[..., 0],
+}
 
 
 def shown(stored: list[Any]) -> list[Any]:
-    return [t if t is None else t.permute(back) for t, back in zip(stored, BACK, strict=True)]
+    return [t if t is None else t.detach().permute(back) for t, back in zip(stored, BACK, strict=True)]
 
 
 def as_stored(tensors: list[Any]) -> list[Tensor]:
@@ -38,42 +42,40 @@ def as_stored(tensors: list[Any]) -> list[Tensor]:
     return [t.detach().permute(sorted(range(len(b)), key=b.__getitem__)) for t, b in zip(tensors, BACK, strict=True)]
 
 
-def permuted(case: Case) -> list[nn.Parameter]:
-    found = [nn.Parameter(p) for p in shown([p.detach() for p in case.parameters()])]
-    assert [p.is_contiguous() for p in found] == [False, True, False, True, False]
-    return found
+@dataclass(frozen=True)
+class Permuted(Case):
+    grads: str = "alike"  # how they lie; "stored": parameters and gradients of the twin
+
+    def parameters(self) -> list[nn.Parameter]:
+        stored = super().parameters()
+        return stored if self.grads == "stored" else [nn.Parameter(p) for p in shown(stored)]
+
+    def gradients(self, rank: int, step: int) -> list[Tensor | None]:
+        stored = super().gradients(rank, step)
+        return stored if self.grads == "stored" else [g if g is None else LIES[self.grads](g) for g in shown(stored)]
 
 
-def give_shown(case: Case, rank: int, params: list[nn.Parameter], step: int, grads: str = "alike") -> None:
-    """grads: "alike": as the parameters lie; "contiguous"; "scattered": every second element of others; "backward":
-    by autograd, into which messages may leave."""
-    for p, g in zip(params, shown(case.gradients(rank, step)), strict=True):
-        if g is not None and grads == "contiguous":
-            g = g.contiguous()
-        elif g is not None and grads == "scattered":
-            g = torch.stack([g, g], -1)[..., 0]
-        p.grad = g
-    if grads == "backward":
-        loss = sum(((p * p.grad).sum() for p in params), torch.zeros(()))
-        for p in params:
-            p.grad = None
-        loss.backward()
+CASE = Permuted(shapes=SHAPES, steps=9, options={"freeze_step": 3})
 
 
-def twins(rank: int, size: int, case: Case, grads: str) -> bytes:
-    of, stored, params = group_or_none(size), case.parameters(), permuted(case)
-    plain, optimizer = options(case, overlap=False).build(stored, of), case.build(params, of)
-    memory, early = [p.data_ptr() for p in params], False
+def twins(rank: int, size: int, case: Case) -> bytes:
+    twin, early = options(case.but(grads="stored"), overlap=False), "overlap" in case.options
+    (stored, plain), (params, optimizer) = (started(each, 0, rank, size) for each in (twin, case))
+    assert [p.is_contiguous() for p in params] == [False, True, False, True, False]
+    memory, was_early = [p.data_ptr() for p in params], False
     for step in range(1, case.steps + 1):
-        give(case, stored, step, rank)
-        give_shown(case, rank, params, step, grads)
-        if size == 1 and grads == "alike":
+        give(twin, stored, step, rank)
+        if early:
+            backward(case, rank, optimizer, params, step)
+        else:
+            give(case, params, step, rank)
+        if size == 1 and case.grads == "alike":
             assert float(plain.clip_grad_norm_(0.5)) == float(optimizer.clip_grad_norm_(0.5))
         plain.step()
         optimizer.step()
-        early |= optimizer.overlap.on
+        was_early |= optimizer.overlap.on
         assert bits(as_stored(params)) == bits(stored), step
-    assert optimizer.compressing and early == ("overlap" in case.options)
+    assert optimizer.compressing and was_early == early
     assert [p.data_ptr() for p in params] == memory
     if optimizer.synchronized:
         kept, theirs = (
@@ -82,57 +84,50 @@ def twins(rank: int, size: int, case: Case, grads: str) -> bytes:
         )
         assert [t.shape for t in kept] == [p.shape for p in params]
         assert bits(as_stored(kept)) == bits(theirs)
-        mine, twin = (onebit.adamw_state(o.state_dict())["state"] for o in (optimizer, plain))
+        mine, others = (onebit.adamw_state(o.state_dict())["state"] for o in (optimizer, plain))
         for name in ("exp_avg", "exp_avg_sq"):
-            assert bits(as_stored([mine[i][name] for i in range(5)])) == bits(twin[i][name] for i in range(5))
+            assert bits(as_stored([mine[i][name] for i in range(5)])) == bits(others[i][name] for i in range(5))
     return bits(params)
 
 
-WATCHED = {"check_every": 1, "gradient_dtype": torch.bfloat16}
-TWINS = {  # ranks, ranks a node, kind, dtype, gradients, options; one rank with "alike" is clipped
-    "Adam": (1, 1, "OneBitAdam", "float32", "contiguous", {}),
-    "Adam, clipped": (1, 1, "OneBitAdam", "float32", "alike", {}),
-    "Adam, 16 bits": (1, 1, "OneBitAdam", "bfloat16", "scattered", {}),
-    "LAMB": (1, 1, "OneBitLamb", "float32", "scattered", {}),
-    "LAMB, 16 bits": (1, 1, "OneBitLamb", "bfloat16", "alike", {}),
-    "0/1 Adam": (1, 1, "ZeroOneAdam", "float32", "alike", {}),
-    "Adam, 3 ranks": (3, 1, "OneBitAdam", "float32", "contiguous", {"reply": 1, "chunks": 2}),
-    "Adam, watched": (3, 1, "OneBitAdam", "float32", "contiguous", WATCHED),
-    "LAMB, direct": (2, 1, "OneBitLamb", "float32", "contiguous", {"reply": "direct", "scale": "tensor"}),
-    "LAMB of nodes, early": (4, 2, "OneBitLamb", "float32", "backward", {"chunks": 2, "overlap": True}),
-    "0/1 Adam, early": (2, 1, "ZeroOneAdam", "bfloat16", "backward", {"chunks": 2, "overlap": True}),
-    "0/1 Adam of nodes": (4, 2, "ZeroOneAdam", "float32", "contiguous", {"chunks": 2}),
-    "local steps": (2, 1, "ZeroOneAdam", "float32", "alike", {"freeze_step": None, **LOCAL, "weight_decay": 0.1}),
+ALONE, LAMB, ZERO_ONE = CASE.but(missing=((2, 0, 0), (6, 0, 3))), CASE.but(kind="OneBitLamb"), "ZeroOneAdam"
+CONTIGUOUS = CASE.but(grads="contiguous")
+TWINS = {  # ranks, the case, its options; one rank with gradients "alike" is clipped
+    "Adam": (1, ALONE.but(grads="contiguous"), {}),
+    "Adam, clipped": (1, ALONE, {}),
+    "Adam, 16 bits": (1, ALONE.but(dtype="bfloat16", grads="scattered"), {}),
+    "LAMB": (1, ALONE.but(kind="OneBitLamb", grads="scattered"), {}),
+    "LAMB, 16 bits": (1, ALONE.but(kind="OneBitLamb", dtype="bfloat16"), {}),
+    "0/1 Adam": (1, ALONE.but(kind=ZERO_ONE), {}),
+    "Adam, 3 ranks": (3, CONTIGUOUS, {"reply": 1, "chunks": 2}),
+    "Adam, watched": (3, CONTIGUOUS, {"check_every": 1, "gradient_dtype": torch.bfloat16}),
+    "LAMB, direct": (2, LAMB.but(grads="contiguous"), {"reply": "direct", "scale": "tensor"}),
+    "LAMB of nodes, early": (4, LAMB.but(each=2), {"chunks": 2, "overlap": True}),
+    "0/1 Adam, early": (2, CASE.but(kind=ZERO_ONE, dtype="bfloat16"), {"chunks": 2, "overlap": True}),
+    "0/1 Adam of nodes": (4, CONTIGUOUS.but(kind=ZERO_ONE, each=2), {"chunks": 2}),
+    "local steps": (2, CASE.but(kind=ZERO_ONE), {"freeze_step": None, **LOCAL, "weight_decay": 0.1}),
 }
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_permuted_parameter_trains_as_what_lies_in_memory(name: str) -> None:
-    size, each, kind, dtype, grads, own = TWINS[name]
-    missing = ((2, 0, 0), (6, 0, 3)) if size == 1 else ()
-    case = options(CASE.but(kind=kind, dtype=dtype, each=each, missing=missing, steps=12), **own)
-    ends = on_ranks(size, twins, case, grads)
+    size, case, own = TWINS[name]
+    ends = simulation.on_ranks(size, twins, options(case.but(steps=12), **own))
     assert len(set(ends)) == 1 or name == "local steps"
 
 
-def flipped_and_repaired(rank: int, size: int, case: Case) -> bytes:
-    params = permuted(case)
-    optimizer = case.build(params, group())
-    for step in range(1, case.steps + 1):
-        if step == case.steps and rank == 1:
-            with torch.no_grad():
-                params[0].data[1, 2, 1, 3] += 1
-                optimizer.state[params[2]]["denominator"].data[3, 2] *= 2
-        give_shown(case, rank, params, step)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer.step()
-    return bits(params) + bits([optimizer.state[params[2]]["denominator"]])
-
-
-def test_the_watch_repairs_them() -> None:
+@on_ranks(3)
+def test_the_watch_repairs_them(rank: int, size: int) -> bytes:
     case = options(CASE, check_every=1, on_divergence="broadcast", chunks=1)
-    assert len(set(run_ranks(3, flipped_and_repaired, case))) == 1
+    params, optimizer = started(case, case.steps - 1, rank, size)
+    if rank == 1:
+        with torch.no_grad():
+            params[0].data[1, 2, 1, 3] += 1
+            optimizer.state[params[2]]["denominator"].data[3, 2] *= 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        take(case, rank, optimizer, params, case.steps)
+    return bits(params) + bits([optimizer.state[params[2]]["denominator"]])
 
 
 # Models
@@ -160,25 +155,27 @@ def conv_steps(net: nn.Module, rank: int, optimizer: Any, first: int, last: int,
     return loss.item()
 
 
+def conv_trained(rank: int, kind: str, last: int, channels_last: bool, ddp: bool, **own: Any) -> tuple[Any, Any, Any]:
+    """A net, the same within DDP or not, and its optimizer after so many steps."""
+    net = wrapped = conv_net(channels_last)
+    optimizer = build(kind, net.parameters(), lr=3e-3, process_group=group(), **own)
+    if ddp:
+        wrapped = DistributedDataParallel(net, process_group=group(), gradient_as_bucket_view=True, bucket_cap_mb=0.002)
+        onebit.attach(wrapped, optimizer)
+    conv_steps(wrapped, rank, optimizer, 0, last, channels_last)
+    return net, wrapped, optimizer
+
+
 def conv_run(rank: int, size: int, kind: str, channels_last: bool, own: dict[str, Any], folder: str) -> Any:
     """DDP with attach: values after stage 1 and at the end, the same of a run that goes on from a checkpoint."""
-
-    def built() -> tuple[nn.Module, nn.Module, Any]:
-        net = conv_net(channels_last)
-        ddp = DistributedDataParallel(net, process_group=group(), gradient_as_bucket_view=True, bucket_cap_mb=0.002)
-        optimizer = build(kind, net.parameters(), lr=3e-3, freeze_step=4, process_group=group(), **own)
-        onebit.attach(ddp, optimizer)
-        return net, ddp, optimizer
-
-    net, ddp, optimizer = built()
-    conv_steps(ddp, rank, optimizer, 0, 4, channels_last)
+    net, ddp, optimizer = conv_trained(rank, kind, 4, channels_last, True, freeze_step=4, **own)
     stage_1 = arrays(net.parameters())
     conv_steps(ddp, rank, optimizer, 4, 8, channels_last)
     onebit.save(folder, net, optimizer)
     loss = conv_steps(ddp, rank, optimizer, 8, 12, channels_last)
     assert optimizer.compressing
     assert channels_last != all(p.is_contiguous() for p in net.parameters())
-    again, wrapped, other = built()
+    again, wrapped, other = conv_trained(rank, kind, 0, channels_last, True, freeze_step=4, **own)
     onebit.load(folder, again, other)
     conv_steps(wrapped, rank, other, 8, 12, channels_last)
     assert bits(again.parameters()) == bits(net.parameters())
@@ -211,9 +208,8 @@ def test_a_memory_format_that_is_switched_holds_in_stage_1_and_is_an_error_in_st
             conv_steps(net, 0, optimizer, step, step + 1, True)
         if step == 5:
             for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-                assert p.stride() == q.stride()
+                assert p.stride() == q.stride() == optimizers[0].state[p]["exp_avg"].stride()
                 torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-                assert optimizers[0].state[p]["exp_avg"].stride() == q.stride()
     nets[0].to(memory_format=torch.contiguous_format)
     before = bits(nets[0].parameters())
     with pytest.raises(ValueError) as caught:
@@ -225,32 +221,29 @@ def test_a_memory_format_that_is_switched_holds_in_stage_1_and_is_an_error_in_st
     assert bits(nets[0].parameters()) != before
 
 
-def one_rank_channels_last(rank: int, size: int) -> str:
+@on_ranks(3)
+def test_ranks_with_other_memory_formats_are_told(rank: int) -> None:
     net = conv_net(rank == 1)
     optimizer = build("OneBitAdam", net.named_parameters(), process_group=group())
     with pytest.raises(ValueError) as caught:
         conv_steps(net, rank, optimizer, 0, 1, False)
-    return str(caught.value)
+    of_rank_1 = "rank 1 has memory order 'parameter 0.weight (0, 2, 3, 1)"
+    assert_message(caught, of_rank_1, "where rank 0 has 'contiguous'")
 
 
-def test_ranks_with_other_memory_formats_are_told() -> None:
-    for text in run_ranks(3, one_rank_channels_last):
-        assert "rank 1 has memory order 'parameter 0.weight (0, 2, 3, 1)" in text
-        assert "where rank 0 has 'contiguous'" in text
-
-
-def test_a_parameter_that_is_not_dense_is_refused() -> None:
-    for tensor in (torch.zeros(4, 6)[:, ::2], torch.zeros(3, 1).expand(3, 4), torch.zeros(8, 8).t()[1:]):
-        with pytest.raises(ValueError) as caught:
-            build("OneBitAdam", [nn.Parameter(torch.ones(4)), nn.Parameter(tensor)])
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        assert_message(caught, f"parameter 1 (shape {shape}, strides {strides})", "not dense", "p.data.contiguous()")
-        p = nn.Parameter(torch.ones(tensor.shape))
-        optimizer = build("OneBitAdam", [p])
-        p.data = tensor.clone().as_strided(tensor.shape, tensor.stride()) if 0 in strides else tensor
-        p.grad = torch.ones(p.shape)
-        with pytest.raises(ValueError, match="not dense"):
-            optimizer.step()
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(4, 6)[:, ::2], torch.zeros(3, 1).expand(3, 4), torch.zeros(8, 8).t()[1:]]
+)
+def test_a_parameter_that_is_not_dense_is_refused(tensor: Tensor) -> None:
+    with pytest.raises(ValueError) as caught:
+        build("OneBitAdam", [nn.Parameter(torch.ones(4)), nn.Parameter(tensor)])
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    assert_message(caught, f"parameter 1 (shape {shape}, strides {strides})", "not dense", "p.data.contiguous()")
+    p = nn.Parameter(torch.ones(tensor.shape))
+    optimizer = build("OneBitAdam", [p])
+    p.data, p.grad = tensor, torch.ones(p.shape)
+    with pytest.raises(ValueError, match="not dense"):
+        optimizer.step()
 
 
 # States
@@ -269,19 +262,15 @@ def go_on(case: Case, state: Any, values: list[Tensor], how: str, first: int, ra
     params = lay(values, how)
     optimizer = case.build(params, of)
     optimizer.load_state_dict(snapshot(state))
-    for step in range(first, first + 3):
-        give_shown(case, rank, params, step, "contiguous")
-        optimizer.step()
+    run(case.but(grads="contiguous"), rank, optimizer, params, first, first + 2)
     return params
 
 
 def recorded(rank: int, size: int, case: Case) -> list[tuple[Any, list[Tensor]]]:
     """States and values after every step."""
-    params, found = permuted(case), []
-    optimizer = case.build(params, group_or_none(size))
+    (params, optimizer), found = started(case, 0, rank, size), []
     for step in range(1, case.steps + 1):
-        give_shown(case, rank, params, step)
-        optimizer.step()
+        take(case, rank, optimizer, params, step)
         found.append((snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]))
     return found
 
@@ -295,96 +284,80 @@ def assert_near(found: list[Any], expected: list[Any], start: list[Tensor]) -> N
 @pytest.mark.parametrize(
     ("kind", "reply"), [("OneBitAdam", 1), ("OneBitAdam", 2), ("OneBitLamb", "direct"), ("ZeroOneAdam", 1)]
 )
+@pytest.mark.filterwarnings("ignore:coordinates without a variance", "error:the state does not hold")
 def test_a_state_loads_element_for_element(kind: str, reply: Any) -> None:
     """In stage 1, at its end and later. One block a parameter: what compression leaves out is the same in any order."""
     untouched = ((0, 2, 99), (2, 3, 99))  # coordinates without a variance
     own = {"freeze_step": 3, "block_size": 512, "zero_variance": "hold", "reply": reply}
     case = CASE.but(kind=kind, options=own, untouched=untouched, steps=10)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coordinates without a variance")
-        warnings.filterwarnings("error", "the state does not hold")
-        saved = recorded(0, 1, case)
-        for steps in (2, 3, 7):
-            (state, values), (_, ends) = saved[steps - 1], saved[steps + 2]
-            for how in ("alike", "contiguous", "other"):
-                again = go_on(case, state, values, how, steps + 1)
-                assert_near(again, ends, values)
-                assert how != "alike" or bits(again) == bits(ends)
+    saved = recorded(0, 1, case)
+    for steps in (2, 3, 7):
+        (state, values), (_, ends) = saved[steps - 1], saved[steps + 2]
+        for how in ("alike", "contiguous", "other"):
+            again = go_on(case, state, values, how, steps + 1)
+            assert_near(again, ends, values)
+            assert how != "alike" or bits(again) == bits(ends)
 
 
 @pytest.mark.parametrize(
     ("kind", "reply", "each"), [("OneBitAdam", 1, 1), ("OneBitLamb", "direct", 1), ("ZeroOneAdam", 1, 2)]
 )
+@pytest.mark.filterwarnings("error:the state does not hold")
 def test_the_states_of_ranks_put_together_load_in_any_order(kind: str, reply: Any, each: int) -> None:
     """Pieces of residuals are in small blocks, which lie elsewhere in another order."""
     case = options(CASE.but(kind=kind, each=each, steps=7), reply=reply)
     found = run_ranks(2 * each, recorded, case)
     state, values = onebit.merge_states([own[-1][0] for own in found]), found[0][-1][1]
     alone = options(case.but(each=1), block_size=512)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the state does not hold")
-        expected = go_on(alone, state, values, "alike", 8)
-        for how in ("contiguous", "other"):
-            assert_near(go_on(alone, state, values, how, 8), expected, values)
+    expected = go_on(alone, state, values, "alike", 8)
+    for how in ("contiguous", "other"):
+        assert_near(go_on(alone, state, values, how, 8), expected, values)
 
 
-def load_on_ranks(rank: int, size: int, case: Case) -> tuple[list[str], bytes]:
+@pytest.mark.parametrize("reply", [1, "direct"])
+@on_ranks(2)
+def test_a_ranks_own_state_in_another_order(rank: int, size: int, reply: Any) -> bytes:
+    """What servers have left out lies elsewhere: without the others' states it is lost, which is said."""
+    case = options(CASE.but(steps=7), reply=reply)
     state, values = recorded(rank, size, case)[-1]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params = go_on(case, state, values, "contiguous", 8, rank, group())
     assert all(bool(p.isfinite().all()) for p in params)
-    return [str(w.message) for w in caught], bits(params)
+    assert len(caught) == (reply == 1)
+    assert all("does not hold the residuals of all 2 ranks" in str(w.message) for w in caught)
+    return bits(params)
 
 
-@pytest.mark.parametrize("reply", [1, "direct"])
-def test_a_ranks_own_state_in_another_order(reply: Any) -> None:
-    """What servers have left out lies elsewhere: without the others' states it is lost, which is said."""
-    loaded = run_ranks(2, load_on_ranks, options(CASE.but(steps=7), reply=reply))
-    assert len({end for _, end in loaded}) == 1
-    for warned, _ in loaded:
-        assert len(warned) == (reply == 1)
-        assert all("does not hold the residuals of all 2 ranks" in text for text in warned)
+@pytest.mark.parametrize(
+    ("order", "error"),
+    [(torch.tensor([0, 1, 1, 2]), ValueError), (torch.tensor([0, 1]), ValueError), (torch.ones(4), TypeError),
+     ("last", TypeError)],
+)  # fmt: skip
+def test_an_order_that_cannot_be_is_refused(order: Any, error: type[Exception]) -> None:
+    _, optimizer = started(CASE, 6)
+    kept, state = (snapshot(optimizer.state_dict()) for _ in range(2))
+    state["state"][0]["memory_order"] = order
+    with pytest.raises(error, match="memory_order of parameter 0"):
+        optimizer.load_state_dict(state)
+    assert same(snapshot(optimizer.state_dict()), kept)
 
 
-def test_adamws_state_of_a_channels_last_net_loads() -> None:
-    nets = conv_net(True), conv_net(True)
-    adamw = torch.optim.AdamW(nets[0].parameters(), weight_decay=0.0)
-    conv_steps(nets[0], 0, adamw, 0, 3, True)
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizer = build("OneBitAdam", nets[1].parameters())
-    optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
-    for net, own in zip(nets, (adamw, optimizer), strict=True):
-        conv_steps(net, 0, own, 3, 4, True)
-    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+FLAT, FULL = {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
 
 
-def test_an_order_that_cannot_be_is_refused() -> None:
-    kept, _ = recorded(0, 1, CASE.but(steps=6))[-1]
-    optimizer = CASE.build(permuted(CASE))
-    optimizer.load_state_dict(snapshot(kept))
-    for order in (torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1]), torch.ones(4), "last"):
-        state = snapshot(kept)
-        state["state"][0]["memory_order"] = order
-        whole = isinstance(order, Tensor) and not order.is_floating_point()
-        with pytest.raises(ValueError if whole else TypeError, match="memory_order of parameter 0"):
-            optimizer.load_state_dict(state)
-        assert same(snapshot(optimizer.state_dict()), kept)
+@pytest.mark.parametrize(("tool", "was"), [({}, False), (FLAT, True), (FULL, True), (None, False), (None, True)])
+def test_torchs_tools_carry_a_state_to_another_memory_format(tool: Any, was: bool, tmp_path: Path) -> None:
+    run_ranks(2, carried, was, tool, str(tmp_path / "saved"))
 
 
 def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folder: str) -> None:
-    """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools and without them."""
+    """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools, which are
+    torch.distributed.checkpoint (None) and others, and without them."""
 
-    def trained(channels_last: bool, steps: int) -> tuple[nn.Module, Any]:
-        net = conv_net(channels_last)
-        own = {"lr": 3e-3, "freeze_step": 2, "reply": "direct", "process_group": group()}
-        optimizer = build("OneBitLamb", net.parameters(), **own)
-        conv_steps(net, rank, optimizer, 0, steps, channels_last)
-        return net, optimizer
-
-    net, optimizer = trained(was, 5)
-    (one, by_tool), (other, by_hand) = trained(not was, 4), trained(not was, 4)
+    of, own = (rank, "OneBitLamb"), {"freeze_step": 2, "reply": "direct"}
+    net, _, optimizer = conv_trained(*of, 5, was, False, **own)
+    (one, _, by_tool), (other, _, by_hand) = (conv_trained(*of, 4, not was, False, **own) for _ in range(2))
     for each in (one, other):
         each.load_state_dict(net.state_dict())
     by_hand.load_state_dict(snapshot(optimizer.state_dict()))
@@ -404,12 +377,3 @@ def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folde
     conv_steps(one, rank, by_tool, 5, 6, not was)
     conv_steps(other, rank, by_hand, 5, 6, not was)
     assert bits(one.parameters()) == bits(other.parameters())
-
-
-FLAT, FULL = {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
-
-
-@pytest.mark.parametrize(("tool", "was"), [({}, False), (FLAT, True), (FULL, True), (None, False), (None, True)])
-def test_torchs_tools_carry_a_state_to_another_memory_format(tool: Any, was: bool, tmp_path: Path) -> None:
-    """None: torch.distributed.checkpoint."""
-    run_ranks(2, carried, was, tool, str(tmp_path / "saved"))

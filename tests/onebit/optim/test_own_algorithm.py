@@ -17,7 +17,8 @@ from torch import nn
 import onebit
 from tests import oracle
 from tests.onebit.optim.contract import options, overlaps, resumes, skips, started
-from tests.onebit.runs import Case, arrays, bits, run, take
+from tests.onebit.optim.simulation import record_run
+from tests.onebit.runs import Case, arrays, assert_message, bits, on_ranks, run, take
 from tests.ranks import run_ranks
 from tests.test_structure import touched
 
@@ -69,29 +70,17 @@ def test_it_is_short() -> None:
 
 def expected(case: Case, ranks: int) -> list[list[np.ndarray]]:
     """Parameters after every step, in float64."""
-    x = arrays(case.parameters())
-    plan = oracle.Layout(tuple(a.size for a in x), block_size=32, ranks=ranks)
-    reduce, beta, lr, decay = oracle.SimulatedAllReduce(plan), 0.9, OPTIONS["lr"], OPTIONS["weight_decay"]
-    m, found = [np.zeros_like(a) for a in x], []
+    x, hyper = arrays(case.parameters()), oracle.Hyper(OPTIONS["lr"], 0.9, 0.0, 0.0, OPTIONS["weight_decay"])
+    hypers, m, found = [hyper] * len(x), oracle.zeros(x), []
+    reduce = oracle.SimulatedAllReduce(oracle.Layout(tuple(a.size for a in x), block_size=32, ranks=ranks))
     for step in range(1, case.steps + 1):
         own = [[g.double().numpy() for g in case.gradients(rank, step)] for rank in range(ranks)]
         if step <= case.options["freeze_step"]:
-            m = [beta * a + (1 - beta) * np.mean(gs, axis=0) for a, gs in zip(m, zip(*own, strict=True), strict=True)]
+            m = oracle.local_momentum([np.mean(of, axis=0) for of in zip(*own, strict=True)], m, hypers)
         else:
-            y = [[beta * a + (1 - beta) * g for a, g in zip(m, gs, strict=True)] for gs in own]
-            flat = plan.unflatten(reduce([plan.flatten(one) for one in y]))
-            m = [a.reshape(b.shape) for a, b in zip(flat, x, strict=True)]
-        x = [a - lr * (b + decay * a) for a, b in zip(x, m, strict=True)]
+            m = oracle.averaged_momentum(own, m, hypers, reduce)
+        x = oracle.onebit_adam_update(x, m, [np.ones(a.shape) for a in x], hypers)
         found.append(x)
-    return found
-
-
-def trained(rank: int, size: int, case: Case) -> list[list[np.ndarray]]:
-    (params, optimizer), found = started(case, 0, rank, size), []
-    for step in range(1, case.steps + 1):
-        take(case, rank, optimizer, params, step)
-        assert optimizer.compressing == (step > case.options["freeze_step"])
-        found.append(arrays(params))
     return found
 
 
@@ -99,31 +88,31 @@ def trained(rank: int, size: int, case: Case) -> list[list[np.ndarray]]:
 def test_both_stages_are_those_of_the_equations(size: int) -> None:
     """Until a sign of a value near 0 falls the other way in fp32, which these steps do not meet."""
     case = CASE.but(steps=7)
-    for found in run_ranks(size, trained, case):
-        for got, want in zip(found, expected(case, size), strict=True):
-            for a, b in zip(got, want, strict=True):
+    for found in run_ranks(size, record_run, case):
+        for after, want in zip(found, expected(case, size), strict=True):
+            assert after.kind == ("1 bit" if after.step > case.options["freeze_step"] else "full")
+            for a, b in zip(after.x, want, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def flipped(rank: int, size: int, case: Case) -> str:
-    params, optimizer = started(options(case, check_every=1), 5, rank, size)
+@on_ranks(3)
+def test_the_watch_names_what_differs(rank: int, size: int) -> None:
+    params, optimizer = started(options(CASE, check_every=1), 5, rank, size)
     if rank == 1:
         params[0].data.view(torch.int32).view(-1)[0] ^= 1
     with pytest.raises(onebit.DivergenceError) as caught:
-        take(case, rank, optimizer, params, 6)
-    return str(caught.value)
+        take(CASE, rank, optimizer, params, 6)
+    assert_message(caught, "parameter 0 of group 0", "rank 1")
 
 
 def test_all_that_is_promised_of_others_holds() -> None:
-    """Skipped steps, resumes, messages that leave in backward, and the watch."""
+    """Skipped steps, resumes, and messages that leave in backward."""
     bad = ((3, 1, math.nan), (5, 0, math.inf), (7, 1, math.nan))
     assert len(set(run_ranks(2, skips, CASE, bad))) == 1
     assert len(set(run_ranks(2, resumes, CASE, (2, 4, 7)))) == 1
     assert len(set(run_ranks(2, resumes, CASE.but(dtype="bfloat16"), (2, 4, 7)))) == 1
     for _, early in run_ranks(2, overlaps, options(CASE, chunks=3)):
         assert early == [6, 7, 8, 9]  # hooks are set in the first compressed step
-    for error in run_ranks(3, flipped, CASE):
-        assert "parameter 0 of group 0" in error and "rank 1" in error
 
 
 def saved(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray]]:

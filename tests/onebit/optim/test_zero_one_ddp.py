@@ -16,7 +16,7 @@ from tests.limits import HUNG
 from tests.onebit.optim.contract import started
 from tests.onebit.optim.test_zero_one import CASE, LOCAL
 from tests.onebit.parallel import test_fsdp as fsdp
-from tests.onebit.runs import Case, bits, nodes_of
+from tests.onebit.runs import Case, bits, nodes_of, on_ranks
 from tests.ranks import group, run_ranks, run_ranks_once
 
 KINDS = ["full"] * 3 + ["1 bit", "full"] * 2 + ["1 bit"] * 3 + ["full", "1 bit"]
@@ -86,8 +86,11 @@ def test_ddp_averages_in_full_steps_and_leaves_the_others_alone(schedule, own, c
 # Scaled gradients
 
 
-def with_a_scaler(rank: int, size: int, apart: bool) -> tuple[list[bytes], list[float]]:
-    """With DDP: rank 1 overflows in a compressed step. Apart: it then has a scale of its own."""
+@pytest.mark.parametrize("apart", [False, True])
+@on_ranks(2)
+def test_scales_with_ddp(rank: int, apart: bool) -> list[bytes]:
+    """An overflow of rank 1 in a compressed step halves the scales of all. Where a user sets others, full steps divide
+    what DDP has averaged by the same number on all ranks."""
     net, ddp, optimizer = attached(True, var_update_scaler=2, process_group=group())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     source, ends, scales = torch.Generator().manual_seed(rank), [], []
@@ -100,92 +103,72 @@ def with_a_scaler(rank: int, size: int, apart: bool) -> tuple[list[bytes], list[
         scaler.update(2.0**8 if apart and (step, rank) == (4, 1) else None)
         ends.append(bits(net.parameters()))
         scales.append(scaler.get_scale())
-    return ends, scales
+    assert len(set(ends)) == 8
+    assert scales == [2.0**10] * 3 + [2.0**8 if apart and rank == 1 else 2.0**9] * 6
+    return ends
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_scales_with_ddp(apart: bool) -> None:
-    """An overflow on one rank halves the scales of all. Where a user sets others, full steps divide what DDP has
-    averaged by the same number on all ranks."""
-    one, other = run_ranks(2, with_a_scaler, apart)
-    assert one[0] == other[0] and len(set(one[0])) == 8
-    assert one[1] == [2.0**10] * 3 + [2.0**9] * 6
-    assert other[1] == [2.0**10] * 3 + [2.0**8 if apart else 2.0**9] * 6
-
-
-def scaled(rank: int, size: int, case: Case, infinite: tuple[tuple[int, int], ...]) -> list[Any]:
+@pytest.mark.parametrize(("case", "infinite"), [(CASE, ((5, -1), (8, -1))), (LOCAL, ((14, 0),))], ids=["", "local"])
+@on_ranks(2)
+def test_scaled_gradients(rank: int, size: int, case: Case, infinite: tuple[tuple[int, int], ...]) -> bytes:
     """As GradScaler does it, with a power of 2, and not; in some steps a rank, or both (-1), finds infinite numbers."""
-    ends = []
+    ends, left_out = [], [step for step, who in infinite if who in (rank, -1)]
     for scale in (None, 2.0**10):
         params, optimizer = started(case, 0, rank, size)
         for step in range(1, 17):
-            for p, g in zip(params, case.gradients(rank, step), strict=True):
-                p.grad = g if scale is None or g is None else g * scale
+            for p, g in zip(params, case.but(missing=()).gradients(rank, step), strict=True):
+                p.grad = g if scale is None else g * scale
             optimizer.grad_scale = None if scale is None else torch.tensor(scale)
-            optimizer.found_inf = torch.tensor(float((step, rank) in infinite or (step, -1) in infinite))
+            optimizer.found_inf = torch.tensor(float(step in left_out))
             optimizer.step()
-        ends.append((bits(params), optimizer.skipped_steps))
+        assert optimizer.skipped_steps == len(left_out)
+        ends.append(bits(params))
     assert ends[0] == ends[1]
-    return list(ends[0])
+    return ends[0]
 
 
-def test_scaled_gradients() -> None:
-    for case, infinite, skipped in ((CASE, ((5, -1), (8, -1)), [2, 2]), (LOCAL, ((14, 0),), [1, 0])):
-        one, other = run_ranks(2, scaled, case.but(missing=()), infinite)
-        assert one[0] == other[0] and [one[1], other[1]] == skipped
-
-
-def with_a_scaler_of_its_own(rank: int, size: int, case: Case) -> tuple[list[float], bytes]:
-    """An infinite number in a local step of rank 0."""
-    (params, optimizer), scales = started(case, 0, rank, size), []
+@on_ranks(2)
+def test_the_scale_of_a_rank_that_left_a_local_step_out(rank: int, size: int) -> bytes:
+    """No other rank has left it out, nor has its scaler."""
+    case, scales = LOCAL.but(missing=(), bad=((14, 0, math.inf),)), []
+    params, optimizer = started(case, 0, rank, size)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(torch.zeros(()))
     for step in range(1, 17):
         for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = None if g is None else g * scaler.get_scale()
+            p.grad = g * scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return scales, bits(params)
-
-
-def test_the_scale_of_a_rank_that_left_a_local_step_out() -> None:
-    """No other rank has left it out, nor has its scaler."""
-    one, other = run_ranks(2, with_a_scaler_of_its_own, LOCAL.but(missing=(), bad=((14, 0, math.inf),)))
-    assert one[0] == [2.0**10] * 13 + [2.0**9] * 3 and other[0] == [2.0**10] * 16
-    assert one[1] == other[1]
+    assert scales == [2.0**10] * 13 + [2.0**10 if rank else 2.0**9] * 3
+    return bits(params)
 
 
 # FSDP2
 
-
-def with_fsdp_both_ways(rank: int, size: int) -> tuple[bytes, bytes, bool]:
-    mesh, ends = fsdp.mesh_of(2, 2), []
-    for attached in (True, False):
-        own = {"var_update_scaler": 3, "freeze_step": None, "reply": "direct"}
-        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 20, mesh, attached, **own)
-        ends.append(bits(fsdp.whole(net)))
-    return ends[0], ends[1], min(optimizer.current.parts[0].state["least_root"].tolist()) > 0
+COMMON = {"freeze_step": None, "reply": "direct"}
 
 
-def with_fsdp(rank: int, size: int) -> tuple[Any, list[torch.Tensor], bool]:
-    """Both kinds of steps in one start of four processes."""
-    options = {**LOCAL.options, "freeze_step": None, "reply": "direct"}
-    net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 20, fsdp.mesh_of(2, 2), True, **options)
-    return with_fsdp_both_ways(rank, size), fsdp.whole(net), optimizer.synchronized
+def with_fsdp(rank: int, size: int) -> list[list[torch.Tensor]]:
+    """Attached or not; and local steps, in one start of four processes."""
+    spaced, ends = {"var_update_scaler": 3}, []
+    for own, attached in ((LOCAL.options, True), (spaced, True), (spaced, False)):
+        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 20, fsdp.mesh_of(2, 2), attached, **own, **COMMON)
+        assert optimizer.synchronized and min(optimizer.current.parts[0].state["least_root"].tolist()) > 0
+        ends.append(fsdp.whole(net))
+    return ends
 
 
-def with_nodes(rank: int, size: int) -> tuple[list[torch.Tensor], bool]:
-    optimizer, _ = fsdp.with_ddp(rank, "ZeroOneAdam", 20, **LOCAL.options, freeze_step=None, reply="direct")
-    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]], optimizer.synchronized
+def with_nodes(rank: int, size: int) -> list[torch.Tensor]:
+    optimizer, _ = fsdp.with_ddp(rank, "ZeroOneAdam", 20, **LOCAL.options, **COMMON)
+    assert optimizer.synchronized
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
 
 def test_sharded_parameters() -> None:
     """FSDP's hook averages in full steps. The shards of a copy move alike, as the ranks of a node do."""
-    found = run_ranks_once(4, with_fsdp, timeout=HUNG)
-    nodes = run_ranks_once(4, with_nodes, timeout=HUNG)
-    assert all(one[0] == found[0][0] and one[0][0] == one[0][1] and one[0][2] for one in found)
-    assert all(one[2] and bits(one[1]) == bits(found[0][1]) for one in found)
-    assert all(one[1] and bits(one[0]) == bits(nodes[0][0]) for one in nodes)
-    for a, b in zip(found[0][1], nodes[0][0], strict=True):
+    found, nodes = (run_ranks_once(4, work, timeout=HUNG) for work in (with_fsdp, with_nodes))
+    assert len({bits(local) for local, _, _ in found}) == len({bits(own) for own in nodes}) == 1
+    assert len({bits(own) for _, *both in found for own in both}) == 1
+    for a, b in zip(found[0][0], nodes[0], strict=True):
         assert (a - b).norm() < 1e-6 * b.norm()
