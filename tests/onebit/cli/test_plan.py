@@ -18,7 +18,6 @@ from onebit.cli.plan.model import (
     Model,
     compressed_all_reduce,
     end_to_end,
-    local_step,
     message_bytes,
     pays_below,
     pipelined,
@@ -67,23 +66,19 @@ def test_collectives_take_what_their_messages_take(gpus, per_node):
     cluster = replace(SLOW, gpus=gpus, gpus_per_node=per_node, latency=0, intra_latency=0)
     g, m = cluster.on_node, cluster.nodes
     ranks = [(node, local) for node in range(m) for local in range(g)]
-
     to_all = [(i, k, 1e9 / gpus) for i in range(gpus) for k in range(gpus)]
     ring = [(i, (i + 1) % gpus, 1e9 / gpus) for _ in range(gpus - 1) for i in range(gpus)]
     for found, messages in ((cluster.all_to_all(1e9), to_all), (cluster.all_gather(1e9), ring)):
         between, within = crossing(messages, g)
         assert found == pytest.approx(max(between / 1e9, within / 4e9))
-
     inner = [(i * g + b, i * g + (b + 1) % g, 1e9 / g) for i, b in ranks for _ in range(g - 1)]
     outer = [(i * g + b, (i + 1) % m * g + b, 1e9 / g / m) for i, b in ranks for _ in range(m - 1)]
     within, between = crossing(inner, g)[1], crossing(outer, g)[0]
     assert cluster.all_reduce(1e9) == pytest.approx(2 * within / 4e9 + 2 * between / 1e9)
-
     # A network as fast as the links of a node's GPUs in sum takes what all of them send; a faster one waits for them.
     for network, rate in ((8 * 12e9, 12e9), (8 * 16e9, 16e9), (8 * 20e9, 16e9)):
         fast = Groups.of(replace(SLOW, network=network, latency=0), 2)
         assert fast.replicas.all_gather(1e9) == pytest.approx(3 / 4 * 1e9 / rate)
-
     groups = Groups.of(cluster, 2)
     if not cluster.has_two_levels:
         assert groups == Groups.of(cluster, 1)
@@ -309,8 +304,8 @@ def test_compression_pays_below_the_rate_it_says():
 
 
 def test_a_run_is_a_share_of_each_stage():
-    times = stage_1(BERT, SLOW).total, stage_2(BERT, SLOW).total
-    for warmup, expected in ((0, times[1]), (1, times[0]), (0.25, 0.25 * times[0] + 0.75 * times[1])):
+    for warmup in (0, 1, 0.25):
+        expected = warmup * stage_1(BERT, SLOW).total + (1 - warmup) * stage_2(BERT, SLOW).total
         assert end_to_end(replace(BERT, warmup=warmup), SLOW) == pytest.approx(expected)
 
 
@@ -341,10 +336,7 @@ class Clock:
         return self.arriving(self.network + delay)
 
     def arriving(self, end):
-        def wait():
-            self.device = max(self.device, end)
-
-        return SimpleNamespace(wait=wait)
+        return SimpleNamespace(wait=lambda: setattr(self, "device", max(self.device, end)))
 
     def all_to_all(self, out, sent, phase):
         return self.send(*self.took.gather)
@@ -456,13 +448,6 @@ def test_small_models_do_not_agree_and_take_one_chunk():
     assert far - near >= 2.5 * 0.05 - 1e-3
 
 
-def test_one_node_and_a_local_step_do_not_wait():
-    model = replace(SMALL, optimizer="zero_one")
-    assert local_step(model, FAR) == local_step(model, NEAR)
-    delay = Delay(0.05, "gloo", gpus=8, nodes=1, shared=True)
-    assert delay.message == delay.all_to_all() == delay.segments(1e9, 1.0, 1) == 0
-
-
 def test_chunks_wait_side_by_side_over_gloo_and_one_after_the_other_over_nccl():
     model = replace(LARGE, elements=2**26)
     for transport, message, ring, agreed in (("gloo", 0.05, 0.025, 0.05), ("nccl", 0.025, 0.075, 0.1)):
@@ -475,7 +460,9 @@ def test_chunks_wait_side_by_side_over_gloo_and_one_after_the_other_over_nccl():
             assert added[1] - agreed < 0.75 * 4 * (message + ring)
 
 
-def test_a_longer_way_is_never_faster():
+def test_a_longer_way_is_never_faster_and_only_messages_between_nodes_wait():
+    delay = Delay(0.05, "gloo", gpus=8, nodes=1, shared=True)
+    assert delay.message == delay.all_to_all() == delay.segments(1e9, 1.0, 1) == 0
     for transport, gpus, per_node in (("gloo", 4, 1), ("nccl", 16, 4), ("gloo", 64, 1), ("nccl", 4, 4)):
         cluster = Cluster(gpus=gpus, gpus_per_node=per_node, network=1e9, transport=transport)
         grown = [replace(cluster, rtt=rtt) for rtt in (0, 1e-4, 1e-3, 1e-2, 0.1)]

@@ -17,124 +17,108 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
+from tests.onebit.optim.contract import started
+from tests.onebit.runs import Case, bits, run
 
 
-@contextlib.contextmanager
-def recording(monkeypatch: pytest.MonkeyPatch, captured: bool = True) -> Any:
-    """The copies that are made within. captured: as by a CUDA graph, which copies again at a replay."""
-    copies: list[tuple[Tensor, Tensor]] = []
-    copy = Tensor.copy_
+class Graph:
+    """Copies that `call` makes, again at a replay. captured: as by a CUDA graph, and not by an eager call."""
 
-    def recorded(out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        copies.append((out, source))
-        return copy(out, source, non_blocking)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: Any, captured: bool = True) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        copy = Tensor.copy_
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "copy_", recorded)
-        patch.setattr(upload, "capturing", lambda device: captured)
-        yield copies
+        def recorded(out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            self.copies.append((out, source))
+            return copy(out, source, non_blocking)
 
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "copy_", recorded)
+            patch.setattr(upload, "capturing", lambda device: captured)
+            call()
 
-def replay(copies: list[tuple[Tensor, Tensor]]) -> None:
-    for out, source in copies:
-        out.copy_(source)
+    def replay(self) -> None:
+        for out, source in self.copies:
+            out.copy_(source)
 
 
 def test_a_graph_and_eager_steps_each_read_their_own_addresses(monkeypatch):
-    tensors = {name: [torch.zeros(5)] for name in ("graph", "eager")}
+    one, other = torch.zeros(5), torch.zeros(5)
     pointers = Pointers(Layout([5], block_size=64), torch.device("cpu"), torch.float32)
-    at = {name: each[0].data_ptr() for name, each in tensors.items()}
-    pointers.bind_tensors(tensors["graph"])  # as it was warmed up
-    with recording(monkeypatch) as graph:
-        pointers.bind_tensors(tensors["graph"])
+    pointers.bind_tensors([one])  # as it was warmed up
+    graph = Graph(monkeypatch, lambda: pointers.bind_tensors([one]))
     for _ in range(2):
-        pointers.bind_tensors(tensors["eager"])
-        assert pointers.addresses.tolist() == [at["eager"]]
-        replay(graph)
-        assert pointers.addresses.tolist() == [at["graph"]]
+        pointers.bind_tensors([other])
+        assert pointers.addresses.tolist() == [other.data_ptr()]
+        graph.replay()
+        assert pointers.addresses.tolist() == [one.data_ptr()]
 
 
-def test_a_graph_and_eager_steps_each_read_their_own_numbers(monkeypatch):
+def test_a_graph_and_eager_steps_each_read_their_own_numbers_and_copy_only_what_has_changed(monkeypatch):
     table = HyperTable(1, torch.device("cpu"))
-    graphs, eagers = [Hyper(lr=0.5)], [Hyper(lr=0.25)]
-    table.write(graphs, [0.5], None)
-    with recording(monkeypatch) as graph:
-        table.write(graphs, [0.5], None)
+
+    def write(lr: float) -> Tensor:
+        return table.write([Hyper(lr=lr)], [lr], None)
+
+    write(0.5)
+    assert not Graph(monkeypatch, lambda: write(0.5), captured=False).copies
+    graph = Graph(monkeypatch, lambda: write(0.5))
     for _ in range(2):
-        assert table.write(eagers, [0.25], None)[0, 0] == 0.25
-        replay(graph)
+        assert write(0.25)[0, 0] == 0.25
+        graph.replay()
         assert table.values[0, 0] == 0.5
-
-
-def test_without_a_graph_nothing_is_copied_that_did_not_change(monkeypatch):
-    table, rows = HyperTable(1, torch.device("cpu")), [Hyper(lr=0.5)]
-    table.write(rows, [0.5], None)
-    with recording(monkeypatch, captured=False) as copies:
-        table.write(rows, [0.5], None)
-    assert not copies
 
 
 def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     """It is a number like any other: copied with the others, in one pinned copy."""
-    results = []
+    ends, written = [], []
     for lr in (torch.tensor(0.01), 0.01):
-        weight = nn.Parameter(torch.linspace(-1, 1, 70))
-        optimizer = onebit.OneBitAdam([weight], lr=lr)
-        table = optimizer.write_hyper(None)
-        assert table[0, 0] == torch.tensor(0.01)
-        written = []
-        monkeypatch.setattr(Tensor, "__setitem__", lambda *arguments, to=written: to.append(arguments))
-        optimizer.write_hyper(None)
-        monkeypatch.undo()
-        assert not written
-        for step in range(3):
-            weight.grad = torch.linspace(1, -2, 70) * (step + 1)
-            optimizer.step()
-        results.append(weight.detach())
-    assert torch.equal(*results)
+        params, optimizer = started(Case(options={"lr": lr}), 0)
+        assert optimizer.write_hyper(None)[0, 0] == torch.tensor(0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "__setitem__", lambda *arguments: written.append(arguments))
+            optimizer.write_hyper(None)
+        run(Case(), 0, optimizer, params, 1, 3)
+        ends.append(bits(params))
+    assert ends[0] == ends[1] and not written
 
 
 class Cuda:
     """Streams and events, of which `log` has what happened."""
 
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.current = self.stream("main")
-
-    def stream(self, name: str) -> Any:
-        log = self.log
-        return SimpleNamespace(
-            device=torch.device("cuda", 1),
-            cuda_stream=name,
-            wait_event=lambda event: log.append(("waits for", event.of)),
-        )
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Event:
             def record(self, stream: Any) -> None:
                 self.of = stream.cuda_stream
 
+        self.log: list[Any] = []
+        self.current = self.stream("main")
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.log.append(("device", str(device))))
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
+    def stream(self, name: str) -> Any:
+        def wait(event: Any) -> None:
+            self.log.append(("waits for", event.of))
+
+        return SimpleNamespace(device=torch.device("cuda", 1), cuda_stream=name, wait_event=wait)
+
 
 def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str], waits: Any = lambda stream: None) -> list[Any]:
     """What the thread of a flight does, where the gradients of its one chunk come from these streams of backward."""
-    cuda = Cuda()
-    cuda.install(monkeypatch)
+    cuda = Cuda(monkeypatch)
     params = [nn.Parameter(torch.ones(3)) for _ in streams]
     state = onebit.OneBitAdam(params, freeze_step=1).current.states[0]
     chunk = SimpleNamespace(index=0, span=state.layout.all(), slice=state.layout.all())
 
-    def run(compress: Any, **_: Any) -> None:
+    def exchanged(compress: Any, **_: Any) -> None:
         cuda.log.append("run")
         compress(chunk)
 
     undo = SimpleNamespace(chunks=[chunk], save=lambda chunk: cuda.log.append("compress"))
     reducer = SimpleNamespace(
-        state=state, exchange=SimpleNamespace(chunks=[chunk], run=run), compress=lambda *arguments: None
+        state=state, exchange=SimpleNamespace(chunks=[chunk], run=exchanged), compress=lambda *arguments: None
     )
     hyper, side = torch.zeros((1, len(Hyper._fields))), cuda.stream("side")
     own = flight.Flight([reducer], [undo], None, None, side, hyper, [], [None], None)  # type: ignore[list-item,arg-type]

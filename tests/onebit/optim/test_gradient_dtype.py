@@ -26,7 +26,7 @@ def trained(rank, size, kind, ddp, wire, dtype=torch.float32, factor=1.0, too_la
         onebit.attach(model, optimizer)
     for step in range(1, FREEZE + 5):
         before, source = bits(net.parameters()), torch.Generator().manual_seed(100 * step + rank)
-        x, y = torch.randn(8, 10, generator=source).to(dtype), torch.randn(8, 3, generator=source).to(dtype)
+        x, y = (torch.randn(8, n, generator=source).to(dtype) for n in (10, 3))
         optimizer.zero_grad()
         larger = 1e8 if step == too_large and rank == 1 else factor
         ((model(x) - y) ** 2).mean().mul(larger).backward()
@@ -59,9 +59,8 @@ def test_the_mean_is_rounded_to_the_dtype_and_little_else_changes(kind, ddp, wir
 
 @pytest.mark.parametrize("ddp", [False, True])
 def test_parameters_of_16_bits_are_left_as_they_are_and_what_is_beyond_the_range_skips_the_step(ddp):
-    ends = [  # float16 would not hold gradients as large
-        run_ranks(2, trained, "OneBitAdam", ddp, wire, torch.bfloat16, 1e8)[0][2] for wire in (torch.float16, None)
-    ]
-    assert ends[0] == ends[1]
-    one, other = run_ranks(2, trained, "OneBitAdam", ddp, torch.float16, torch.float32, 1.0, 3)
-    assert one[2] == other[2]
+    """float16 would not hold gradients as large as the first two runs'."""
+    half, bf16 = torch.float16, torch.bfloat16
+    ways = ((half, bf16, 1e8), (None, bf16, 1e8), (half, torch.float32, 1.0, 3))
+    narrow, plain, skipped = ([end for *_, end in run_ranks(2, trained, "OneBitAdam", ddp, *way)] for way in ways)
+    assert narrow[0] == plain[0] and skipped[0] == skipped[1]

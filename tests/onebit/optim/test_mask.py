@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.onebit.optim.contract import backward, options, resumes, skips
-from tests.onebit.optim.simulation import group_or_none, on_ranks
-from tests.onebit.runs import Case, assert_message, bits, build, frozen_name, kinds, parameters, run, snapshot
-from tests.ranks import group, run_ranks
+from tests.onebit.optim.contract import backward, options, resumes, skips, started
+from tests.onebit.runs import Case, assert_message, bits, build, frozen_name, kinds, on_ranks, parameters, run, snapshot
+from tests.ranks import group
 
 SHAPES = ((40, 3), (33,), (2, 65))
 
@@ -54,35 +53,6 @@ def assert_held(params: list[nn.Parameter], first: list[Any]) -> None:
         assert mask is None or bits([p[~mask]]) == bits([x[~mask]]), "a held coordinate has moved"
 
 
-def beside_its_twin(rank: int, size: int, case: Case, clip: bool) -> bytes:
-    """Norms have no part of what is held. LAMB's have all of a parameter, and its decay: there the twin is another."""
-    params, others, first = case.parameters(), case.parameters(), case.parameters()
-    without = options(case.but(groups=({},)), zero_variance="hold", overlap=False)
-    alike = case.kind != "OneBitLamb" or "weight_decay" not in case.options
-    masked, twin = case.build(params, group_or_none(size)), without.build(others, group_or_none(size))
-    alone = False
-    for step in range(1, case.steps + 1):
-        norms = []
-        for of, optimizer, own in ((case, masked, params), (without, twin, others)):
-            backward(of, rank, optimizer, own, step)
-            norms.append(float(optimizer.clip_grad_norm_(0.1)) if clip else 1.0)
-            optimizer.step()
-        alone |= not masked.synchronized
-        assert norms[0] == norms[1] > 0
-        assert_held(params, first)
-        for p, q, x, mask in zip(params, others, first, masks(), strict=True):
-            free = torch.ones_like(p, dtype=torch.bool) if mask is None else mask
-            assert not alike or bits([p[free]]) == bits([q[free]]), f"step {step}: the others differ"
-            assert bits([p[free]]) != bits([x[free]])
-            if "master" in masked.state[p]:
-                assert bits([masked.state[p]["master"][~free]]) == bits([x[~free].float()])
-    assert masked.compressing and masked.skipped_steps == 0
-    assert alone == ("local_step_scaler" in case.options)
-    masked.synchronize()
-    assert_held(params, first)
-    return bits(params)
-
-
 FLOOR, DECAY = {"zero_variance": "floor"}, {"weight_decay": 0.1}
 TWINS = {  # ranks, kind, dtype, options; clipped where the name says so
     "Adam, clipped": (1, "OneBitAdam", "float32", {"freeze_step": 2}),
@@ -105,11 +75,36 @@ TWINS = {  # ranks, kind, dtype, options; clipped where the name says so
 }
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_what_is_held_never_moves_and_costs_the_others_nothing(name: str) -> None:
-    size, kind, dtype, own = TWINS[name]
-    case = options(CASE.but(kind=kind, dtype=dtype, steps=14), **own)
-    assert len(set(on_ranks(size, beside_its_twin, case, "clipped" in name))) == 1
+@pytest.mark.parametrize(("name", "size"), [(name, row[0]) for name, row in TWINS.items()], ids=TWINS)
+@on_ranks()
+def test_what_is_held_never_moves_and_costs_the_others_nothing(rank: int, size: int, name: str) -> bytes:
+    """Norms have no part of what is held. LAMB's have all of a parameter, and its decay: there the twin is another."""
+    _, kind, dtype, own = TWINS[name]
+    case, clip = options(CASE.but(kind=kind, dtype=dtype, steps=14), **own), "clipped" in name
+    without = options(case.but(groups=({},)), zero_variance="hold", overlap=False)
+    alike = kind != "OneBitLamb" or "weight_decay" not in own
+    params, others, first = (case.parameters() for _ in range(3))
+    masked, twin, alone = case.build(params, group()), without.build(others, group()), False
+    for step in range(1, case.steps + 1):
+        norms = []
+        for of, optimizer, each in ((case, masked, params), (without, twin, others)):
+            backward(of, rank, optimizer, each, step)
+            norms.append(float(optimizer.clip_grad_norm_(0.1)) if clip else 1.0)
+            optimizer.step()
+        alone |= not masked.synchronized
+        assert norms[0] == norms[1] > 0
+        assert_held(params, first)
+        for p, q, x, mask in zip(params, others, first, masks(), strict=True):
+            free = torch.ones_like(p, dtype=torch.bool) if mask is None else mask
+            assert not alike or bits([p[free]]) == bits([q[free]]), f"step {step}: the others differ"
+            assert bits([p[free]]) != bits([x[free]])
+            if "master" in masked.state[p]:
+                assert bits([masked.state[p]["master"][~free]]) == bits([x[~free].float()])
+    assert masked.compressing and masked.skipped_steps == 0
+    assert alone == ("local_step_scaler" in own)
+    masked.synchronize()
+    assert_held(params, first)
+    return bits(params)
 
 
 @kinds
@@ -123,12 +118,9 @@ def test_skipped_steps_and_states_know_nothing_of_it(kind: str) -> None:
 
 @kinds
 def test_moments_of_a_state_from_elsewhere_do_not_move_it(kind: str) -> None:
-    case, params, others = CASE.but(kind=kind), CASE.parameters(), CASE.parameters()
-    plain = Case(kind, SHAPES, options=case.options)
-    whole = plain.build(others)
-    run(plain, 0, whole, others, 1, 3)
-    first = [p.detach().clone() for p in params]
-    masked = case.build(params)
+    case, first = CASE.but(kind=kind), CASE.parameters()
+    _, whole = started(Case(kind, SHAPES, options=case.options), 3)
+    params, masked = started(case, 0)
     masked.load_state_dict(snapshot(whole.state_dict()))
     run(case, 0, masked, params, 4, 8)
     assert masked.compressing
@@ -152,7 +144,8 @@ def test_a_permuted_parameter_and_a_group_added_later() -> None:
     assert given["mask"] is mask, "what the user gave is the user's"
 
 
-def in_ddp(rank: int, size: int) -> bytes:
+@on_ranks(2)
+def test_with_overlap_under_ddp(rank: int) -> bytes:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(30, 16), nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
     mask = torch.ones(30, 16, dtype=torch.bool)
@@ -170,10 +163,6 @@ def in_ddp(rank: int, size: int) -> bytes:
         optimizer.step()
     assert bits([net[0].weight[10:20]]) == bits([first])
     return bits(net.parameters())
-
-
-def test_with_overlap_under_ddp() -> None:
-    assert len(set(run_ranks(2, in_ddp))) == 1
 
 
 @kinds
@@ -201,40 +190,31 @@ def test_a_mask_that_comes_with_a_load_leaves_the_held_out_of_scales(kind: str) 
     assert torch.equal(q[1:], first[1:]) and not torch.equal(q[0], first[0])
 
 
-def one_rank_masked(rank: int, size: int) -> str:
+@on_ranks(2)
+def test_ranks_with_other_masks_are_told(rank: int) -> None:
     params = parameters((4, 4), (3,))
     mask = torch.eye(4, dtype=torch.bool) if rank else ~torch.eye(4, dtype=torch.bool)
     optimizer = build("OneBitAdam", [{"params": params, "mask": [mask, None]}], process_group=group())
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"rank 1 has masks '1 \(checksum"):
         optimizer.step()
-    return str(caught.value)
-
-
-def test_ranks_with_other_masks_are_told() -> None:
-    for text in run_ranks(2, one_rank_masked):
-        assert "rank 1 has masks '1 (checksum" in text
-
-
-WRONG: list[tuple[Any, list[str]]] = [
-    ([torch.ones(3, 2), None], ["the mask of parameter 0 is torch.float32 of shape (3, 2)", "torch.bool"]),
-    ([torch.ones(2, 3, dtype=torch.bool), None], ["is torch.bool of shape (2, 3)", "shape (3, 2)", "never moves"]),
-    ([None, [True] * 5], ["the mask of parameter 1 is list", "torch.bool"]),
-    (torch.ones(3, 2, dtype=torch.bool), ["1 masks for 2 parameters", "None for those that move as a whole"]),
-    ("all", ["a str for 2 parameters"]),
-]
 
 
 def test_a_mask_that_does_not_fit_or_is_given_later_is_refused() -> None:
-    for mask, parts in WRONG:
+    ones = torch.ones(3, 2, dtype=torch.bool)
+    for mask, *parts in (
+        ([ones.float(), None], "the mask of parameter 0 is torch.float32 of shape (3, 2)", "torch.bool"),
+        ([ones.T, None], "is torch.bool of shape (2, 3)", "shape (3, 2)", "never moves"),
+        ([None, [True] * 5], "the mask of parameter 1 is list", "torch.bool"),
+        (ones, "1 masks for 2 parameters", "None for those that move as a whole"),
+        ("all", "a str for 2 parameters"),
+    ):
         with pytest.raises(ValueError) as caught:
             build("OneBitAdam", [{"params": parameters((3, 2), (5,)), "mask": mask}])
         assert_message(caught, *parts)
-    params = parameters((3, 2))
-    optimizer = build("OneBitAdam", params)
-    optimizer.param_groups[0]["mask"] = torch.ones(3, 2, dtype=torch.bool)
-    params[0].grad = torch.ones(3, 2)
+    optimizer = build("OneBitAdam")
+    optimizer.param_groups[0]["mask"] = ones
     with pytest.raises(ValueError) as caught:
         optimizer.step()
     assert_message(caught, "'mask'", "when the optimizer is built, or to add_param_group")

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebit.collectives.averaging import BUCKET_BYTES
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, build
+from tests.onebit.runs import OPTIMIZERS, build, parameters
 from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((2048, 1024), (1000, 1024), (512,), (3,))
@@ -28,11 +28,8 @@ MOST_STATE = {  # by ranks: with two, messages go directly, there is no server a
 }
 MOST_OF_NODES = {"OneBitAdam": 5.1, "OneBitLamb": 9.4, "ZeroOneAdam": 5.1}
 MOST_BUFFERS = 0.6
-MOST_AT_FREEZE = {
-    "OneBitAdam": 0.2,
-    "OneBitLamb": 1.01,
-    "ZeroOneAdam": 0.26,  # its mask of live coordinates is a byte an element until it is packed
-}  # LAMB's d is a buffer of its own, and stays
+# LAMB's d is a buffer of its own, and stays; 0/1 Adam's mask is a byte an element until it is packed
+MOST_AT_FREEZE = {"OneBitAdam": 0.2, "OneBitLamb": 1.01, "ZeroOneAdam": 0.26}
 
 
 class Made(TorchDispatchMode):
@@ -60,29 +57,24 @@ def living() -> dict[int, int]:
 
 def measure(rank: int, size: int, kind: str, each: int = 1) -> dict[str, float]:
     """each: ranks a node."""
-    params = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in SHAPES]
-    for i, p in enumerate(params):
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * rank + i))
+    params, source = parameters(*SHAPES), torch.Generator().manual_seed(rank)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=source)
     transport = transport_for(group())
     node = None if each == 1 else transport.split(rank // each)
     before = living()
     optimizer = build(kind, params, freeze_step=2, chunks=1, process_group=transport, node_group=node)
-    made = {}
-    for step in (1, 2, 3, 4, 5):
+    made = []
+    for _ in range(5):
         with Made() as mode:
             optimizer.step()
-        made[step] = mode.most / (4 * NUMEL)
+        made.append(mode.most / (4 * NUMEL))
     kept = sum(n for where, n in living().items() if where not in before) / NUMEL
-    buffers = sum(
-        messages.buffer.numel()
-        for exchange in (reducer.exchange for reducer in optimizer.current.reducers)
-        for messages in (
-            exchange.sent,
-            *([exchange.received, exchange.reply] if exchange.server_residual else []),
-            *([exchange.arriving] if each > 1 else []),
-        )
-    )
-    return {"state": kept - buffers / NUMEL, "buffers": buffers / NUMEL, "freeze": made[3], "step": made[5]}
+    [exchange] = [reducer.exchange for reducer in optimizer.current.reducers]
+    messages = [exchange.sent, *([exchange.received, exchange.reply] if exchange.server_residual else [])]
+    messages += [exchange.arriving] if each > 1 else []
+    buffers = sum(own.buffer.numel() for own in messages) / NUMEL
+    return {"state": kept - buffers, "buffers": buffers, "freeze": made[2], "step": made[4]}
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("OneBitAdam", 2), ("OneBitLamb", 2), ("ZeroOneAdam", 8)])

@@ -5,22 +5,29 @@ import torch
 from torch import nn
 
 from tests.onebit.optim.contract import started
-from tests.onebit.runs import Case, arrays, assert_message, bits, build, kinds, parameters, run, same, snapshot, take
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, assert_message, bits, build, kinds, on_ranks, parameters, run, same, snapshot
+from tests.ranks import group
 
 SHAPES = ((7, 9), (33,))
 
 
-@pytest.mark.parametrize(("moment", "freeze_step"), [(1, "auto"), (5, 12), (5, 7)])
-def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, freeze_step):
+def step_refused(optimizer, params, error, *parts):
+    """And nothing has changed."""
+    before = bits(params)
+    with pytest.raises(error) as caught:
+        optimizer.step()
+    assert_message(caught, *parts)
+    assert bits(params) == before
+
+
+@pytest.mark.parametrize(("moment", "freeze_step", "last"), [(1, "auto", 10), (5, 7, 7)])
+def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, freeze_step, last):
     """As AdamW, which counts each parameter's steps by itself: here the gradients before were zero."""
-    case = Case(shapes=(*SHAPES, (130,)), steps=10)
+    case = Case(shapes=(*SHAPES, (130,)))
     params, theirs = case.parameters(), case.parameters()
-    own = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "freeze_step": freeze_step, "block_size": 32}
-    optimizer = build("OneBitAdam", params[:2], **own)
-    groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0}]
-    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    last = case.steps if freeze_step == "auto" else min(case.steps, freeze_step)
+    own = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = build("OneBitAdam", params[:2], freeze_step=freeze_step, block_size=32, **own)
+    adamw = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0}], **own)
     for step in range(1, last + 1):
         if step == moment + 1:
             before = snapshot([optimizer.state[p] for p in params[:2]])
@@ -33,12 +40,11 @@ def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, fre
             theirs[i].grad = torch.zeros_like(g) if late else g.clone()
         optimizer.step()
         adamw.step()
-        for a, b in zip(arrays(params), arrays(theirs), strict=True):
-            assert abs(a - b).max() <= 1e-6 * abs(b).max()
+        for p, q in zip(params, theirs, strict=True):
+            assert (p - q).abs().max() <= 1e-6 * q.abs().max()
     assert not optimizer.compressing
-    if last == freeze_step:
-        optimizer.step()
-        assert optimizer.compressing
+    optimizer.step()
+    assert optimizer.compressing == (freeze_step == 7)
 
 
 def test_the_last_step_before_a_group_is_added_is_measured_without_it():
@@ -57,24 +63,20 @@ def test_the_last_step_before_a_group_is_added_is_measured_without_it():
     assert ratios[0] == ratios[1] is not None
 
 
-def add_a_group(rank, size, kind):
-    case = Case(kind, shapes=(*SHAPES, (130,)), steps=12)
+@kinds
+@on_ranks(2)
+def test_ranks_add_a_param_group_before_the_freeze_and_are_refused_one_after_it(rank, kind):
+    case = Case(kind, shapes=(*SHAPES, (130,)))
     params = case.parameters()
     optimizer = build(kind, params[:2], freeze_step=6, block_size=32, process_group=group())
-    for step in range(1, case.steps + 1):
-        if step == 4:
-            optimizer.add_param_group({"params": params[2:], "lr": 5e-3})
-        take(case, rank, optimizer, params, step)
+    run(case, rank, optimizer, params, 1, 3)
+    optimizer.add_param_group({"params": params[2:], "lr": 5e-3})
+    run(case, rank, optimizer, params, 4, 12)
     with pytest.raises(ValueError) as caught:
         optimizer.add_param_group({"params": parameters((4,))})
     assert_message(caught, "stage 2 has begun", "before the freeze", "new optimizer")
     assert len(optimizer.param_groups) == 2 and optimizer.compressing
     return bits(params)
-
-
-@kinds
-def test_ranks_add_a_param_group_before_the_freeze_and_are_refused_one_after_it(kind):
-    assert len(set(run_ranks(2, add_a_group, kind))) == 1
 
 
 def test_a_wrong_param_group_is_not_added():
@@ -93,39 +95,26 @@ def test_a_wrong_param_group_is_not_added():
     optimizer.step()
 
 
-def another_shape(p):
-    p.grad, p.data = None, torch.zeros(34)
-    p.grad = torch.ones(34)
-
-
-def another_dtype(p):
-    p.grad, p.data = None, p.data.half()
-
-
-def gradient_of_another_dtype(p):
+def change(p, what):
     """torch lets a gradient be assigned only in the parameter's dtype; one that changes under the parameter."""
-    p.data = p.data.half()
-    p.grad = torch.ones(33, dtype=torch.float16)
-    p.data = p.data.float()
+    p.grad, p.data = None, torch.zeros(34) if what == "shape" else p.data.half()
+    if what == "shape":
+        p.grad = torch.ones(34)
+    elif what == "gradient's dtype":
+        p.grad = torch.ones(33, dtype=torch.float16)
+        p.data = p.data.float()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "parts"),
-    [
-        (another_shape, ValueError, ["parameter 1", "34 elements", "33", "new one"]),
-        (another_dtype, TypeError, ["parameter 1", "float16", "float32"]),
-        (gradient_of_another_dtype, TypeError, ["gradient 1", "float16", "float32"]),
-    ],
-)
 @pytest.mark.parametrize("freeze_step", [50, 2], ids=["stage 1", "stage 2"])
-def test_a_parameter_that_has_become_another_is_refused(change, error, parts, freeze_step):
-    params, optimizer = started(Case(shapes=SHAPES, options={"freeze_step": freeze_step}), 4)
-    change(params[1])
-    before = bits(params)
-    with pytest.raises(error) as caught:
-        optimizer.step()
-    assert_message(caught, *parts)
-    assert bits(params) == before
+def test_a_parameter_that_has_become_another_is_refused(freeze_step):
+    for what, error, *parts in (
+        ("shape", ValueError, "parameter 1", "34 elements", "33", "new one"),
+        ("dtype", TypeError, "parameter 1", "float16", "float32"),
+        ("gradient's dtype", TypeError, "gradient 1", "float16", "float32"),
+    ):
+        params, optimizer = started(Case(shapes=SHAPES, options={"freeze_step": freeze_step}), 4)
+        change(params[1], what)
+        step_refused(optimizer, params, error, *parts)
 
 
 @pytest.mark.parametrize("switched", [False, True])
@@ -135,21 +124,18 @@ def test_requires_grad_changed_after_the_freeze_is_refused(switched):
     params[1].requires_grad_(not switched)
     optimizer = case.build(params)
     run(case, 0, optimizer, params, 1, 4)
-    before = bits(params)
     params[1].requires_grad_(switched)
-    with pytest.raises(ValueError) as caught:
-        take(case, 0, optimizer, params, 5)
-    assert_message(caught, "changed after the freeze", "requires_grad", "Put them back", "new optimizer")
-    assert bits(params) == before
+    step_refused(optimizer, params, ValueError, "changed after the freeze", "requires_grad", "Put them back", "new op")
     params[1].requires_grad_(not switched)
-    take(case, 0, optimizer, params, 5)
+    before = bits(params)
+    run(case, 0, optimizer, params, 5, 5)
     assert bits(params) != before
 
 
 @kinds
 def test_requires_grad_may_change_before_the_freeze(kind):
     """A part of the model that is thawed during stage 1, while the rest keeps its state."""
-    case = Case(kind, shapes=SHAPES, steps=8, options={"freeze_step": 5})
+    case = Case(kind, shapes=SHAPES, options={"freeze_step": 5})
     params = case.parameters()
     params[1].requires_grad_(False)
     optimizer = case.build(params)
@@ -157,44 +143,39 @@ def test_requires_grad_may_change_before_the_freeze(kind):
     before = snapshot(optimizer.state[params[0]])
     assert params[1] not in optimizer.state
     params[1].requires_grad_(True)
-    take(case, 0, optimizer, params, 3)
+    run(case, 0, optimizer, params, 3, 3)
     after = optimizer.state[params[0]]["exp_avg"]
     torch.testing.assert_close(after, 0.9 * before["exp_avg"] + 0.1 * case.gradients(0, 3)[0])
     run(case, 0, optimizer, params, 4, 8)
     assert optimizer.compressing
 
 
-def sparse_gradients(rank, size):
+@on_ranks(2)
+def test_sparse_gradients_are_refused(rank):
     for frozen in (False, True):
-        embedding = nn.Embedding(50, 4, sparse=True)
-        with torch.no_grad():
-            embedding.weight.fill_(0.5)
+        embedding = nn.Embedding.from_pretrained(torch.full((50, 4), 0.5), freeze=False, sparse=True)
         optimizer = build("OneBitAdam", embedding.parameters(), freeze_step=1, process_group=group())
         for step in range(2 * frozen):
             embedding.weight.grad = torch.full((50, 4), 1.0 + rank + step)
             optimizer.step()
         embedding.weight.grad = None
-        before = bits([embedding.weight])
         embedding(torch.tensor([1, 2, rank])).sum().backward()
-        with pytest.raises(ValueError, match=r"sparse.*sparse=False"):
-            optimizer.step()
-        assert bits([embedding.weight]) == before
+        step_refused(optimizer, [embedding.weight], ValueError, "torch.sparse_coo", "sparse=False")
 
 
-def test_sparse_gradients_are_refused():
-    run_ranks(2, sparse_gradients)
-
-
-def frozen_groups(rank, size, kind):
-    """The first group frozen, and all of them until the third step; then one rank alone has nothing that trains."""
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+@on_ranks(2)
+def test_groups_that_are_frozen(rank, kind):
+    """Where nothing trains a step does nothing, as torch's optimizers; and it is no other run when the rest does. Here
+    the first group, all of them until the third step, and at last of one rank alone."""
     params, twins, late = (parameters((4, 3), (7,)) for _ in range(3))
     first = [p.requires_grad_(False) for p in parameters((3, 2), (5,))]
     for p in late:
         p.requires_grad_(False)
-    part, alone, whole = (
+    part, whole, _ = optimizers = [
         build(kind, own, freeze_step=2, process_group=group())
-        for own in ([{"params": first}, {"params": params}], twins, late)
-    )
+        for own in ([{"params": first}, {"params": params}], late, twins)
+    ]
     for _ in range(2):
         assert float(whole.clip_grad_norm_(1.0)) == 0
         whole.step()
@@ -204,21 +185,15 @@ def frozen_groups(rank, size, kind):
     for p in late:
         p.requires_grad_(True)
     for step in range(5):
-        for p, q, r in zip(params, twins, late, strict=True):
+        for own in (params, twins, late):
             source = torch.Generator().manual_seed(10 * step + rank)
-            p.grad = torch.randn(p.shape, generator=source)
-            q.grad, r.grad = p.grad.clone(), p.grad.clone()
-        for optimizer in (part, alone, whole):
+            for p in own:
+                p.grad = torch.randn(p.shape, generator=source)
+        for optimizer in optimizers:
             optimizer.step()
     part.load_state_dict(part.state_dict())
+    assert bits(params) == bits(twins) == bits(late)
+    assert all(optimizer.compressing for optimizer in optimizers)
     differ = build(kind, [p.requires_grad_(rank == 0) for p in parameters((3, 2))], process_group=group())
     with pytest.raises(ValueError, match="the ranks do not agree"):
         differ.step()
-    assert bits(params) == bits(twins) == bits(late)
-    assert part.compressing and whole.compressing
-
-
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
-def test_groups_that_are_frozen(kind):
-    """Where nothing trains a step does nothing, as torch's optimizers; and it is no other run when the rest does."""
-    run_ranks(2, frozen_groups, kind)

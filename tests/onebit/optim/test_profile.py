@@ -8,55 +8,47 @@ from torch import nn
 from torch.profiler import profile
 
 import onebit
-from tests.onebit.optim.contract import started
-from tests.onebit.runs import Case, run
+from onebit import kernels
+from tests.onebit.optim.contract import give, started
+from tests.onebit.runs import Case
 from tests.ranks import run_ranks
 
 TWICE = ("compress", "average", "wait for the gather phase", "wait for the scatter phase")  # of two chunks
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
 
-def ranges(rank: int, size: int, kind: str) -> dict[str, int]:
-    """How often each was entered in two steps of stage 2."""
-    case = Case(kind, options={"freeze_step": 2, "chunks": 2})
+def operations(rank: int, size: int, case: Case, last: int) -> dict[str, list[dict[str, int]]]:
+    """By kind, of each step from the eighth on: how often which operation ran."""
     params, optimizer = started(case, 4, rank, size)
-    with profile() as recorded:
-        run(case, rank, optimizer, params, 5, 6)
-    return {e.key: e.count for e in recorded.key_averages() if e.key.startswith("onebit.")}
+    found: dict[str, list[dict[str, int]]] = {}
+    for step in range(5, last):
+        give(case, params, step, rank)
+        kind = optimizer.setup.algorithm.kind(step) if optimizer.compressing else "full"
+        with profile() as recorded:
+            optimizer.step()
+        if step > 7:
+            found.setdefault(kind, []).append({e.key: e.count for e in recorded.key_averages()})
+    return found
 
 
 @pytest.mark.parametrize(
     ("kind", "updates"),
-    [("OneBitAdam", {"onebit.adam_update": 4}), ("OneBitLamb", {"onebit.lamb_statistics": 2, "onebit.adam_update": 2})],
+    [("OneBitAdam", {"onebit.adam_update": 2}), ("OneBitLamb", {"onebit.lamb_statistics": 1, "onebit.adam_update": 1})],
 )
 def test_a_profile_names_every_pass_and_wait(kind: str, updates: dict[str, int]) -> None:
-    for found in run_ranks(2, ranges, kind):
-        assert found == {"onebit.scan": 2} | {f"onebit.{name}": 4 for name in TWICE} | updates
+    case = Case(kind, options={"freeze_step": 2, "chunks": 2})
+    for found in run_ranks(2, operations, case, 9):
+        [step] = found["1 bit"]
+        ranges = {name: count for name, count in step.items() if name.startswith("onebit.")}
+        assert ranges == {"onebit.scan": 1} | {f"onebit.{name}": 2 for name in TWICE} | updates
 
 
 def test_a_pass_that_is_not_there_is_an_attribute_error() -> None:
-    from onebit import kernels
-
     with pytest.raises(AttributeError, match="no_such_pass"):
         kernels.backend(torch.device("cpu")).no_such_pass()
 
 
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
-
-
-def operations(rank: int, size: int, kind: str, options: dict[str, Any], last: int) -> dict[str, list[dict[str, int]]]:
-    """Of each step of stage 2, but its first two and the last one in full precision, how often which operation ran."""
-    case = Case(kind, shapes=((70,), (3, 3), (0,), (300,)) * 5, options=options)
-    params, optimizer = started(case, 4, rank, size)
-    found: dict[str, list[dict[str, int]]] = {}
-    for step in range(5, last):
-        for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = g
-        kind_of_step = optimizer.setup.algorithm.kind(step) if optimizer.compressing else "full"
-        with profile() as recorded:
-            optimizer.step()
-        if step > 7:
-            found.setdefault(kind_of_step, []).append({e.key: e.count for e in recorded.key_averages()})
-    return found
+LOCAL = {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 2}
 
 
 @pytest.mark.parametrize(
@@ -67,22 +59,18 @@ def operations(rank: int, size: int, kind: str, options: dict[str, Any], last: i
         ("OneBitLamb", {"freeze_step": 5}, {"1 bit"}),
         ("OneBitLamb", {"freeze_step": 50}, {"full"}),
         ("ZeroOneAdam", {"var_update_scaler": 3}, {"1 bit", "full"}),
-        (
-            "ZeroOneAdam",
-            {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 2},
-            {"local", "sync"},
-        ),
+        ("ZeroOneAdam", LOCAL, {"local", "sync"}),
     ],
 )
-def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind, options, kinds) -> None:
+def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind: str, options: Any, kinds: Any) -> None:
     """What reads a value of the device; and `masked_fill_`, which marked one parameter after the other."""
-    for found in run_ranks(2, operations, kind, options, 15):
+    case = Case(kind, shapes=((70,), (3, 3), (0,), (300,)) * 5, options=options)
+    for found in run_ranks(2, operations, case, 15):
         assert found.keys() >= kinds
-        for of_kind in found.values():
-            for counts in of_kind:
-                restores = counts.get("onebit.restore", 0)  # of which the CPU's reads its flag
-                assert sum(counts.get(name, 0) for name in WAITS) == restores
-                assert counts.get("aten::masked_fill_", 0) < 5
+        for counts in (each for of_kind in found.values() for each in of_kind):
+            restores = counts.get("onebit.restore", 0)  # of which the CPU's reads its flag
+            assert sum(counts.get(name, 0) for name in WAITS) == restores
+            assert counts.get("aten::masked_fill_", 0) < 5
 
 
 def test_the_last_full_step_and_the_one_after_a_sync_ask_for_no_parameter_alone() -> None:

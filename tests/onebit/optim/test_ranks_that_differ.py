@@ -6,27 +6,28 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.runs import bits, build, parameters
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import assert_message, bits, build, on_ranks, parameters
+from tests.ranks import group
 
 
-def step_with_a_different_rank(rank, size, kind, which, options):
-    """The error of this rank's first step, where rank `which` is given other options or parameters."""
-    own = dict(options) if rank == which else {}
-    params = parameters(*own.pop("shapes", [(33,), (7, 9)]))
+def error_of_the_first_step(rank, kind, which, own):
+    """Of this rank, where rank `which` is given other options (`own`) or parameters."""
+    own = dict(own) if rank == which else {}
+    params = parameters(*own.pop("shapes", ((33,), (7, 9))))
     if own.pop("values", False):
-        with torch.no_grad():
-            params[1][0, 0] += 1e-6
-    dtype = own.pop("dtype", torch.float32)
-    params = [nn.Parameter(p.detach().to(dtype)) for p in params]
-    optimizer = build(kind, params, **{"freeze_step": 5, "process_group": group(), **own})
+        params[1].data[0, 0] += 1e-6
+    params = [nn.Parameter(p.detach().to(own.get("dtype", torch.float32))) for p in params]
+    own.pop("dtype", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # freeze_step=5 without bias correction
+        optimizer = build(kind, params, **{"freeze_step": 5, "process_group": group(), **own})
     for p in params:
         p.grad = torch.ones_like(p) + rank
     before = bits(params)
     with pytest.raises(ValueError) as caught:
         optimizer.step()
     assert bits(params) == before
-    return str(caught.value)
+    return caught
 
 
 DIFFERENT = [
@@ -52,30 +53,21 @@ DIFFERENT = [
 ]
 OF_LAMB = {"coeff_beta": 0.8, "min_coeff": 0.02, "max_coeff": 0.5, "factor_min": 0.25, "factor_max": 3.0,
            "factor_threshold": 0.2, "ratio": "denominator"}  # fmt: skip
-
-
-def step_with_each_difference(rank, size, kind, which, different):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # freeze_step=5 without bias correction
-        return [step_with_a_different_rank(rank, size, kind, which, options) for options in different]
+OF_KIND = {"OneBitAdam": DIFFERENT, "OneBitLamb": [({name: own}, [name, repr(own)]) for name, own in OF_LAMB.items()]}
 
 
 @pytest.mark.parametrize(("kind", "size", "which"), [("OneBitAdam", 3, 0), ("OneBitAdam", 2, 1), ("OneBitLamb", 3, 2)])
-def test_every_rank_names_the_rank_that_differs_and_the_option(kind, size, which):
-    different = DIFFERENT
-    if kind == "OneBitLamb":
-        different = [({name: other}, [name, repr(other)]) for name, other in OF_LAMB.items()]
-    texts_of_ranks = run_ranks(size, step_with_each_difference, kind, which, [options for options, _ in different])
-    for (options, parts), texts in zip(different, zip(*texts_of_ranks, strict=True), strict=True):
-        for text in texts:
-            assert text.startswith("the ranks do not agree"), f"{options}: {text}"
-            assert f"rank {which} has" in text
-            assert all(part in text for part in (*parts, "Give every rank the same")), f"{options}: {text}"
+@on_ranks()
+def test_every_rank_names_the_rank_that_differs_and_the_option(rank, size, kind, which):
+    for own, parts in OF_KIND[kind]:
+        caught = error_of_the_first_step(rank, kind, which, own)
+        assert_message(caught, f"rank {which} has", *parts, "Give every rank the same")
+        assert str(caught.value).startswith("the ranks do not agree"), own
 
 
 @pytest.mark.parametrize(("kind", "size", "which"), [("OneBitAdam", 3, 0), ("OneBitLamb", 2, 1), ("ZeroOneAdam", 3, 2)])
-def test_every_rank_names_the_rank_that_starts_from_other_parameters(kind, size, which):
-    for text in run_ranks(size, step_with_a_different_rank, kind, which, {"values": True}):
-        assert f"other values on rank {which}" in text
-        assert "parameter 1 of group 0 (shape (7, 9))" in text
-        assert "same seed or checkpoint" in text
+@on_ranks()
+def test_every_rank_names_the_rank_that_starts_from_other_parameters(rank, size, kind, which):
+    caught = error_of_the_first_step(rank, kind, which, {"values": True})
+    parts = ("parameter 1 of group 0 (shape (7, 9))", "same seed or checkpoint")
+    assert_message(caught, f"other values on rank {which}", *parts)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from onebit import CompressedAllReduce
-from tests.onebit.runs import build, kinds
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import build, kinds, on_ranks
+from tests.ranks import group
 
-FEW, LARGE = [10] * 100, 1_000_000
+LARGE = 1_000_000
 BLOCK = 4 + 32 // 8  # bytes of a scale and of 32 elements
 
 
-def part_of(kind: str, numels: list[int], steps: int, **options: object) -> Any:
+def part_of(kind: str, numels: list[int], **options: object) -> Any:
+    """After the first steps."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.ones(n)) for n in numels]
     optimizer = build(kind, params, freeze_step=1, **options)
-    for _ in range(steps):
+    for _ in range(4):
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()
@@ -43,39 +45,30 @@ def kept_by(thing: Any, seen: set[int]) -> int:
 @kinds
 def test_what_5000_parameters_of_10_elements_send_and_keep(kind: str) -> None:
     """40 kB a message, where blocks of 2,048 were 1.3 MB and fp32 gradients are 200; kilobytes, not megabytes."""
-    part = part_of(kind, [10] * 5000, 4)
+    part = part_of(kind, [10] * 5000)
     assert part.state.layout.elements == 32 * 5000
     assert part.reducer.exchange.sent.buffer.nbytes <= 5000 * BLOCK + 40
     seen = {t.untyped_storage().data_ptr() for p in part.state.params for t in (p, p.grad)}
     assert 32 * 5000 * 12 < kept_by(part, seen) < 32 * 5000 * 24
 
 
-def messages_of(rank: int, size: int) -> int:
-    """Bytes of one message; with two ranks, of which each has all, half of it."""
-    part = part_of("OneBitAdam", [LARGE, *FEW], 3, process_group=group())
-    nbytes = int(part.reducer.exchange.sent.buffer.shape[1])
-    return nbytes // 2 if size == 2 else nbytes
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_large_and_small_parameters_together_send_what_each_would(rank: int, size: int) -> None:
+    """1 M elements in blocks of 2,048 and 100 of 10: 128 kB, one bit an element and 64 for each small one. With two
+    ranks, of which each has all, a message is half of it."""
+    expected = LARGE * (1 + 1 / 64) / 8 + 100 * BLOCK
+    part = part_of("OneBitAdam", [LARGE, *[10] * 100], process_group=group())
+    sent = int(part.reducer.exchange.sent.buffer.shape[1]) // (2 if size == 2 else 1)
+    assert expected / size <= sent <= expected / size + 40 + 260 * (size > 2)
 
 
-def test_large_and_small_parameters_together_send_what_each_would() -> None:
-    """1 M elements in blocks of 2,048 and 100 of 10: 128 kB, one bit an element and 64 for each small one."""
-    expected = LARGE * (1 + 1 / 64) / 8 + len(FEW) * BLOCK
-    for size in (2, 3):
-        for sent in run_ranks(size, messages_of):
-            assert expected / size <= sent <= expected / size + 40 + 260 * (size > 2)
-
-
-def averaged(rank: int, size: int) -> tuple[list[Tensor], int]:
+@on_ranks(2)
+def test_an_all_reduce_of_many_small_tensors(rank: int) -> list[Tensor]:
+    """Each tensor has a block and a scale of its own, so that equal elements come back as they are."""
     tensors = [torch.full((10,), float(rank + i)) for i in range(500)]
     average = CompressedAllReduce([10] * 500, chunks=1, process_group=group())
     average(tensors)
-    assert average.exchange is not None
-    return tensors, average.exchange.sent.buffer.nbytes
-
-
-def test_an_all_reduce_of_many_small_tensors() -> None:
-    """Each tensor has a block and a scale of its own, so that equal elements come back as they are."""
-    (first, nbytes), (second, _) = run_ranks(2, averaged)
-    assert nbytes <= 500 * BLOCK + 40
-    for i, (a, b) in enumerate(zip(first, second, strict=True)):
-        assert torch.equal(a, b) and torch.allclose(a, torch.full((10,), i + 0.5)), i
+    assert average.exchange is not None and average.exchange.sent.buffer.nbytes <= 500 * BLOCK + 40
+    assert all(torch.allclose(own, torch.full((10,), i + 0.5)) for i, own in enumerate(tensors))
+    return tensors

@@ -18,21 +18,36 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.onebit.optim.contract import give, started
-from tests.onebit.runs import OPTIMIZERS, Case, arrays, bits, build, kinds, parameters, run, snapshot, take, unchanged
-from tests.ranks import group, run_ranks
+from tests.onebit.optim.test_parameter_changes import step_refused
+from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, snapshot, take, unchanged
+from tests.ranks import group
 
 
-def scaled(rank: int, size: int, case: Case, unscale: bool) -> tuple[list[float], bytes]:
-    """GradScaler, with an inf on rank 1 in some steps, and a run without scaling and without those steps. Scales are
-    powers of 2, so that both are equal bit for bit."""
-    (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
+@pytest.mark.parametrize(
+    ("kind", "unscale", "missing"),
+    [
+        ("OneBitAdam", False, False),
+        ("OneBitLamb", True, False),
+        ("ZeroOneAdam", True, False),
+        ("OneBitAdam", False, True),
+        ("ZeroOneAdam", False, True),
+    ],
+)
+@on_ranks(2)
+def test_grad_scaler_with_an_inf_on_one_rank_in_either_stage(
+    rank: int, kind: str, unscale: bool, missing: bool
+) -> bytes:
+    """All back off where one has met it, and all grow; the run is one without scaling and without those steps. Scales
+    are powers of 2, so that both are equal bit for bit. missing: the other rank has no gradients at all then, nor in
+    steps in which all are finite."""
+    case, infinite, scales = Case(kind, options={"freeze_step": 5}), (3, 8), []
+    case = case.but(missing=tuple((step, 0, p) for step in (3, 4, 8, 9) for p in range(4)) if missing else ())
+    (params, optimizer), (plain, other) = (started(case, 0, rank, 2) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     scaler.scale(torch.zeros(()))
-    scales, infinite = [], (3, 8)
-    for step in range(1, case.steps + 1):
-        factor = scaler.get_scale()
+    for step in range(1, 13):
         for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = None if g is None else g * factor
+            p.grad = None if g is None else g * scaler.get_scale()
         if step in infinite:
             optimizer.begin_step()
             before = snapshot(optimizer.state_dict()), bits(params)
@@ -48,44 +63,12 @@ def scaled(rank: int, size: int, case: Case, unscale: bool) -> tuple[list[float]
             take(case, rank, other, plain, step)
         scales.append(scaler.get_scale())
     assert optimizer.skipped_steps == len(infinite) and optimizer.compressing
+    assert scales == [2.0**10] * 2 + [2.0**9] * 4 + [2.0**10] + [2.0**9] * 4 + [2.0**10]
     assert bits(params) == bits(plain)
-    return scales, bits(params)
+    return bits(params)
 
 
-@pytest.mark.parametrize(("kind", "unscale"), [("OneBitAdam", False), ("OneBitLamb", True), ("ZeroOneAdam", True)])
-def test_grad_scaler_with_an_inf_on_one_rank_in_either_stage(kind: str, unscale: bool) -> None:
-    """All back off where one has met it, and all grow."""
-    one, other = run_ranks(2, scaled, Case(kind, steps=12, options={"freeze_step": 5}), unscale)
-    assert one == other
-    assert one[0] == [2.0**10] * 2 + [2.0**9] * 4 + [2.0**10] + [2.0**9] * 4 + [2.0**10]
-
-
-def scaled_without_gradients(rank: int, size: int, kind: str) -> list[list[float]]:
-    """Rank 0 has none at all in a step, in which the other's are finite, or not."""
-    found = []
-    for infinite in (False, True):
-        params = parameters((3, 2), (5,))
-        optimizer = build(kind, params, freeze_step=2, process_group=group())
-        scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3), []
-        scaler.scale(torch.zeros(()))
-        for step in range(1, 8):
-            for p in params:
-                p.grad = None if (step, rank) == (5, 0) else torch.full_like(p, scaler.get_scale() * (rank + step))
-            if infinite and (step, rank) == (5, 1):
-                params[0].grad[0, 0] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        found.append(scales[4:])
-    return found
-
-
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
-def test_grad_scaler_on_a_rank_without_gradients(kind: str) -> None:
-    assert run_ranks(2, scaled_without_gradients, kind) == [[[2.0**11, 2.0**12, 2.0**12], [2.0**10] * 3]] * 2
-
-
-def accumulating(rank: int, size: int, kind: str, freeze_step: int, micro: int, how: str) -> list[np.ndarray]:
+def accumulating(rank: int, kind: str, freeze_step: int, micro: int, how: str) -> list[np.ndarray]:
     """10 steps of `micro` backward passes each, over the same 8 samples a step."""
     torch.manual_seed(5)
     model: Any = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3))
@@ -96,7 +79,7 @@ def accumulating(rank: int, size: int, kind: str, freeze_step: int, micro: int, 
         onebit.attach(model, optimizer)
     for step in range(10):
         source = torch.Generator().manual_seed(100 * step + rank)
-        x, y = torch.randn(8, 9, generator=source), torch.randn(8, 3, generator=source)
+        x, y = (torch.randn(8, n, generator=source) for n in (9, 3))
         for i, (a, b) in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True)):
             with model.no_sync() if how == "no_sync" and i < micro - 1 else nullcontext():
                 nn.functional.mse_loss(model(a), b).div(micro).backward()
@@ -109,20 +92,17 @@ def accumulating(rank: int, size: int, kind: str, freeze_step: int, micro: int, 
     return arrays(params)
 
 
-def accumulating_each_way(rank: int, size: int, kind: str) -> None:
+@kinds
+@on_ranks(2)
+def test_accumulating_gradients_equals_one_backward_pass(rank: int, kind: str) -> None:
+    """With no_sync, without it, and without DDP."""
     for freeze_step in (50, 3):
-        whole = accumulating(rank, size, kind, freeze_step, 1, "alone")
+        whole = accumulating(rank, kind, freeze_step, 1, "alone")
         for micro, how in ((4, "alone"), (4, "no_sync"), (4, "every pass"), (1, "every pass")):
             if (micro, how, freeze_step) == (4, "every pass", 50):
                 continue  # DDP averages partial sums again and again: torch's rule, not ours
-            for a, b in zip(whole, accumulating(rank, size, kind, freeze_step, micro, how), strict=True):
+            for a, b in zip(whole, accumulating(rank, kind, freeze_step, micro, how), strict=True):
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=f"{freeze_step} {micro} {how}")
-
-
-@kinds
-def test_accumulating_gradients_equals_one_backward_pass(kind: str) -> None:
-    """With no_sync, without it, and without DDP."""
-    run_ranks(2, accumulating_each_way, kind)
 
 
 # Clipped, and changed after that
@@ -130,61 +110,37 @@ def test_accumulating_gradients_equals_one_backward_pass(kind: str) -> None:
 STAGE_1 = Case(options={"freeze_step": 50})
 
 
-def clipped_then(rank: int, size: int, how: str) -> bytes:
-    """Stage 1 without DDP: after one clip the gradients are set to None, or more is added to them."""
-    params, optimizer = started(STAGE_1, 0, rank, size)
-    for step in range(1, 7):
-        give(STAGE_1, params, step, rank)
-        optimizer.clip_grad_norm_(0.01 if step == 3 else 1e6)
-        if step == 3:
-            for p in params:
-                p.grad = None
-            continue
-        if how == "more" and step == 5:
-            for p, g in zip(params, STAGE_1.gradients(rank, 9), strict=True):
-                p.grad.add_(g)
-        optimizer.step()
+@pytest.mark.parametrize("how", ["zero_grad", "zeros", "by hand", "more"])
+@on_ranks(3)
+def test_gradients_dropped_or_changed_after_a_clip_are_averaged_anew_and_not_clipped(rank: int, how: str) -> bytes:
+    """Stage 1 without DDP. More: added to those that were averaged, and their mean over ranks is that of the sum."""
+    (params, one), (plain, other) = (started(STAGE_1, 0, rank, 3) for _ in range(2))
+    give(STAGE_1, params, 9, rank)
+    one.clip_grad_norm_(1e6 if how == "more" else 1e-3)
+    if how == "by hand":
+        for p in params:
+            p.grad = None
+    elif how != "more":
+        one.zero_grad(set_to_none=how == "zero_grad")
+    for p, g in zip(params, STAGE_1.gradients(rank, 1), strict=True):
+        p.grad = g if p.grad is None else p.grad.add_(g)
+    one.step()
+    run(STAGE_1, rank, one, params, 2, 3)
+    run(STAGE_1, rank, other, plain, 1, 3)
+    assert how == "more" or bits(params) == bits(plain)
     return bits(params)
 
 
-@pytest.mark.parametrize("how", ["dropped", "more"])
-def test_gradients_dropped_or_changed_after_a_clip_are_averaged_anew(how: str) -> None:
-    assert len(set(run_ranks(3, clipped_then, how))) == 1
-
-
-def changed_after_a_clip(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error(rank: int) -> None:
     """With two levels a rank's gradient is the node's mean in its slice alone: it can't be averaged again."""
     case = Case(each=2, options={"freeze_step": 2})
-    params, optimizer = started(case, 3, rank, size)
+    params, optimizer = started(case, 3, rank, 4)
     give(case, params, 4, rank)
     optimizer.clip_grad_norm_(1.0)
     for p in params:
         p.grad.mul_(2)
-    before = bits(params)
-    with pytest.raises(ValueError, match="changed in place after clip_grad_norm_"):
-        optimizer.step()
-    assert bits(params) == before
-
-
-def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error() -> None:
-    run_ranks(4, changed_after_a_clip)
-
-
-@pytest.mark.parametrize("drop", ["zero_grad", "zeros", "by hand"])
-def test_a_clip_is_not_used_for_other_gradients(drop: str) -> None:
-    (clipped, one), (plain, _) = started(STAGE_1, 0), started(STAGE_1, 3)
-    give(STAGE_1, clipped, 9)
-    one.clip_grad_norm_(1e-3)
-    if drop == "by hand":
-        for p in clipped:
-            p.grad = None
-    else:
-        one.zero_grad(set_to_none=drop == "zero_grad")
-    for p, g in zip(clipped, STAGE_1.gradients(0, 1), strict=True):
-        p.grad = g if p.grad is None else p.grad.add_(g)
-    one.step()
-    run(STAGE_1, 0, one, clipped, 2, 3)
-    assert bits(clipped) == bits(plain)
+    step_refused(optimizer, params, ValueError, "changed in place after clip_grad_norm_")
 
 
 def test_two_clips_are_one_after_the_other() -> None:
@@ -198,6 +154,21 @@ def test_two_clips_are_one_after_the_other() -> None:
     other.step()
     for a, b in zip(arrays(twice), arrays(once), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_clip_ends_with_its_step() -> None:
+    """The hyper-parameters of stage 2 stay as they are, and nothing else would take its coefficient back."""
+    case = Case(options={"freeze_step": 2})
+    (params, optimizer), (plain, other) = started(case, 3), started(case, 3)
+    give(case, params, 4)
+    norm = optimizer.clip_grad_norm_(1e-3)
+    for p, g in zip(plain, case.gradients(0, 4), strict=True):
+        p.grad = g * (1e-3 / (norm + 1e-6))
+    for each, own in ((optimizer, params), (other, plain)):
+        each.step()
+        run(case, 0, each, own, 5, 8)
+    for ours, theirs in zip(params, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @kinds
@@ -245,19 +216,21 @@ class Counting(LocalTransport):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def all_to_all(self, out: torch.Tensor, sent: torch.Tensor, phase: str) -> Any:
+    def all_to_all(self, *of: Any) -> Any:
         self.calls.append("all_to_all")
-        return super().all_to_all(out, sent, phase)
+        return super().all_to_all(*of)
 
-    def all_gather(self, out: torch.Tensor, sent: torch.Tensor, phase: str) -> Any:
+    def all_gather(self, *of: Any) -> Any:
         self.calls.append("all_gather")
-        return super().all_gather(out, sent, phase)
+        return super().all_gather(*of)
 
     def all_max(self, values: torch.Tensor, phase: str) -> None:
         self.calls.append(f"all_max of {values.numel()}")
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [*((kind, 3) for kind in OPTIMIZERS), ("OneBitAdam", 1)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [("OneBitAdam", 1), ("OneBitAdam", 3), ("OneBitLamb", 3), ("ZeroOneAdam", 3)]
+)
 def test_a_step_of_stage_2_is_two_collectives_a_chunk_and_one_number(kind: str, chunks: int) -> None:
     case, transport = Case(kind, options={"freeze_step": 2, "chunks": chunks}), Counting()
     params = case.parameters()
@@ -266,19 +239,3 @@ def test_a_step_of_stage_2_is_two_collectives_a_chunk_and_one_number(kind: str, 
     transport.calls.clear()
     take(case, 0, optimizer, params, 5)
     assert sorted(transport.calls) == ["all_gather"] * chunks + ["all_max of 1"] + ["all_to_all"] * chunks
-
-
-def test_a_clip_ends_with_its_step() -> None:
-    """The hyper-parameters of stage 2 stay as they are, and nothing else would take its coefficient back."""
-    case = Case(steps=8, options={"freeze_step": 2})
-    (params, optimizer), (plain, other) = started(case, 3), started(case, 3)
-    give(case, params, 4)
-    norm = optimizer.clip_grad_norm_(1e-3)
-    optimizer.step()
-    for p, g in zip(plain, case.gradients(0, 4), strict=True):
-        p.grad = g * (1e-3 / (norm + 1e-6))
-    other.step()
-    run(case, 0, optimizer, params, 5, 8)
-    run(case, 0, other, plain, 5, 8)
-    for ours, theirs in zip(params, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -8,14 +8,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import onebit
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.internals import forget_process_group
 from tests.onebit.optim.contract import give, started
-from tests.onebit.runs import Case, bits, build, kinds, run, same, snapshot, take
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, same, snapshot, take
+from tests.ranks import group
 
 
 @pytest.mark.parametrize(
@@ -25,11 +23,9 @@ def test_a_default_dtype_changes_nothing(kind: str, scale: str) -> None:
     case = Case(kind, options={"freeze_step": 3, "scale": scale}, groups=({}, {"betas": (0.8, 0.99)}))
     found = []
     for default in (torch.float32, torch.float64, torch.bfloat16):
-        params = case.parameters()
         torch.set_default_dtype(default)
         try:
-            optimizer = case.build(params)
-            run(case, 0, optimizer, params, 1, 7)
+            params, optimizer = started(case, 7)
             optimizer.clip_grad_norm_(1.0)
             state = snapshot(optimizer.state_dict())
             optimizer.load_state_dict(state)
@@ -38,34 +34,18 @@ def test_a_default_dtype_changes_nothing(kind: str, scale: str) -> None:
         finally:
             torch.set_default_dtype(torch.float32)
         found.append((bits(params), state))
-    assert all(end == found[0][0] and same(state, found[0][1]) for end, state in found)
+    assert all(same(each, found[0]) for each in found)
 
 
-def late_group(rank: int, size: int) -> tuple[int, bytes]:
-    """The optimizer is made before it is known which group it is for."""
+@on_ranks(8)
+def test_a_process_group_that_was_made_later_is_found(rank: int) -> bytes:
     case = Case(options={"freeze_step": 3})
     params = case.parameters()
     optimizer = case.build(params, LocalTransport())
     forget_process_group(optimizer)
     run(case, rank, optimizer, params, 1, 6)
-    return optimizer.setup.topology.replicas.size, bits(params)
-
-
-def test_a_process_group_that_was_made_later_is_found() -> None:
-    (own,) = set(run_ranks(8, late_group))
-    assert own[0] == 8
-
-
-def attach_another_model(rank: int, size: int) -> None:
-    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    ddp = DistributedDataParallel(one, process_group=group())
-    optimizer = build("OneBitAdam", [*one.parameters(), *other.parameters()], process_group=group())
-    with pytest.raises(ValueError, match=r"does not hold parameter.*DDP would not average"):
-        onebit.attach(ddp, optimizer)
-
-
-def test_attaching_with_parameters_of_another_model_is_an_error() -> None:
-    run_ranks(2, attach_another_model)
+    assert optimizer.setup.topology.replicas.size == 8
+    return bits(params)
 
 
 def test_frozen_parameters_may_be_of_any_kind_and_do_not_change() -> None:
@@ -80,26 +60,20 @@ def test_frozen_parameters_may_be_of_any_kind_and_do_not_change() -> None:
     assert list(optimizer.state) == [trained]
 
 
-def warning_as_error(rank: int, size: int) -> str:
+@on_ranks(2)
+def test_warnings_that_are_errors_leave_no_rank_waiting(rank: int) -> None:
     """A freeze warning on rank 0, where warnings are errors; the other ranks go on to the next step's collectives."""
-    case = Case(options={"freeze_step": 2}, untouched=((0, 3, 50),))
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    text = ""
+    case, texts = Case(options={"freeze_step": 2}, untouched=((0, 3, 50),)), []
+    params, optimizer = started(case, 0, rank, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(1, 5):
             try:
                 take(case, rank, optimizer, params, step)
             except UserWarning as warning:
-                text = str(warning)
+                texts.append(str(warning))
     assert optimizer.steps == 4
-    return text
-
-
-def test_warnings_that_are_errors_leave_no_rank_waiting() -> None:
-    first, second = run_ranks(2, warning_as_error)
-    assert "coordinates without a variance" in first and second == ""
+    assert ["coordinates without a variance" in text for text in texts] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +88,15 @@ def test_values_written_to_a_16_bit_parameter_are_kept(kind: str, freeze_step: i
     take(case, 0, optimizer, params, 5)
     assert float((params[0].detach() - 5).abs().max()) < 0.5
     for p, before in zip(params[1:], others, strict=True):
-        assert float((optimizer.state[p]["master"] - before).abs().max()) < 0.5
-        assert not same(optimizer.state[p]["master"], optimizer.state[p]["master"].bfloat16().float())
+        master = optimizer.state[p]["master"]
+        assert float((master - before).abs().max()) < 0.5
+        assert not same(master, master.bfloat16().float())
 
 
-def mixed(rank: int, size: int, kind: str) -> bytes:
-    """A model of two dtypes in one optimizer, and in one for each."""
+@kinds
+@on_ranks(2)
+def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:
+    """In one optimizer, and in one for each."""
     cases = [Case(kind, ((40, 3), (5,)), dtype=d, options={"freeze_step": 4}) for d in ("float32", "bfloat16")]
     ends = []
     for together in (True, False):
@@ -140,16 +117,11 @@ def mixed(rank: int, size: int, kind: str) -> bytes:
     return ends[0]
 
 
-@kinds
-def test_a_model_of_two_dtypes_is_two_models(kind: str) -> None:
-    assert len(set(run_ranks(2, mixed, kind))) == 1
-
-
 def test_16_bit_parameters_go_on_from_a_model_that_is_loaded_after_a_state_of_adamw() -> None:
     """Which has no fp32 copies: those of before are forgotten."""
     case = Case(dtype="bfloat16", options={"freeze_step": 50})
-    theirs, params = case.parameters(), case.parameters()
-    adamw, optimizer = torch.optim.AdamW(theirs, lr=0.5), case.build(params)
+    theirs, (params, optimizer) = case.parameters(), started(case, 0)
+    adamw = torch.optim.AdamW(theirs, lr=0.5)
     run(case, 0, adamw, theirs, 1, 3)
     state = adamw.state_dict()
     state["param_groups"][0]["lr"] = 1e-3

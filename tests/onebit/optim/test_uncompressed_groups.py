@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.checkpoints import Run
 from tests.onebit.optim.contract import give, options, started
-from tests.onebit.runs import Case, assert_message, bits, build, kinds, options_of, parameters, run, snapshot, take
+from tests.onebit.runs import Case, assert_message, bits, build, kinds, on_ranks, options_of, parameters, run, snapshot
 from tests.ranks import group, run_ranks
 
 APART = {"compress": False}
@@ -30,25 +31,6 @@ ELEMENTS = 9 * 7 + 2, 33 + 130  # compressed, and not
 
 def halves(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
     return tensors[::2], tensors[1::2]
-
-
-def beside_two(rank: int, size: int, case: Case) -> bytes:
-    one, two = case.parameters(), case.parameters()
-    optimizer = case.build(one, group())
-    first = case.but(groups=({},)).build(halves(two)[0], group())
-    stage_1 = {**{k: v for k, v in case.options.items() if k not in SPACED}, "freeze_step": 10**6, "overlap": False}
-    kind = "OneBitLamb" if case.kind == "OneBitLamb" else "OneBitAdam"
-    second = case.but(kind=kind, groups=({},), options=stage_1).build(halves(two)[1], group())
-    for step in range(1, case.steps + 1):
-        take(case, rank, optimizer, one, step)
-        give(case, two, step, rank)
-        first.step()
-        second.step()
-        for ours, theirs, what in zip(halves(one), halves(two), ("compressed", "others"), strict=True):
-            assert bits(ours) == bits(theirs), f"step {step}: {what}"
-    assert optimizer.compressing and first.compressing and not second.compressing
-    assert optimizer.wire_bytes == first.wire_bytes
-    return bits(one)
 
 
 ALONE = {  # ranks and the case
@@ -64,13 +46,28 @@ ALONE = {  # ranks and the case
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_both_are_what_they_are_alone(name: str) -> None:
-    size, case = ALONE[name]
-    assert len(set(run_ranks(size, beside_two, case))) == 1
+@pytest.mark.parametrize(("size", "case"), ALONE.values(), ids=ALONE)
+@on_ranks()
+def test_both_are_what_they_are_alone(rank: int, size: int, case: Case) -> bytes:
+    one, two = case.parameters(), case.parameters()
+    optimizer = case.build(one, group())
+    first = case.but(groups=({},)).build(halves(two)[0], group())
+    stage_1 = {**{k: v for k, v in case.options.items() if k not in SPACED}, "freeze_step": 10**6, "overlap": False}
+    kind = "OneBitLamb" if case.kind == "OneBitLamb" else "OneBitAdam"
+    second = case.but(kind=kind, groups=({},), options=stage_1).build(halves(two)[1], group())
+    for step in range(1, case.steps + 1):
+        run(case, rank, optimizer, one, step, step)
+        give(case, two, step, rank)
+        first.step()
+        second.step()
+        for ours, theirs, what in zip(halves(one), halves(two), ("compressed", "others"), strict=True):
+            assert bits(ours) == bits(theirs), f"step {step}: {what}"
+    assert optimizer.compressing and first.compressing and not second.compressing
+    assert optimizer.wire_bytes == first.wire_bytes
+    return bits(one)
 
 
-def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> list[bytes]:
+def in_ddp(rank: int, kind: str, attached: bool, overlap: bool) -> list[bytes]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
     groups = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]
@@ -91,10 +88,12 @@ def in_ddp(rank: int, size: int, kind: str, attached: bool, overlap: bool) -> li
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("OneBitLamb", False), ("ZeroOneAdam", True)])
-def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
+@on_ranks(2)
+def test_within_ddp_and_without(rank: int, kind: str, overlap: bool) -> list[bytes]:
     """Of two ranks a mean is the same, whoever adds."""
-    within, without = run_ranks(2, in_ddp, kind, True, overlap), run_ranks(2, in_ddp, kind, False, False)
-    assert within[0] == within[1] == without[0] == without[1]
+    within = in_ddp(rank, kind, True, overlap)
+    assert within == in_ddp(rank, kind, False, False)
+    return within
 
 
 # States
@@ -102,15 +101,13 @@ def test_within_ddp_and_without(kind: str, overlap: bool) -> None:
 
 def saved(rank: int, size: int, case: Case, folder: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The state and the values, of a run that goes on bit for bit from a checkpoint."""
-    params, optimizer = started(case, 7, rank, size)
-    found = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
-    onebit.save(folder, nn.ParameterList(params), optimizer)
-    again = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    other = case.build(again, group())
-    onebit.load(folder, nn.ParameterList(again), other)
-    run(case, rank, optimizer, params, 8, 10)
-    run(case, rank, other, again, 8, 10)
-    assert bits(params) == bits(again)
+    one, other = Run(case, 7, rank, group()), Run(case, 0, rank, group())
+    found = snapshot(one.optimizer.state_dict()), [p.detach().clone() for p in one.params]
+    one.save(folder)
+    other.load(folder)
+    for each in (one, other):
+        each.on(8, 10)
+    assert bits(one.params) == bits(other.params)
     return found
 
 
@@ -143,10 +140,11 @@ def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str
             assert not any("residual" in name or "momentum_bits" in name for name in state["state"][key])
 
 
-def another_choice(rank: int, size: int, kind: str) -> None:
-    """For stage 1 alone a state is of another choice too."""
+@kinds
+@on_ranks(2)
+def test_a_state_of_another_choice_is_for_stage_1_alone(rank: int, kind: str) -> None:
     case = CASE.but(kind=kind)
-    early, late = (started(case, at, rank, size)[1].state_dict() for at in (3, 7))
+    early, late = (started(case, at, rank, 2)[1].state_dict() for at in (3, 7))
     other = case.but(groups=({}, {})).build(case.parameters(), group())
     other.load_state_dict(early)
     assert other.param_groups[1]["compress"] is True
@@ -155,28 +153,20 @@ def another_choice(rank: int, size: int, kind: str) -> None:
     assert_message(caught, "compress=False in param group 1", "it is True", "Give the group what it had")
 
 
-@kinds
-def test_a_state_of_another_choice_is_for_stage_1_alone(kind: str) -> None:
-    run_ranks(2, another_choice, kind)
-
-
 # What it shows
 
 
-def reported(rank: int, size: int) -> None:
-    """Of two ranks an all-reduce sends 4 B an element. The watch looks at what is not compressed too."""
+@on_ranks(2)
+def test_the_report_counts_what_they_send_and_the_watch_looks_at_them(rank: int) -> None:
+    """Of two ranks an all-reduce sends 4 B an element."""
     case = options(CASE, check_every=11)
-    params, optimizer = started(case, 10, rank, size)
+    params, optimizer = started(case, 10, rank, 2)
     sent = optimizer.report().sent - optimizer.wire_bytes
     assert sent == 4 * (4 * sum(ELEMENTS) + 6 * ELEMENTS[1])
     if rank == 1:
         optimizer.current.uncompressed[0]["exp_avg"][:1] += 1
     with pytest.raises(onebit.DivergenceError, match="exp_avg of parameter"):
-        take(case, rank, optimizer, params, 11)
-
-
-def test_the_report_counts_what_they_send_and_the_watch_looks_at_them() -> None:
-    run_ranks(2, reported)
+        run(case, rank, optimizer, params, 11, 11)
 
 
 @kinds
@@ -224,13 +214,10 @@ def test_a_group_that_is_switched(kind: str) -> None:
     assert bits(params) == bits(others)
     optimizer.param_groups[1]["compress"] = True
     with pytest.raises(ValueError, match="its group's compress was switched"):
-        take(case, 0, optimizer, params, 9)
+        run(case, 0, optimizer, params, 9, 9)
 
 
-def differing(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_differ(rank: int) -> None:
     with pytest.raises(ValueError, match="compress"):
-        started(CASE.but(groups=({}, {"compress": rank == 0})), 1, rank, size)
-
-
-def test_ranks_that_differ() -> None:
-    run_ranks(2, differing)
+        started(CASE.but(groups=({}, {"compress": rank == 0})), 1, rank, 2)

@@ -14,15 +14,14 @@ from onebit.collectives.waits import Waits, counted, waiting
 from onebit.report.pay_off import KEPT, REPORTED_AFTER, PayOff, Report, Steps
 from tests.checkpoints import Run
 from tests.collectives.work import logged
-from tests.onebit.runs import Case, kinds
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, kinds, on_ranks
+from tests.ranks import group
 
 CPU = torch.device("cpu")
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.time = 0.0
+    time = 0.0
 
     def __call__(self) -> float:
         return self.time
@@ -52,16 +51,13 @@ def test_a_step_is_timed_from_the_end_of_the_one_before() -> None:
     assert (found.taken, found.seconds, found.waiting) == pytest.approx((3, 0.5, 0.2))
 
 
-def test_too_few_steps_are_not_timed_and_old_ones_are_dropped() -> None:
+def test_too_few_steps_old_ones_and_what_comes_before_a_restart_are_not_timed() -> None:
     pay_off = timed(*[("uncompressed", 1.0, 0.0)] * 3, *[("1 bit", 9.0, 0.0)] * 100, *[("1 bit", 1.0, 0.0)] * KEPT)
     assert pay_off.steps("uncompressed", waits_here=True) == Steps(3, None, None)
     assert pay_off.steps("local", waits_here=True) == Steps(0, None, None)
     assert pay_off.steps("1 bit", waits_here=True) == Steps(100 + KEPT, 1.0, 0.0)
-
-
-def test_what_comes_before_a_restart_does_not_count() -> None:
-    pay_off = timed(*[("1 bit", 2.0, 0.0)] * 4, pause=50.0)
-    assert pay_off.steps("1 bit", waits_here=True) == Steps(4, 2.0, 0.0)
+    paused = timed(*[("1 bit", 2.0, 0.0)] * 4, pause=50.0)
+    assert paused.steps("1 bit", waits_here=True) == Steps(4, 2.0, 0.0)
 
 
 def test_it_is_time_for_a_report_once() -> None:
@@ -95,10 +91,7 @@ def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch, 
     over.time = now.time
     pay_off.step_ended("1 bit")
     found = pay_off.steps("1 bit", waits_here=True)
-    if late:
-        assert found.seconds is None
-    else:
-        assert found.seconds == pytest.approx(3.0) and found.waiting == pytest.approx(1 / 3)
+    assert (found.seconds, found.waiting) == ((None, None) if late else pytest.approx((3.0, 1 / 3)))
 
 
 def test_waits_are_those_of_this_thread_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,32 +152,30 @@ def test_the_text() -> None:
     )
 
 
-def reported(rank: int, size: int, case: Case) -> tuple[Any, int, list[str]]:
+def reported(rank: int, case: Case) -> tuple[Any, int, list[str]]:
     with logged() as said:
         optimizer = Run(case, case.steps, rank, group()).optimizer
     return optimizer.report(), optimizer.wire_bytes, [text for text in said if "1 bit  " in text]
 
 
 @kinds
-def test_a_run(kind: str) -> None:
+@on_ranks(3)
+def test_a_run(rank: int, kind: str) -> None:
     """Bytes are the messages' and, of uncompressed steps, those of rings; 50 steps in, rank 0 logs it."""
     options, bad = {"freeze_step": 5}, ((7, 0, float("nan")),)
     case = Case(kind, shapes=((300, 40), (77,)), steps=5 + REPORTED_AFTER, options=options, bad=bad)
-    found = run_ranks(3, reported, case)
-    elements = 300 * 40 + 77
-    for rank, (own, sent, texts) in enumerate(found):
-        assert (own.uncompressed.taken, own.compressed.taken, own.skipped) == (5, REPORTED_AFTER, 1)
-        ring = 2 * 2 / 3 * elements
-        assert own.sent == pytest.approx(sent + 5 * 4 * ring)
-        assert own.sent_by_fp32 == 2 * own.sent_by_fp16 == pytest.approx((5 + REPORTED_AFTER) * 4 * ring)
-        for steps in (own.uncompressed, own.compressed):
-            assert steps.seconds > 0 and 0 < steps.waiting <= 1
-        assert len(texts) == (rank == 0)
-    assert "times as" in found[0][2][0] and "skipped             1 of these" in found[0][2][0]
+    own, sent, texts = reported(rank, case)
+    assert (own.uncompressed.taken, own.compressed.taken, own.skipped) == (5, REPORTED_AFTER, 1)
+    ring = 2 * 2 / 3 * (300 * 40 + 77)
+    assert own.sent == pytest.approx(sent + 5 * 4 * ring)
+    assert own.sent_by_fp32 == 2 * own.sent_by_fp16 == pytest.approx((5 + REPORTED_AFTER) * 4 * ring)
+    for steps in (own.uncompressed, own.compressed):
+        assert steps.seconds > 0 and 0 < steps.waiting <= 1
+    assert ["times as" in text and "skipped             1 of these" in text for text in texts] == [True] * (rank == 0)
 
 
-def test_bytes_of_nodes_are_those_between_them() -> None:
-    case = Case(shapes=((300, 40),), steps=8, options={"freeze_step": 3}, each=2)
-    for report, messages, _ in run_ranks(4, reported, case):
-        assert report.sent_by_fp32 == pytest.approx(8 * 4 * 300 * 40 / 2)  # 2 nodes: a ring sends all of a slice once
-        assert report.sent == pytest.approx(messages + 3 * 4 * 300 * 40 / 2)
+@on_ranks(4)
+def test_bytes_of_nodes_are_those_between_them(rank: int) -> None:
+    report, messages, _ = reported(rank, Case(shapes=((300, 40),), steps=8, options={"freeze_step": 3}, each=2))
+    assert report.sent_by_fp32 == pytest.approx(8 * 4 * 300 * 40 / 2)  # 2 nodes: a ring sends all of a slice once
+    assert report.sent == pytest.approx(messages + 3 * 4 * 300 * 40 / 2)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,45 +17,49 @@ from onebit.parallel import flight
 from onebit.report import pay_off
 from onebit.report.pay_off import Report, Steps
 from tests.collectives.work import logged
+from tests.onebit.optim.contract import started
 from tests.onebit.optim.test_cuda_paths import flown
-from tests.onebit.runs import Case, adamw_state, kinds, run, take
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, adamw_state, kinds, on_ranks, run, take
+from tests.ranks import group
 
 
-def said(rank, size, case, steps, **options):
+def said(rank, case, steps):
     """Warnings by step, and the report."""
-    params = case.parameters()
-    optimizer, texts = case.but(options={**case.options, **options}).build(params, group()), {}
+    (params, optimizer), texts = started(case, 0, rank, 2), {}
     for step in range(1, steps + 1):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             take(case, rank, optimizer, params, step)
-        texts[step] = [str(each.message) for each in caught]
-    return {step: found for step, found in texts.items() if found}, optimizer.report()
+        if caught:
+            texts[step] = str(caught[0].message)
+    return texts, optimizer.report()
 
 
 @kinds
-def test_a_rank_with_nan_for_ever_is_named(kind):
+@on_ranks(2)
+def test_a_rank_with_nan_for_ever_is_named(rank, kind):
     """On rank 0, in the step after the third and the tenth that were skipped, and by the report first."""
-    bad = [(step, 1, float("nan")) for step in (3, *range(7, 30))]
-    case = Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 4}, bad=tuple(bad))
-    (texts, report), (others, _) = run_ranks(2, said, case, 20)
-    assert list(texts) == [10, 17] and not others
-    assert "3 steps in a row were skipped: gradients are not finite on rank 1; the first is that of 1" in texts[10][0]
-    assert "10 steps in a row" in texts[17][0]
-    assert report.verdict.startswith("15 of 20 steps were skipped")
-    assert "skipped            15 of these" in str(report)
+    bad = tuple((step, 1, float("nan")) for step in (3, *range(7, 30)))
+    texts, report = said(rank, Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 4}, bad=bad), 20)
+    assert list(texts) == ([10, 17] if rank == 0 else [])
+    if rank == 0:
+        reason = "steps in a row were skipped: gradients are not finite on rank 1; the first is that of 1"
+        assert f"3 {reason}" in texts[10] and "10 steps in a row" in texts[17]
+        assert report.verdict.startswith("15 of 20 steps were skipped")
+        assert "skipped            15 of these" in str(report)
 
 
-def test_a_rank_that_leaves_out_its_local_steps_says_so():
+@on_ranks(2)
+def test_a_rank_that_leaves_out_its_local_steps_says_so(rank):
     options = {"var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 8}
     case = Case("ZeroOneAdam", options=options, bad=tuple((step, 1, float("inf")) for step in range(20, 30)))
-    (mine, _), (theirs, report) = run_ranks(2, said, case, 26)
-    assert not mine and list(theirs) == [23]
-    assert "left out 3 local steps in a row" in theirs[23][0] and report.skipped > 0
+    texts, report = said(rank, case, 26)
+    assert list(texts) == [23] * rank
+    assert rank == 0 or ("left out 3 local steps in a row" in texts[23] and report.skipped > 0)
 
 
-def forgotten(rank, size):
+@on_ranks(2)
+def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning(rank):
     net = nn.Linear(300, 40)
     ddp = DistributedDataParallel(net, process_group=group())
     optimizer = onebit.OneBitAdam(ddp.parameters(), freeze_step=2, process_group=group())
@@ -63,17 +68,13 @@ def forgotten(rank, size):
         for _ in range(6):
             ddp(torch.randn(4, 300)).square().mean().backward()
             optimizer.step()
-    return optimizer.report(), optimizer.wire_bytes, texts, [str(each.message) for each in caught]
-
-
-def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning():
-    (report, messages, texts, warned), _ = run_ranks(2, forgotten)
-    ours = 4 * (300 * 40 + 40)  # as a ring sends with two ranks
-    assert report.sent == messages + (6 + 2) * ours
-    assert report.verdict.startswith("DistributedDataParallel averages all gradients uncompressed")
-    assert any("Stage 2 begins" in text and "onebit.attach was not called" in text for text in texts)
-    for what in ("onebit.attach(model, optimizer)", "OneBitTrainer", "OneBitCallback"):
-        assert what in warned[0] and what in report.verdict
+    if rank == 0:
+        report, ours = optimizer.report(), 4 * (300 * 40 + 40)  # as a ring sends with two ranks
+        assert report.sent == optimizer.wire_bytes + (6 + 2) * ours
+        assert report.verdict.startswith("DistributedDataParallel averages all gradients uncompressed")
+        assert any("Stage 2 begins" in text and "onebit.attach was not called" in text for text in texts)
+        for what in ("onebit.attach(model, optimizer)", "OneBitTrainer", "OneBitCallback"):
+            assert what in str(caught[0].message) and what in report.verdict
 
 
 def test_what_the_report_adds():
@@ -99,17 +100,13 @@ def test_where_nobody_has_set_up_logging_it_goes_to_stderr(monkeypatch, capsys):
 def test_waiting_for_the_stream_of_the_thread_is_counted(monkeypatch):
     log = []
 
-    class Waiting:
-        def __init__(self, device):
-            return
+    @contextmanager
+    def waiting(device):
+        log.append("wait")
+        yield
+        log.append("over")
 
-        def __enter__(self):
-            log.append("wait")
-
-        def __exit__(self, *_):
-            log.append("over")
-
-    monkeypatch.setattr(flight, "waiting", Waiting)
+    monkeypatch.setattr(flight, "waiting", waiting)
     flown(monkeypatch, ["main"], lambda stream: log.append("stream"))
     assert log == ["wait", "stream", "over"]
 
@@ -117,9 +114,7 @@ def test_waiting_for_the_stream_of_the_thread_is_counted(monkeypatch):
 def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
     """Steps of stage 2 leave out what a CUDA graph can't hold; others are an error."""
     case = Case("OneBitAdam", options={"freeze_step": 2})
-    params = case.parameters()
-    optimizer = case.build(params)
-    run(case, 0, optimizer, params, 1, 5)
+    params, optimizer = started(case, 5)
     for module in (stages, pay_off, front):
         monkeypatch.setattr(module, "capturing", lambda device: True)
     monkeypatch.setattr(stages.AsyncReadback, "finish", lambda self: pytest.fail("the host waits for an event"))
@@ -128,16 +123,13 @@ def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
     assert optimizer.pay_off.taken == before and optimizer.steps == 7
     for kind in ("ZeroOneAdam", "OneBitLamb"):
         with pytest.raises(ValueError, match="a CUDA graph can't hold this step"):
-            case = Case(kind, options={"freeze_step": 2})
-            params = case.parameters()
-            take(case, 0, case.build(params), params, 1)
+            started(case.but(kind=kind), 1)
 
 
 def test_a_state_with_more_steps_than_freeze_step_says_that_stage_2_begins_at_once():
     case = Case("OneBitAdam", options={"freeze_step": 4})
     for steps, says in ((6, True), (4, False), (2, False)):
-        params = case.parameters()
-        optimizer = case.build(params)
+        params, optimizer = started(case, 0)
         optimizer.load_state_dict(adamw_state(case, steps))
         with logged() as texts:
             run(case, 0, optimizer, params, steps + 1, steps + 5)
