@@ -55,6 +55,7 @@ class Backend(Protocol):
                    and counts as padding does
         replies    m as messages: with `copies` the mean of a block over them; so is momentum that is kept as messages
         gamma      fp32 [parameters]: messages and momentum hold gamma_p times the momentum (1-bit LAMB, section 4.3)
+        clip       fp32 [parameters], or None for 1: how far a step moves beside what it would (see onebit.optim.limit)
 
     Bytes an element are those of fp32 parameters and gradients with momentum kept as messages; `bytes_per_element`
     has the other cases.
@@ -147,8 +148,9 @@ class Backend(Protocol):
         master: Tensor | None,
         hyper: Tensor,
         coefficient: Tensor | None = None,
+        clip: Tensor | None = None,
     ) -> None:
-        """x = x - lr c_p (m d + wd x) with m = decode(replies).
+        """x = x - lr c_p (clip_p m d + wd x) with m = decode(replies).
 
         A step of stage 2: 1-bit Adam (Tang et al. 2021), Algorithm 1, line 13, with c_p = 1; and with `coefficient`,
         fp32 [parameters], 1-bit LAMB (Li et al. 2021), Algorithm 1, line 21. Measurements name the second
@@ -196,13 +198,24 @@ class Backend(Protocol):
         hyper: Tensor,
         least_root: Tensor,
         root_at_zero: Tensor,
+        clip: Tensor | None = None,
     ) -> None:
-        """x = x - lr (mhat / (u + eps) + wd x) with m = decode(replies), and u as in zero_one_full.
+        """x = x - lr (clip_p mhat / (u + eps) + wd x) with m = decode(replies), and u as in zero_one_full.
 
         A compressed step: 0/1 Adam (Lu et al. 2023), Algorithm 1. A coordinate with u = 0 never moves. Blocks of a
         flagged reply stay as they are.
 
         Bytes: reads x 4, v 4, bits 1/8; writes x 4. 12.125.
+        """
+
+    def zero_one_inverses(
+        self, span: Span, exp_avg_sq: Tensor, hyper: Tensor, least_root: Tensor, root_at_zero: Tensor, sums: Tensor
+    ) -> None:
+        """sums[b] = sum of 1 / (u + eps)^2 over block b, u as in zero_one_full, without coordinates with u = 0.
+
+        After a full-precision step: what its variance makes of a momentum (see onebit.optim.limit).
+
+        Bytes: reads v 4.
         """
 
     def zero_one_local(
@@ -218,9 +231,11 @@ class Backend(Protocol):
         flags: Tensor,
         least_root: Tensor,
         root_at_zero: Tensor,
+        clip: Tensor | None = None,
+        squares: Tensor | None = None,
     ) -> None:
-        """m = beta1 m + (1 - beta1) g';  x = x - lr (mhat / (u + eps) + wd x) with u as in zero_one_full;
-        e = e + lr mhat.
+        """m = beta1 m + (1 - beta1) g';  x = x - lr (clip_p mhat / (u + eps) + wd x) with u as in zero_one_full;
+        e = e + lr mhat;  squares[b] = sum of (mhat / (u + eps))^2 over block b.
 
         A step without a message: 0/1 Adam (Lu et al. 2023), Algorithm 1. m is dense and this rank's own, fp32
         [elements]; v is only read. `residual` is None where nothing is to be sent. Nothing of a coordinate with u = 0
@@ -243,8 +258,9 @@ class Backend(Protocol):
         root_at_zero: Tensor,
         decay: Tensor,
         factor: Tensor,
+        clip: Tensor | None = None,
     ) -> None:
-        """x = decay_p anchor - U / (u + eps) with U = decode(replies) and u as in zero_one_full;
+        """x = decay_p anchor - clip_p U / (u + eps) with U = decode(replies) and u as in zero_one_full;
         anchor = x as it was stored;  m = factor_p U.
 
         The end of some local steps: 0/1 Adam (Lu et al. 2023), Algorithm 1. `anchor`, fp32 [elements], is the x that
@@ -320,7 +336,7 @@ class Backend(Protocol):
 PASSES = (
     "scan", "compress", "average", "decode", "adam_warmup", "adam_update",
     "lamb_warmup", "lamb_statistics", "lamb_update",
-    "zero_one_full", "zero_one_update", "zero_one_local", "zero_one_sync",
+    "zero_one_full", "zero_one_inverses", "zero_one_update", "zero_one_local", "zero_one_sync",
 )  # fmt: skip
 BIT = 1 / 8  # bytes
 
@@ -361,6 +377,8 @@ def bytes_per_element(
             return itemsize + replies + 4 * 4 + BIT + parameter
         case "adam_update" | "lamb_update" | "zero_one_update":
             return replies + 4 + parameter
+        case "zero_one_inverses":
+            return 4
         case "zero_one_local":
             return itemsize + 5 * 4 + parameter
         case "zero_one_sync":  # which writes x without reading it

@@ -1,9 +1,9 @@
 """Adam's two updates, each one pass over the model.
 
     warmup   m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x)
-    update   x = x - lr c_p (m d + wd x),   m = decode(reply)
+    update   x = x - lr c_p (clip_p m d + wd x),   m = decode(reply)
 
-c_p is 1 for Adam and LAMB's coefficient for LAMB.
+c_p is 1 for Adam and LAMB's coefficient for LAMB; clip_p bounds how far a step moves.
 
 Bytes an element, fp32: warmup reads g 4, m 4, v 4, x 4, writes m 4, v 4, x 4: 28; update reads x 4, d 4, bits 1/8,
 writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
@@ -17,6 +17,7 @@ from onebit.kernels.cpu.blocks import (
     ALL,
     any_flag,
     at,
+    clip_of,
     first_bits,
     hyper_of,
     is_plain,
@@ -93,31 +94,31 @@ def _warmup(
 
 
 @tile
-def _update_lanes(i, counts, m, d_at, x_at, lr, weight_decay):
+def _update_lanes(i, counts, m, d_at, x_at, lr, weight_decay, clip):
     x, d = load(x_at + 4 * i), load(d_at + 4 * i)
-    moved = x - lr * (m * d + weight_decay * x)
+    moved = x - lr * (m * d * clip + weight_decay * x)
     store(x_at + 4 * i, where(counts & not_zero(d), moved, x))
 
 
 @tile
-def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay):
+def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay, clip):
     """m is what the bits stand for, or lies at `m_at` already."""
     full = valid // WIDTH * WIDTH
     if m_at != 0:
         for i in range(0, full, WIDTH):
-            _update_lanes(i, ALL, load(m_at + 4 * i), d_at, x_at, lr, weight_decay)
+            _update_lanes(i, ALL, load(m_at + 4 * i), d_at, x_at, lr, weight_decay, clip)
     else:
         for i in range(0, full, WIDTH):
-            _update_lanes(i, ALL, signed(bits_at(bits + i // 8), scale), d_at, x_at, lr, weight_decay)
+            _update_lanes(i, ALL, signed(bits_at(bits + i // 8), scale), d_at, x_at, lr, weight_decay, clip)
     if full < valid:
         m = load(m_at + 4 * full) if m_at != 0 else signed(bits_at(bits + full // 8), scale)
-        _update_lanes(full, first_bits(valid - full), m, d_at, x_at, lr, weight_decay)
+        _update_lanes(full, first_bits(valid - full), m, d_at, x_at, lr, weight_decay, clip)
 
 
 @Loop
 def _update(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    params: int, param: int, hyper: int, coefficient: int,
+    params: int, param: int, hyper: int, coefficient: int, clip: int,
     messages: int, row_bytes: int, tensor: int, copies: int, planes: int, flips: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
@@ -134,7 +135,7 @@ def _update(
                 m_at = scratch + 4 * size
                 unpack(scale, bits, its.length, row_bytes, copies, planes, flips, up(its.valid), m_at, 0)
             x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
-            _update_block(its.valid, bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay)
+            _update_block(its.valid, bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay, clip_of(clip, p))
             put(x_at, address, param, its.offset, its.valid, scratch + 8 * size)
 
 
@@ -165,9 +166,10 @@ def adam_update(
     master: Tensor | None,
     hyper: Tensor,
     coefficient: Tensor | None = None,
+    clip: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.adam_update` in one loop."""
     arguments = (
-        *over(span), *table(params), at(hyper), at(coefficient), *messages_at(replies), at(d), at(master),
+        *over(span), *table(params), at(hyper), at(coefficient), at(clip), *messages_at(replies), at(d), at(master),
     )  # fmt: skip
     over_blocks(_update, span, arguments, scratch_blocks=2)

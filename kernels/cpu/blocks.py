@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from onebit.kernels.cpu.compile import routine, tile
-from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, ones, splat, where
+from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, not_zero, ones, splat, where
 from onebit.kernels.cpu.memory import (
     bits_at,
     copy,
@@ -45,7 +45,7 @@ ALL = (1 << WIDTH) - 1  # the bits of all lanes
 _BLOCK, _PARAMETER, _HYPER = 4 * len(Block._fields), 24, 4 * COLUMNS  # bytes of a row of each table
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
 _HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
-HALF, ONE = np.float32(0.5), np.float32(1)
+HALF = np.float32(0.5)
 L1, L2, UNBIASED, ROTATED = (wire.NORMS[norm] for norm in ("l1", "l2", "unbiased", "rotated"))
 
 
@@ -204,6 +204,12 @@ def count_of(kept, valid):
 def keep(kept, i, value):
     """0 where an element does not count."""
     return value if kept == 0 else where(bits_at(kept + i // 8), value, ZERO)
+
+
+@tile
+def clip_of(clip, parameter):
+    """1 where there is none."""
+    return ONE if clip == 0 else float_at(clip + 4 * parameter)
 
 
 @tile

@@ -25,7 +25,6 @@ from torch import Tensor
 from onebit.kernels.cpu.blocks import (
     L1,
     L2,
-    ONE,
     ROTATED,
     UNBIASED,
     any_flag,
@@ -57,7 +56,7 @@ from onebit.kernels.cpu.blocks import (
     write_header,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, ZERO, magnitude, ones, splat, total, where
+from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, magnitude, ones, splat, total, where
 from onebit.kernels.cpu.memory import (
     bits_at,
     fill,

@@ -15,7 +15,6 @@ from torch import Tensor
 from onebit.kernels.cpu.adam import direction
 from onebit.kernels.cpu.blocks import (
     ALL,
-    ONE,
     at,
     blocks_of,
     first_bits,
@@ -28,7 +27,7 @@ from onebit.kernels.cpu.blocks import (
     table,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, ZERO, splat, total, where
+from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, splat, total, where
 from onebit.kernels.cpu.memory import float_at, int_at, load, long_at, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.lamb_state import LambState

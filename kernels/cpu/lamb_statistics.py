@@ -17,7 +17,6 @@ from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
     ALL,
-    ONE,
     any_flag,
     at,
     blocks_of,
@@ -36,7 +35,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, ZERO, largest, root, splat, where
+from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, largest, root, splat, where
 from onebit.kernels.cpu.memory import bits_at, float_at, load, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.lamb_state import LambState

@@ -18,6 +18,7 @@ from numba.extending import lower_builtin, models, register_model, type_callable
 
 WIDTH = 16
 ZERO = np.float32(0)
+ONE = np.float32(1)
 intrinsic: Any = extending.intrinsic  # what it decorates is called without its first argument
 FLOAT, INT, LONG, PACKED = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(WIDTH)
 FLOATS = ir.VectorType(FLOAT, WIDTH)

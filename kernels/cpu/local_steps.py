@@ -1,7 +1,8 @@
 """0/1 Adam's steps between messages and with one, each one pass over the model.
 
-    local    m = b1 m + (1 - b1) g';  x = x - lr (mhat / (u + eps) + wd x);  e = e + lr mhat
-    sync     x = decay_p anchor - U / (u + eps);  anchor = x as it was stored;  m = factor_p U,   U = decode(reply)
+    local    m = b1 m + (1 - b1) g';  x = x - lr (clip_p mhat / (u + eps) + wd x);  e = e + lr mhat
+    sync     x = decay_p anchor - clip_p U / (u + eps);  anchor = x as it was stored;  m = factor_p U;
+             U = decode(reply)
 
 u is that of `onebit.kernels.cpu.zero_one`.
 
@@ -18,6 +19,7 @@ from onebit.kernels.cpu.blocks import (
     FP32,
     any_flag,
     at,
+    clip_of,
     first_bits,
     first_moment,
     hyper_of,
@@ -34,10 +36,10 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, where
-from onebit.kernels.cpu.memory import copy, float_at, int_at, load, long_at, store
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, splat, total, where
+from onebit.kernels.cpu.memory import copy, float_at, int_at, load, long_at, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
-from onebit.kernels.cpu.zero_one import moved, used_root
+from onebit.kernels.cpu.zero_one import direction, moved, used_root
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
@@ -45,30 +47,35 @@ from onebit.kernels.data.wire import Messages
 
 
 @tile
-def _local_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor, last):
-    """Sixteen elements; those that do not count stay as they are."""
+def _local_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor, last, clip):
+    """Sixteen elements; those that do not count stay as they are. Returns the squares of mhat / (u + eps)."""
     old_m, x, u = load(m_at + 4 * i), load(x_at + 4 * i), used_root(load(v_at + 4 * i), h, least, at_zero)
     m = first_moment(load(g_at + 4 * i) * h.grad_scale, old_m, h)
     store(m_at + 4 * i, where(counts & not_zero(u), m, old_m))
-    store(x_at + 4 * i, where(counts, moved(x, m, u, h), x))
+    by = direction(m, u, h)
+    store(x_at + 4 * i, where(counts, moved(x, by * clip, u, h), x))
     if e_at != 0:
         value = load(e_at + 4 * i)
         held = value if tensor == 0 else where(counts, ZERO, value)
         store(e_at + 4 * i, where(counts & not_zero(u), left_out(value, last) + h.lr * h.bias1 * m, held))
+    return where(counts & not_zero(u), by * by, ZERO)
 
 
 @tile
-def _local_block(valid, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor, last):
+def _local_block(valid, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor, last, clip):
+    summed = splat(ZERO)
     for i in range(0, up(valid), WIDTH):
         counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
-        _local_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor, last)
+        found = _local_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor, last, clip)
+        summed = summed + found
+    return total(summed)
 
 
 @Loop
 def _local(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int, exp_avg: int, exp_avg_sq: int,
-    value: int, residual_scale: int, master: int, least_root: int, root_at_zero: int,
+    value: int, residual_scale: int, master: int, least_root: int, root_at_zero: int, clip: int, squares: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
         return
@@ -78,23 +85,25 @@ def _local(
         address = long_at(params + 8 * p)
         g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
         x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
-        _local_block(
+        summed = _local_block(
             its.valid, g_at, exp_avg + start, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
             hyper_of(hyper, its.group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), residual_scale,
-            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * its.shard),
+            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * its.shard), clip_of(clip, p),
         )  # fmt: skip
+        if squares != 0:
+            set_float(squares + 4 * block, summed)
         put(x_at, address, param, its.offset, its.valid, scratch)
 
 
 @tile
-def _sync_block(valid, total_at, m_at, v_at, anchor_at, h, least, at_zero, decay, factor):
+def _sync_block(valid, total_at, m_at, v_at, anchor_at, h, least, at_zero, decay, factor, clip):
     """The anchor is x in fp32. Elements that do not count stay as they are."""
     for i in range(0, up(valid), WIDTH):
         counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
-        total, x = load(total_at + 4 * i), load(anchor_at + 4 * i)
+        whole, x = load(total_at + 4 * i), load(anchor_at + 4 * i)
         u = used_root(load(v_at + 4 * i), h, least, at_zero)
-        store(anchor_at + 4 * i, where(counts & not_zero(u), decay * x - total / (u + h.eps), x))
-        m = where(not_zero(u), factor * total, ZERO)
+        store(anchor_at + 4 * i, where(counts & not_zero(u), decay * x - whole / (u + h.eps) * clip, x))
+        m = where(not_zero(u), factor * whole, ZERO)
         store(m_at + 4 * i, where(counts, m, load(m_at + 4 * i)))
 
 
@@ -103,7 +112,7 @@ def _sync(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
     flips: int, exp_avg: int, exp_avg_sq: int, anchor: int, master: int, least_root: int, root_at_zero: int, decay: int,
-    factor: int,
+    factor: int, clip: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
@@ -116,7 +125,7 @@ def _sync(
             _sync_block(
                 valid, scratch, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), float_at(decay + 4 * p),
-                float_at(factor + 4 * p),
+                float_at(factor + 4 * p), clip_of(clip, p),
             )  # fmt: skip
             put(x_at, address, param, its.offset, valid, scratch)
             if master != 0:
@@ -137,12 +146,14 @@ def zero_one_local(
     flags: Tensor,
     least_root: Tensor,
     root_at_zero: Tensor,
+    clip: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.zero_one_local` in one loop."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
     arguments = (
         *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(value),
-        at(scale), at(master), at(least_root), at(root_at_zero),
+        at(scale), at(master), at(least_root), at(root_at_zero), at(clip), at(squares),
     )  # fmt: skip
     over_blocks(_local, span, arguments, scratch_blocks=2)
 
@@ -160,10 +171,11 @@ def zero_one_sync(
     root_at_zero: Tensor,
     decay: Tensor,
     factor: Tensor,
+    clip: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.zero_one_sync` in one loop."""
     arguments = (
         *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg), at(exp_avg_sq), at(anchor),
-        at(master), at(least_root), at(root_at_zero), at(decay), at(factor),
+        at(master), at(least_root), at(root_at_zero), at(decay), at(factor), at(clip),
     )  # fmt: skip
     over_blocks(_sync, span, arguments, scratch_blocks=1)

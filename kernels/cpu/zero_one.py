@@ -1,9 +1,10 @@
 """0/1 Adam's two updates, each one pass over the model.
 
     full     m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (u + eps) + wd x);  e = e + b1 m
-    update   x = x - lr (mhat / (u + eps) + wd x),   m = decode(reply)
+    update   x = x - lr (clip_p mhat / (u + eps) + wd x),   m = decode(reply)
+    inverses sum of 1 / (u + eps)^2 over a block
 
-u = max(sqrt(vhat), least_p), or a parameter's root_at_zero where v is 0.
+u = max(sqrt(vhat), least_p), or a parameter's root_at_zero where v is 0. clip_p bounds how far a step moves.
 
 Bytes an element, fp32: full reads g 4, m 1/8, v 4, e 4, x 4, writes v 4, e 4, x 4, live 1/8: 28.25; update reads x 4,
 v 4, bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
@@ -18,6 +19,7 @@ from onebit.kernels.cpu.blocks import (
     ALL,
     any_flag,
     at,
+    clip_of,
     first_bits,
     hyper_of,
     is_plain,
@@ -36,7 +38,7 @@ from onebit.kernels.cpu.blocks import (
     up,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, ones, root, splat, total, where
+from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, not_zero, ones, root, splat, total, where
 from onebit.kernels.cpu.memory import bits_at, fill, float_at, int_at, load, long_at, set_bits, set_float, store
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
@@ -53,9 +55,15 @@ def used_root(v, h, least, at_zero):
 
 
 @tile
-def moved(x, m, u, h):
+def direction(m, u, h):
+    """mhat / (u + eps)"""
+    return m * h.bias1 / (u + h.eps)
+
+
+@tile
+def moved(x, by, u, h):
     """x after the update; a lane with u = 0 does not move."""
-    return where(not_zero(u), x - h.lr * (m * h.bias1 / (u + h.eps) + h.weight_decay * x), x)
+    return where(not_zero(u), x - h.lr * (by + h.weight_decay * x), x)
 
 
 @tile
@@ -64,7 +72,8 @@ def _full_lanes(i, counts, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, last
     old_v, old_x = load(v_at + 4 * i), load(x_at + 4 * i)
     had = ALL if at_zero > ZERO else not_zero(old_v)
     m, v = moments(load(g_at + 4 * i) * h.grad_scale, where(had, load(m_at + 4 * i), ZERO), old_v, h)
-    x = moved(old_x, m, used_root(v, h, least, at_zero), h)
+    u = used_root(v, h, least, at_zero)
+    x = moved(old_x, direction(m, u, h), u, h)
     store(v_at + 4 * i, where(counts, v, old_v))
     store(x_at + 4 * i, where(counts, x, old_x))
     if e_at != 0:
@@ -116,26 +125,26 @@ def _full(
 
 
 @tile
-def _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero):
+def _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero, clip):
     x = load(x_at + 4 * i)
     u = used_root(load(v_at + 4 * i), h, least, at_zero)
-    store(x_at + 4 * i, where(counts, moved(x, m, u, h), x))
+    store(x_at + 4 * i, where(counts, moved(x, direction(m, u, h) * clip, u, h), x))
 
 
 @tile
-def _update_block(valid, bits, scale, m_at, v_at, x_at, h, least, at_zero):
+def _update_block(valid, bits, scale, m_at, v_at, x_at, h, least, at_zero, clip):
     """m is what the bits stand for, or lies at `m_at` already."""
     for i in range(0, up(valid), WIDTH):
         counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
         m = load(m_at + 4 * i) if m_at != 0 else signed(bits_at(bits + i // 8), scale)
-        _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero)
+        _update_lanes(i, counts, m, v_at, x_at, h, least, at_zero, clip)
 
 
 @Loop
 def _update(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
-    flips: int, exp_avg_sq: int, master: int, least_root: int, root_at_zero: int,
+    flips: int, exp_avg_sq: int, master: int, least_root: int, root_at_zero: int, clip: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
@@ -151,9 +160,45 @@ def _update(
             x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
             _update_block(
                 its.valid, bits, float_at(scale), m_at, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),
-                float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p),
+                float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), clip_of(clip, p),
             )  # fmt: skip
             put(x_at, address, param, its.offset, its.valid, scratch + 8 * size)
+
+
+@tile
+def _inverse_lanes(i, counts, v_at, h, least, at_zero):
+    u = used_root(load(v_at + 4 * i), h, least, at_zero)
+    inverse = ONE / (u + h.eps)
+    return where(counts & not_zero(u), inverse * inverse, ZERO)
+
+
+@tile
+def _inverse_block(valid, v_at, h, least, at_zero):
+    summed = splat(ZERO)
+    for i in range(0, up(valid), WIDTH):
+        counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
+        summed = summed + _inverse_lanes(i, counts, v_at, h, least, at_zero)
+    return total(summed)
+
+
+@Loop
+def _inverses(
+    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
+    hyper: int, exp_avg_sq: int, least_root: int, root_at_zero: int, sums: int,
+) -> None:  # fmt: skip
+    for block in range(first, stop):
+        its = locate(blocks, parameters, block)
+        p, h = its.parameter, hyper_of(hyper, its.group)
+        least, at_zero = float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p)
+        set_float(sums + 4 * block, _inverse_block(its.valid, exp_avg_sq + 4 * its.start, h, least, at_zero))
+
+
+def zero_one_inverses(
+    span: Span, exp_avg_sq: Tensor, hyper: Tensor, least_root: Tensor, root_at_zero: Tensor, sums: Tensor
+) -> None:
+    """`onebit.kernels.passes.Backend.zero_one_inverses` in one loop."""
+    arguments = (*over(span), at(hyper), at(exp_avg_sq), at(least_root), at(root_at_zero), at(sums))
+    over_blocks(_inverses, span, arguments)
 
 
 def zero_one_full(
@@ -190,10 +235,11 @@ def zero_one_update(
     hyper: Tensor,
     least_root: Tensor,
     root_at_zero: Tensor,
+    clip: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.zero_one_update` in one loop."""
     arguments = (
         *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg_sq), at(master), at(least_root),
-        at(root_at_zero),
+        at(root_at_zero), at(clip),
     )  # fmt: skip
     over_blocks(_update, span, arguments, scratch_blocks=2)

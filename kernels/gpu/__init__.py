@@ -6,7 +6,7 @@ from onebit.kernels.gpu.lamb import lamb_statistics, lamb_warmup
 from onebit.kernels.gpu.local_steps import zero_one_local, zero_one_sync
 from onebit.kernels.gpu.restore import restore
 from onebit.kernels.gpu.scan import scan
-from onebit.kernels.gpu.zero_one import zero_one_full, zero_one_update
+from onebit.kernels.gpu.zero_one import zero_one_full, zero_one_inverses, zero_one_update
 
 __all__ = [
     "adam_update",
@@ -19,6 +19,7 @@ __all__ = [
     "restore",
     "scan",
     "zero_one_full",
+    "zero_one_inverses",
     "zero_one_local",
     "zero_one_sync",
     "zero_one_update",

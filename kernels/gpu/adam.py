@@ -1,10 +1,10 @@
 """Adam's two updates, each one pass over the model.
 
     warmup   m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x)
-    update   x = x - lr c_p (m d + wd x),   m = decode(reply)
+    update   x = x - lr c_p (clip_p m d + wd x),   m = decode(reply)
 
 1-bit Adam (Tang et al. 2021), equation 1 and Algorithm 1, line 13. c_p is 1 for Adam and the parameter's coefficient
-for LAMB.
+for LAMB; clip_p bounds how far a step moves.
 
 Bytes an element, fp32: warmup reads g 4, m 4, v 4, x 4, writes m 4, v 4, x 4: 28; update reads x 4, d 4,
 bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
@@ -56,7 +56,7 @@ def adam_warmup_kernel(
 
 @tiles.entry
 def adam_update_kernel(
-    block_table, parameter_table, p_addresses, hyper, coefficient, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, p_addresses, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
     messages, row_bytes, d, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr,
@@ -81,7 +81,8 @@ def adam_update_kernel(
                 m = tiles.decode_block(
                     message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS, ROTATED
                 )
-                moved = x - lr * (m * its_d + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
+                by = tiles.clipped(m * its_d, clip, p)
+                moved = x - lr * (by + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
                 x = tl.where(its_d != 0, moved, x)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
@@ -122,6 +123,7 @@ def adam_update(
     master: Tensor | None,
     hyper: Tensor,
     coefficient: Tensor | None = None,
+    clip: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.adam_update` in one launch."""
     arguments = {
@@ -130,6 +132,7 @@ def adam_update(
         "p_addresses": params.addresses,
         "hyper": hyper,
         "coefficient": coefficient,
+        "clip": clip,
         "d": d,
         "master": master,
         "PARAM": TYPES[params.dtype],

@@ -1,7 +1,8 @@
 """0/1 Adam's steps between messages and with one, each one pass over the model.
 
-    local    m = b1 m + (1 - b1) g';  x = x - lr (mhat / (u + eps) + wd x);  e = e + lr mhat
-    sync     x = decay_p anchor - U / (u + eps);  anchor = x as it was stored;  m = factor_p U,   U = decode(reply)
+    local    m = b1 m + (1 - b1) g';  x = x - lr (clip_p mhat / (u + eps) + wd x);  e = e + lr mhat
+    sync     x = decay_p anchor - clip_p U / (u + eps);  anchor = x as it was stored;  m = factor_p U;
+             U = decode(reply)
 
 u is that of `onebit.kernels.gpu.zero_one`.
 
@@ -21,13 +22,13 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import TYPES, launch, replies_arguments, span_arguments
-from onebit.kernels.gpu.zero_one import moved, used_root
+from onebit.kernels.gpu.zero_one import direction, moved, used_root
 
 
 @tiles.entry
 def zero_one_local_kernel(
     block_table, parameter_table, p_addresses, g_addresses, hyper, flags, first_block, first_word, first_shard, blocks,
-    exp_avg_sq, exp_avg, value, residual_scale, master, least_root, root_at_zero,
+    exp_avg_sq, exp_avg, value, residual_scale, master, least_root, root_at_zero, clip, squares,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     TENSOR: tl.constexpr,
 ):  # fmt: skip
@@ -58,14 +59,18 @@ def zero_one_local_kernel(
                     held = tl.zeros_like(e) if TENSOR else e
                     e = tl.where(u != 0, e + tl.load(h + tiles.H_LR) * tl.load(h + tiles.H_BIAS1) * m, held)
                     tiles.store_tile(value + start, e, valid, wide, TILE)
-                x = moved(x, m, u, h)
+                by = direction(m, u, h)
+                if squares is not None:
+                    counted = tiles.valid_only(tl.where(u != 0, by * by, 0.0), valid, TILE)
+                    tl.store(squares + block, tl.sum(counted, axis=0))
+                x = moved(x, tiles.clipped(by, clip, p), u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
 @tiles.entry
 def zero_one_sync_kernel(
     block_table, parameter_table, p_addresses, hyper, first_block, first_word, first_shard, blocks,
-    messages, row_bytes, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor,
+    messages, row_bytes, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +92,8 @@ def zero_one_sync_kernel(
                     message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS, ROTATED
                 )
                 u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
-                moved_x = tl.load(decay + p) * x - tl.div_rn(total, u + tl.load(h + tiles.H_EPS))
+                by = tl.div_rn(total, u + tl.load(h + tiles.H_EPS))
+                moved_x = tl.load(decay + p) * x - tiles.clipped(by, clip, p)
                 new_x = tl.where(u != 0, moved_x, x)
                 if master is None:
                     new_x = new_x.to(p_base.dtype.element_ty).to(tl.float32)
@@ -109,6 +115,8 @@ def zero_one_local(
     flags: Tensor,
     least_root: Tensor,
     root_at_zero: Tensor,
+    clip: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.zero_one_local` in one launch."""
     value, scale = (None, None) if residual is None else (residual.value, residual.scale)
@@ -126,6 +134,8 @@ def zero_one_local(
         "master": master,
         "least_root": least_root,
         "root_at_zero": root_at_zero,
+        "clip": clip,
+        "squares": squares,
         "PARAM": TYPES[params.dtype],
         "GRAD": TYPES[grads.dtype],
         "TENSOR": scale is not None,
@@ -146,6 +156,7 @@ def zero_one_sync(
     root_at_zero: Tensor,
     decay: Tensor,
     factor: Tensor,
+    clip: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.zero_one_sync` in one launch."""
     arguments = {
@@ -161,6 +172,7 @@ def zero_one_sync(
         "root_at_zero": root_at_zero,
         "decay": decay,
         "factor": factor,
+        "clip": clip,
         "PARAM": TYPES[params.dtype],
     }
     launch(zero_one_sync_kernel, span.count, arguments, exp_avg, params.dtype)

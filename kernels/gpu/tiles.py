@@ -60,7 +60,7 @@ entry = triton.jit(
     ],
     do_not_specialize_on_alignment=[
         "flags", "sums", "counts", "live", "partial", "counted", "counter", "residual_scale", "squares", "gamma",
-        "least_root", "root_at_zero", "decay", "factor", "coefficient",
+        "least_root", "root_at_zero", "decay", "factor", "coefficient", "clip",
     ],
 )  # fmt: skip
 
@@ -151,6 +151,14 @@ def valid_only(x, valid, TILE: tl.constexpr):
     if valid < TILE:
         x = tl.where(tl.arange(0, TILE) < valid, x, tl.zeros_like(x))
     return x
+
+
+@triton.jit
+def clipped(u, clip, parameter):
+    """u times the parameter's clip, where there is one."""
+    if clip is not None:
+        u = u * tl.load(clip + parameter)
+    return u
 
 
 @triton.jit

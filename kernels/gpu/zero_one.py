@@ -1,9 +1,10 @@
 """0/1 Adam's two updates, each one pass over the model.
 
     full     m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  x = x - lr (mhat / (u + eps) + wd x);  e = e + b1 m
-    update   x = x - lr (mhat / (u + eps) + wd x),   m = decode(reply)
+    update   x = x - lr (clip_p mhat / (u + eps) + wd x),   m = decode(reply)
+    inverses sum of 1 / (u + eps)^2 over a block
 
-u = max(sqrt(vhat), least_p), or a parameter's root_at_zero where v is 0.
+u = max(sqrt(vhat), least_p), or a parameter's root_at_zero where v is 0. clip_p bounds how far a step moves.
 
 Bytes an element, fp32: full reads g 4, m 1/8, v 4, e 4, x 4, writes v 4, e 4, x 4, live 1/8: 28.25; update reads x 4,
 v 4, bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (written only).
@@ -12,6 +13,7 @@ v 4, bits 1/8, writes x 4: 12.1. A 16-bit parameter with a master copy adds 2 (w
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,10 +33,15 @@ def used_root(v, h, least, at_zero):
 
 
 @triton.jit
-def moved(x, m, u, h):
+def direction(m, u, h):
+    """mhat / (u + eps)"""
+    return tl.div_rn(m * tl.load(h + tiles.H_BIAS1), u + tl.load(h + tiles.H_EPS))
+
+
+@triton.jit
+def moved(x, by, u, h):
     """x after the update; a coordinate with u = 0 does not move."""
-    direction = tl.div_rn(m * tl.load(h + tiles.H_BIAS1), u + tl.load(h + tiles.H_EPS))
-    x_new = x - tl.load(h + tiles.H_LR) * (direction + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
+    x_new = x - tl.load(h + tiles.H_LR) * (by + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
     return tl.where(u != 0, x_new, x)
 
 
@@ -87,14 +94,15 @@ def zero_one_full_kernel(
                 tiles.pack(bit, live + start // 8, length, TILE)
                 tl.store(sums + block, tl.sum(counted, axis=0))
                 tl.store(counts + block, tl.sum(bit, axis=0).to(tl.float32))
-                x = moved(x, m, used_root(v, h, least, at_zero), h)
+                u = used_root(v, h, least, at_zero)
+                x = moved(x, direction(m, u, h), u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
 @tiles.entry
 def zero_one_update_kernel(
     block_table, parameter_table, p_addresses, hyper, first_block, first_word, first_shard, blocks,
-    messages, row_bytes, exp_avg_sq, master, least_root, root_at_zero,
+    messages, row_bytes, exp_avg_sq, master, least_root, root_at_zero, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
@@ -116,8 +124,41 @@ def zero_one_update_kernel(
                 m = tiles.decode_block(
                     message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS, ROTATED
                 )
-                x = moved(x, m, used_root(v, h, least, at_zero), h)
+                u = used_root(v, h, least, at_zero)
+                x = moved(x, tiles.clipped(direction(m, u, h), clip, p), u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
+
+
+@tiles.entry
+def zero_one_inverses_kernel(
+    block_table, parameter_table, hyper, first_block, first_word, blocks, exp_avg_sq, least_root, root_at_zero, sums,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
+        if block < blocks:
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            p, group, _, valid = tiles.locate(row, length, parameter_table)
+            h = tiles.group_row(hyper, group)
+            u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
+            inverse = tl.where(u != 0, tl.div_rn(tl.full(u.shape, 1.0, tl.float32), u + tl.load(h + tiles.H_EPS)), 0.0)
+            tl.store(sums + block, tl.sum(tiles.valid_only(inverse * inverse, valid, TILE), axis=0))
+
+
+def zero_one_inverses(
+    span: Span, exp_avg_sq: Tensor, hyper: Tensor, least_root: Tensor, root_at_zero: Tensor, sums: Tensor
+) -> None:
+    """`onebit.kernels.passes.Backend.zero_one_inverses` in one launch."""
+    arguments = {
+        **span_arguments(span, exp_avg_sq.device),
+        "hyper": hyper,
+        "exp_avg_sq": exp_avg_sq,
+        "least_root": least_root,
+        "root_at_zero": root_at_zero,
+        "sums": sums,
+    }
+    launch(zero_one_inverses_kernel, span.count, arguments, exp_avg_sq, torch.float32)
 
 
 def zero_one_full(
@@ -170,6 +211,7 @@ def zero_one_update(
     hyper: Tensor,
     least_root: Tensor,
     root_at_zero: Tensor,
+    clip: Tensor | None = None,
 ) -> None:
     """`onebit.kernels.passes.Backend.zero_one_update` in one launch."""
     arguments = {
@@ -181,6 +223,7 @@ def zero_one_update(
         "master": master,
         "least_root": least_root,
         "root_at_zero": root_at_zero,
+        "clip": clip,
         "PARAM": TYPES[params.dtype],
     }
     launch(zero_one_update_kernel, span.count, arguments, exp_avg_sq, params.dtype)

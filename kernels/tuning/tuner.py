@@ -62,14 +62,19 @@ PASS_OF = {
     "lamb_apply_kernel": "lamb_warmup",
     "lamb_statistics_kernel": "lamb_statistics",
     "zero_one_full_kernel": "zero_one_full",
+    "zero_one_inverses_kernel": "zero_one_inverses",
     "zero_one_update_kernel": "zero_one_update",
     "zero_one_local_kernel": "zero_one_local",
     "zero_one_sync_kernel": "zero_one_sync",
 }
-_FLOAT32_ONLY = {"average_kernel", "lamb_statistics_kernel"}  # they touch no parameter and no gradient
+_FLOAT32_ONLY = {
+    "average_kernel",
+    "lamb_statistics_kernel",
+    "zero_one_inverses_kernel",
+}  # they touch no parameter and no gradient
 SUMMING_KERNELS = {
     "compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel",
-    "zero_one_full_kernel",
+    "zero_one_full_kernel", "zero_one_inverses_kernel", "zero_one_local_kernel",
 }  # fmt: skip
 _EQUAL = 0.01  # of the fastest time: what is as close, or within the spread of either, is as fast
 

@@ -108,7 +108,9 @@ class Workload:
             "adam_warmup": lambda: backend.adam_warmup(
                 w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags()
             ),
-            "adam_update": lambda: backend.adam_update(w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper()),
+            "adam_update": lambda: backend.adam_update(
+                w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), clip=w.clip()
+            ),
             "lamb_warmup": lambda: backend.lamb_warmup(
                 w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags(),
                 w.warmup_state(),
@@ -119,23 +121,27 @@ class Workload:
                 factor_min=0.5, factor_max=4.0, factor_threshold=0.1, live=w.live(), gamma=w.gamma(),
             ),
             "lamb_update": lambda: backend.adam_update(
-                w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), w.statistics_state().coefficient
+                w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), w.statistics_state().coefficient,
+                w.clip(),
             ),
             "zero_one_full": lambda: backend.zero_one_full(
                 w.span, w.params(), w.grads(), w.exp_avg_sq(), w.replies(), w.folded(), w.master(), w.hyper(),
                 w.flags(), w.least_root(), w.root_at_zero(), w.written_live(), w.sums(), w.counts(),
             ),
+            "zero_one_inverses": lambda: backend.zero_one_inverses(
+                w.span, w.exp_avg_sq(), w.hyper(), w.least_root(), w.root_at_zero(), w.sums()
+            ),
             "zero_one_update": lambda: backend.zero_one_update(
                 w.span, w.params(), w.exp_avg_sq(), w.replies(), w.master(), w.hyper(), w.least_root(),
-                w.root_at_zero(),
+                w.root_at_zero(), w.clip(),
             ),
             "zero_one_local": lambda: backend.zero_one_local(
                 w.span, w.params(), w.grads(), w.exp_avg_sq(), w.exp_avg(), w.folded(), w.master(), w.hyper(),
-                w.flags(), w.least_root(), w.root_at_zero(),
+                w.flags(), w.least_root(), w.root_at_zero(), w.clip(), w.squares(),
             ),
             "zero_one_sync": lambda: backend.zero_one_sync(
                 w.span, w.params(), w.exp_avg_sq(), w.exp_avg(), w.anchor(), w.replies(), w.master(), w.hyper(),
-                w.least_root(), w.root_at_zero(), w.decay(), w.factor(),
+                w.least_root(), w.root_at_zero(), w.decay(), w.factor(), w.clip(),
             ),
         }  # fmt: skip
         return {name: Pass(name, run, self._bytes(name)) for name, run in runs.items()}
@@ -297,6 +303,10 @@ class Workload:
     @_made_once
     def factor(self) -> Tensor:
         return torch.full((self.layout.parameters,), 1.5, device=self.device)
+
+    @_made_once
+    def clip(self) -> Tensor:
+        return torch.full((self.layout.parameters,), 0.7, device=self.device)
 
     @_made_once
     def written_live(self) -> Tensor:

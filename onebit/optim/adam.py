@@ -2,7 +2,7 @@
 
 stage 1    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  x = x - lr (mhat / (sqrt(vhat) + eps) + wd x)
 freeze     d = 1 / (sqrt(vhat) + eps)
-stage 2    m = compressed_all_reduce(b1 m + (1-b1) g_i);  x = x - lr (m d + wd x)
+stage 2    m = compressed_all_reduce(b1 m + (1-b1) g_i);  x = x - lr (f_p m d + wd x)        f_p: see `limit`
 
 State: exp_avg, exp_avg_sq, 8 B an element; in stage 2 residual and d in the same buffers, and m, E: 1/8 + 4/N.
 """
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from onebit.collectives.exchange import Chunk
-from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.pointers import Pointers
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
@@ -34,6 +34,7 @@ class Adam(Algorithm):
 
     stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE)
     stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR)
+    limits_updates = True
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         state.backend.adam_warmup(
@@ -42,11 +43,14 @@ class Adam(Algorithm):
         )  # fmt: skip
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        def update(chunk: Chunk) -> None:
-            d, x = chunk.span.of(state["denominator"]), state.part("master", chunk.span)
-            state.backend.adam_update(chunk.span, state.parameters, d, chunk.replies, x, hyper)
+        m = reducer.all_reduce(hyper, flags)
+        state.backend.adam_update(
+            state.layout.all(), state.parameters, state["denominator"], m, state.get("master"), hyper,
+            clip=reducer.clip(hyper),
+        )  # fmt: skip
 
-        reducer.all_reduce(hyper, flags, update)
+    def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
+        return sum_squares(state, "denominator")
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         without = {}
@@ -68,6 +72,16 @@ class Adam(Algorithm):
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         return {"sums": torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)}
+
+
+def sum_squares(state: FlatState, name: str) -> Tensor:
+    """fp32 [blocks]: of a field's elements, added up over every block."""
+    layout, flags = state.layout, torch.zeros(1, dtype=torch.int32, device=state.device)
+    values = Pointers.to(layout, [state.elements_of(state[name], i) for i in range(len(state.params))])
+    as_they_are = hyper_table([Hyper()] * (1 + max(state.groups)), state.device)
+    found = torch.zeros(layout.blocks, dtype=torch.float32, device=state.device)
+    state.backend.scan(layout.all(), values, as_they_are, flags, found)
+    return found
 
 
 def nonzero(state: FlatState, name: str) -> Tensor | None:

@@ -68,6 +68,9 @@ class Algorithm(ABC):
     uses_step_number: ClassVar[bool] = False
     """Whether a step of stage 2 depends on how many were taken before."""
 
+    limits_updates: ClassVar[bool] = False
+    """Whether steps by m are made shorter where they would be too long: see `onebit.optim.limit`."""
+
     exchange_comes_first: ClassVar[bool] = True
     """Whether the reducer's messages may be exchanged before compressed_step, which then finds the replies there."""
 
@@ -143,6 +146,11 @@ class Algorithm(ABC):
     def live(self, state: FlatState) -> Tensor | None:
         """Stage 2: bool [elements], where coordinates take part; None where all do."""
         return None
+
+    def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
+        """Stage 2, with `limits_updates`: fp32 [blocks], the squares of d, by which a step multiplies m, added up over
+        every block. Asked for again after `UpdateLimit.forget_d`."""
+        raise NotImplementedError(f"{type(self).__name__} has limits_updates, and no sum_squares_of_d")
 
     def gamma(self, state: FlatState) -> Tensor | None:
         """Stage 2: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1."""

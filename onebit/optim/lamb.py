@@ -24,7 +24,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
-from onebit.optim.adam import DENOMINATOR, nonzero
+from onebit.optim.adam import DENOMINATOR, nonzero, sum_squares
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
@@ -58,6 +58,7 @@ class Lamb(Algorithm):
     stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS)
     stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED)
     needs_previous_momentum = True
+    limits_updates = True
 
     def __post_init__(self) -> None:
         if not is_finite(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
@@ -101,7 +102,12 @@ class Lamb(Algorithm):
         )  # fmt: skip
         if before is not None:
             self._ratios_of_wholes(state, lamb, *before, m.flags.max() == 0)
-        state.backend.adam_update(whole, state.parameters, d, m, state.get("master"), hyper, lamb.coefficient)
+        state.backend.adam_update(
+            whole, state.parameters, d, m, state.get("master"), hyper, lamb.coefficient, reducer.clip(hyper)
+        )
+
+    def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
+        return sum_squares(state, "denominator")
 
     def _coefficients_of_wholes(self, state: FlatState, average: Tensor, flags: Tensor) -> None:
         """c and c_avg once more, from the norms of whole parameters. average: c_avg before the step."""

@@ -1,12 +1,15 @@
 """Local steps of 0/1 Adam (Lu et al. 2023, Algorithm 1): a rank moves by its own gradient, and now and then all agree.
 
-local    m_i = b1 m_i + (1-b1) g_i;  x_i = x_i - lr (mhat_i / (u + eps) + wd x_i);  e_i = e_i + w m_i
-sync     U = compressed_all_reduce(e_i);  x = (product of 1 - lr wd) x_anchor - U / (u + eps);  m_i = U / W
+local    m_i = b1 m_i + (1-b1) g_i;  x_i = x_i - lr (f mhat_i / (u + eps) + wd x_i);  e_i = e_i + w m_i
+sync     U = compressed_all_reduce(e_i);  x = (product of 1 - lr wd) x_anchor - f U / (u + eps);  m_i = U / W
 
 w = lr / (1 - b1^t), of each step, and W = max(sum of w, 3/4 of the W before). Residuals are in units of what
 parameters move by: what a sync leaves out comes with the next one, whatever the learning rate is then. So U also has
 what was left out when steps were larger, or more; by the sum of w alone m would grow with their ratio, and parameters
 with it once the rate rises again.
+
+f bounds the step (see `limit`): of a sync by the size of U / W, of the first local step after one by that of m_i, of
+each other one by that of the step before.
 
 Weight decay acts on the anchor, which is x after the last sync. A rank whose gradient is not finite leaves its own step
 out; the step counts, since no other rank knows.
@@ -53,6 +56,8 @@ class ZeroOneLocalSteps:
         self._no_gradients = Pointers(state.layout, device, state.dtype, "gradient")
         self._no_gradients.bind_tensors([None] * parameters)
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self.limit = reducer.limit
+        self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)  # of the last step
         self._start(live)
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
@@ -74,11 +79,13 @@ class ZeroOneLocalSteps:
             parameters = range(len(state.params))
             anchors = [state.view(ANCHOR.name, i) for i in parameters]
             torch._foreach_copy_(anchors, [state.value(i) for i in parameters])
+        clip = self._clip(hyper)
         for span, _, residual in self.exchange.slices():
             state.backend.zero_one_local(
                 span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),
                 span.of(state[OWN_MOMENTUM.name]), residual, state.part("master", span), hyper, flags,
-                state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name],
+                state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], clip,
+                self._squares[span.first : span.first + span.count],
             )  # fmt: skip
         if self.exchange.residual.scale is not None:  # it has been computed anew
             self.exchange.residual.scale.masked_fill_(flags == 0, 0)
@@ -98,21 +105,28 @@ class ZeroOneLocalSteps:
                 live=live,
             )  # fmt: skip
 
-        def update(chunk: Chunk) -> None:
-            span = chunk.span
-            state.backend.zero_one_sync(
-                span, state.parameters, span.of(state[VARIANCE.name]), span.of(state[OWN_MOMENTUM.name]),
-                span.of(state[ANCHOR.name]), chunk.replies, state.part("master", span), hyper, state[LEAST_ROOT.name],
-                state[ROOT_AT_ZERO.name], self.decay, state[FACTOR.name],
-            )  # fmt: skip
-
-        self.exchange.run(compress, update)
+        total, factor = self.exchange.run(compress), state[FACTOR.name]
+        clip = None if self.limit is None else self.limit.of_messages(hyper, factor)
+        state.backend.zero_one_sync(
+            state.layout.all(), state.parameters, state[VARIANCE.name], state[OWN_MOMENTUM.name], state[ANCHOR.name],
+            total, state.get("master"), hyper, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], self.decay, factor,
+            clip,
+        )  # fmt: skip
+        self._squares.zero_()
         self.weights.zero_()
         self.decay.fill_(1)
         self.taken = 0
 
     def last_parameters(self) -> list[Tensor]:
         return [self.state.view(ANCHOR.name, i) for i in range(len(self.state.params))]
+
+    def _clip(self, hyper: Tensor) -> Tensor | None:
+        """f of the coming local step, by the size of the last one; after an exchange, by that of m."""
+        if self.limit is None:
+            return None
+        if self.taken:
+            return self.limit.of_squares(self._squares)
+        return self.limit.of_messages(hyper, self.state[FACTOR.name] * self._of_groups(hyper, "bias1"))
 
     def _start(self, live: Tensor) -> None:
         """m, as the last exchange has it."""

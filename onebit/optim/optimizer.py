@@ -61,7 +61,7 @@ from onebit.parallel.start_checks import agree_on_start
 from onebit.parallel.watch import Watch
 from onebit.report.diagnostics import diagnose
 from onebit.report.pay_off import PayOff, Report, Timed, made_report
-from onebit.report.skips import WARNED_AFTER, warn_of_local_skips, warnings_of_skips
+from onebit.report.skips import SHORTENED_FOR, WARNED_AFTER, warn_of_growth, warn_of_local_skips, warnings_of_skips
 
 _TIMED_AS: dict[Kind, Timed] = {"full": "uncompressed", "1 bit": "1 bit", "local": "local", "sync": "1 bit"}
 
@@ -560,7 +560,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             found = self._report(current.stages.skipped_as_known)
             self.after_step.append(partial(tell, "%s", found))
         alone = kind in ("local", "sync")
-        current.stages.count(flags, current.compressed, len(self.param_groups), alone=alone)
+        shortened = None if kind == "full" else current.shortened
+        current.stages.count(flags, current.compressed, len(self.param_groups), alone=alone, shortened=shortened)
         self.gradients.reset()
         self.leave_out_buckets(self._next_sends_momentum)
         for state in current.states:
@@ -607,6 +608,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.after_step += warnings_of_skips(self.setup, self.current.states, stages.skipped_in_a_row)
         if stages.left_out_in_a_row in WARNED_AFTER:
             self.after_step.append(partial(warn_of_local_skips, stages.left_out_in_a_row))
+        if stages.shortened_in_a_row == SHORTENED_FOR and self.setup.topology.everyone.rank == 0:
+            self.after_step.append(partial(warn_of_growth, self.setup.update_limit))
 
     def _freeze(self) -> None:
         zeros = self.current.freeze(self.setup)

@@ -47,6 +47,7 @@ class OptionArguments(TypedDict, total=False):
     bias_correction: bool
     zero_variance: ZeroVariance
     variance_floor: float
+    update_limit: float | Literal["auto"] | None
     scale: Scale
     norm: AskedNorm
     reply: AskedReply
@@ -85,6 +86,11 @@ class Options:
     )
     variance_floor: float = _option(
         1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers."
+    )
+    update_limit: float | Literal["auto"] | None = _option(
+        "auto",
+        "steps that do not update the variance are made shorter, a parameter each, where the root mean square of what "
+        'multiplies lr is above this: gradients have grown. "auto": 1; None: never, as in the papers.',
     )
     scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
     norm: AskedNorm = _option(
@@ -146,6 +152,12 @@ class Options:
             )
         if not is_one_of(self.zero_variance, get_args(ZeroVariance)):
             raise ValueError(f"zero_variance={self.zero_variance!r}: it must be one of {get_args(ZeroVariance)}")
+        limit: Any = self.update_limit
+        if not (limit is None or is_one_of(limit, ("auto",)) or (is_finite(limit, LARGEST_FLOAT) and limit > 0)):
+            raise ValueError(
+                f"update_limit={limit!r}: it is the most that the root mean square of a step over lr may be: a number "
+                f'above 0, "auto" for 1, or None for no limit'
+            )
         if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(
                 f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "

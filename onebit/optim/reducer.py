@@ -6,8 +6,6 @@ with replies of 2 bits, N with direct ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages, Norm, Scale
 from onebit.optim.fields import FIRST_MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
+from onebit.optim.limit import UpdateLimit
 
 
 class MomentumReducer:
@@ -46,6 +45,7 @@ class MomentumReducer:
         self.exchange.live = live
         m = self.exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
+        self.limit: UpdateLimit | None = None  # of a step by m
         self._arrived = False
 
     @property
@@ -60,16 +60,18 @@ class MomentumReducer:
         assert self._previous is not None
         return self._previous if dense is None else dense
 
-    def all_reduce(self, hyper: Tensor, flags: Tensor, use: Callable[[Chunk], None] | None = None) -> Messages:
-        """The new m. `use` is called for each chunk as soon as its part of m is there."""
+    def all_reduce(self, hyper: Tensor, flags: Tensor) -> Messages:
+        """The new m."""
         if not self._arrived:
             self.keep_previous_momentum()
-            return self.exchange.run(lambda chunk: self.compress(chunk, hyper, flags), use)
+            return self.exchange.run(lambda chunk: self.compress(chunk, hyper, flags))
         self._arrived = False
-        if use is not None:
-            for chunk in self.exchange.chunks:
-                use(chunk)
         return self.replies
+
+    def clip(self, hyper: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        """f, fp32 [parameters], of a step by m times weight: how much of the step is taken. None for all of every
+        step."""
+        return None if self.limit is None else self.limit.of_messages(hyper, weight)
 
     def momentum(self) -> list[Tensor]:
         """m of the last step, decoded: fp32, a tensor a parameter. NaN where the step was not taken."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk
@@ -20,6 +22,7 @@ from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM
 from onebit.optim.flat_state import FlatState
+from onebit.optim.limit import UpdateLimit
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
@@ -49,6 +52,10 @@ class Part:
             gamma=setup.algorithm.gamma(self.state),
             keep_previous=setup.algorithm.needs_previous_momentum,
         )
+        limit, algorithm = setup.update_limit, setup.algorithm
+        if limit is not None and algorithm.limits_updates:
+            sum_squares = partial(algorithm.sum_squares_of_d, self.state)
+            self.reducer.limit = UpdateLimit(self.state, self.reducer.replies, limit, sum_squares)
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What parameters have in common and every rank has the same."""
@@ -95,6 +102,12 @@ class Snapshot:
     def synchronized(self) -> bool:
         """Whether no local step was taken since the last exchange."""
         return not any(part.local.taken for part in self.parts if part.local is not None)
+
+    @property
+    def shortened(self) -> Tensor | None:
+        """See `UpdateLimit.share`: the largest of all parts. None where there is no limit."""
+        shares = [reducer.limit.share for reducer in self.reducers if reducer.limit is not None]
+        return torch.stack(shares).amax(0) if shares else None
 
     @property
     def wire_bytes(self) -> int:

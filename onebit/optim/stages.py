@@ -14,6 +14,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule
 
 logger = logging.getLogger("onebit")
+MOST_SHORTENED = 0.5  # of the elements, of a step that need not be told of
 
 
 class AsyncReadback:
@@ -61,6 +62,8 @@ class Stages:
         self._known = (skipped, 0)  # what was skipped and left out, as far as the host knows
         self.skipped_in_a_row = 0  # up to the last step, the same on all ranks
         self.left_out_in_a_row = 0  # by this rank
+        self.shortened_in_a_row = 0  # steps that most parameters were to be moved too far by
+        self._none = torch.zeros(1, dtype=torch.float64, device=device)
 
     @property
     def freeze_is_due(self) -> bool:
@@ -72,8 +75,17 @@ class Stages:
         """Steps skipped, and local ones that this rank left out: without those of the last step."""
         return sum(self._known)
 
-    def count(self, flags: Tensor, states: Sequence[FlatState], groups: int, *, alone: bool = False) -> None:
-        """A step ends: taken where flags, int32 [1], is 0, else skipped; where ranks moved alone, taken in any case."""
+    def count(
+        self,
+        flags: Tensor,
+        states: Sequence[FlatState],
+        groups: int,
+        *,
+        alone: bool = False,
+        shortened: Tensor | None = None,
+    ) -> None:
+        """A step ends: taken where flags, int32 [1], is 0, else skipped; where ranks moved alone, taken in any case.
+        shortened: see `UpdateLimit.share`."""
         if alone:
             self.counts[:1] += 1
             self.left_out += flags != 0
@@ -81,7 +93,8 @@ class Stages:
             self.counts.index_add_(0, flags, self._one)
         if not capturing(flags.device):
             numbers = self.rule.measure(states, groups) if self._measures else []
-            self._readback.start(torch.cat([self.counts.double(), self.left_out.double(), *numbers]))
+            of_limit = self._none if shortened is None else shortened
+            self._readback.start(torch.cat([self.counts.double(), self.left_out.double(), of_limit, *numbers]))
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
         """Whether there was a step to read of, and it was taken. beta2s: 0 where the variance is not bias-corrected."""
@@ -90,13 +103,14 @@ class Stages:
             return False
         before, (skipped, left_out) = self.steps, self._known
         self.steps, *now = map(int, numbers[:3])
+        self.shortened_in_a_row = self.shortened_in_a_row + 1 if numbers[3] > MOST_SHORTENED else 0
         self._known = (now[0], now[1])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if now[0] > skipped else 0
         self.left_out_in_a_row = self.left_out_in_a_row + 1 if now[1] > left_out else 0
         if self.steps == before:
             return False
         if self._measures:
-            self.rule.add(self.steps, numbers[3:], beta2s)
+            self.rule.add(self.steps, numbers[4:], beta2s)
         return True
 
     def warn_of_short_runs(self) -> None:

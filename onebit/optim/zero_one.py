@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from onebit.collectives.exchange import Chunk
 from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
@@ -40,7 +39,6 @@ from onebit.optim.param_groups import Group, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 
-_PIECE = 128  # blocks that are added up one after the other
 _SETTINGS = ("var_update_scaler", "var_freeze_step", "local_step_scaler", "local_step_clipper")
 
 
@@ -106,19 +104,25 @@ class ZeroOne(Adam):
             )  # fmt: skip
         exchange.clear_replies(flags)
         bias2 = hyper[state.scratch["groups"], Hyper._fields.index("bias2")]
-        for name, root in _floors(state, _of_parameters(state, sums, counts), bias2, options).items():
+        for name, root in _floors(state, state.of_parameters(torch.stack([sums, counts], 1)), bias2, options).items():
             state[name].copy_(torch.where(flags != 0, state[name], root))
         _mark_floored(state, exchange.live)
+        if reducer.limit is not None:
+            reducer.limit.forget_d()
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        def update(chunk: Chunk) -> None:
-            v, x = chunk.span.of(state[VARIANCE.name]), state.part("master", chunk.span)
-            state.backend.zero_one_update(
-                chunk.span, state.parameters, v, chunk.replies, x, hyper, state[LEAST_ROOT.name],
-                state[ROOT_AT_ZERO.name],
-            )  # fmt: skip
+        m, bias1 = reducer.all_reduce(hyper, flags), hyper[state.scratch["groups"], Hyper._fields.index("bias1")]
+        state.backend.zero_one_update(
+            state.layout.all(), state.parameters, state[VARIANCE.name], m, state.get("master"), hyper,
+            state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], reducer.clip(hyper, bias1),
+        )  # fmt: skip
 
-        reducer.all_reduce(hyper, flags, update)
+    def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
+        found = torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)
+        state.backend.zero_one_inverses(
+            state.layout.all(), state[VARIANCE.name], hyper, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], found
+        )
+        return found
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         variances = [state.view(VARIANCE.name, i) for i in range(len(state.params))]
@@ -179,19 +183,12 @@ class ZeroOne(Adam):
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         groups = torch.tensor(state.groups, dtype=torch.int64, device=state.device)
-        ends = [*state.layout.first.tolist(), state.layout.used_blocks]
-        blocks = [b - a for a, b in pairwise(ends)]
-        pieces = [min(_PIECE, n - at) for n in blocks for at in range(0, n, _PIECE)]
         starts = [*(state.layout.offset // 8).tolist(), state.layout.elements // 8]
         own = [-(-n // 8) for n in state.numels]
-        lengths = {
-            "pieces": pieces,
-            "of_parameters": [-(-n // _PIECE) for n in blocks],
-            "bytes": [n for i, (a, b) in enumerate(pairwise(starts)) for n in (own[i], b - a - own[i])],
-        }
+        lengths = [n for i, (a, b) in enumerate(pairwise(starts)) for n in (own[i], b - a - own[i])]
         counts = torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)
-        on_device = {name: torch.tensor(n, dtype=torch.int64, device=state.device) for name, n in lengths.items()}
-        return {**super().scratch(state), "counts": counts, "groups": groups, **on_device}
+        in_bytes = torch.tensor(lengths, dtype=torch.int64, device=state.device)
+        return {**super().scratch(state), "counts": counts, "groups": groups, "bytes": in_bytes}
 
     def check_uncompressed(self) -> None:
         if self.syncs is not None:
@@ -230,15 +227,6 @@ class ZeroOne(Adam):
                     f"of the steps so far, and what they weigh in the variance, would be another. Build the optimizer "
                     f"with {name}={was}"
                 )
-
-
-def _of_parameters(state: FlatState, sums: Tensor, counts: Tensor) -> Tensor:
-    """fp64 [parameters, 2]: both of every block added up, in one order, the same on every rank. A GPU gives a thread to
-    each piece, then to each parameter."""
-    found = torch.stack([sums, counts], 1)[: state.layout.used_blocks].double()
-    for lengths in ("pieces", "of_parameters"):  # unsafe: the host does not wait to check them
-        found = torch.segment_reduce(found, "sum", lengths=state.scratch[lengths], initial=0, unsafe=True)
-    return found
 
 
 def _floors(state: FlatState, totals: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor]:

@@ -51,8 +51,8 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
     permuted = [f"parameter {setup.name_of(p)} {order}" for p, order in orders if order is not None]
     o, groups = setup.options, setup.groups
     names = (
-        "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "master_weights",
-        "overlap", "check_every", "on_divergence",
+        "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "update_limit",
+        "master_weights", "overlap", "check_every", "on_divergence",
     )  # fmt: skip
     of_groups = ("lr", "betas", "eps", "weight_decay", COMPRESS)
     return {

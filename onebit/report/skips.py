@@ -14,6 +14,7 @@ from onebit.optim.setup import Setup
 from onebit.warning import warn
 
 WARNED_AFTER = (3, 10, 100, 1000)  # steps in a row
+SHORTENED_FOR = 100  # steps in a row, before that is told
 
 
 def warnings_of_skips(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> list[Callable[[], None]]:
@@ -42,4 +43,14 @@ def warn_of_local_skips(in_a_row: int) -> None:
     warn(
         f"this rank has left out {in_a_row} local steps in a row: its gradients are not finite. Look at its data and "
         f"loss"
+    )
+
+
+def warn_of_growth(limit: float | None) -> None:
+    """With the step after so many that were made shorter for most parameters."""
+    warn(
+        f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit={limit}): gradients have "
+        f"grown since the variance was last updated, and steps would be too long. Training goes on with steps as long "
+        f"as AdamW's longest. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without "
+        f"var_freeze_step goes on updating its variance"
     )

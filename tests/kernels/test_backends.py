@@ -64,8 +64,9 @@ COMPARED = {
     "lamb_statistics": Pass(ratios),
     "lamb_statistics, masked and scaled": Pass(ratios, masked=True),
     "zero_one_full": Pass(lambda w: [w.exp_avg_sq, left(w), w.written_live, w.counts], lambda w: [w.sums]),
+    "zero_one_inverses": Pass(close=lambda w: [w.sums]),
     "zero_one_update": Pass(),
-    "zero_one_local": Pass(lambda w: [w.exp_avg, left(w)]),
+    "zero_one_local": Pass(lambda w: [w.exp_avg, left(w)], lambda w: [w.squares]),
     "zero_one_sync": Pass(lambda w: [w.exp_avg] + ([] if w.case.param == BF16 and not w.case.master else [w.anchor])),
 }
 

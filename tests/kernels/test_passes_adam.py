@@ -76,7 +76,8 @@ def test_update_agrees_with_the_oracle(each, case):
     world.run(each)
     factors = world.coefficient64 if each == "lamb_update" else np.ones(len(world.x))
     hypers = [oracle.Hyper(h.lr * c, weight_decay=h.weight_decay) for h, c in zip(world.hypers, factors, strict=True)]
-    world.check_parameters(oracle.onebit_adam_update(world.x, world.replied(), world.d64, hypers))
+    clipped = [clip * m for clip, m in zip(world.clip64, world.replied(), strict=True)]
+    world.check_parameters(oracle.onebit_adam_update(world.x, clipped, world.d64, hypers))
     for got, start, d in zip(world.moved(), world.x, world.d64, strict=True):  # weight decay does not move it either
         assert (got[d == 0] == start[d == 0]).all()
 

@@ -54,8 +54,18 @@ def test_an_update_agrees_with_float64(case):
     world = World(case, zeros=True)
     u = roots(world, world.v)
     world.run("zero_one_update")
-    world.check_parameters(zero_one.update(world.x, world.replied(), u, world.hypers, STEP), lrs=10)
+    clipped = [clip * m for clip, m in zip(world.clip64, world.replied(), strict=True)]
+    world.check_parameters(zero_one.update(world.x, clipped, u, world.hypers, STEP), lrs=10)
     assert all((x == was)[root == 0].all() for x, was, root in zip(world.moved(), world.x, u, strict=True))
+
+
+@GRID
+def test_inverses_agree_with_float64(case):
+    """Of every block, without coordinates that do not move."""
+    world = World(case, zeros=True)
+    world.run("zero_one_inverses")
+    d = [np.where(u == 0, 0.0, 1 / (u + h.eps)) for u, h in zip(roots(world, world.v), world.hypers, strict=True)]
+    world.check_sums(world.sums, world.plan.flatten([d_p**2 for d_p in d]))
 
 
 @GRID
@@ -66,6 +76,7 @@ def test_a_local_step_agrees_with_float64(case):
     assert frozen_bits(world.exp_avg_sq, world.grads) == unread
     zero_scales(world)
     us, ms, found_m, found_e = roots(world, world.v), [], world.unpadded(world.exp_avg), world.left_out()
+    squares = []
     for p, (m, e, u, h) in enumerate(zip(world.m, before, us, world.hypers, strict=True)):
         g, lr = oracle.gradient(world.scaled_g[p], m), h.lr / (1 - h.beta1**STEP)
         new = np.where(u == 0, m, h.beta1 * m + (1 - h.beta1) * g)
@@ -76,7 +87,10 @@ def test_a_local_step_agrees_with_float64(case):
         assert_close(found_e[p], np.where(u == 0, held, e + lr * new), ELEMENTWISE, np.abs(e) + lr * size)
         for got, start in ((found_m[p], m), (found_e[p], held), (world.moved()[p], world.x[p])):
             assert got[u == 0].tolist() == start[u == 0].tolist()
-    world.check_parameters(zero_one.update(world.x, ms, us, world.hypers, STEP), lrs=10)
+        squares.append(np.where(u == 0, 0.0, new / (1 - h.beta1**STEP) / (u + h.eps)) ** 2)
+    world.check_sums(world.squares, world.plan.flatten(squares))
+    clipped = [clip * m for clip, m in zip(world.clip64, ms, strict=True)]
+    world.check_parameters(zero_one.update(world.x, clipped, us, world.hypers, STEP), lrs=10)
 
 
 @GRID
@@ -91,7 +105,7 @@ def test_a_sync_agrees_with_float64(case):
     x, size, u = [], [], roots(world, world.v)
     for p, (a, total, h) in enumerate(zip(world.anchor64, world.replied(), world.hypers, strict=True)):
         with np.errstate(divide="ignore", invalid="ignore"):
-            move = np.where(u[p] == 0, 0.0, total / (u[p] + h.eps))
+            move = np.where(u[p] == 0, 0.0, world.clip64[p] * total / (u[p] + h.eps))
         x.append(np.where(u[p] == 0, 1.0, world.decay64[p]) * a - move)
         size.append(np.abs(a) + np.abs(move))
     world.check_parameters(x, sizes=size)

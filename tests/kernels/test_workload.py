@@ -11,7 +11,7 @@ from onebit.kernels.tuning.workload import Workload
 FP32 = {
     "scan": 4, "compress": 12.25, "average": 8 / 8 + 8.125, "decode": 4.125, "adam_warmup": 28, "adam_update": 12.125,
     "lamb_warmup": 40, "lamb_statistics": 12.25, "lamb_update": 12.125, "zero_one_full": 28.25,
-    "zero_one_update": 12.125, "zero_one_local": 32, "zero_one_sync": 20.125,
+    "zero_one_inverses": 4, "zero_one_update": 12.125, "zero_one_local": 32, "zero_one_sync": 20.125,
 }  # fmt: skip
 
 
@@ -69,8 +69,9 @@ WRITES = {
     "lamb_statistics": {"exp_avg_sq", "statistics.coefficient", "statistics.ratio"},
     "lamb_update": {"parameter.0"},
     "zero_one_full": {"parameter.0", "exp_avg_sq", "folded", "live", "sums", "counts"},
+    "zero_one_inverses": {"sums"},
     "zero_one_update": {"parameter.0"},
-    "zero_one_local": {"parameter.0", "exp_avg", "folded"},
+    "zero_one_local": {"parameter.0", "exp_avg", "folded", "squares"},
     "zero_one_sync": {"parameter.0", "exp_avg", "anchor"},
 }
 

@@ -35,6 +35,7 @@ HYPERS = (
 GRAD_SCALES = (0.5, 1.0, 3.0)
 # 0/1 Adam's, by parameter: every third holds what has no variance, the others give it that of the mean.
 LEAST, AT_ZERO, DECAY, FACTOR = (0.3, 2.0, 0.0), (0.0, 1.5, 0.7), (0.9, 1.0, 0.5), (0.7, 3.0, 0.1)
+CLIP = (1.0, 0.6, 0.2)
 
 
 class Chunk(NamedTuple):
@@ -80,8 +81,8 @@ class Inputs:
         self.coefficient64 = rounded(rng.uniform(0.01, 0.3, len(self.x)), F32)
         self.scales64 = rounded(rng.uniform(0.1, 0.4, self.rows), F32)  # of residuals, with a tensor scale
         self.anchor64 = [rounded(x + 0.3 * m, F32) for x, m in zip(self.x, self.m, strict=True)]
-        self.least_root64, self.root_at_zero64, self.decay64, self.factor64 = (
-            rounded(np.resize(values, len(self.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR)
+        self.least_root64, self.root_at_zero64, self.decay64, self.factor64, self.clip64 = (
+            rounded(np.resize(values, len(self.x)), F32) for values in (LEAST, AT_ZERO, DECAY, FACTOR, CLIP)
         )
 
     def _mask(self) -> None:
@@ -224,7 +225,7 @@ MADE: dict[str, Callable[[World], Any]] = {
     "flags": lambda w: torch.zeros(1, dtype=torch.int32, device=w.device),
     "state": lamb_state,
 }
-PER_PARAMETER = ("least_root", "root_at_zero", "decay", "factor", "coefficient")
+PER_PARAMETER = ("least_root", "root_at_zero", "decay", "factor", "coefficient", "clip")
 OPTIONS = {
     "coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3, "between": None,
     "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1, "ratio": "variance",
