@@ -22,6 +22,7 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
+from onebit.optim.limit import USUAL
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
 from onebit.optim.reducer import MomentumReducer
@@ -33,7 +34,7 @@ class Adam(Algorithm):
     """The two updates of 1-bit Adam."""
 
     stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE)
-    stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR)
+    stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR, USUAL)
     limits_updates = True
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:

@@ -149,7 +149,7 @@ class Algorithm(ABC):
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
         """Stage 2, with `limits_updates`: fp32 [blocks], the squares of d, by which a step multiplies m, added up over
-        every block. Asked for again after `UpdateLimit.forget_d`."""
+        every block. Asked for again after `UpdateLimit.variance_was_updated`."""
         raise NotImplementedError(f"{type(self).__name__} has limits_updates, and no sum_squares_of_d")
 
     def gamma(self, state: FlatState) -> Tensor | None:

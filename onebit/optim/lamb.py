@@ -29,6 +29,7 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule, check_variance, raise_to_floor_, variance_to_denominator_
+from onebit.optim.limit import USUAL
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import LARGEST_FLOAT, OptionArguments, Options, shows_options
 from onebit.optim.reducer import MomentumReducer
@@ -56,7 +57,7 @@ class Lamb(Algorithm):
     ratio: Ratio = "variance"
 
     stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS)
-    stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED)
+    stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED, USUAL)
     needs_previous_momentum = True
     limits_updates = True
 

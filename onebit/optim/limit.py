@@ -1,12 +1,16 @@
 """How far a step moves a parameter whose variance does not see that gradients have grown.
 
-    u = mhat d,   f_p = min(1, limit / RMS(u over parameter p)),   x = x - lr (f_p u + wd x)
+    u = mhat d,   f_p = min(1, limit_p / RMS(u over parameter p)),   x = x - lr (f_p u + wd x)
     RMS(u)^2 = sum over blocks of s_b^2 D_b / n_p,   D_b = sum of d^2 over block b
+    limit_p = max(1, 3 R_p),   R_p = the least RMS(u) of those steps that came first after p's variance was updated
 
 Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own steps have RMS(u) near 1 or below,
-however large gradients are; with a frozen variance they grow as gradients do. s_b is the size of m in block b as
-messages have it: their scale, its mean where m is the mean of several messages, the larger one of two. So no pass over
-memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a step is not made up for later.
+however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
+be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p.
+
+s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages, the
+larger one of two. So no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a
+step is not made up for later.
 """
 
 from __future__ import annotations
@@ -19,19 +23,23 @@ from torch import Tensor
 from onebit.kernels.data.layout import WORD, Block
 from onebit.kernels.data.rotation import elements_mixed
 from onebit.kernels.data.wire import HEADER_WORDS, Messages
+from onebit.optim.fields import Field
 from onebit.optim.flat_state import FlatState
 
-AUTO = 1.0
-"""RMS(u) of update_limit="auto": Adafactor's, and at or above what Adam's full-precision steps have."""
+LEAST = 1.0  # limit_p, at least
+TIMES = 3.0  # R_p
+USUAL = Field("usual_step", per="parameter", required=False, always=False)
+"""R_p; 0 until it is known, and negative between an update of the variance and the next step by m."""
 
 
 class UpdateLimit:
     """Of one flat state in stage 2, whose momentum `replies` are."""
 
     def __init__(
-        self, state: FlatState, replies: Messages, limit: float, sum_squares_of_d: Callable[[Tensor], Tensor]
+        self, state: FlatState, replies: Messages, limit: float | None, sum_squares_of_d: Callable[[Tensor], Tensor]
     ) -> None:
-        """sum_squares_of_d: D, fp32 [blocks], with the numbers of the param groups as they are now."""
+        """limit: of all parameters, or None for limit_p. sum_squares_of_d: D, fp32 [blocks], with the numbers of the
+        param groups as they are now."""
         self.state, self._replies, self._limit = state, replies, limit
         self._sum_squares_of_d = sum_squares_of_d
         self._d: Tensor | None = None
@@ -40,39 +48,50 @@ class UpdateLimit:
         place = place * form.bits if form.bits == 2 or form.scale == "block" else torch.zeros_like(place)
         words = replies.buffer.shape[1] // 4
         self._places = [
-            torch.stack([(row + i) * words + HEADER_WORDS + place + k for k in range(form.bits)])
+            [((row + i) * words + HEADER_WORDS + place + k).int() for k in range(form.bits)]
             for i in range(replies.copies)
         ]
-        lengths = (rows[:, Block._fields.index("words")] * WORD).tolist()
-        mixed = [elements_mixed(n) if form.rotated else 1 for n in lengths]
+        lengths = (rows[:, Block._fields.index("words")] * WORD).tolist() if form.rotated else [1]
+        mixed = [elements_mixed(n) for n in lengths]
         self._size_of_scale = torch.tensor(mixed, dtype=torch.float64, device=state.device).sqrt()
-        numels = torch.tensor(state.whole_numels, dtype=torch.float64, device=state.device)
-        self._numels, self._share_of = numels.clamp(min=1), numels / numels.sum().clamp(min=1)
+        self._numels = torch.tensor(state.whole_numels, dtype=torch.float32, device=state.device)
         self.share = torch.zeros(1, dtype=torch.float64, device=state.device)
         """Of the elements, that of parameters whose last step was made shorter."""
+        if USUAL.name not in state:
+            state.add(USUAL)
 
-    def forget_d(self) -> None:
-        """The variance has changed."""
+    def variance_was_updated(self, flags: Tensor) -> None:
+        """By a full-precision step, where flags is 0."""
+        usual = self.state[USUAL.name]
+        usual.copy_(torch.where(flags == 0, -usual.abs(), usual))
         self._d = None
 
     def of_messages(self, hyper: Tensor, weight: Tensor | None = None) -> Tensor:
         """f of a step by m times weight, fp32 [parameters]: by m itself where there is none."""
         if self._d is None:
             self._d = self._sum_squares_of_d(hyper)
-        scales, size = self._replies.buffer.view(-1).view(torch.float32), torch.zeros_like(self._size_of_scale)
-        for place in self._places:  # one after the other: the sum has one order on every machine
-            size += scales[place].amax(0)
+        scales, size = self._replies.buffer.view(-1).view(torch.float32), torch.zeros_like(self._d, dtype=torch.float64)
+        for places in self._places:  # one after the other: the sum has one order on every machine
+            size += torch.stack([scales.index_select(0, place) for place in places]).amax(0)
         size *= self._size_of_scale / len(self._places)
         squares = self.state.of_parameters(size.square() * self._d)
-        return self._of(squares if weight is None else squares * weight.double().square())
+        rms = self._rms(squares if weight is None else squares * weight.double().square())
+        now, usual = rms.float(), self.state[USUAL.name]
+        least = torch.where(usual < 0, torch.minimum(-usual, now), torch.where(usual == 0, now, usual))
+        usual.copy_(torch.where(self._replies.flags.amax() == 0, least, usual))
+        return self._factor(rms)
 
     def of_squares(self, squares: Tensor) -> Tensor:
         """f by sums of u^2, fp32 [blocks]."""
-        return self._of(self.state.of_parameters(squares))
+        return self._factor(self._rms(self.state.of_parameters(squares)))
 
-    def _of(self, squares: Tensor) -> Tensor:
+    def _rms(self, squares: Tensor) -> Tensor:
         """squares: the sum of u^2 over this rank's part of every parameter, fp64."""
-        mean = self.state.add_parts(squares) / self._numels
-        found = (self._limit / mean.sqrt()).clamp(max=1.0)
-        torch.sum(self._share_of * (found < 1), 0, keepdim=True, out=self.share)
+        return (self.state.add_parts(squares) / self._numels.clamp(min=1)).sqrt()
+
+    def _factor(self, rms: Tensor) -> Tensor:
+        limit = self._limit
+        most = (TIMES * self.state[USUAL.name].abs()).clamp(min=LEAST) if limit is None else limit
+        found = (most / rms).clamp(max=1.0)
+        self.share.copy_((self._numels * (found < 1)).sum() / self._numels.sum().clamp(min=1))
         return found.float()

@@ -57,6 +57,7 @@ class ZeroOneLocalSteps:
         self._no_gradients.bind_tensors([None] * parameters)
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
         self.limit = reducer.limit
+        self._of_replies = state[FACTOR.name].clone()  # what they are multiplied by to be m
         self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)  # of the last step
         self._start(live)
 
@@ -113,6 +114,7 @@ class ZeroOneLocalSteps:
             clip,
         )  # fmt: skip
         self._squares.zero_()
+        self._of_replies.copy_(factor)
         self.weights.zero_()
         self.decay.fill_(1)
         self.taken = 0
@@ -126,7 +128,7 @@ class ZeroOneLocalSteps:
             return None
         if self.taken:
             return self.limit.of_squares(self._squares)
-        return self.limit.of_messages(hyper, self.state[FACTOR.name] * self._of_groups(hyper, "bias1"))
+        return self.limit.of_messages(hyper, self._of_replies * self._of_groups(hyper, "bias1"))
 
     def _start(self, live: Tensor) -> None:
         """m, as the last exchange has it."""

@@ -93,6 +93,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """process_group: also a Topology, for several optimizers of the same ranks. node_group: see `Topology.of`. A
         group of a node is asked for of all ranks here, "auto" in `find_ranks`."""
         chosen = Options.of(options, self.without_options)
+        if isinstance(chosen.update_limit, (int, float)) and not algorithm.limits_updates:
+            raise ValueError(
+                f"update_limit={chosen.update_limit}: {type(algorithm).__name__} does not limit its steps "
+                f"(Algorithm.limits_updates). Leave it out"
+            )
         self._built, self._at_last_sync = False, False
         self._room: tuple[dict[Tensor, dict[str, Tensor]], dict[str, Any]] | None = None
         self._held: dict[Tensor, Tensor] = {}
@@ -609,7 +614,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if stages.left_out_in_a_row in WARNED_AFTER:
             self.after_step.append(partial(warn_of_local_skips, stages.left_out_in_a_row))
         if stages.shortened_in_a_row == SHORTENED_FOR and self.setup.topology.everyone.rank == 0:
-            self.after_step.append(partial(warn_of_growth, self.setup.update_limit))
+            self.after_step.append(warn_of_growth)
 
     def _freeze(self) -> None:
         zeros = self.current.freeze(self.setup)

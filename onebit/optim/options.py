@@ -89,8 +89,9 @@ class Options:
     )
     update_limit: float | Literal["auto"] | None = _option(
         "auto",
-        "steps that do not update the variance are made shorter, a parameter each, where the root mean square of what "
-        'multiplies lr is above this: gradients have grown. "auto": 1; None: never, as in the papers.',
+        "steps that do not update the variance are shortened, a parameter each, where the root mean square of what "
+        'multiplies lr is above this: gradients have grown. "auto": 1, or 3 times what is usual for it; None: '
+        "never, as in the papers.",
     )
     scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
     norm: AskedNorm = _option(
@@ -156,7 +157,7 @@ class Options:
         if not (limit is None or is_one_of(limit, ("auto",)) or (is_finite(limit, LARGEST_FLOAT) and limit > 0)):
             raise ValueError(
                 f"update_limit={limit!r}: it is the most that the root mean square of a step over lr may be: a number "
-                f'above 0, "auto" for 1, or None for no limit'
+                f'above 0, "auto" for 1 or 3 times what is usual for a parameter, or None for no limit'
             )
         if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(

@@ -19,7 +19,6 @@ from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FreezeRule
-from onebit.optim.limit import AUTO
 from onebit.optim.options import Options
 
 
@@ -47,12 +46,6 @@ class Setup:
         blocks."""
         asked, scale = self.options.norm, self.options.scale
         return asked if asked != "auto" else self.algorithm.norm if scale == "block" else "l1"
-
-    @property
-    def update_limit(self) -> float | None:
-        """The most RMS(u) of a step that does not update the variance."""
-        asked = self.options.update_limit
-        return AUTO if isinstance(asked, str) else asked
 
     @property
     def shards(self) -> int:

@@ -52,10 +52,11 @@ class Part:
             gamma=setup.algorithm.gamma(self.state),
             keep_previous=setup.algorithm.needs_previous_momentum,
         )
-        limit, algorithm = setup.update_limit, setup.algorithm
+        limit, algorithm = setup.options.update_limit, setup.algorithm
         if limit is not None and algorithm.limits_updates:
             sum_squares = partial(algorithm.sum_squares_of_d, self.state)
-            self.reducer.limit = UpdateLimit(self.state, self.reducer.replies, limit, sum_squares)
+            most = None if isinstance(limit, str) else limit
+            self.reducer.limit = UpdateLimit(self.state, self.reducer.replies, most, sum_squares)
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What parameters have in common and every rank has the same."""

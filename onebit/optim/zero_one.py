@@ -33,6 +33,7 @@ from onebit.optim.algorithm import Kind, LocalSteps
 from onebit.optim.fields import LEAST_ROOT, MOMENTUM, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, FreezeRule
+from onebit.optim.limit import USUAL
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
 from onebit.optim.param_groups import Group, betas_of, is_compressed
@@ -67,7 +68,7 @@ class ZeroOne(Adam):
     """The updates of 0/1 Adam; those of the dense start are Adam's."""
 
     stage_1 = (MOMENTUM, VARIANCE)
-    stage_2: tuple[Field, ...] = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO)
+    stage_2: tuple[Field, ...] = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO, USUAL)
     uses_step_number = True
     norm = "unbiased"
 
@@ -108,7 +109,7 @@ class ZeroOne(Adam):
             state[name].copy_(torch.where(flags != 0, state[name], root))
         _mark_floored(state, exchange.live)
         if reducer.limit is not None:
-            reducer.limit.forget_d()
+            reducer.limit.variance_was_updated(flags)
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         m, bias1 = reducer.all_reduce(hyper, flags), hyper[state.scratch["groups"], Hyper._fields.index("bias1")]
@@ -129,7 +130,7 @@ class ZeroOne(Adam):
         totals = torch.stack([torch.stack([v.sum(dtype=torch.float64), (v != 0).sum()]) for v in variances])
         bias2 = torch.tensor([rows[g].bias2 for g in state.groups], dtype=torch.float64, device=state.device)
         for field in self.stage_2:
-            if field.name not in state and field is not RESIDUAL:
+            if field.name not in state and field is not RESIDUAL and field.always:
                 state.add(field)
         for name, root in _floors(state, totals, bias2, options).items():
             state[name].copy_(root)

@@ -46,11 +46,11 @@ def warn_of_local_skips(in_a_row: int) -> None:
     )
 
 
-def warn_of_growth(limit: float | None) -> None:
+def warn_of_growth() -> None:
     """With the step after so many that were made shorter for most parameters."""
     warn(
-        f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit={limit}): gradients have "
-        f"grown since the variance was last updated, and steps would be too long. Training goes on with steps as long "
-        f"as AdamW's longest. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without "
+        f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit): gradients have grown "
+        f"since the variance was last updated, and steps would be too long. Training goes on with steps about as long "
+        f"as AdamW's. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without "
         f"var_freeze_step goes on updating its variance"
     )

@@ -65,7 +65,8 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
         "reply": one("auto", "auto", 1, 2, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased", "rotated"),
         "scale": one("block", "block", "block", "tensor"), "chunks": one(1, 2, 3), "block_size": one(32, 64, 2048),
         "overlap": one(False, False, True), "gradient_dtype": one(None, None, torch.bfloat16),
-        "zero_variance": one("floor", "hold"), "variance_floor": one(0.0, 0.01), "lr": one(1e-3, 1e-2),
+        "zero_variance": one("floor", "hold"),
+        "update_limit": one("auto", "auto", None, 0.1), "variance_floor": one(0.0, 0.01), "lr": one(1e-3, 1e-2),
         "master_weights": one(True, True, False), "check_every": one(0, 0, 3), "weight_decay": one(0.0, 0.1),
     }  # fmt: skip
     if kind == "ZeroOneAdam":

@@ -179,7 +179,7 @@ def test_a_schedule_continues_and_a_param_group_that_was_added_is_loaded(kind, l
     steps(params, optimizer, scheduler, 1, last)
     state, values = checkpoint(params, optimizer)
     kept, again = snapshot(state), states.other_parameters(case)
-    other = build(kind, again[::2], lr=0.7, block_size=64, chunks=1, **FREEZE)
+    other = build(kind, again[::2], lr=0.7, block_size=64, chunks=1, update_limit=None, **FREEZE)
     other.add_param_group({"params": again[1::2]})
     other.load_state_dict(state)
     states.set_parameters(again, values)

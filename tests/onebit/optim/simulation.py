@@ -184,7 +184,9 @@ class Simulation:
         self.messages = messages_of(case, ranks, self.norm)
         self.layout = self.messages.plan(ranks * case.each)
         self.x = self.ordered(arrays(case.parameters()))
-        self.kept, self.reasons = {}, set()  # the recorded d; how LAMB's ratios came about
+        self.kept, self.reasons = {}, set()  # the recorded d; how LAMB's ratios and shorter steps came about
+        limit = case.options.get("update_limit")
+        self.limit = 1.0 if limit == "auto" else limit
 
     def ordered(self, arrays):
         return [arrays[p] for p in self.case.order]
@@ -295,10 +297,27 @@ class Simulation:
         reduce, received = self.all_reduce, self.received(now)
         half_place = 0.0 if self.case.options.get("master_weights", True) else HALF_PLACE[self.case.dtype]
         added = sum(map(whole_scale, reduce.gathered)) if reduce.direct else np.zeros(self.layout.size)
-        moved = oracle.onebit_adam_update(self.x, received, self.d, self.hypers)
+        moved = oracle.onebit_adam_update(self.x, self.shortened(received, self.d), self.d, self.hypers)
         parts = zip(self.x, moved, self.hypers, self.d, self.shaped(2.0**-24 * added), strict=True)
         rounding = [1e-6 * np.abs(new - x) + half_place * np.abs(new) + h.lr * d * a for x, new, h, d, a in parts]
         self.assert_moved(now, moved, rounding)
+
+    def shortened(self, m, d, weights=None, sizes=None):
+        """f m, so that RMS(f m d) is at most the limit over every parameter. sizes: of m, where messages have another
+        one than its own. weights: what m is multiplied by in a step."""
+        if self.limit is None:
+            return m
+        if sizes is None:
+            sizes = [np.abs(part) for part in m]
+            if self.all_reduce.direct:
+                gathered = self.all_reduce.gathered
+                sizes = self.shaped(sum(map(whole_scale, gathered)) / len(gathered) / self.gamma)
+        found = []
+        for part, own, d_p, w in zip(m, sizes, d, weights or [1.0] * len(m), strict=True):
+            rms = w * np.sqrt(np.mean((own * d_p) ** 2)) if part.size else 0.0
+            self.reasons |= {"shortened"} if rms > self.limit else set()
+            found.append(part * min(1.0, self.limit / rms) if rms else part)
+        return found
 
     def assert_moved(self, now, moved, rounding):
         """rounding: of what is added to x."""
@@ -361,6 +380,12 @@ class LambSimulation(Simulation):
         moved, fresh, ratio = oracle.onebit_lamb_update(
             self.x, received, self.m, self.v, self.r, self.frozen, self.hypers, self.ratio
         )
+        if self.limit is not None:
+            c = ratio * self.frozen.c_avg
+            scaled = [
+                oracle.Hyper(h.lr * c_p, weight_decay=h.weight_decay) for h, c_p in zip(self.hypers, c, strict=True)
+            ]
+            moved = oracle.onebit_adam_update(self.x, self.shortened(received, self.d), self.d, scaled)
         recorded = self.shaped(now.fields["exp_avg_sq"])
         parts = zip(recorded, fresh, self.v, received, self.m, self.hypers, self.frozen.v, strict=True)
         for got, want, old, m, m_previous, h, frozen in parts:

@@ -159,5 +159,7 @@ def test_diagnostics_and_bytes() -> None:
     assert names(optimizer) == set()
     run(CASE, 0, optimizer, params, 3, 4)
     assert names(optimizer) == {"residual_norm", "server_residual_norm", "momentum_scale"}
+    with pytest.raises(ValueError, match="does not limit its steps"):
+        OneBitMomentum([nn.Parameter(torch.ones(3))], freeze_step=3, update_limit=1.0)
     with pytest.raises(ValueError, match="no rule for it"):
         OneBitMomentum(params, **OPTIONS)

@@ -33,7 +33,7 @@ def operations(rank: int, size: int, case: Case, last: int) -> dict[str, list[di
 
 @pytest.mark.parametrize(
     ("kind", "updates"),
-    [("OneBitAdam", {"onebit.adam_update": 2}), ("OneBitLamb", {"onebit.lamb_statistics": 1, "onebit.adam_update": 1})],
+    [("OneBitAdam", {"onebit.adam_update": 1}), ("OneBitLamb", {"onebit.lamb_statistics": 1, "onebit.adam_update": 1})],
 )
 def test_a_profile_names_every_pass_and_wait(kind: str, updates: dict[str, int]) -> None:
     case = Case(kind, options={"freeze_step": 2, "chunks": 2})

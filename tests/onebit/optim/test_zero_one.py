@@ -92,6 +92,11 @@ ROWS = {  # ranks, the case, its options
     "frozen": (2, CASE, {"var_freeze_step": 7, "bias_correction": False}),
     "frozen in the dense start": (1, CASE, {"var_freeze_step": 2}),
     "local, alone": (1, LOCAL, {}),
+    "shortened": (2, CASE.but(groups=GROUPS), {"update_limit": 0.4, "chunks": 2}),
+    "direct, shortened": (3, CASE, {"update_limit": 0.4, "reply": "direct"}),
+    "nodes, shortened": (4, CASE.but(each=2), {"update_limit": 0.4, "scale": "tensor", "norm": "l1"}),
+    "local, shortened": (3, LOCAL.but(groups=GROUPS), {"update_limit": 0.2, "variance_floor": 0.01}),
+    "local, nodes, shortened": (4, LOCAL.but(each=2), {"update_limit": 0.2, "chunks": 2}),
     "local, two ranks, groups": (2, LOCAL.but(groups=GROUPS), {}),
     "local, three ranks": (3, LOCAL, {}),
     "local, nodes": (4, LOCAL.but(each=2), {"chunks": 2}),
@@ -119,7 +124,8 @@ def test_every_step_is_the_oracles(name: str) -> None:
     if not (case.groups != ({},) or case.each > 1 or case.bad):
         case = case.but(untouched=FEW)
     extra_syncs = (15,) if "local" in name and case.untouched else ()
-    simulation.check(case, simulation.on_ranks(ranks, record_run, case, extra_syncs), ZeroOneSimulation)
+    reasons = simulation.check(case, simulation.on_ranks(ranks, record_run, case, extra_syncs), ZeroOneSimulation)
+    assert ("shortened" in reasons) == ("update_limit" in own)
 
 
 # Another number of ranks

@@ -89,15 +89,39 @@ class ZeroOneSimulation(Simulation):
         """The update by the m that was received."""
         o = self.oracle
         u = roots(o.v, o.weights(), o.floors, self.corrected)
-        moved = update(self.x, self.received(now), u, self.hypers, now.step, self.corrected)
+        m = self.shortened(self.received(now), self.of_roots(u), self.bias1(now.step))
+        moved = update(self.x, m, u, self.hypers, now.step, self.corrected)
         assert_close(now.x, moved, self.x, f"x after step {now.step}")
+
+    def of_roots(self, u: Arrays) -> Arrays:
+        """d"""
+        return [
+            np.where(u_p > 0, 1 / (np.where(u_p > 0, u_p, 1.0) + h.eps), 0.0)
+            for u_p, h in zip(u, self.hypers, strict=True)
+        ]
+
+    def bias1(self, step: int) -> list[float]:
+        return [1 / (1 - h.beta1**step) if self.corrected else 1.0 for h in self.hypers]
+
+    def shorten_local_steps(self, before: list[Arrays], m: list[Arrays], step: int, seen_at: int) -> None:
+        """x of every rank, by m as it was after step `seen_at`, with bias corrected as there."""
+        o, u = self.oracle, roots(self.oracle.v, self.oracle.weights(), self.oracle.floors, self.corrected)
+        d, weights = self.of_roots(u), self.bias1(seen_at)
+        for rank, last in enumerate(m):
+            ones = [np.ones_like(part) for part in last]
+            factors = self.shortened(ones, d, weights, [np.abs(part) for part in last])
+            own = [f * part for f, part in zip(factors, o.own_m[rank], strict=True)]
+            o.own_x[rank] = update(before[rank], own, u, self.hypers, step, self.corrected)
 
     def check_alone(self, now: list[After], step: int) -> bool | None:
         """A local step of every rank, and what ranks agree on after a sync."""
         o, after = self.oracle, now[0].fields
         grads, start = self.gradients(step), step == o.local_start
         before = [self.x] * self.ranks if start else list(o.own_x)
+        last, seen_at = [self.m] * self.ranks if start else list(o.own_m), step if not o.since_sync else step - 1
         o.local(grads)
+        if self.limit is not None:
+            self.shorten_local_steps(before, last, step, seen_at)
         summands = [self.summands(own, g) for own, g in zip(o.own_m, grads, strict=True)]
         if start:  # m is what ranks have sent: a mean whose terms may cancel
             terms = [np.concatenate([np.abs(part.decoded) for part in own]) for own in o.all_reduce.gathered]
@@ -129,7 +153,9 @@ class ZeroOneSimulation(Simulation):
         self.m = [m * reference for m, reference in zip(o.m, o.reference, strict=True)]  # as it was sent
         compared, received = self.check_exchange(now, sizes, server), self.received(now[0])
         u = roots(o.v, o.weights(), o.floors, self.corrected)
-        parts = zip(o.live, decay, anchor, received, u, self.hypers, strict=True)
+        per_step = [1 / w if w else 0.0 for w in o.reference]
+        moved = self.shortened(received, self.of_roots(u), per_step)
+        parts = zip(o.live, decay, anchor, moved, u, self.hypers, strict=True)
         x = [np.where(on, d * a - r / (np.where(on, u_p, 1.0) + h.eps), a) for on, d, a, r, u_p, h in parts]
         m = [r / w if w else 0.0 * r for r, w in zip(received, o.reference, strict=True)]
         summed = [np.full(m_p.shape, np.abs(m_p).max(initial=0)) for m_p in m]  # messages may cancel each other

@@ -1,0 +1,151 @@
+"""update_limit: steps are as long as Adam's where gradients have grown and the variance does not see them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from onebit.optim.limit import LEAST, TIMES, USUAL
+from onebit.report.skips import SHORTENED_FOR
+from tests import oracle
+from tests.onebit.runs import Case, on_ranks, options_of, run
+from tests.ranks import group
+
+LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
+RUNS = {
+    "1-bit Adam": ("OneBitAdam", {"freeze_step": 40}),
+    "1-bit LAMB": ("OneBitLamb", {"freeze_step": 40}),
+    "0/1 Adam": ("ZeroOneAdam", {"var_freeze_step": 60}),
+    "0/1 Adam, local steps": ("ZeroOneAdam", LOCAL),
+}
+EVENTS = {
+    "a hundred times": lambda step: 100.0 if step > 100 else 1.0,
+    "thirty times for a while": lambda step: 30.0 if 100 < step <= 150 else 1.0,
+}
+
+
+def embedding_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(40, 16), nn.Flatten(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def trained(name: str, event: Any, **more: Any) -> float:
+    """The loss at the end of 200 steps, of which gradients grow in some, with a rate that falls to 0."""
+    net, source = embedding_net(), torch.Generator().manual_seed(1)
+    kind, own = RUNS.get(name, ("AdamW", {}))
+    of = torch.optim.AdamW if kind == "AdamW" else getattr(onebit, kind)
+    optimizer = of(net.parameters(), lr=3e-3, **own, **more)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 200)
+    target, losses = torch.randn(40, generator=source), []
+    for step in range(1, 201):
+        x = torch.randint(0, 40, (64, 3), generator=source)
+        loss = (net(x)[:, 0] - target[x].sum(1)).square().mean()
+        optimizer.zero_grad()
+        (loss * event(step)).backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return float(np.mean(losses[-10:]))
+
+
+def as_ever(step: int) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_that_grow_lose_no_run(name: str, event: str) -> None:
+    """Rates are AdamW's, which LAMB's are not. What was left out of messages of large gradients comes late, and later
+    with local steps."""
+    found = trained(name, EVENTS[event])
+    if "LAMB" in name:
+        assert found < trained(name, as_ever) + 0.2
+    elif (name, event) == ("0/1 Adam, local steps", "thirty times for a while"):
+        assert found < trained(name, EVENTS[event], update_limit=None) / 3
+    else:
+        assert found < trained("AdamW", EVENTS[event]) + 0.05
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_that_do_not_grow_train_as_without_a_limit(name: str) -> None:
+    """Though RMS(u) of an embedding is 2 to 6 here."""
+    assert abs(trained(name, as_ever) - trained(name, as_ever, update_limit=None)) < 0.05
+
+
+def test_a_step_is_three_times_as_long_as_usual_at_most() -> None:
+    """Usual is what the first step by m had, and less where one after an update of the variance had less."""
+    params = [nn.Parameter(torch.zeros(9, 9)), nn.Parameter(torch.zeros(50))]
+    optimizer = onebit.ZeroOneAdam(params, lr=1.0, var_update_scaler=2, var_freeze_step=12, block_size=32)
+    source, usual, sizes = torch.Generator().manual_seed(0), [], []
+    for step in range(1, 20):
+        kind, before = optimizer.schedule.kind, [p.detach().clone() for p in params]
+        for p, own in zip(params, (1.0, 100.0), strict=True):
+            p.grad = torch.randn(p.shape, generator=source) * own * (1e4 if step >= 14 else 1.0)
+        optimizer.step()
+        sizes.append([float((p - x).square().mean().sqrt()) for p, x in zip(params, before, strict=True)])
+        (part,) = optimizer.current.parts
+        if kind == "full":
+            assert USUAL.name not in part.state or (part.state[USUAL.name] < 0).all()
+        else:
+            usual.append(part.state[USUAL.name].tolist())
+            assert min(usual[-1]) > 0 and all(now <= last for now, last in zip(usual[-1], usual[0], strict=True))
+    assert len({tuple(each) for each in usual}) > 1 and usual[-1] == usual[-6]
+    for found in sizes[14:]:
+        np.testing.assert_allclose(found, [max(LEAST, TIMES * r) for r in usual[-1]], rtol=1e-4)
+
+
+WAYS: list[dict[str, Any]] = [
+    {}, {"reply": 2, "chunks": 2}, {"reply": "direct", "chunks": 2}, {"scale": "tensor", "chunks": 3},
+    {"norm": "rotated", "reply": "direct"}, {"reply": 1, "each": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@on_ranks(4)
+def test_the_factor_is_that_of_the_sizes_in_messages(rank: int, way: dict[str, Any]) -> list[float]:
+    """sqrt(sum of s_b^2 d^2 / n), s_b the mean of a block's scales; in float64, the same on all ranks."""
+    own = dict(way)
+    case = Case(shapes=((9, 70), (33,), (0,), (130,)), steps=6, each=own.pop("each", 1))
+    case = case.but(options={"freeze_step": 3, "update_limit": 0.05, **own})
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    run(case, rank, optimizer, params, 1, 6)
+    (part,) = optimizer.current.parts
+    state, replies = part.state, part.reducer.replies
+    scales = replies.scales_of(state.layout.all()).double().numpy()
+    sizes = (scales.max(-1) if replies.format.bits == 2 else scales).mean(0)
+    lengths = np.diff(state.layout.starts)
+    if replies.format.rotated:
+        sizes = sizes * np.sqrt([n & -n for n in lengths.tolist()])
+    squares = state["denominator"].double().numpy() ** 2 * np.repeat(sizes, lengths) ** 2
+    plan = oracle.Layout([p.numel() for p in params], state.layout.block_size, state.layout.ranks, state.layout.chunks)
+    rms = [np.sqrt(of_one.mean()) if of_one.size else 0.0 for of_one in plan.unflatten(squares)]
+    found = part.reducer.clip(optimizer.write_hyper(None))
+    np.testing.assert_allclose(found.numpy(), [min(1.0, 0.05 / r) if r else 1.0 for r in rms], rtol=1e-5)
+    assert (found < 1).any() and 0 < float(part.reducer.limit.share) <= 1
+    return found.tolist()
+
+
+def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
+    net = nn.Linear(20, 20, bias=False)
+    optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2 * SHORTENED_FOR + 30):
+            net.weight.grad = torch.randn(20, 20) * (1000.0 if step >= 20 else 1.0)
+            optimizer.step()
+            said = [str(w.message) for w in caught if "gradients have grown" in str(w.message)]
+            assert len(said) == (step >= 20 + SHORTENED_FOR)
+    assert "update_limit" in said[0] and "Clip gradients" in said[0]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "off", True])
+def test_what_is_no_limit_is_an_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"update_limit=.*a number above 0"):
+        onebit.OneBitAdam([nn.Parameter(torch.ones(3))], **options_of("OneBitAdam", {"update_limit": value}))
