@@ -82,13 +82,13 @@ def test_a_step_is_three_times_as_long_as_usual_at_most() -> None:
     """Usual is what the first step by m had, and less where one after an update of the variance had less; not one that
     was skipped."""
     params = [nn.Parameter(torch.zeros(9, 9)), nn.Parameter(torch.zeros(50))]
-    optimizer = onebit.ZeroOneAdam(params, lr=1.0, var_update_scaler=2, var_freeze_step=12, block_size=32)
+    optimizer = onebit.ZeroOneAdam(params, lr=1.0, var_update_scaler=2, var_freeze_step=40, block_size=32)
     source, usual, sizes, last = torch.Generator().manual_seed(0), [], [], "full"
-    for turn in range(1, 21):
+    for turn in range(1, 51):
         kind, before = optimizer.schedule.kind, [p.detach().clone() for p in params]
         skipped = turn == 6  # a step by m, after one in full precision
         for p, own in zip(params, (1.0, 100.0), strict=True):
-            p.grad = torch.randn(p.shape, generator=source) * own * (1e4 if turn >= 15 else 1.0)
+            p.grad = torch.randn(p.shape, generator=source) * own * (1e4 if turn >= 45 else 1.0)
             p.grad[0] *= float("nan") if skipped else 1.0
         optimizer.step()
         (part,) = optimizer.current.parts
@@ -99,10 +99,11 @@ def test_a_step_is_three_times_as_long_as_usual_at_most() -> None:
             assert last == "full" and (part.state[USUAL.name] < 0).all()
         else:
             usual.append(part.state[USUAL.name].tolist())
-            assert min(usual[-1]) > 0 and all(now <= first for now, first in zip(usual[-1], usual[0], strict=True))
+            assert min(usual[-1]) > 0
         last = kind
-    assert len({tuple(each) for each in usual}) > 1 and usual[-1] == usual[-6]
-    for found in sizes[15:]:
+    for of_one in zip(*usual, strict=True):
+        assert sorted(of_one, reverse=True) == list(of_one) and of_one[0] > of_one[-6] == of_one[-1]
+    for found in sizes[45:]:
         np.testing.assert_allclose(found, [max(LEAST, TIMES * r) for r in usual[-1]], rtol=1e-4)
 
 
