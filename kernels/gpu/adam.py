@@ -71,6 +71,7 @@ def adam_update_kernel(
             its_d = tiles.load_flat(d + start, length, TILE)
             flag = tiles.flag_of(message, row_bytes, COPIES)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
+            its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
@@ -81,8 +82,7 @@ def adam_update_kernel(
                 m = tiles.decode_block(
                     message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS, ROTATED
                 )
-                by = tiles.clipped(m * its_d, clip, p)
-                moved = x - lr * (by + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
+                moved = x - lr * (m * its_d * its_clip + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
                 x = tl.where(its_d != 0, moved, x)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 

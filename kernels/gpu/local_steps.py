@@ -43,6 +43,7 @@ def zero_one_local_kernel(
             last_m = tiles.load_flat(exp_avg + start, length, TILE)
             kept = None if value is None else tiles.load_flat(value + start, length, TILE)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
+            its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, p_wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             g_base, g_valid, g_wide = tiles.pointer(g_addresses, p, offset, valid, GRAD, TILE)
             wide = p_wide & g_wide
@@ -63,7 +64,7 @@ def zero_one_local_kernel(
                 if squares is not None:
                     counted = tiles.valid_only(tl.where(u != 0, by * by, 0.0), valid, TILE)
                     tl.store(squares + block, tl.sum(counted, axis=0))
-                x = moved(x, tiles.clipped(by, clip, p), u, h)
+                x = moved(x, by * its_clip, u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
@@ -85,6 +86,7 @@ def zero_one_sync_kernel(
             x = tiles.load_flat(anchor + start, length, TILE)
             flag = tiles.flag_of(message, row_bytes, COPIES)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
+            its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
@@ -93,7 +95,7 @@ def zero_one_sync_kernel(
                 )
                 u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
                 by = tl.div_rn(total, u + tl.load(h + tiles.H_EPS))
-                moved_x = tl.load(decay + p) * x - tiles.clipped(by, clip, p)
+                moved_x = tl.load(decay + p) * x - by * its_clip
                 new_x = tl.where(u != 0, moved_x, x)
                 if master is None:
                     new_x = new_x.to(p_base.dtype.element_ty).to(tl.float32)

@@ -154,11 +154,13 @@ def valid_only(x, valid, TILE: tl.constexpr):
 
 
 @triton.jit
-def clipped(u, clip, parameter):
-    """u times the parameter's clip, where there is one."""
+def clip_of(clip, parameter):
+    """1 where there is none."""
     if clip is not None:
-        u = u * tl.load(clip + parameter)
-    return u
+        found = tl.load(clip + parameter)
+    else:
+        found = 1.0
+    return found
 
 
 @triton.jit

@@ -116,6 +116,7 @@ def zero_one_update_kernel(
             v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             flag = tiles.flag_of(message, row_bytes, COPIES)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
+            its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
@@ -125,7 +126,7 @@ def zero_one_update_kernel(
                     message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS, ROTATED
                 )
                 u = used_root(v, h, least, at_zero)
-                x = moved(x, tiles.clipped(direction(m, u, h), clip, p), u, h)
+                x = moved(x, direction(m, u, h) * its_clip, u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
