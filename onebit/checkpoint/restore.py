@@ -28,6 +28,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
+from onebit.optim.limit import USUAL
 from onebit.optim.memory_order import flattened, reordered
 from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
@@ -272,6 +273,8 @@ class _Restoration:
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
         state, way, size = part.state, self._way, int(self._numbers["block_size"])
+        if USUAL.name in state:  # it is of the messages that there were
+            state[USUAL.name].zero_()
         beta1s = [self._betas[group][0] for group in state.groups]
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:

@@ -5,7 +5,7 @@
         the algorithm's fields, by name: those of its stage_1 or stage_2 that are saved. One number a parameter is a
         tensor of shape [1]: torch's set_optimizer_state_dict loses new ones without a dimension (full_state_dict=True)
             1-bit Adam, stage 1    exp_avg, exp_avg_sq
-                        stage 2    denominator
+                        stage 2    denominator; usual_step with update_limit (LAMB and 0/1 Adam likewise)
             1-bit LAMB, stage 1    exp_avg, exp_avg_sq, coefficient_average, coefficient_steps
                         stage 2    denominator, exp_avg_sq, coefficient_average, coefficient_steps, ratio; gamma with
                                    scale="tensor"; counted_bits where coordinates had no variance at the freeze;

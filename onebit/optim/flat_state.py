@@ -232,9 +232,10 @@ class FlatState:
         """fp64 [parameters, ...]: numbers of every block, added up in one order, the same on every rank. A GPU gives a
         thread to each piece, then to each parameter."""
         found = of_blocks[: self.layout.used_blocks].double()
+        found = found[:, None] if of_blocks.dim() == 1 else found  # a GPU adds up one dimension in an order of its own
         for lengths in self._lengths_of_sums:  # unsafe: the host does not wait to check them
             found = torch.segment_reduce(found, "sum", lengths=lengths, initial=0, unsafe=True)
-        return found
+        return found[:, 0] if of_blocks.dim() == 1 else found
 
     @cached_property
     def _lengths_of_sums(self) -> list[Tensor]:

@@ -28,6 +28,7 @@ from onebit.optim.flat_state import FlatState
 
 LEAST = 1.0  # limit_p, at least
 TIMES = 3.0  # R_p
+MOST_SQUARES = 2.0**100  # of d: without eps it may be beyond what fp32 holds
 USUAL = Field("usual_step", per="parameter", required=False, always=False)
 """R_p; 0 until it is known, and negative between an update of the variance and the next step by m."""
 
@@ -47,14 +48,16 @@ class UpdateLimit:
         row, place = rows[:, Block._fields.index("shard")] * replies.copies, rows[:, Block._fields.index("place")]
         place = place * form.bits if form.bits == 2 or form.scale == "block" else torch.zeros_like(place)
         words = replies.buffer.shape[1] // 4
+        narrow = torch.int32 if replies.buffer.numel() // 4 < 2**31 else torch.int64
         self._places = [
-            [((row + i) * words + HEADER_WORDS + place + k).int() for k in range(form.bits)]
+            [((row + i) * words + HEADER_WORDS + place + k).to(narrow) for k in range(form.bits)]
             for i in range(replies.copies)
         ]
         lengths = (rows[:, Block._fields.index("words")] * WORD).tolist() if form.rotated else [1]
         mixed = [elements_mixed(n) for n in lengths]
         self._size_of_scale = torch.tensor(mixed, dtype=torch.float64, device=state.device).sqrt()
         self._numels = torch.tensor(state.whole_numels, dtype=torch.float32, device=state.device)
+        self.elements = sum(state.whole_numels)
         self.share = torch.zeros(1, dtype=torch.float64, device=state.device)
         """Of the elements, that of parameters whose last step was made shorter."""
         if USUAL.name not in state:
@@ -69,7 +72,7 @@ class UpdateLimit:
     def of_messages(self, hyper: Tensor, weight: Tensor | None = None) -> Tensor:
         """f of a step by m times weight, fp32 [parameters]: by m itself where there is none."""
         if self._d is None:
-            self._d = self._sum_squares_of_d(hyper)
+            self._d = self._sum_squares_of_d(hyper).clamp(max=MOST_SQUARES)
         scales, size = self._replies.buffer.view(-1).view(torch.float32), torch.zeros_like(self._d, dtype=torch.float64)
         for places in self._places:  # one after the other: the sum has one order on every machine
             size += torch.stack([scales.index_select(0, place) for place in places]).amax(0)
@@ -77,7 +80,7 @@ class UpdateLimit:
         squares = self.state.of_parameters(size.square() * self._d)
         rms = self._rms(squares if weight is None else squares * weight.double().square())
         now, usual = rms.float(), self.state[USUAL.name]
-        least = torch.where(usual < 0, torch.minimum(-usual, now), torch.where(usual == 0, now, usual))
+        least = torch.where(usual == 0, now, torch.where((usual < 0) & (now > 0), torch.minimum(-usual, now), usual))
         usual.copy_(torch.where(self._replies.flags.amax() == 0, least, usual))
         return self._factor(rms)
 
@@ -92,6 +95,6 @@ class UpdateLimit:
     def _factor(self, rms: Tensor) -> Tensor:
         limit = self._limit
         most = (TIMES * self.state[USUAL.name].abs()).clamp(min=LEAST) if limit is None else limit
-        found = (most / rms).clamp(max=1.0)
+        found = torch.where(rms <= most, 1.0, most / rms)
         self.share.copy_((self._numels * (found < 1)).sum() / self._numels.sum().clamp(min=1))
         return found.float()

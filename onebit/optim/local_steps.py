@@ -59,6 +59,8 @@ class ZeroOneLocalSteps:
         self.limit = reducer.limit
         self._of_replies = state[FACTOR.name].clone()  # what they are multiplied by to be m
         self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)  # of the last step
+        self._moved = torch.zeros(1, dtype=torch.bool, device=device)  # whether this rank has, since the last exchange
+        self._first_clip: Tensor | None = None  # of a step by m as the last exchange has it
         self._start(live)
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
@@ -88,6 +90,7 @@ class ZeroOneLocalSteps:
                 state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], clip,
                 self._squares[span.first : span.first + span.count],
             )  # fmt: skip
+        self._moved |= flags == 0
         if self.exchange.residual.scale is not None:  # it has been computed anew
             self.exchange.residual.scale.masked_fill_(flags == 0, 0)
         self.weights += self._step_weights(hyper)
@@ -113,7 +116,7 @@ class ZeroOneLocalSteps:
             total, state.get("master"), hyper, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], self.decay, factor,
             clip,
         )  # fmt: skip
-        self._squares.zero_()
+        self._moved.zero_()
         self._of_replies.copy_(factor)
         self.weights.zero_()
         self.decay.fill_(1)
@@ -126,9 +129,10 @@ class ZeroOneLocalSteps:
         """f of the coming local step, by the size of the last one; after an exchange, by that of m."""
         if self.limit is None:
             return None
-        if self.taken:
-            return self.limit.of_squares(self._squares)
-        return self.limit.of_messages(hyper, self._of_replies * self._of_groups(hyper, "bias1"))
+        if not self.taken or self._first_clip is None:
+            self._first_clip = self.limit.of_messages(hyper, self._of_replies * self._of_groups(hyper, "bias1"))
+            return self._first_clip
+        return torch.where(self._moved, self.limit.of_squares(self._squares), self._first_clip)
 
     def _start(self, live: Tensor) -> None:
         """m, as the last exchange has it."""

@@ -22,7 +22,7 @@ from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM
 from onebit.optim.flat_state import FlatState
-from onebit.optim.limit import UpdateLimit
+from onebit.optim.limit import USUAL, UpdateLimit
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
@@ -54,6 +54,8 @@ class Part:
         )
         limit, algorithm = setup.options.update_limit, setup.algorithm
         if limit is not None and algorithm.limits_updates:
+            if USUAL not in algorithm.stage_2:
+                raise TypeError(f"{type(algorithm).__name__} has limits_updates: its stage_2 must have the field USUAL")
             sum_squares = partial(algorithm.sum_squares_of_d, self.state)
             most = None if isinstance(limit, str) else limit
             self.reducer.limit = UpdateLimit(self.state, self.reducer.replies, most, sum_squares)
@@ -106,9 +108,12 @@ class Snapshot:
 
     @property
     def shortened(self) -> Tensor | None:
-        """See `UpdateLimit.share`: the largest of all parts. None where there is no limit."""
-        shares = [reducer.limit.share for reducer in self.reducers if reducer.limit is not None]
-        return torch.stack(shares).amax(0) if shares else None
+        """See `UpdateLimit.share`: of all parts. None where there is no limit."""
+        limits = [reducer.limit for reducer in self.reducers if reducer.limit is not None]
+        if not limits:
+            return None
+        shares = torch.stack([limit.share * limit.elements for limit in limits])
+        return shares.sum(0) / max(1, sum(limit.elements for limit in limits))
 
     @property
     def wire_bytes(self) -> int:

@@ -63,7 +63,7 @@ class Stages:
         self.skipped_in_a_row = 0  # up to the last step, the same on all ranks
         self.left_out_in_a_row = 0  # by this rank
         self.shortened_in_a_row = 0  # steps that most parameters were to be moved too far by
-        self._none = torch.zeros(1, dtype=torch.float64, device=device)
+        self._no_limit = torch.full((1,), -1.0, dtype=torch.float64, device=device)
 
     @property
     def freeze_is_due(self) -> bool:
@@ -93,7 +93,7 @@ class Stages:
             self.counts.index_add_(0, flags, self._one)
         if not capturing(flags.device):
             numbers = self.rule.measure(states, groups) if self._measures else []
-            of_limit = self._none if shortened is None else shortened
+            of_limit = self._no_limit if shortened is None else shortened
             self._readback.start(torch.cat([self.counts.double(), self.left_out.double(), of_limit, *numbers]))
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
@@ -103,7 +103,8 @@ class Stages:
             return False
         before, (skipped, left_out) = self.steps, self._known
         self.steps, *now = map(int, numbers[:3])
-        self.shortened_in_a_row = self.shortened_in_a_row + 1 if numbers[3] > MOST_SHORTENED else 0
+        if numbers[3] >= 0:  # of a step that has a limit
+            self.shortened_in_a_row = self.shortened_in_a_row + 1 if numbers[3] > MOST_SHORTENED else 0
         self._known = (now[0], now[1])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if now[0] > skipped else 0
         self.left_out_in_a_row = self.left_out_in_a_row + 1 if now[1] > left_out else 0

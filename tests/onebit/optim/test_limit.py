@@ -158,3 +158,29 @@ def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
 def test_what_is_no_limit_is_an_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"update_limit=.*a number above 0"):
         onebit.OneBitAdam([nn.Parameter(torch.ones(3))], **options_of("OneBitAdam", {"update_limit": value}))
+
+
+def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
+    """And numbers that fp32 does not hold make no parameter NaN."""
+    p = nn.Parameter(torch.zeros(200))
+    schedule = {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4}
+    optimizer, source = onebit.ZeroOneAdam([p], lr=1.0, **schedule), torch.Generator().manual_seed(0)
+    synchronized, most = True, 0.0
+    for step in range(1, 60):
+        p.grad = torch.randn(200, generator=source) * (1e3 if step > 25 else 1.0)
+        if step > 25 and synchronized:
+            p.grad[0] = float("nan")  # of the first local step
+        before = p.detach().clone()
+        optimizer.step()
+        synchronized = optimizer.synchronized
+        if step > 27 and not synchronized:
+            most = max(most, float((p.detach() - before).square().mean().sqrt()))
+    assert 0 < most < 10
+
+    tiny = nn.Parameter(torch.zeros(2000))
+    optimizer = onebit.OneBitAdam([tiny], lr=1.0, eps=0.0, freeze_step=3)
+    for _ in range(8):
+        g = torch.randn(2000, generator=source)
+        tiny.grad = 1e-18 * (g + g.sign())  # whose squares fp32 still holds, but not the squares of 1 / them
+        optimizer.step()
+    assert tiny.isfinite().all() and optimizer.current.parts[0].state[USUAL.name].isfinite().all()
