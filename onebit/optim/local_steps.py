@@ -88,7 +88,7 @@ class ZeroOneLocalSteps:
                 span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),
                 span.of(state[OWN_MOMENTUM.name]), residual, state.part("master", span), hyper, flags,
                 state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], clip,
-                self._squares[span.first : span.first + span.count],
+                None if clip is None else self._squares[span.first : span.first + span.count],
             )  # fmt: skip
         self._moved |= flags == 0
         if self.exchange.residual.scale is not None:  # it has been computed anew
