@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import REPLIES, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.plan import BROAD, DEFAULTS, RANKS, REPLIES, REPLY, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
 from perf.convergence.records import Records, bits_sent, losses
 from perf.convergence.records import differences as differences_between
 
@@ -38,21 +38,24 @@ def draw(
     task: str,
     runs: Mapping[str, Records],
     swept: Mapping[str, Mapping[str, Mapping[str, Records]]],
-    replied: Mapping[str, Mapping[str, Records]],
 ) -> list[Path]:
     families = [f for f in ("adam", "lamb") if any(family_of(v) == f for v in runs)]
     panels = [curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
               for f in families]  # fmt: skip
     made = [out / f"{task}.png"]
     plots.save(made[0], [*panels, differences(runs)], TASKS[task].title)
-    if replied:
+    if REPLY in swept:
         made.append(out / f"{task}-reply.png")
-        panels = [replies(family, replied) for family in families]
+        panels = [replies(family, swept[REPLY]) for family in families]
         plots.save(made[-1], panels, f"{TASKS[task].title}: what comes back of messages")
-    if swept:
+    if RANKS in swept:
+        made.append(out / f"{task}-ranks.png")
+        panels = [over_ranks(family, swept[RANKS]) for family in families]
+        plots.save(made[-1], panels, f"{TASKS[task].title}: final loss less the baseline's, over ranks")
+    if narrow := {name: at for name, at in swept.items() if name not in BROAD}:
         made.append(out / f"{task}-sweeps.png")
         plots.save(
-            made[-1], [sweep(SWEEPS[name], at) for name, at in swept.items()], f"{TASKS[task].title}: final loss"
+            made[-1], [sweep(SWEEPS[name], at) for name, at in narrow.items()], f"{TASKS[task].title}: final loss"
         )
     return made
 
@@ -144,6 +147,33 @@ def replies(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.Dra
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
+
+    return panel
+
+
+def over_ranks(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.Draw:
+    """A dot a seed and number of ranks; behind, the baseline's deviation over seeds."""
+
+    def panel(axes: Any) -> None:
+        baseline, labels = next(iter(runs.values())).get(family, {}), list(runs)
+        kinds = {kind: [v for of in DEFAULTS.values() for v in of if family_of(v) == family and kind in v]
+                 for kind in ("zero_one", "unbiased")}  # fmt: skip
+        kinds["unbiased"] = [v for v in kinds["unbiased"] if v not in kinds["zero_one"]]
+        for names in filter(None, kinds.values()):
+            at = [(i, differences_between(runs[label][v], baseline)) for i, label in enumerate(labels) for v in names
+                  if v in runs[label]]  # fmt: skip
+            title = VARIANTS[names[0]].partition(",")[0]
+            (line,) = axes.plot([i for i, _ in at], [mean(off) for _, off in at], label=title)
+            for i, off in at:
+                axes.scatter([i] * len(off), off, color=line.get_color(), s=20)
+        if len(baseline) > 1:
+            spread = stdev(losses(baseline))
+            axes.axhspan(-spread, spread, color="#bbbbbb", alpha=0.4, lw=0, label="baseline's deviation over seeds")
+        axes.axhline(0, color="black", lw=0.8)
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set(title=VARIANTS[family], xlabel="ranks", ylabel="loss, less the baseline's")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
 
     return panel
 

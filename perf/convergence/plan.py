@@ -54,6 +54,8 @@ VARIANTS = {  # by how they are called in tables
     "direct_zero_one_unbiased_last_adam": "0/1 Adam, direct replies, norm unbiased, last layer uncompressed",
     "direct_zero_one_unbiased_last_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25, last layer "
     "uncompressed",
+    "direct_unbiased_unlimited_adam": "1-bit Adam, direct replies, norm unbiased, no limit",
+    "direct_zero_one_unbiased_unlimited_adam": "0/1 Adam, direct replies, norm unbiased, no limit",
     "frozen_adam": "1-bit Adam (32 bits)",
     "naive_adam": "Adam, naive 1 bit after the same warmup",
     "naive_adam_start": "Adam, naive 1 bit from the start",
@@ -63,10 +65,26 @@ VARIANTS = {  # by how they are called in tables
     "direct_lamb": "1-bit LAMB, direct replies",
     "direct_l2_lamb": "1-bit LAMB, direct replies, norm l2",
     "direct_unbiased_lamb": "1-bit LAMB, direct replies, norm unbiased",
+    "unbiased_lamb": "1-bit LAMB, norm unbiased",
+    "direct_unbiased_unlimited_lamb": "1-bit LAMB, direct replies, norm unbiased, no limit",
     "lamb_basic": "LAMB + basic 1-bit",
     "spaced_4_lamb": "LAMB on 0/1 Adam's schedule, kappa 4",
     "spaced_8_lamb": "LAMB on 0/1 Adam's schedule, kappa 8",
     "spaced_16_lamb": "LAMB on 0/1 Adam's schedule, kappa 16",
+}
+STAGED: dict[str, dict[str, Any]] = {  # options, for either family
+    f"{name}_{family}": options
+    for family in ("adam", "lamb")
+    for name, options in {
+        "onebit": {"reply": 1, "norm": "l1"},
+        "two_bit": {"reply": 2, "norm": "l1"},
+        "direct": {"reply": "direct", "norm": "l1"},
+        "l2": {"reply": 1, "norm": "l2"},
+        "direct_l2": {"reply": "direct", "norm": "l2"},
+        "unbiased": {"reply": 1, "norm": "unbiased"},
+        "direct_unbiased": {"reply": "direct", "norm": "unbiased"},
+        "direct_unbiased_unlimited": {"reply": "direct", "norm": "unbiased", "update_limit": None},
+    }.items()
 }
 ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "zero_one_adam": {"reply": 1},
@@ -86,6 +104,7 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_rotated_beta_25_adam": {"reply": "direct", "norm": "rotated"},
     "direct_zero_one_unbiased_last_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_last_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
+    "direct_zero_one_unbiased_unlimited_adam": {"reply": "direct", "norm": "unbiased", "update_limit": None},
     "zero_one_unbiased_adam": {"reply": 1, "norm": "unbiased"},
     "direct_zero_one_8_adam": {"reply": "direct", "var_update_scaler": 8},
     "direct_zero_one_l2_8_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 8},
@@ -115,6 +134,7 @@ ONE_SEED = (
     "zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", "local_16_unbiased_adam",
     *SPACED_LAMB,
 )  # fmt: skip
+EVENTS = ("x 100", "x 30")  # from the middle on; for a quarter of the steps after it
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
 REPLY = "reply"
@@ -123,10 +143,21 @@ REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: 
     2: "two_bit_{family}",
     "direct": "direct_{family}",
 }
+RANKS, EVENT = "ranks", "event"
+BROAD = (REPLY, RANKS, EVENT)  # sweeps that compare more than SWEPT, of all seeds that are there
+MORE = 3  # ranks
+DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
+    2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
+    MORE: ("unbiased_adam", "zero_one_unbiased_adam", "unbiased_lamb"),
+}
+UNLIMITED = (
+    "direct_unbiased_unlimited_adam", "direct_zero_one_unbiased_unlimited_adam", "direct_unbiased_unlimited_lamb",
+)  # fmt: skip
 SWEEPS = {
     REPLY: "what comes back of messages, and at how many ranks",
+    RANKS: "ranks, the same global batch, each optimizer with its default",
+    EVENT: "gradients that grow, not clipped",
     "freeze": "share of the steps in stage 1",
-    "workers": "ranks, the same global batch",
     "batch": "global batch, the same steps and learning rate",
     "lr": "learning rate, times the task's",
 }
@@ -150,7 +181,7 @@ TASKS: dict[str, Task] = {
             "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
             "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
             steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2}, chosen=CHOSEN,
-            sweeps=("reply", "freeze", "workers", "batch", "lr"),
+            sweeps=("reply", "ranks", "event", "freeze", "batch", "lr"),
         ),
         LanguageModel(
             "lm-long", "The same language model in 3,000 steps",
@@ -164,7 +195,7 @@ TASKS: dict[str, Task] = {
             "batches of 128, theirs were 200 and 250 of 1,024; stage 1 is 20 % and 30 % of the steps, theirs 6.5 % and "
             "8 %; for validation the statistics of batch norms are averaged over ranks",
             steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2}, chosen=CHOSEN, accuracy=True,
-            sweeps=("reply", "freeze", "lr"),
+            sweeps=("reply", "ranks", "freeze", "lr"),
         ),
         Masked(
             "mlm", "BERT's masked objective, continued from a checkpoint on essays and novels",
@@ -174,7 +205,7 @@ TASKS: dict[str, Task] = {
             steps=300, batch=16, lr={"adam": 5e-4, "lamb": 5e-3},
             chosen="Adam's set before any run; LAMB's the best of four, factors of 2 apart, in 100 steps of 32 on one "
             "rank and another seed",
-            sweeps=("reply", "freeze"),
+            sweeps=("reply", "event", "freeze"),
         ),
         Samples(
             "gan", "A DCGAN on Fashion-MNIST: Frechet distance of its samples",
@@ -214,6 +245,7 @@ class Run:
     batch: int  # over all ranks
     lr: float
     freeze: int | Literal["auto"] | None  # the last step of stage 1, where there is a second
+    event: str = ""  # what becomes of gradients, not clipped
 
     @classmethod
     def standard(cls, task: str, variant: str, seed: int, ranks: int = 2) -> Run:
@@ -227,6 +259,11 @@ class Run:
         usual = asdict(Run.standard(self.task, self.variant, self.seed))
         differs = [f"{key}={value}" for key, value in asdict(self).items() if value != usual[key]]
         return "-".join([self.variant, *differs, f"seed={self.seed}"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All fields; no event is no entry."""
+        return {key: value for key, value in asdict(self).items() if (key, value) != ("event", "")}
 
     def at(self, point: Mapping[str, Any]) -> Run:
         """With a sweep's point set. Rates are factors; a freeze is a share of the steps."""
@@ -255,8 +292,10 @@ def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
             return {"": {}}
         case "reply":
             return {str(n): {"ranks": n} for n in (2, 4, 8)}
-        case "workers":
-            return {str(n): {"ranks": n} for n in (1, 2, 4)}
+        case "ranks":
+            return {str(n): {"ranks": n} for n in ((2, 4, 8, 16, 32) if task.name == "lm" else (2, 8))}
+        case "event":
+            return {"none": {}, **{event: {"event": event} for event in EVENTS}}
         case "batch":
             return {str(b): {"batch": b} for b in (task.batch // 2, task.batch, 2 * task.batch)}
         case "freeze":
@@ -274,19 +313,31 @@ def plan(
     for sweep in sweeps:
         for seed, task in itertools.product(range(seeds), tasks):
             if sweep in (MAIN, *TASKS[task].sweeps):
-                for variant in _variants(TASKS[task], sweep, variants):
-                    for point in points(TASKS[task], sweep).values():
-                        run = Run.standard(task, variant, seed, ranks).at(point)
-                        once = variant in ONE_SEED or (sweep == REPLY and run.ranks >= MANY)
-                        if run not in seen and (seed == 0 or not once):
-                            seen.add(run)
-                            yield run
+                for variant, label in cases(TASKS[task], sweep):
+                    run = Run.standard(task, variant, seed, ranks).at(points(TASKS[task], sweep)[label])
+                    once = variant in ONE_SEED or (sweep == REPLY and run.ranks >= MANY)
+                    if variant in variants and run not in seen and (seed == 0 or not once):
+                        seen.add(run)
+                        yield run
 
 
-def _variants(task: Task, sweep: str, chosen: Sequence[str]) -> list[str]:
-    swept = reply_variants(task.families) if sweep == REPLY else SWEPT
-    here = [v for v in chosen if family_of(v) in task.families and (v not in GAN_ALONE or task.betas != Task.betas)]
-    return here if sweep == MAIN else [v for v in here if v in swept]
+def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
+    """What is run: a variant and the label of a point."""
+    labels = list(points(task, sweep))
+    match sweep:
+        case "main":
+            found = [(v, "") for v in VARIANTS if v not in GAN_ALONE or task.betas != Task.betas]
+        case "reply":
+            found = [(v, label) for v in reply_variants(task.families) for label in labels]
+        case "ranks":  # the baseline does not depend on their number
+            found = [*((v, labels[0]) for v in task.families)]
+            found += [(v, label) for label in labels for v in DEFAULTS[2 if label == "2" else MORE]]
+        case "event":
+            found = [(v, label) for label in labels for v in (*task.families, *DEFAULTS[2])]
+            found += [(v, labels[0]) for v in UNLIMITED]
+        case _:
+            found = [(v, label) for v in SWEPT for label in labels]
+    return [(v, label) for v, label in found if family_of(v) in task.families]
 
 
 def reply_variants(families: Sequence[str]) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perf.convergence.plan import REPLIES, REPLY, SWEPT, TASKS, VARIANTS, Run, family_of, points, reply_variants
+from perf.convergence.plan import BROAD, REPLIES, REPLY, TASKS, VARIANTS, Run, cases, family_of, points
 from perf.records import read_record
 
 Record = Mapping[str, Any]
@@ -25,7 +25,7 @@ def load(path: Path, run: Run) -> Record | None:
         record = read_record(path)
     except (OSError, ValueError):
         return None
-    return record if record.get("config") == asdict(run) else None
+    return record if record.get("config") == run.config else None
 
 
 def found(out: Path, run: Run) -> Records:
@@ -46,45 +46,33 @@ def _known(task: str, variants: Iterable[str]) -> list[str]:
 
 
 def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[str, Records]]:
-    """By point, then by variant, of the seeds that all have; none where nothing but the main comparison was run."""
-    table, beyond = {}, False
-    for label, point in points(TASKS[task], sweep).items():
-        runs = {}
-        for variant in _known(task, SWEPT):
-            standard = Run.standard(task, variant, 0, ranks)
-            if records := found(out, standard.at(point)):
-                runs[variant] = records
-                beyond |= standard.at(point) != standard
-        table[label] = runs
-    every = [records for runs in table.values() for records in runs.values()]
-    common = sorted(set.intersection(*map(set, every))) if beyond else []
-    if not common:
+    """By point, then by variant. None where nothing but the main comparison was run."""
+    points_of, table, beyond = points(TASKS[task], sweep), dict[str, dict[str, Records]](), False
+    for variant, label in cases(TASKS[task], sweep):
+        standard = Run.standard(task, variant, 0, ranks)
+        if records := found(out, standard.at(points_of[label])):
+            table.setdefault(label, {})[variant] = records
+            beyond |= standard.at(points_of[label]) != standard
+    ordered = {label: table[label] for label in points_of if label in table}
+    if sweep == REPLY and sum(map(_compares, ordered.values())) < 2:
         return {}
+    return (ordered if sweep in BROAD else _common(ordered)) if beyond else {}
+
+
+def _common(table: Mapping[str, Mapping[str, Records]]) -> dict[str, dict[str, Records]]:
+    """Of the seeds that all have."""
+    every = [records for runs in table.values() for records in runs.values()]
+    seeds = sorted(set.intersection(*map(set, every)))
     return {
-        label: {variant: {seed: records[seed] for seed in common} for variant, records in runs.items()}
+        label: {variant: {seed: records[seed] for seed in seeds} for variant, records in runs.items()}
         for label, runs in table.items()
-        if runs
+        if seeds
     }
-
-
-def reply_runs(out: Path, task: str) -> dict[str, dict[str, Records]]:
-    """By number of ranks, then by variant: what messages get back. None if kinds of it were compared at one number."""
-    table = {
-        label: {
-            v: records for v in reply_variants(TASKS[task].families) if (records := found(out, _at(task, v, point)))
-        }
-        for label, point in points(TASKS[task], REPLY).items()
-    }
-    return {label: runs for label, runs in table.items() if runs} if sum(map(_compares, table.values())) > 1 else {}
 
 
 def _compares(runs: Mapping[str, Records]) -> bool:
     """Whether an optimizer was run with more than one kind of reply."""
     return any(sum(name.format(family=f) in runs for name in REPLIES.values()) > 1 for f in ("adam", "lamb"))
-
-
-def _at(task: str, variant: str, point: Mapping[str, Any]) -> Run:
-    return Run.standard(task, variant, 0).at(point)
 
 
 def bits_sent(record: Record) -> float:

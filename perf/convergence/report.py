@@ -10,7 +10,7 @@ from statistics import mean, stdev
 
 from perf import plots
 from perf.convergence import figures
-from perf.convergence.plan import MAIN, REPLY, SWEEPS, TASKS, VARIANTS, ZERO_ONE, family_of, has_stages
+from perf.convergence.plan import BROAD, EVENT, MAIN, SWEEPS, TASKS, VARIANTS, ZERO_ONE, family_of, has_stages
 from perf.convergence.records import (
     Record,
     Records,
@@ -18,7 +18,6 @@ from perf.convergence.records import (
     differences,
     every_record,
     main_runs,
-    reply_runs,
     sweep_runs,
 )
 from perf.convergence.tasks import LOSS, Task
@@ -37,12 +36,12 @@ Written by `python -m perf.convergence` from the runs in `{out}`; with `--report
 
 Optimizers of a task share the model's start, the data's order and the schedule (linear warmup over a tenth of the
 steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a family the learning rate. Ranks are
-processes, over Gloo. A loss is that of the validation data after the last step, mean and standard deviation over
-seeds, which decide the model's start and the data's order. "Difference" is between runs of the same seed. "Within": the
-mean is at most that of the baseline plus the baseline's standard deviation. Every run in the folder counts. Where
-`freeze_step="auto"`, `freeze_window` is 5 % of the steps. Where nothing else is said messages come back in 1 bit, as in
-the papers (`reply=1`), and scales are mean sizes (`norm="l1"`); by default two ranks exchange messages directly, and
-0/1 Adam's scales are unbiased.
+threads of one process that run the real passes and send the real messages. A loss is that of the validation data after
+the last step, mean and standard deviation over seeds, which decide the model's start and the data's order. "Difference"
+is between runs of the same seed. "Within": the mean is at most that of the baseline plus the baseline's standard
+deviation. Every run in the folder counts. Where `freeze_step="auto"`, `freeze_window` is 5 % of the steps. Where
+nothing else is said messages come back in 1 bit, as in the papers (`reply=1`), and scales are mean sizes (`norm="l1"`);
+by default two ranks exchange messages directly, and 0/1 Adam's scales are unbiased.
 
 The data come with packages and are not in this repository:
 
@@ -106,18 +105,29 @@ def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
     return "One seed.\n\n" + markdown(head, rows).replace(" (one seed)", "") if lone else markdown(head, rows)
 
 
-def reply_table(runs: Mapping[str, Mapping[str, Records]]) -> str:
-    """A row a kind of reply and number of ranks. Differences are to the baseline at as many ranks."""
-    head = ["ranks", "optimizer", "bits an element and step", "validation loss", "seeds", "difference"]
-    rows = []
+def broad_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
+    """A row a point and variant. Differences are to the baseline at that point, or to that of the first."""
+    point = "gradients" if sweep == EVENT else "ranks"
+    head = [
+        point,
+        "optimizer",
+        "bits an element and step",
+        "validation loss",
+        "seeds",
+        "difference",
+        "within, or better",
+    ]
+    rows, first = [], next(iter(runs.values()))
     for label, at in runs.items():
         for variant, records in at.items():
-            baseline = at.get(family_of(variant), {})
-            bits = "" if variant == family_of(variant) else f"{bits_sent(next(iter(records.values()))):.2f}"
-            off = "" if variant == family_of(variant) else difference(records, baseline)
-            rows.append([label, VARIANTS[variant], bits, cell(records).replace(" (one seed)", ""), len(records), off])
+            family = family_of(variant)
+            row = [label, VARIANTS[variant], cell(records).replace(" (one seed)", ""), str(len(records))]
+            bits = "" if variant == family else f"{bits_sent(next(iter(records.values()))):.2f}"
+            baseline = at.get(family, first.get(family, {}))
+            compared = ["", ""] if variant == family else [f(records, baseline) for f in (difference, within)]
+            rows.append([*row[:2], bits, *row[2:], *compared])
     note = "Bits are those that a rank sends in stage 2, for each element of the messages, headers and scales included."
-    return f"{markdown(head, [list(map(str, row)) for row in rows])}\n\n{note}"
+    return f"{markdown(head, rows)}\n\n{note}"
 
 
 def _with_freeze(records: Records) -> str:
@@ -264,20 +274,17 @@ def sections(out: Path, docs: Path, ranks: int) -> Iterator[str]:
         runs = main_runs(out, task, ranks)
         if not runs:
             continue
-        swept = {s: t for s in SWEEPS if s != REPLY and (t := sweep_runs(out, task, s, ranks))}
-        replies = reply_runs(out, task)
-        made = ([REPLY] if replies else []) + list(swept)
+        swept = {s: t for s in SWEEPS if (t := sweep_runs(out, task, s, ranks))}
         seeds = max(len(records) for records in runs.values())
-        yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], made, seeds, ranks)}"
+        yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], list(swept), seeds, ranks)}"
         yield main_table(task, runs)
         yield ratio_note(runs)
         yield remark(out, task)
-        for path in figures.draw(out, task, runs, swept, replies) if plots.available() else ():
+        for path in figures.draw(out, task, runs, swept) if plots.available() else ():
             yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
-        if replies:
-            yield f"### {SWEEPS[REPLY].capitalize()}\n\n{reply_table(replies)}"
         for sweep, table_of in swept.items():
-            yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, table_of)}"
+            table = broad_table if sweep in BROAD else sweep_table
+            yield f"### {SWEEPS[sweep].capitalize()}\n\n{table(sweep, table_of)}"
         if volumes := volume_table(runs):
             yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
         if volumes := run_bytes_table(runs):

@@ -1,4 +1,4 @@
-"""One run of the convergence study: an optimizer trains a task's model on this process's group of ranks."""
+"""One run of the convergence study: an optimizer trains a task's model on a virtual rank."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from onebit.collectives.averaging import average_
-from onebit.collectives.transport import transport_for
+from onebit.collectives.transport import Transport
 from onebit.kernels.data.layout import WORD
 from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam, SpacedLamb
 from perf.convergence.plan import (
     BETA1,
     LAST_LAYER,
     LOCAL,
-    REPLIES,
     SPACED_LAMB,
+    STAGED,
     TASKS,
     VARIANTS,
     ZERO_ONE,
@@ -36,6 +35,7 @@ Show = Callable[[int, float], None]  # steps done, training loss
 WEIGHT_DECAY = 0.01
 LR_WARMUP = 0.1  # of the steps
 VALIDATIONS, RECORDS = 10, 50  # a run
+OURS = {"adam": OneBitAdam, "lamb": OneBitLamb}
 
 
 def lr_at(run: Run, step: int) -> float:
@@ -44,27 +44,36 @@ def lr_at(run: Run, step: int) -> float:
     return run.lr * min(step / warmup, (run.steps - step + 1) / (run.steps - warmup + 1))
 
 
-def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+def event_factor(run: Run, step: int) -> float:
+    """What gradients are multiplied by; step counts from 1."""
+    match run.event:
+        case "x 100":
+            return 100.0 if 2 * step > run.steps else 1.0
+        case "x 30":
+            return 30.0 if run.steps < 2 * step <= 1.5 * run.steps else 1.0
+    return 1.0
+
+
+def enlarge_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    torch._foreach_mul_([p.grad for group in optimizer.param_groups for p in group["params"]], factor)
+
+
+def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optimizer:
     """Outside DDP: each averages gradients itself as long as it does not compress."""
     params = list(model.parameters())
     beta1, beta2 = TASKS[run.task].betas
     betas = (BETA1.get(run.variant, beta1), beta2)
-    common: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": betas}
+    plainly: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": betas}
+    common = {**plainly, "process_group": transport}
     window = max(1, run.steps // 20) if run.freeze == "auto" else None
     staged = {**common, "freeze_step": run.freeze, "freeze_window": window, "chunks": 1}
     match run.variant:
         case "adam" | "beta_25_adam" | "beta_0_adam":
-            plain = torch.optim.AdamW(params, **common)
-            transport = transport_for(None)
+            plain = torch.optim.AdamW(params, **plainly)
             plain.register_step_pre_hook(lambda *_: average_([p.grad for p in params if p.grad is not None], transport))
             return plain
-        case "onebit_adam" | "two_bit_adam" | "direct_adam":
-            return OneBitAdam(params, **staged, reply=reply_of(run.variant))
-        case "l2_adam" | "direct_l2_adam" | "unbiased_adam" | "direct_unbiased_adam":
-            reply: Any = "direct" if "direct" in run.variant else 1
-            return OneBitAdam(params, **staged, reply=reply, norm="l2" if "l2" in run.variant else "unbiased")
-        case "direct_l2_lamb" | "direct_unbiased_lamb":
-            return OneBitLamb(params, **staged, reply="direct", norm="l2" if "l2" in run.variant else "unbiased")
+        case variant if variant in STAGED:
+            return OURS[family_of(variant)](params, **staged, **STAGED[variant])
         case variant if variant in ZERO_ONE:
             options = {"norm": "l1", **ZERO_ONE[variant]}
             if "local_step_clipper" in options:
@@ -82,8 +91,6 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
             return NaiveAdam(params, **common)
         case "lamb":
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
-        case "onebit_lamb" | "two_bit_lamb" | "direct_lamb":
-            return OneBitLamb(params, **staged, reply=reply_of(run.variant))
         case variant if variant in SPACED_LAMB:
             return SpacedLamb(
                 params, **common, chunks=1, reply="direct", norm="l1", var_update_scaler=SPACED_LAMB[variant]
@@ -91,11 +98,6 @@ def build(run: Run, model: nn.Module) -> torch.optim.Optimizer:
         case "lamb_basic":
             return LambBasic1Bit(params, **staged, reply=1)
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
-
-
-def reply_of(variant: str) -> Any:
-    """The optimizer's option."""
-    return next(reply for reply, name in REPLIES.items() if name.format(family=family_of(variant)) == variant)
 
 
 def sends(optimizer: torch.optim.Optimizer) -> Literal["uncompressed", "compressed", "nothing"]:
@@ -126,29 +128,30 @@ def share(items: Items, rank: int, size: int) -> Items:
     return tuple(x.tensor_split(size)[rank] for x in items)
 
 
-def mean_over_ranks(values: list[float]) -> list[float]:
+def mean_over_ranks(values: list[float], transport: Transport) -> list[float]:
     found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found)
-    return found.div_(dist.get_world_size()).tolist()
+    transport.all_sum(found, "the mean of numbers")
+    return found.div_(transport.size).tolist()
 
 
-def validate(task: Task, model: nn.Module, valid: Items, rank: int, size: int) -> tuple[float, float]:
+def validate(task: Task, model: nn.Module, valid: Items, transport: Transport) -> tuple[float, float]:
     """Loss and accuracy over all of `valid`; statistics of batch norms are the mean over ranks."""
-    average_([b for b in model.buffers() if b.is_floating_point()], transport_for(None))
+    average_([b for b in model.buffers() if b.is_floating_point()], transport)
     model.eval()
     with torch.no_grad():
-        found = task.validate(model, share(valid, rank, size), mean_over_ranks)
+        own = share(valid, transport.rank, transport.size)
+        found = task.validate(model, own, lambda values: mean_over_ranks(values, transport))
     model.train()
     return found
 
 
-def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
+def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, show: Show) -> dict[str, Any]:
     """The record of a run."""
-    task, rank, size = TASKS[run.task], dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(run.seed)
-    model = task.model(prepared).train()
-    optimizers = [build(run, part) for part in task.parts(model)]
+    task = TASKS[run.task]
+    optimizers = [build(run, part, transport) for part in task.parts(model)]
     optimizer = optimizers[0]
+    for each in optimizers if run.event else ():
+        each.register_step_pre_hook(lambda each, *_: enlarge_gradients(each, event_factor(run, step)))
     some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
     train_curve, valid_curve, ratio_curve = [], [], []
     start, since, counted = time.perf_counter(), [], Counter[str]()
@@ -156,23 +159,24 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
         items, generator = batch_of(prepared.train, run, step - 1)
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = lr_at(run, step)
-        loss = task.step(model, optimizers, share(task.draw(items, generator), rank, size))
+        loss = task.step(model, optimizers, share(task.draw(items, generator), transport.rank, transport.size))
         counted[sends(optimizer)] += 1
         since.append(loss.item())
         if step % max(1, run.steps // RECORDS) == 0:
-            train_curve.append((step, mean_over_ranks([sum(since) / len(since)])[0]))
+            train_curve.append((step, mean_over_ranks([sum(since) / len(since)], transport)[0]))
             since = []
-            show(*train_curve[-1])
+            if transport.rank == 0:
+                show(*train_curve[-1])
         if step % max(1, run.steps // VALIDATIONS) == 0:
             with ExitStack() as at_syncs:
                 for each in optimizers:
                     at_syncs.enter_context(at_a_sync(each))
-                valid_curve.append((step, validate(task, model, some, rank, size)[0]))
+                valid_curve.append((step, validate(task, model, some, transport)[0]))
             ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
     for each in optimizers:
         if isinstance(each, OneBitOptimizer):
             each.synchronize()
-    final_loss, accuracy = validate(task, model, prepared.valid, rank, size)
+    final_loss, accuracy = validate(task, model, prepared.valid, transport)
     return {
         "data": prepared.about,
         "loss": final_loss,
@@ -181,7 +185,7 @@ def train(run: Run, prepared: Prepared, show: Show) -> dict[str, Any]:
         "valid": valid_curve,
         "ratio": ratio_curve,
         "seconds": time.perf_counter() - start,
-        **volume(run, task.parts(model), optimizers, counted["uncompressed"]),
+        **volume(run, task.parts(model), optimizers, counted["uncompressed"], transport),
     }
 
 
@@ -196,7 +200,11 @@ def ratios(optimizer: OneBitLamb) -> list[float]:
 
 
 def volume(
-    run: Run, parts: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], uncompressed: int
+    run: Run,
+    parts: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    uncompressed: int,
+    transport: Transport,
 ) -> dict[str, Any]:
     """Elements, and those that blocks of their own make of them; bytes that a rank has sent in compressed steps."""
     numels = [p.numel() for part in parts for p in part.parameters()]
@@ -204,7 +212,7 @@ def volume(
     apart = sum(sum(state.numels) for optimizer in ours for state in optimizer.current.uncompressed)
     own = float(sum(getattr(optimizer, "wire_bytes", 0) for optimizer in optimizers))
     own += (run.steps - uncompressed) * apart * 4 * 2 * (run.ranks - 1) / run.ranks
-    sent = mean_over_ranks([own])[0] if run.ranks > 1 else 0.0
+    sent = mean_over_ranks([own], transport)[0] if run.ranks > 1 else 0.0
     return {
         "elements": sum(numels),
         "padded": sum(math.ceil(n / WORD) * WORD for n in numels),

@@ -1,6 +1,6 @@
-"""The convergence study: 1-bit Adam against Adam and 1-bit LAMB against LAMB, on real data, several seeds, real ranks.
+"""The convergence study: 1-bit Adam against Adam and 1-bit LAMB against LAMB, on real data, several seeds.
 
-    python -m perf.convergence [--tasks lm,images] [--sweeps main,freeze,workers,batch,lr] [--seeds 3] [--data PATH]
+    python -m perf.convergence [--tasks lm,images] [--sweeps main,reply,ranks,event,freeze] [--seeds 3] [--data PATH]
     python -m perf.convergence --quick       a small language model on Python's own documentation, a minute or two
     python -m perf.convergence --report      tables and figures of what is there, nothing is run
 
@@ -14,7 +14,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class Study:
 
         load = load_average()
         found = launch(run, data, show)
-        record = {"config": asdict(run), **found, **machine(), "load_before": load, **provenance()}
+        record = {"config": run.config, **found, **machine(), "load_before": load, **provenance()}
         path = record_path(self.out, run)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_record(path, record, indent=None)

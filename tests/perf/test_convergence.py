@@ -5,7 +5,7 @@ import gzip
 import json
 import struct
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +13,32 @@ import pytest
 import torch
 
 from onebit.cli.progress import Progress
+from onebit.collectives.transport import LocalTransport
 from perf import plots
 from perf.convergence import data, gan, records, report, study
 from perf.convergence.data import DataMissing
 from perf.convergence.launch import launch
 from perf.convergence.models import ResNet8
 from perf.convergence.plan import BETA1, GAN_ALONE, LAST_LAYER, MAIN, ONE_SEED, SWEEPS, TASKS, VARIANTS, Run, plan
-from perf.convergence.runs import batch_of, build, lr_at, share
+from perf.convergence.runs import batch_of, build, enlarge_gradients, event_factor, lr_at, share
 from perf.convergence.tasks import Prepared
-from perf.lab.processes import RankFailed
+from perf.convergence.virtual import run_ranks as run_virtual_ranks
 from perf.records import read_record
-from tests.onebit.runs import bits
+from tests.onebit import runs as training
+from tests.onebit.runs import Case, bits, kinds, same, snapshot
+from tests.ranks import group, run_ranks
 
 ROOT = Path(__file__).parents[2]
 RUN = Run.standard("quick", "onebit_adam", 0)
+ALONE = LocalTransport()
 
 
 def record(run, loss, **more):
-    steps = run.freeze if isinstance(run.freeze, int) else run.steps
+    steps = run.freeze if isinstance(run.freeze, int) else run.steps - 1
     about = {"cpu": "a cpu", "cpu_count": 2, "versions": {"torch": "2"}, "measured": "2026-01-01", "seconds": 1.0}
     sizes = dict.fromkeys(("elements", "padded"), 2048 * 1000)
     return {
-        **{"config": asdict(run), "data": "none", "loss": loss, "accuracy": None, **about, **sizes},
+        **{"config": run.config, "data": "none", "loss": loss, "accuracy": None, **about, **sizes},
         "train": [[run.steps, loss]],
         "valid": [[run.steps // 2, loss + 1], [run.steps, loss]],
         "uncompressed_steps": steps,
@@ -55,8 +59,8 @@ def test_the_plan_has_every_run_once_the_main_comparison_first():
     main = 2 * (3 * (len(VARIANTS) - len(GAN_ALONE)) - 2 * len(ONE_SEED))
     assert all(run == Run.standard(run.task, run.variant, run.seed) for run in runs[:main])
     assert all(run != Run.standard(run.task, run.variant, run.seed) for run in runs[main:])
-    assert {run.seed for run in runs if run.ranks == 8} == {0}
-    assert {run.ranks for run in runs} == {1, 2, 4, 8} and "auto" in {run.freeze for run in runs}
+    assert {run.seed for run in runs if run.ranks == 8 and "two_bit" in run.variant} == {0}
+    assert {run.ranks for run in runs} == {2, 4, 8, 16, 32} and "auto" in {run.freeze for run in runs}
     tried = {task: {run.variant for run in plan([task], [MAIN], 1, 2)} & GAN_ALONE for task in ("lm", "gan")}
     assert tried == {"lm": set(), "gan": GAN_ALONE} and len(GAN_ALONE) > len(BETA1)
     assert all(run.freeze is None for run in plan(["gan"], [MAIN], 1, 2, list(GAN_ALONE)))
@@ -149,11 +153,16 @@ def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
     out, docs = tmp_path / "out", tmp_path / "docs" / "page.md"
     for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:
         write(out, run, 2.0 + 0.01 * run.seed)
+    for run in plan(["lm"], ["ranks", "event"], 1, 2):
+        if run.ranks == 32 or run.event == "x 100":
+            write(out, run, 1.9 if run.ranks == 32 else 4.0)
     (out / "lm.md").write_text("A remark on these runs.\n")
     assert study.main(["--report", f"--out={out}", f"--docs={docs}"]) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
-    assert "python -m perf.convergence --tasks lm --sweeps main,freeze --seeds 3" in page
-    for name in ("lm", "lm-sweeps"):
+    assert "python -m perf.convergence --tasks lm --sweeps main,ranks,event,freeze --seeds 3" in page
+    assert "| 32 | 1-bit LAMB, norm unbiased | 1.02 | 1.900 | 1 | -0.100 | one seed: open |" in page  # of the baseline at 2 ranks
+    assert "| x 100 | 0/1 Adam, direct replies, norm unbiased | 1.02 | 4.000 | 1 | +0.000 |" in page
+    for name in ("lm", "lm-ranks", "lm-sweeps"):
         assert f"(../out/{name}.png)" in page and (out / f"{name}.png").exists()
     assert page.count("A remark on these runs.") == 1 and "workers" not in page
     sweep = page.split("### Share of the steps in stage 1")[1].split("###")[0]
@@ -173,14 +182,59 @@ def test_runs_that_were_made_with_other_data_are_not_compared_unnoticed(tmp_path
     assert "Data: another." in report.settings("quick", {"onebit_adam": runs["onebit_adam"]}, 2)
 
 
+@dataclass(frozen=True)
+class Exact(Case):
+    """Its gradients have sums over ranks that no order of adding changes."""
+
+    def gradients(self, rank, step):
+        return [g.mul(64).round().div(64) for g in super().gradients(rank, step)]
+
+
+def trained(rank, size, case, transport=None):
+    params = case.parameters()
+    optimizer = case.build(params, transport or group())
+    training.run(case, rank, optimizer, params, 1, case.steps)
+    return snapshot(optimizer.state_dict()), bits(params), optimizer.wire_bytes
+
+
+@kinds
+@pytest.mark.parametrize("options", [{"norm": "unbiased", "update_limit": "auto"}, {"reply": "direct"}])
+def test_virtual_ranks_compute_what_processes_do(kind, options):
+    case = Exact(kind, options={"freeze_step": 5, **options})
+    virtual = run_virtual_ranks(4, lambda transport: trained(transport.rank, 4, case, transport))
+    for own, other in zip(run_ranks(4, trained, case), virtual, strict=True):
+        assert same(own, other)
+
+
 def test_a_rank_that_fails_ends_the_run(tmp_path):
-    with pytest.raises(RankFailed, match=r"(?s)rank \d: .*No such file"):
+    with pytest.raises(FileNotFoundError):
         launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
+
+    def fail(transport):
+        if transport.rank == 1:
+            raise KeyError("rank 1's")
+        transport.wait_for_all()
+
+    with pytest.raises(KeyError, match="rank 1's"):
+        run_virtual_ranks(3, fail)
+
+
+def test_an_event_enlarges_the_gradients_of_its_steps():
+    run = Run.standard("lm", "adam", 0)
+    assert [event_factor(run.at({"event": "x 100"}), step) for step in (1, 300, 301, 600)] == [1, 1, 100, 100]
+    assert [event_factor(run.at({"event": "x 30"}), step) for step in (300, 301, 450, 451)] == [1, 30, 30, 1]
+    assert event_factor(run, 301) == 1 and run.config == {k: v for k, v in asdict(run).items() if k != "event"}
+    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)
+    enlarge_gradients(optimizer, 30.0)
+    assert all(torch.equal(p.grad, torch.full_like(p, 60.0)) for p in params)
 
 
 @pytest.mark.timeout(900)
 def test_a_quick_study_learns_and_is_not_run_twice(tmp_path, monkeypatch):
-    """Real ranks on real text: 300 steps a run."""
+    """On real text: 300 steps a run."""
     command = ["--quick", "--variants=adam,onebit_adam,onebit_lamb", "--seeds=1", f"--out={tmp_path}"]
     assert study.main(command) == 0
     runs = [Run.standard("quick", variant, 0) for variant in ("adam", "onebit_adam", "onebit_lamb")]
@@ -256,7 +310,7 @@ def test_samples_are_held_against_real_images():
 def test_both_models_train_each_with_its_optimizer(variant, beta1):
     given, run = prepared(), Run.standard("gan", variant, 0)
     model = GAN.model(given).train()
-    optimizers = [build(run, part) for part in GAN.parts(model)]
+    optimizers = [build(run, part, ALONE) for part in GAN.parts(model)]
     owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
     assert owned == [{id(p) for p in part.parameters()} for part in (model.discriminator, model.generator)]
     assert all(group["betas"] == (beta1, 0.999) for o in optimizers for group in o.param_groups)
@@ -277,7 +331,7 @@ def test_every_variant_of_the_plan_is_built_with_its_options(task):
     for run in plan([task], [MAIN], 1, 2):
         if run.variant in LAST_LAYER:
             continue
-        (group, *_) = build(run, model).param_groups
+        (group, *_) = build(run, model, ALONE).param_groups
         assert group["betas"][0] == BETA1.get(run.variant, TASKS[task].betas[0]), run.variant
         assert (group["lr"], group["weight_decay"]) == (run.lr, 0.01)
 
