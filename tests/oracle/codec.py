@@ -72,7 +72,7 @@ class Layout:
         cuts = [0]
         for k in range(1, parts):
             target, before, block = Fraction(k * sum(sizes), parts), Fraction(0), 0
-            while before + Fraction(sizes[block], 2) < target:
+            while block < len(sizes) and before + Fraction(sizes[block], 2) < target:
                 before, block = before + sizes[block], block + 1
             cuts.append(min(max(block, cuts[-1] + 1), len(sizes) - (parts - k)))
         return list(itertools.pairwise([*cuts, len(sizes)]))
