@@ -29,8 +29,6 @@ def contents(messages: Messages, row: int, lengths: Sequence[int]) -> Contents:
     start = 16 + -(-4 * count // 16) * 16
     bits = np.unpackbits(raw[start : start + sum(lengths) * per_element // 8], bitorder="little") == 1
     of_elements = of_bits(bits, scales, per_element, lengths)
-    if messages.format.norm == "rotated":
-        of_elements = (*of_elements[:2], oracle.rotated_back(of_elements[2], lengths))
     return Contents(scales.reshape(-1, 2) if per_element == 2 else scales, *of_elements)
 
 

@@ -119,7 +119,7 @@ def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay, clip):
 def _update(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, hyper: int, coefficient: int, clip: int,
-    messages: int, row_bytes: int, tensor: int, copies: int, planes: int, flips: int, d: int, master: int,
+    messages: int, row_bytes: int, tensor: int, copies: int, planes: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
@@ -131,9 +131,9 @@ def _update(
                 lr = lr * float_at(coefficient + 4 * p)
             scale, bits = of_message(message, its, tensor, planes)
             m_at = 0
-            if not is_plain(copies, planes, flips):
+            if not is_plain(copies, planes):
                 m_at = scratch + 4 * size
-                unpack(scale, bits, its.length, row_bytes, copies, planes, flips, up(its.valid), m_at, 0)
+                unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
             x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
             _update_block(its.valid, bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay, clip_of(clip, p))
             put(x_at, address, param, its.offset, its.valid, scratch + 8 * size)

@@ -31,12 +31,10 @@ from onebit.kernels.cpu.memory import (
     store_fp16,
     stream,
 )
-from onebit.kernels.cpu.rotation import rotate_back
 from onebit.kernels.data import wire
 from onebit.kernels.data.hyper import COLUMNS, Hyper
 from onebit.kernels.data.layout import WORD, Block, Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.rotation import packed_flips
 from onebit.kernels.data.wire import Messages
 
 FP32, BF16, FP16 = 0, 1, 2
@@ -46,7 +44,7 @@ _BLOCK, _PARAMETER, _HYPER = 4 * len(Block._fields), 24, 4 * COLUMNS  # bytes of
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
 _HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
 HALF = np.float32(0.5)
-L1, L2, UNBIASED, ROTATED = (wire.NORMS[norm] for norm in ("l1", "l2", "unbiased", "rotated"))
+L1, L2, UNBIASED = (wire.NORMS[norm] for norm in ("l1", "l2", "unbiased"))
 
 
 class Located(NamedTuple):
@@ -286,16 +284,14 @@ def write(target, values, past_caches):
 
 
 @tile
-def is_plain(copies, planes, flips):
+def is_plain(copies, planes):
     """Whether an element's bit and its block's scale are all that it needs."""
-    return copies == 1 and planes == 1 and flips == 0
+    return copies == 1 and planes == 1
 
 
 @routine
-def unpack(scale, bits, length, row_bytes, copies, planes, flips, n, target, past_caches):
-    """What the first n elements of a block stand for. Of a rotated one there must be room for all of it."""
-    if flips != 0:
-        n = length
+def unpack(scale, bits, length, row_bytes, copies, planes, n, target, past_caches):
+    """What the first n elements of a block stand for."""
     if planes == 2:
         for i in range(0, n, WIDTH):
             write(target + 4 * i, one_of_two(bits, scale, length, i), past_caches)
@@ -309,8 +305,6 @@ def unpack(scale, bits, length, row_bytes, copies, planes, flips, n, target, pas
     else:
         for i in range(0, n, WIDTH):
             write(target + 4 * i, mean_of_copies(bits, scale, copies, row_bytes, i), past_caches)
-    if flips != 0:
-        rotate_back(target, flips, length)
 
 
 @tile
@@ -379,16 +373,12 @@ def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, ...]:
     """Where momentum lies, if it is dense, and its messages, if it is kept as those."""
     if isinstance(momentum, Messages):
         return (0, *messages_at(momentum))
-    return at(momentum), 0, 0, 0, 1, 1, 0
+    return at(momentum), 0, 0, 0, 1, 1
 
 
-def messages_at(messages: Messages) -> tuple[int, int, int, int, int, int]:
-    """Where messages lie, the bytes from one to the next, whether each has one scale, how many have a block, the bits
-    of an element, and where the signs that a rotation turns lie, or 0."""
+def messages_at(messages: Messages) -> tuple[int, int, int, int, int]:
+    """Where messages lie, the bytes from one to the next, whether each has one scale, how many have a block, and the
+    bits of an element."""
     form = messages.format
     tensor = int(form.scale == "tensor")
-    return messages.buffer.data_ptr(), form.nbytes, tensor, messages.copies, form.bits, flips_of(form)
-
-
-def flips_of(form: wire.Format) -> int:
-    return packed_flips().ctypes.data if form.rotated else 0
+    return messages.buffer.data_ptr(), form.nbytes, tensor, messages.copies, form.bits

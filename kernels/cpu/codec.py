@@ -5,8 +5,6 @@
     both       bit = sigma(c);   scale = ||c||_1 / count, or as the norm says (`wire`);   e = c - scale sigma(c)
     decode     x = scale sigma
 
-With norm="rotated" the signs are those of z = H D c, and scale sigma is turned back (`onebit.kernels.data.rotation`).
-
 average may write 2 bits an element: whether it is large, more than ABOVE times the block's mean size, picks one of two
 scales, each the mean size of those it stands for.
 
@@ -25,7 +23,6 @@ from torch import Tensor
 from onebit.kernels.cpu.blocks import (
     L1,
     L2,
-    ROTATED,
     UNBIASED,
     any_flag,
     at,
@@ -33,7 +30,6 @@ from onebit.kernels.cpu.blocks import (
     copy_block,
     count_of,
     flag_of,
-    flips_of,
     hyper_of,
     is_plain,
     keep,
@@ -70,7 +66,6 @@ from onebit.kernels.cpu.memory import (
     store,
     streamed,
 )
-from onebit.kernels.cpu.rotation import rotate, rotate_back
 from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
@@ -126,26 +121,6 @@ def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, n
 
 
 @tile
-def _finish_rotated(kept, valid, length, value, bits, scale, flips, scratch):
-    """The signs of a block's rotated elements, their scale, and what they leave out. Padding is 0 in the end."""
-    n, sizes = up(valid), splat(ZERO)
-    rotate(value, flips, n, length, scratch)
-    for i in range(0, length, WIDTH):
-        sizes = sizes + magnitude(load(scratch + 4 * i))
-    s = _unbiased_scale(_squares(scratch, length), total(sizes), length) / np.float32(length & -length)
-    set_float(scale, s)
-    for i in range(0, length, WIDTH):
-        positive = load(scratch + 4 * i) >= ZERO
-        set_bits(bits + i // 8, positive)
-        store(scratch + 4 * i, signed(positive, s))
-    rotate_back(scratch, flips, length)
-    for i in range(0, n, WIDTH):
-        store(value + 4 * i, keep(kept, i, load(value + 4 * i) - load(scratch + 4 * i)))
-    if n < length:
-        clear(value + 4 * n, value + 4 * length)
-
-
-@tile
 def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, norm):
     """c of a block, where e was; returns what its scale is made of."""
     beta1, rest, grad_scale = h.beta1, h.one_minus_beta1, h.grad_scale
@@ -168,11 +143,11 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 def _compress(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, gammas: int,
-    m_flat: int, m_messages: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int, m_flips: int,
+    m_flat: int, m_messages: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, row_bytes: int, tensor: int, norm: int, flips: int, fingerprint: int, shard_blocks: int,
+    out: int, row_bytes: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
-    flag, packed = int_at(flags), m_messages != 0 and is_plain(m_copies, m_planes, m_flips)
+    flag, packed = int_at(flags), m_messages != 0 and is_plain(m_copies, m_planes)
     unpacked = m_messages != 0 and not packed
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
@@ -189,32 +164,24 @@ def _compress(
             its_value, its_flat = value + 4 * its.start, m_flat + 4 * its.start
             if unpacked:
                 its_flat = scratch + 4 * size
-                unpack(m_scale, m_bits, its.length, m_row_bytes, m_copies, m_planes, m_flips, up(valid), its_flat, 0)
+                unpack(m_scale, m_bits, its.length, m_row_bytes, m_copies, m_planes, up(valid), its_flat, 0)
             summed = _compensate(
                 values, hyper_of(hyper, its.group), ONE if gammas == 0 else float_at(gammas + 4 * p),
                 float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,
                 m_bits if packed else 0, up(valid), kept, its_value,
                 ZERO if tensor == 0 else float_at(residual_scale + 4 * its.shard), bits, norm,
             )  # fmt: skip
-            if norm == ROTATED:
-                _finish_rotated(kept, valid, its.length, its_value, bits, scale, flips, scratch)
-            else:
-                _finish(
-                    summed, kept, valid, its.length, its_value, bits, scale,
-                    0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
-                )  # fmt: skip
+            _finish(
+                summed, kept, valid, its.length, its_value, bits, scale,
+                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
+            )  # fmt: skip
     streamed()
 
 
 @tile
-def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, mean_at, n, kept, value, last, bits, norm):
-    """C of a block, where E was; returns what its scale is made of. The mean lies at `mean_at`, or is made here."""
+def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, last, bits, norm):
+    """C of a block, where E was; returns what its scale is made of."""
     summed = splat(ZERO)
-    if mean_at != 0:
-        for i in range(0, n, WIDTH):
-            c = load(mean_at + 4 * i) + left_out(load(value + 4 * i), last)
-            summed = summed + _write(c, kept, i, value, bits, norm)
-        return total(summed)
     for i in range(0, n, WIDTH):
         added = splat(ZERO)
         for rank in range(ranks):
@@ -251,9 +218,9 @@ def _finish_two_bits(summed, kept, valid, length, value, bits, scale):
 @Loop
 def _average(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    received: int, row_bytes: int, in_tensor: int, in_flips: int, ranks: int, inverse_ranks: float,
+    received: int, row_bytes: int, in_tensor: int, ranks: int, inverse_ranks: float,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, tensor: int, norm: int, flips: int, planes: int, fingerprint: int, shard_blocks: int,
+    out: int, tensor: int, norm: int, planes: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
     flag = any_flag(received, ranks, row_bytes)
     if first == 0:
@@ -268,19 +235,14 @@ def _average(
         its = locate(blocks, parameters, block)
         copy_block(before, value, its)
         valid, its_value = its.valid, value + 4 * its.start
-        kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 4 * size)
+        kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch)
         scale, bits = of_message(out, its, tensor, planes)
         in_scale, in_bits = of_message(received, its, in_tensor, 1)
-        if in_flips != 0:
-            unpack(in_scale, in_bits, its.length, row_bytes, ranks, 1, in_flips, up(valid), scratch, 0)
         summed = _mean(
-            in_bits, in_scale, ranks, row_bytes, np.float32(inverse_ranks), 0 if in_flips == 0 else scratch,
-            up(valid), kept, its_value, last, bits, norm,
+            in_bits, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last, bits, norm
         )  # fmt: skip
         if planes == 2:
             _finish_two_bits(summed, kept, valid, its.length, its_value, bits, scale)
-        elif norm == ROTATED:
-            _finish_rotated(kept, valid, its.length, its_value, bits, scale, flips, scratch)
         else:
             _finish(
                 summed, kept, valid, its.length, its_value, bits, scale,
@@ -312,20 +274,19 @@ def _scales(
 @Loop
 def _decode(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    out: int, dtype: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int, flips: int,
-    large: int,
+    out: int, dtype: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int, large: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
         address, n = long_at(out + 8 * its.parameter), up(its.valid)
         if address != 0 and n > 0:
             message = message_of(messages, its, row_bytes, copies)
-            in_place = dtype == 0 and n == its.valid and flips == 0
+            in_place = dtype == 0 and n == its.valid
             values = address + 4 * its.offset if in_place else scratch
             if any_flag(message, copies, row_bytes) == 0:
                 scale, bits = of_message(message, its, tensor, planes)
                 past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
-                unpack(scale, bits, its.length, row_bytes, copies, planes, flips, n, values, past_caches)
+                unpack(scale, bits, its.length, row_bytes, copies, planes, n, values, past_caches)
             else:
                 for i in range(0, n, WIDTH):
                     store(values + 4 * i, splat(np.float32(np.nan)))
@@ -350,7 +311,7 @@ def compress(
     arguments = (
         *over(span), *table(grads), at(hyper), at(flags), at(gamma), *momentum_at(momentum), at(live),
         *_residual_at(residual), at(out.buffer), form.nbytes, int(form.scale == "tensor"), NORMS[form.norm],
-        flips_of(form), form.fingerprint, form.layout.shard_blocks,
+        form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
     over_blocks(_compress, span, arguments, scratch_blocks=2)
     _finish_scales(span, residual, out)
@@ -361,11 +322,10 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     form = out.format
     arguments = (
         *over(span), at(received.buffer), received.format.nbytes, int(received.format.scale == "tensor"),
-        flips_of(received.format), received.rows, 1 / received.rows, at(live), *_residual_at(residual), at(out.buffer),
-        int(form.scale == "tensor"), NORMS[form.norm], flips_of(form), form.bits, form.fingerprint,
-        form.layout.shard_blocks,
+        received.rows, 1 / received.rows, at(live), *_residual_at(residual), at(out.buffer),
+        int(form.scale == "tensor"), NORMS[form.norm], form.bits, form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
-    over_blocks(_average, span, arguments, scratch_blocks=1)
+    over_blocks(_average, span, arguments)
     _finish_scales(span, residual, out)
 
 

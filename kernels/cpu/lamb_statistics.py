@@ -97,14 +97,13 @@ def _statistics_block(
 @Loop
 def _statistics(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    hyper: int, rows: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int, flips: int,
+    hyper: int, rows: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
     prev_flat: int, previous: int, prev_row_bytes: int, prev_tensor: int, prev_copies: int, prev_planes: int,
-    prev_flips: int,
     d: int, exp_avg_sq: int, live: int, gammas: int, partial: int, denominator: int,
 ) -> None:  # fmt: skip
     if any_flag(messages, rows, row_bytes) != 0:
         return
-    prev_packed = previous != 0 and is_plain(prev_copies, prev_planes, prev_flips)
+    prev_packed = previous != 0 and is_plain(prev_copies, prev_planes)
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
         start, n, h = 4 * its.start, up(its.valid), hyper_of(hyper, its.group)
@@ -113,14 +112,12 @@ def _statistics(
         prev_message = message_of(previous, its, prev_row_bytes, prev_copies)
         prev_scale, prev_bits = of_message(prev_message, its, prev_tensor, prev_planes)
         m_at, its_flat = 0, prev_flat + start
-        if not is_plain(copies, planes, flips):
+        if not is_plain(copies, planes):
             m_at = scratch
-            unpack(scale, bits, its.length, row_bytes, copies, planes, flips, n, m_at, 0)
+            unpack(scale, bits, its.length, row_bytes, copies, planes, n, m_at, 0)
         if previous != 0 and not prev_packed:
             its_flat = scratch + 4 * size
-            unpack(
-                prev_scale, prev_bits, its.length, prev_row_bytes, prev_copies, prev_planes, prev_flips, n, its_flat, 0
-            )
+            unpack(prev_scale, prev_bits, its.length, prev_row_bytes, prev_copies, prev_planes, n, its_flat, 0)
         ratio = _statistics_block(
             n, its.valid, kept, float_at(scale), bits, m_at, its_flat,
             float_at(prev_scale) if prev_packed else ZERO, prev_bits if prev_packed else 0, d + start,

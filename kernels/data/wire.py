@@ -10,7 +10,7 @@ All messages of a format are as long as the longest; what a shorter shard leaves
 
 An element decodes to +scale where its bit is 1 and to -scale elsewhere, or to the mean of that over the messages that
 its block is in (`Messages.copies`): one where a rank has averaged the shard, one a rank where every rank's message goes
-to all. Bits past a block's valid count are 0, unless blocks are rotated.
+to all. Bits past a block's valid count are 0.
 
 What a scale is made of: the mean size ("l1": no other has a smaller error), the root mean square ("l2"), or
 
@@ -19,12 +19,6 @@ What a scale is made of: the mean size ("l1": no other has a smaller error), the
 with which what is left out is orthogonal to c (as in DRIVE, Vargaftik et al. 2021): all of c arrives at once, and
 noise with it, where the mean size sends 2/3 of a normally distributed c and the rest in later steps. A block with few
 elements that are not 0 meets the bound: without it all others would be moved as far as these.
-
-    rotated     bits are the signs of z = H D c, `onebit.kernels.data.rotation`; the scale is ||z||_2^2 / ||z||_1 / n,
-                with the same bound, and a block decodes to D H of its signs times the scale
-
-It is unbiased too, and where c has few large elements its noise is far less: a rotated block has none that are larger
-than all others. What a block leaves out is kept for its valid elements; their padding takes part in z, as 0.
 
 With 2 bits an element a block has two scales, the mean sizes of its small and of its large elements, and twice as many
 bytes of bits: the signs of all, then for all whether they are large: more than ABOVE times the block's mean size.
@@ -53,12 +47,12 @@ from onebit.kernels.data.checks import is_one_of
 from onebit.kernels.data.layout import Layout, Span
 
 Scale = Literal["block", "tensor"]
-Norm = Literal["l1", "l2", "unbiased", "rotated"]
+Norm = Literal["l1", "l2", "unbiased"]
 Bits = Literal[1, 2]
 
 MAGIC = 0x01424231  # "1BB", or "2BB" with 2 bits, and the version of this layout
-MOST = 2.0  # times the root mean square of a block: the largest scale with norm="unbiased" or "rotated"
-NORMS: dict[Norm, int] = {"l1": 0, "l2": 1, "unbiased": 2, "rotated": 3}  # as kernels have them
+MOST = 2.0  # times the root mean square of a block: the largest scale with norm="unbiased"
+NORMS: dict[Norm, int] = {"l1": 0, "l2": 1, "unbiased": 2}  # as kernels have them
 ABOVE = 1.23  # times the mean size of a block: a larger element is one of the large ones
 NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step's messages
 ALIGN = 16
@@ -83,9 +77,9 @@ def check_scale(scale: object, norm: object) -> None:
         raise ValueError(f"scale must be one of {get_args(Scale)}, got {scale!r:.80}")
     if not is_one_of(norm, get_args(Norm)):
         raise ValueError(f"norm must be one of {get_args(Norm)}, got {norm!r:.80}")
-    if norm in ("unbiased", "rotated") and scale != "block":
+    if norm == "unbiased" and scale != "block":
         raise ValueError(
-            f'norm="{norm}" with scale="tensor": the largest parameters of a message would decide of its scale, and '
+            'norm="unbiased" with scale="tensor": the largest parameters of a message would decide of its scale, and '
             'throw all others about. Pass scale="block", or norm="l1"'
         )
 
@@ -110,14 +104,9 @@ class Format:
     def of_means(self, bits: Bits) -> Format:
         """The same blocks in so many bits, for means of messages, which are compressed once more. The mean of a few
         signs is 0 in many places. An unbiased scale would move these as far as all others, and what is left out would
-        grow: so there it is the root mean square, and nothing is rotated."""
+        grow: so there it is the root mean square."""
         form = self.with_bits(bits)
-        return replace(form, norm="l2") if form.norm in ("unbiased", "rotated") else form
-
-    @property
-    def rotated(self) -> bool:
-        """Whether a block's bits are signs of its rotated elements."""
-        return self.norm == "rotated"
+        return replace(form, norm="l2") if form.norm == "unbiased" else form
 
     def scales(self, blocks: int) -> int:
         """In the message of a shard of so many blocks."""

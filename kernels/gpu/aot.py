@@ -119,7 +119,6 @@ def variants() -> dict[str, Workload]:
         "fp32": Workload(sizes),
         "fp32, tensor scale, l2, dense momentum": Workload(sizes, scale="tensor", norm="l2", packed=False),
         "fp32, unbiased scale": Workload(sizes, norm="unbiased"),
-        "fp32, rotated, messages of 2 ranks": Workload(sizes, norm="rotated", ranks=1, copies=2),
         "fp32, masked": Workload(sizes, masked=True),
         "fp32, tensor scale, masked, scaled": Workload(sizes, scale="tensor", masked=True, scaled=True),
         "fp32, messages of 2 ranks": Workload(sizes, ranks=1, copies=2),

@@ -4,8 +4,7 @@
     average    C = mean_i decode(message_i) + E;            bit = sigma(C);  scale = ||C||_1 / count;  E = C - scale bit
     decode     x = scale sigma
 
-Scales are those of norm "l1"; `onebit.kernels.data.wire` has the others. With "rotated" the signs are those of
-z = H D c, and scale sigma is turned back (`rotation`).
+Scales are those of norm "l1"; `onebit.kernels.data.wire` has the others.
 
 compress does momentum, error compensation, sign, scale and packing in one pass, and average unpacking, mean, error
 compensation and packing: each element of the residual is read once and written once. `onebit.kernels.passes` has the
@@ -22,7 +21,7 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
-from onebit.kernels.gpu import rotation, tiles
+from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import (
     TYPES,
     encoding_arguments,
@@ -40,7 +39,7 @@ def compress_kernel(
     fingerprint, gamma, m_flat, m_messages, m_row_bytes, live, value, before, residual_scale, partial, counted, counter,
     messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr,
+    TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit are as long as what is written
     flag = tl.load(flags)
@@ -68,9 +67,8 @@ def compress_kernel(
                 if m_messages is not None:
                     m_message = m_messages + shard * COPIES * m_stride
                     m = tiles.decode_block(
-                        m_message, m_stride, place, word, of_shard, length, TILE, TENSOR and BITS == 1, COPIES, BITS,
-                        ROTATED,
-                    )  # fmt: skip
+                        m_message, m_stride, place, word, of_shard, length, TILE, TENSOR and BITS == 1, COPIES, BITS
+                    )
                     y = tl.load(h + tiles.H_BETA1) * m + y
                 elif m_flat is not None:
                     y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(m_flat + start, length, TILE) + y
@@ -80,13 +78,10 @@ def compress_kernel(
                 block_counted = counted + block if TENSOR else None
                 its_scale = residual_scale + shard if TENSOR else None
                 c = y + tiles.residual(kept, its_scale, TENSOR)
-                if NORM == tiles.ROTATED:
-                    tiles.encode_rotated(c, its_live, block_value, scale, bits, valid, length, TILE)
-                else:
-                    tiles.encode(
-                        c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length, TILE,
-                        TENSOR, NORM,
-                    )  # fmt: skip
+                tiles.encode(
+                    c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length, TILE,
+                    TENSOR, NORM,
+                )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter + shard, of_shard):
                         first = block - place
@@ -98,7 +93,7 @@ def average_kernel(
     block_table, parameter_table, first_block, first_word, blocks, shard_blocks, fingerprint, ranks, inverse_ranks,
     received, received_bytes, live, value, before, residual_scale, partial, counted, counter, messages,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
-    IN_TENSOR: tl.constexpr, IN_ROTATED: tl.constexpr, BITS: tl.constexpr,
+    IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     flag = tiles.any_flag(received, ranks, received_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -118,16 +113,11 @@ def average_kernel(
                 total = tiles.sum_of_messages(
                     received, block, word, blocks, received_bytes, ranks, length, TILE, IN_TENSOR
                 )
-                mean = total * inverse_ranks
-                if IN_ROTATED:
-                    mean = rotation.rotate_back(mean, length, TILE)
-                c = mean + tiles.residual(kept, residual_scale, TENSOR)
+                c = total * inverse_ranks + tiles.residual(kept, residual_scale, TENSOR)
                 scale = tiles.scales_in(messages, block, TENSOR, BITS)
                 bits = tiles.bits_in(messages, word, blocks, TENSOR, BITS)
                 if BITS == 2:
                     tiles.encode_two_bits(c, its_live, block_value, scale, bits, valid, length, TILE)
-                elif NORM == tiles.ROTATED:
-                    tiles.encode_rotated(c, its_live, block_value, scale, bits, valid, length, TILE)
                 else:
                     block_partial = partial + block if TENSOR else None
                     block_counted = counted + block if TENSOR else None
@@ -144,7 +134,7 @@ def average_kernel(
 def decode_kernel(
     block_table, parameter_table, addresses, first_block, first_word, first_shard, blocks, messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
-    COPIES: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr,
+    COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -155,9 +145,7 @@ def decode_kernel(
             base, writable, wide = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
             message = messages + shard * COPIES * row_bytes
             flag = tiles.flag_of(message, row_bytes, COPIES)
-            x = tiles.decode_block(
-                message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS, ROTATED
-            )
+            x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
             x = tl.where(flag == 0, x, float("nan"))
             tiles.store_tile(base, x, writable, wide, TILE)
 
@@ -200,7 +188,6 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
         "received": received.buffer,
         "received_bytes": received.format.nbytes,
         "IN_TENSOR": received.format.scale == "tensor",
-        "IN_ROTATED": received.format.rotated,
         "BITS": out.format.bits,
         "ranks": received.rows,
         "inverse_ranks": 1 / received.rows,

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from onebit.kernels.data import layout, wire
 from onebit.kernels.data.hyper import COLUMNS, LARGEST, Hyper
-from onebit.kernels.gpu import rotation
 
 _column = Hyper._fields.index
 H_COLUMNS = tl.constexpr(COLUMNS)
@@ -49,7 +48,7 @@ HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
 ALIGN = tl.constexpr(wire.ALIGN)
 ABOVE = tl.constexpr(wire.ABOVE)
 MOST = tl.constexpr(wire.MOST)
-L1, L2, UNBIASED, ROTATED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l1", "l2", "unbiased", "rotated"))
+L1, L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l1", "l2", "unbiased"))
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in, nor how parts of buffers lie of which
@@ -229,7 +228,7 @@ def sum_of_messages(
 @triton.jit
 def decode_block(
     message, row_bytes, place, word, of_shard, length,
-    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ROTATE: tl.constexpr,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """A block of a message, or its mean over COPIES of them, which lie `row_bytes` apart."""
     if BITS == 2:
@@ -239,8 +238,6 @@ def decode_block(
         m = signed(load_bits(bits_in(message, word, of_shard, TENSOR, 1), length, TILE), scale)
     else:
         m = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR) * (1 / COPIES)
-    if ROTATE:
-        m = rotation.rotate_back(m, length, TILE)
     return m
 
 
@@ -330,20 +327,6 @@ def encode(
         left = counted_only(c - signed(positive, s), live, valid, TILE)
     store_flat(value, left, length, TILE)
     pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
-
-
-@triton.jit
-def encode_rotated(c, live, value, scale, bits, valid, length, TILE: tl.constexpr):
-    """Store the signs of a block's rotated elements, their scale, and what they leave out."""
-    c = counted_only(c, live, valid, TILE)
-    z = rotation.rotate(c, length, TILE)
-    z = tl.where(tl.arange(0, TILE) < length, z, 0.0)
-    s = unbiased_scale(tl.sum(z * z, axis=0), tl.sum(tl.abs(z), axis=0), length)
-    s = tl.div_rn(s, (length & -length).to(tl.float32))
-    tl.store(scale, s)
-    left = c - rotation.rotate_back(signed(z >= 0, s), length, TILE)
-    store_flat(value, counted_only(left, live, valid, TILE), length, TILE)
-    pack((z >= 0).to(tl.int32), bits, length, TILE)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
 Kind = Values | Literal["bits"]
 _NUMBERS = {
     "optimizer", "ranks", "slices", "shards", "steps", "skipped_steps", "compressing", "chunks", "block_size", "scale",
-    "reply", "rotated", "wire_bytes", "settings", "fields", "trace",
+    "reply", "wire_bytes", "settings", "fields", "trace",
 }  # fmt: skip
 
 
@@ -83,8 +83,6 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
         reply = numbers["reply"]
         if not is_one_of(reply, ("direct",)) and not (is_whole(reply) and reply in WAYS):
             raise ValueError(f"reply is {_shown(reply)} in the state: {_DAMAGED}")
-        if not isinstance(numbers["rotated"], bool):
-            raise TypeError(f"rotated is {_shown(numbers['rotated'])} in the state, neither true nor false: {_DAMAGED}")
         check_block_size(numbers["block_size"])
         if not is_one_of(numbers["scale"], get_args(Scale)):
             raise ValueError(f"scale is {_shown(numbers['scale'])} in the state: {_DAMAGED}")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from onebit.checkpoint.names import ORDER
-from onebit.kernels.data import rotation
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.memory_order import Order
@@ -21,7 +20,7 @@ def saved_order(own: Mapping[str, Any]) -> Order:
     return tuple(own[ORDER].tolist()) if ORDER in own else None
 
 
-def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: int, is_rotated: bool = False) -> Tensor:
+def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: int) -> Tensor:
     """fp32 [messages, numel] of one parameter's bits and scales, of one message or several; size: of a block."""
     positive, *large = unpacked(planes_of(bits, per_element, numel, size)).unbind(-2)
     lengths = lengths_of(numel, size).to(scales.device)
@@ -30,29 +29,8 @@ def decoded(bits: Tensor, scales: Tensor, per_element: int, numel: int, size: in
         scale = torch.where(large[0], of_large, of_small)
     else:
         scale = scales.repeat_interleave(lengths, -1)
-    flat = (positive.float() * 2 - 1) * scale
-    if is_rotated:
-        inside = torch.arange(size, device=flat.device) < lengths[:, None]
-        rows = flat.new_zeros((*flat.shape[:-1], *inside.shape))
-        rows[..., inside] = flat
-        back = _rotated_back(rows.view(-1, size), lengths.expand(*rows.shape[:-1]).reshape(-1))
-        flat = back.view(rows.shape)[..., inside]
-    flat = flat[..., :numel]
+    flat = ((positive.float() * 2 - 1) * scale)[..., :numel]
     return flat if flat.ndim == 2 else flat[None]
-
-
-def _rotated_back(rows: Tensor, lengths: Tensor) -> Tensor:
-    """D H z of each row, of which the first `lengths` elements are a block (`onebit.kernels.data.rotation`)."""
-    size, h = rows.shape[-1], 1
-    while 2 * h <= size:
-        whole = size // (2 * h) * 2 * h
-        first, second = rows[:, :whole].unflatten(1, (-1, 2, h)).unbind(2)
-        mixed = torch.stack([first + second, first - second], 2).flatten(1)
-        own = (lengths % (2 * h) == 0)[:, None]
-        rows = torch.cat([torch.where(own, mixed, rows[:, :whole]), rows[:, whole:]], 1)
-        h *= 2
-    flips = torch.from_numpy(rotation.flips()[:size].copy()).to(rows.device)
-    return torch.where(flips, 0 - rows, rows)
 
 
 def encoded(values: Tensor, size: int, per_element: int) -> tuple[Tensor, Tensor]:

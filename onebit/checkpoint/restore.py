@@ -223,11 +223,6 @@ class _Restoration:
         """Of the exchange that saved the state."""
         return WAYS[self._numbers["reply"]]
 
-    @property
-    def _rotated(self) -> bool:
-        """Whether blocks of the messages that were saved are."""
-        return bool(self._numbers["rotated"])
-
     def _load_messages(self, part: Part, saved: Sequence[Saved], cut: _SavedCut) -> None:
         state, reducer, setup, there = part.state, part.reducer, self._setup, cut.layout
         assert reducer is not None
@@ -249,9 +244,8 @@ class _Restoration:
         else:
             self._warn_of_missing(len(cut.places))
         same_blocks = there.block_size == state.layout.block_size and (same_cut or n["scale"] == "block")
-        same_messages = (way, n["scale"], self._rotated) == (
-            setup.way, setup.options.scale, reducer.replies.format.rotated
-        ) and (same_ranks or way is not Direct)  # fmt: skip
+        same_way = (way, n["scale"]) == (setup.way, setup.options.scale)
+        same_messages = same_way and (same_ranks or way is not Direct)
         if same_messages and same_blocks and same_order:
             _put_momentum(reducer, saved)
         else:
@@ -279,8 +273,8 @@ class _Restoration:
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
-            _decode_momentum(state, saved, way, size, self._rotated, FIRST_MOMENTUM.name)
-        fold = partial(_decode_momentum, state, saved, way, size, self._rotated, field.name, factors)
+            _decode_momentum(state, saved, way, size, FIRST_MOMENTUM.name)
+        fold = partial(_decode_momentum, state, saved, way, size, field.name, factors)
         fold()
         if field is RESIDUAL:  # which is cleared where another rank has none
             part.fold_momentum_again = fold
@@ -432,18 +426,17 @@ def _decode_momentum(
     saved: Sequence[Saved],
     way: type[Exchange],
     size: int,
-    is_rotated: bool,
     name: str,
     factors: Sequence[float] | None = None,
 ) -> None:
     """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given. size: of
-    a block of those messages. is_rotated: whether their blocks are."""
+    a block of those messages."""
     for i, own in enumerate(saved):
         if DENSE in own:
             m = flattened(own[DENSE].to(state.device), state.orders[i])
         else:
             bits, scales = own[BITS].to(state.device), own[SCALES].to(state.device)
-            m = decoded(bits, scales, way.reply_bits, state.numels[i], size, is_rotated).mean(0)
+            m = decoded(bits, scales, way.reply_bits, state.numels[i], size).mean(0)
             m = reordered(m, state.shapes[i], saved_order(own), state.orders[i])
         for part, kept in state.parts_of(name, i):
             kept.add_(m[part], alpha=1.0 if factors is None else factors[i])

@@ -142,7 +142,6 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "block_size": setup.options.block_size,
         "scale": setup.options.scale,
         "reply": setup.way.way,
-        "rotated": any(reducer.replies.format.rotated for reducer in current.reducers),
         "wire_bytes": current.wire_bytes,
         "settings": dict(setup.algorithm.settings()),
         "fields": " ".join(sorted(_names_of_fields(current))),

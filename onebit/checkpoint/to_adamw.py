@@ -86,7 +86,7 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
         return own["first_momentum"].double()
     if BITS in own:
         per_element, size = WAYS[numbers["reply"]].reply_bits, int(numbers["block_size"])
-        messages = decoded(own[BITS], own[SCALES], per_element, like.numel(), size, numbers["rotated"]).double()
+        messages = decoded(own[BITS], own[SCALES], per_element, like.numel(), size).double()
         m = in_shape(messages.mean(0), like.shape, saved_order(own))
     else:
         parts = [value.double() for name, value in own.items() if message_of(name) is not None]

@@ -20,8 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.layout import WORD, Block
-from onebit.kernels.data.rotation import elements_mixed
+from onebit.kernels.data.layout import Block
 from onebit.kernels.data.wire import HEADER_WORDS, Messages
 from onebit.optim.fields import Field
 from onebit.optim.flat_state import FlatState
@@ -53,9 +52,6 @@ class UpdateLimit:
             [((row + i) * words + HEADER_WORDS + place + k).to(narrow) for k in range(form.bits)]
             for i in range(replies.copies)
         ]
-        lengths = (rows[:, Block._fields.index("words")] * WORD).tolist() if form.rotated else [1]
-        mixed = [elements_mixed(n) for n in lengths]
-        self._size_of_scale = torch.tensor(mixed, dtype=torch.float64, device=state.device).sqrt()
         self._numels = torch.tensor(state.whole_numels, dtype=torch.float32, device=state.device)
         self.elements = sum(state.whole_numels)
         self.share = torch.zeros(1, dtype=torch.float64, device=state.device)
@@ -76,7 +72,7 @@ class UpdateLimit:
         scales, size = self._replies.buffer.view(-1).view(torch.float32), torch.zeros_like(self._d, dtype=torch.float64)
         for places in self._places:  # one after the other: the sum has one order on every machine
             size += torch.stack([scales.index_select(0, place) for place in places]).amax(0)
-        size *= self._size_of_scale / len(self._places)
+        size /= len(self._places)
         squares = self.state.of_parameters(size.square() * self._d)
         rms = self._rms(squares if weight is None else squares * weight.double().square())
         now, usual = rms.float(), self.state[USUAL.name]

@@ -21,7 +21,7 @@ from onebit.warning import warn
 
 ZeroVariance = Literal["floor", "hold"]
 OnDivergence = Literal["raise", "broadcast"]
-AskedNorm = Literal["auto", "l1", "l2", "unbiased", "rotated"]
+AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
 _MOST_STEPS = 2**31
@@ -97,8 +97,8 @@ class Options:
     norm: AskedNorm = _option(
         "auto",
         'a scale is the mean size of what it stands for ("l1": least is left out), the root mean square ("l2"), or the '
-        'sum of squares over that of sizes ("unbiased": least comes late), the same of rotated blocks ("rotated": less '
-        'noise where few elements are large); "auto": unbiased for 0/1 Adam with block scales, else l1.',
+        'sum of squares over that of sizes ("unbiased": least comes late); "auto": unbiased for 0/1 Adam with block '
+        "scales, else l1.",
     )
     reply: AskedReply = _option(
         "auto",
@@ -291,11 +291,6 @@ def check_sharded(options: Options, without_nodes: bool) -> None:
         raise ValueError(
             "overlap=True with sharded parameters: FSDP has their gradients only when its own reduce-scatter is over. "
             "Pass overlap=False"
-        )
-    if options.norm == "rotated":
-        raise ValueError(
-            'norm="rotated" with sharded parameters: their states are saved element by element, and what a rotated '
-            'block stands for can not be made into its bits again. Pass norm="unbiased"'
         )
     if not without_nodes:
         raise ValueError(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Exchange
-from onebit.kernels.data.rotation import elements_mixed
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -61,8 +60,6 @@ def _mean_scales(exchange: Exchange) -> Tensor:
     messages, layout = exchange.replies, exchange.layout
     whole, device = layout.all(), exchange.device
     scales = messages.scales_of(whole).mean(0)
-    if messages.format.rotated:  # the root mean square of what a message holds
-        return scales * torch.tensor([elements_mixed(n) for n in layout.lengths().tolist()], device=device).sqrt()
     if messages.format.bits == 1:
         return scales
     bytes_of_blocks = 4 * layout.table(device).words

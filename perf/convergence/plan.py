@@ -49,8 +49,6 @@ VARIANTS = {  # by how they are called in tables
     "direct_zero_one_unbiased_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25",
     "direct_zero_one_unbiased_beta_0_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0",
     "direct_zero_one_unbiased_256_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256, beta1 0.25",
-    "direct_zero_one_rotated_adam": "0/1 Adam, direct replies, norm rotated",
-    "direct_zero_one_rotated_beta_25_adam": "0/1 Adam, direct replies, norm rotated, beta1 0.25",
     "direct_zero_one_unbiased_last_adam": "0/1 Adam, direct replies, norm unbiased, last layer uncompressed",
     "direct_zero_one_unbiased_last_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25, last layer "
     "uncompressed",
@@ -100,8 +98,6 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_unbiased_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_beta_0_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_256_beta_25_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
-    "direct_zero_one_rotated_adam": {"reply": "direct", "norm": "rotated"},
-    "direct_zero_one_rotated_beta_25_adam": {"reply": "direct", "norm": "rotated"},
     "direct_zero_one_unbiased_last_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_last_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_unlimited_adam": {"reply": "direct", "norm": "unbiased", "update_limit": None},
@@ -125,7 +121,6 @@ BETA1 = {  # where it is not the task's
     "direct_zero_one_unbiased_beta_0_adam": 0.0,
     "direct_zero_one_unbiased_256_beta_25_adam": 0.25,
     "direct_zero_one_unbiased_last_beta_25_adam": 0.25,
-    "direct_zero_one_rotated_beta_25_adam": 0.25,
 }
 LAST_LAYER = ("direct_zero_one_unbiased_last_adam", "direct_zero_one_unbiased_last_beta_25_adam")
 GAN_ALONE = {*BETA1, *LAST_LAYER}  # whose tasks have betas of their own, and a discriminator with a last layer

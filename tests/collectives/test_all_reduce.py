@@ -67,7 +67,7 @@ def test_without_a_group_this_process_alone():
     assert recorded.states[-1]["wire_bytes"] == 0
 
 
-@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased", "rotated"])
+@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased"])
 def test_chunks_change_no_bit_with_block_scales(norm):
     cases = [Case((1000, 63, 129), chunks=chunks, norm=norm) for chunks in (1, 2, 3, 5)]
     runs = run_ranks(3, work.recorded_many, cases)
@@ -79,7 +79,7 @@ def test_chunks_change_no_bit_with_block_scales(norm):
     assert len(ends) == 1
 
 
-FORMS = [("block", norm) for norm in ("l1", "l2", "unbiased", "rotated")] + [("tensor", "l1"), ("tensor", "l2")]
+FORMS = [("block", norm) for norm in ("l1", "l2", "unbiased")] + [("tensor", "l1"), ("tensor", "l2")]
 DRAWN = st.builds(
     lambda form, numels, **options: Case(tuple(numels), scale=form[0], norm=form[1], **options),
     st.sampled_from(FORMS), st.lists(st.integers(0, 200), min_size=1, max_size=4).filter(sum),

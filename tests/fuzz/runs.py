@@ -62,7 +62,7 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
 
     kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes", "fsdp")
     options = {
-        "reply": one("auto", "auto", 1, 2, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased", "rotated"),
+        "reply": one("auto", "auto", 1, 2, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased"),
         "scale": one("block", "block", "block", "tensor"), "chunks": one(1, 2, 3), "block_size": one(32, 64, 2048),
         "overlap": one(False, False, True), "gradient_dtype": one(None, None, torch.bfloat16),
         "zero_variance": one("floor", "hold"),
@@ -76,7 +76,7 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
     else:
         options |= {"freeze_step": one(1, 2, 4, 7, 30, "auto"), "freeze_window": 2, "bias_correction": one(True, False)}
     if wrapper == "fsdp":
-        options["overlap"], options["norm"] = False, options["norm"].replace("rotated", "auto")
+        options["overlap"] = False
     return {
         "kind": kind, "wrapper": wrapper, "options": options,
         "ranks": {"nodes": 4, "fsdp": 4, "none": one(1, 2, 3)}.get(wrapper, 2),

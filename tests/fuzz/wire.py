@@ -43,7 +43,7 @@ class Wire:
         self.layout = Layout(numels, block_size=pick(source, (32, 64, 96)), ranks=ranks, chunks=chunks)
         self.plan = oracle.Layout(tuple(numels), self.layout.block_size, ranks, chunks)
         scale = pick(source, ("block", "tensor"))
-        norms = ("l1", "l2", "unbiased", "rotated") if scale == "block" else ("l1", "l2")
+        norms = ("l1", "l2", "unbiased") if scale == "block" else ("l1", "l2")
         form, copies = Format(self.layout, scale, pick(source, norms)), 1
         self.chunk, self.rank = int(source.integers(chunks)), int(source.integers(ranks))
         work = pick(source, (self._decode, self._update, self._average))
@@ -66,7 +66,7 @@ class Wire:
         out = Guarded(source, self.layout.numel.tolist())
         before = self._flat(out)
         cpu.decode(self.layout.chunk(self.chunk), self.messages, Pointers.to(self.layout, out.tensors))
-        exact = self.messages.copies == 1 and not self.messages.format.rotated
+        exact = self.messages.copies == 1
         if self.moderate or (self.good and exact):
             values = np.where(self._flagged(), np.nan, self._values())
             self._compare(self._flat(out), before, values, exact)

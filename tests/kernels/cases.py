@@ -57,7 +57,7 @@ CASES = {
         (192, 100), 96, norm="l2", param=BF16, grad=BF16, momentum="packed", reply_bits=2, unaligned=True
     ),
     "chunks": Case((500, 63, 1, 129), 32, 2, 3, momentum="packed", missing=(3,), groups=2, grain=2),
-    "rotated-96": Case((500, 63, 1, 192), 96, 2, norm="rotated", momentum="packed", copies=2, groups=2, grain=2),
+    "copies-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", copies=2, groups=2, grain=2),
     "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", param=F16, momentum="none"),
     "unbiased-bf16-chunks": Case(
         (2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, master=True, copies=2, missing=(1,)

@@ -37,7 +37,7 @@ ON_MESSAGES = {"compress_kernel", "average_kernel", "decode_kernel", "lamb_stati
 VARIANTS = {
     "fp32": set(STREAMS),
     "fp32, tensor scale, masked, scaled": ON_MESSAGES,
-    "fp32, rotated, messages of 2 ranks": ON_MESSAGES,
+    "fp32, messages of 2 ranks": ON_MESSAGES,
     "fp32, replies of 2 bits": ON_MESSAGES,
 }
 WIDE = ("fp32", "fp32, tensor scale, masked, scaled")  # others unpack what they read

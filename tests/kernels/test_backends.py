@@ -18,7 +18,6 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import NORMS, Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.passes import PASSES, Backend
-from tests import oracle
 from tests.kernels.cases import BF16, CASES, GPU, GRID, MASKED, ON_BACKENDS, backend
 from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy
 from tests.kernels.world import World
@@ -107,7 +106,7 @@ def test_triton_compresses_as_the_cpu_does(case, masked):
     for world in (ours, theirs):
         world.run("compress")
     whole = ours.layout.all()
-    size = decoded_size(ours, assert_same_messages(ours.sent, theirs.sent, whole), whole)
+    size = decoded_size(assert_same_messages(ours.sent, theirs.sent, whole), whole)
     for chunk in ours.chunks():
         assert_same_residuals(ours.residuals[chunk.index], theirs.residuals[chunk.index], size[chunk.part])
     for row in range(ours.rows):
@@ -115,16 +114,13 @@ def test_triton_compresses_as_the_cpu_does(case, masked):
         for bits in (1, 2):
             (got, got_left), (want, want_left) = (world.average(chunk, rank, bits) for world in (ours, theirs))
             shard = ours.layout.shard(chunk, rank)
-            size = decoded_size(ours, assert_same_messages(got, want, shard), shard)
+            size = decoded_size(assert_same_messages(got, want, shard), shard)
             assert_same_residuals(got_left, want_left, size)
 
 
-def decoded_size(world: World, scales: np.ndarray, span: Span) -> np.ndarray:
-    """Of every element how large what its block's scale decodes to is: of a rotated one nearly always below this."""
-    sizes, lengths = scales[0] if scales.ndim == 2 else scales[0].max(1), span.lengths()
-    if world.case.norm == "rotated" and scales.ndim == 2:
-        sizes = sizes * 4 * np.sqrt([oracle.mixed(int(n)) for n in lengths])
-    return np.repeat(sizes, lengths)
+def decoded_size(scales: np.ndarray, span: Span) -> np.ndarray:
+    """Of every element how large what its block's scale decodes to is."""
+    return np.repeat(scales[0] if scales.ndim == 2 else scales[0].max(1), span.lengths())
 
 
 def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray) -> None:

@@ -24,7 +24,7 @@ VARIANTS = [
     {},
     {"scale": "tensor", "norm": "l2", "dtype": torch.bfloat16, "masked": True, "scaled": True},
     {"norm": "unbiased", "dtype": torch.float16, "master": False, "packed": False, "block_size": 96},
-    {"norm": "rotated", "ranks": 1, "copies": 2},
+    {"ranks": 1, "copies": 2},
 ]
 SCAN = import_module("onebit.kernels.cpu.scan")
 

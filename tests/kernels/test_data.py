@@ -187,7 +187,6 @@ def test_views_gradients_that_are_not_contiguous_and_empty_tensors():
     (Format, {"scale": "row"}, ValueError, ["scale", "block", "tensor", "row"]),
     (Format, {"norm": "l3"}, ValueError, ["norm", "l1", "l2", "l3"]),
     (Format, {"norm": "unbiased", "scale": "tensor"}, ValueError, ["unbiased", "tensor", 'scale="block"']),
-    (Format, {"norm": "rotated", "scale": "tensor"}, ValueError, ["rotated", "tensor", 'scale="block"']),
     (Pointers.to, {"tensors": tensors(torch.float64), "what": "tensor"}, TypeError,
      ["torch.float64", "not supported", "torch.bfloat16", ".to(torch.float32)"]),
     (Pointers.to, {"tensors": tensors(torch.int32)}, TypeError, ["gradients of dtype torch.int32", "use one of"]),

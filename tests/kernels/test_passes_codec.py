@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onebit.kernels.data import rotation
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import ABOVE, MAGIC, NONFINITE, Messages
@@ -20,7 +19,7 @@ from tests.wire import contents, values_of
 ELEMENTWISE = 1e-6  # a handful of fp32 roundings
 SUMMED = 4e-6  # and one more for each level of a sum
 FORMS = pytest.mark.parametrize("scale, norm", [
-    ("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("block", "rotated"), ("tensor", "l1"), ("tensor", "l2"),
+    ("block", "l1"), ("block", "l2"), ("block", "unbiased"), ("tensor", "l1"), ("tensor", "l2"),
 ])  # fmt: skip
 
 
@@ -42,15 +41,14 @@ def expected_c(world: World) -> tuple[np.ndarray, np.ndarray]:
 def check_message(world, out, row, part, left, scale, c, size):
     """One message, of a part of the space, and the residual it leaves (`left`, `scale`), against the oracle's of c."""
     lengths, counts, bits = world.plan.lengths_in(part), world.counted[part], out.format.bits
-    rotated, allowed = out.format.norm == "rotated", ELEMENTWISE * size
+    allowed = ELEMENTWISE * size
     expected = oracle.compress(c, counts, lengths=lengths, scale=out.format.scale, norm=out.format.norm, bits=bits)
     found, unsure = contents(out, row, lengths), expected.unsure_blocks(allowed)
     assert out.header[row].tolist() == [MAGIC + bits - 1, 0, out.format.fingerprint, world.layout.shard_blocks]
     sure = expected.sure(allowed) & ~unsure
-    least = 0.65 if rotated else 0.99 if bits == 1 else 0.95  # of a rotated block all are sure or none
-    assert sure.sum() >= least * counts.sum()
+    assert sure.sum() >= (0.99 if bits == 1 else 0.95) * counts.sum()
     assert (found.bits == expected.bits)[sure].all()
-    assert rotated or not found.bits[~counts].any()
+    assert not found.bits[~counts].any()
     certain = slice(None)
     if bits == 2:
         certain = ~unsure[np.cumsum([0, *lengths[:-1]])]
@@ -58,12 +56,10 @@ def check_message(world, out, row, part, left, scale, c, size):
     assert_close(found.scales[certain], expected.scales[certain], SUMMED)
     assert not left[~counts].any()
     reach = size + np.abs(expected.decoded)
-    if rotated:  # rounding of one element is in all that it is mixed with
-        reach = np.repeat([reach[block].max() for block in oracle.blocks(lengths)], lengths)
     assert_close(left[sure], (expected.error if scale is None else c)[sure], SUMMED, reach[sure])
     if scale is not None:
         assert_close(scale, expected.scales[0], SUMMED)
-    elif not rotated:  # nothing is lost
+    else:  # nothing is lost
         assert_close((found.values + left)[counts], c[counts], SUMMED, (size + np.abs(found.values))[counts])
 
 
@@ -150,8 +146,7 @@ def test_zeros_of_either_sign_are_positive_and_give_scale_zero_and_no_nan(name, 
     world.run("compress")
     assert not bool(world.sent.scales_of(world.layout.all()).any())
     assert not numpy(world.residuals[0].value)[world.plan.valid].any()
-    if norm != "rotated":
-        assert np.unpackbits(world.sent.bits_of(world.layout.all())[0].cpu().numpy()).sum() == 43
+    assert np.unpackbits(world.sent.bits_of(world.layout.all())[0].cpu().numpy()).sum() == 43
 
 
 @ON_BACKENDS
@@ -285,14 +280,3 @@ def test_an_unbiased_scale_is_bounded_where_few_elements_are_not_zero(name):
         assert np.isfinite(compress(values, mask)).all()
         scales = compress.sent.scales(0, compress.layout.all()).tolist()
         assert scales == [pytest.approx(2 * 3 / np.sqrt(32)), pytest.approx(second)]
-
-
-def test_the_signs_that_are_turned_look_random():
-    """No row of Hadamard's matrix, which is what a block of one value becomes, is near to them."""
-    turned = np.array([oracle.turned(i) for i in range(8192)])
-    assert np.array_equal(rotation.flips(), turned < 0)
-    assert np.array_equal(rotation.packed_flips(), np.packbits(turned < 0, bitorder="little"))
-    for length in (32, 256, 2048):
-        for start in range(0, 8192, length):
-            found = np.abs(oracle.rotation(length) @ (turned[:length] * turned[start : start + length])).max()
-            assert found < np.sqrt(2 * length * np.log(2 * len(turned)))

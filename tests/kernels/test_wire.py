@@ -64,10 +64,9 @@ def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
         lengths = plan.lengths_in(part)
         bits = rng.integers(0, 2, sum(lengths)).astype(bool)
         count = len(lengths) if form.scale == "block" else 1
-        scales = (2.0 ** rng.integers(-9, 2, count) if form.rotated else rng.uniform(0, 2, count)).astype(np.float32)
+        scales = rng.uniform(0, 2, count).astype(np.float32)
         rows.append(sent(form, bits, scales, flags=i % 2))
-        values = np.where(bits, 1, -1) * np.repeat(np.resize(scales, len(lengths)), lengths)
-        wanted.append(oracle.rotated_back(values, lengths) if form.rotated else values)
+        wanted.append(np.where(bits, 1, -1) * np.repeat(np.resize(scales, len(lengths)), lengths))
         all_bits.append(bits)
         all_scales += np.resize(scales, len(lengths)).tolist()
     messages = form.empty(len(rows))
@@ -129,7 +128,7 @@ def test_a_model_of_any_shape_costs_little_more_than_a_bit_an_element(numels, ra
 
 
 def test_means_that_are_compressed_once_more_have_no_unbiased_scales():
-    for norm, of_means in (("l1", "l1"), ("l2", "l2"), ("unbiased", "l2"), ("rotated", "l2")):
+    for norm, of_means in (("l1", "l1"), ("l2", "l2"), ("unbiased", "l2")):
         form = Format(Layout([100, 7], block_size=32), norm=norm)
         assert form.of_means(1) == Format(form.layout, norm=of_means) and form.of_means(1).nbytes == form.nbytes
         assert form.of_means(2) == form.with_bits(2)

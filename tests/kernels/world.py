@@ -173,12 +173,10 @@ class Inputs:
         """Of these shards, with random bits (in padding too) and random scales, one of them 0."""
         rng, messages = np.random.default_rng(seed), self.fresh(len(shards), self.form.with_bits(bits))
         messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
-        exact = self.case.norm == "rotated"  # powers of two: fp32 holds all that such messages decode to
         for row, shard in enumerate(shards):
             bits, scales = messages.bits(row, shard), messages.scales(row, shard)
             bits.copy_(torch.from_numpy(rng.integers(0, 256, len(bits), dtype=np.uint8)))
-            sizes = 2.0 ** rng.integers(-8, -4, len(scales)) if exact else rng.uniform(0.1, 2.0, len(scales))
-            scales.copy_(torch.from_numpy(sizes))
+            scales.copy_(torch.from_numpy(rng.uniform(0.1, 2.0, len(scales))))
         if len(shards) > 2 or len(scales) > 2:
             scales[-1] = 0
         return messages

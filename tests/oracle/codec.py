@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Layout:
         cuts = [0]
         for k in range(1, parts):
             target, before, block = Fraction(k * sum(sizes), parts), Fraction(0), 0
-            while before + Fraction(sizes[block], 2) < target:
+            while block < len(sizes) and before + Fraction(sizes[block], 2) < target:
                 before, block = before + sizes[block], block + 1
             cuts.append(min(max(block, cuts[-1] + 1), len(sizes) - (parts - k)))
         return list(itertools.pairwise([*cuts, len(sizes)]))
@@ -106,8 +106,7 @@ MOST = 2.0  # times the root mean square of a block: an unbiased scale is not la
 @dataclass(frozen=True)
 class Message:
     """The compressed form of c: `scales` has one entry a block, or a single one (scale="tensor"); `lengths` are of what
-    each is for. With 2 bits `large` says which elements are, and a block has two entries, of those last. Rotated, bits
-    are signs of z, each block's c rotated, of which padding is a part too."""
+    each is for. With 2 bits `large` says which elements are, and a block has two entries, of those last."""
 
     c: np.ndarray
     bits: np.ndarray
@@ -115,7 +114,6 @@ class Message:
     valid: np.ndarray
     lengths: Sequence[int]
     large: np.ndarray | None = None
-    z: np.ndarray | None = None
 
     @property
     def scale(self) -> np.ndarray:
@@ -128,23 +126,15 @@ class Message:
     @property
     def decoded(self) -> np.ndarray:
         """scale * sigma(c), and 0 where nothing is valid."""
-        values = np.where(self.bits, self.scale, -self.scale)
-        return np.where(self.valid, values if self.z is None else rotated_back(values, self.lengths), 0.0)
+        return np.where(self.valid, np.where(self.bits, self.scale, -self.scale), 0.0)
 
     @property
     def error(self) -> np.ndarray:
         return np.where(self.valid, self.c - self.decoded, 0.0)
 
     def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """Valid elements whose sign rounding of size `tolerance` cannot turn; of a rotated block all or none, as
-        one that turns changes all that are mixed. Errors of elements are taken to be independent."""
-        if self.z is None:
-            return self.valid & (np.abs(self.c) > tolerance)
-        allowed, sure = np.broadcast_to(tolerance, self.c.shape), np.zeros(self.c.shape, bool)
-        for block in blocks(self.lengths):
-            most = np.sqrt((allowed[block] ** 2).sum())
-            sure[block] = (np.abs(self.z[block]) > most).all() or not self.z[block].any()
-        return self.valid & sure
+        """Valid elements whose sign rounding of size `tolerance` cannot turn."""
+        return self.valid & (np.abs(self.c) > tolerance)
 
     def unsure_blocks(self, tolerance: float | np.ndarray) -> np.ndarray:
         """Of every element, whether rounding of size `tolerance` can change which ones of its block are large."""
@@ -191,40 +181,9 @@ def compress(
             large[block] = on & (size > ABOVE * magnitude(size[on], "l1"))
             scales.append([magnitude(size[on & ~large[block]], "l1"), magnitude(size[large[block]], "l1")])
         return Message(c, sigma(c) > 0, np.array(scales), valid, lengths, large)
-    if norm == "rotated":
-        z = np.concatenate([np.zeros(0), *(rotation(block.stop - block.start) @ c[block] for block in blocks(lengths))])
-        found = [magnitude(z[block], "unbiased") / mixed(block.stop - block.start) for block in blocks(lengths)]
-        return Message(c, sigma(z) > 0, np.array(found), valid, lengths, z=z)
     lengths = [c.size] if scale == "tensor" else lengths
     found = [magnitude(c[block][valid[block]], norm) for block in blocks(lengths)]
     return Message(c, sigma(c) > 0, np.array(found), valid, lengths)
-
-
-def rotated_back(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """What a block's signs, times its scale, stand for."""
-    found = [rotation(block.stop - block.start).T @ values[block] for block in blocks(lengths)]
-    return np.concatenate([np.zeros(0), *found])
-
-
-def mixed(length: int) -> int:
-    """The largest power of two that divides it."""
-    return math.gcd(length, 2**20)
-
-
-@cache
-def rotation(length: int) -> np.ndarray:
-    """H D of a block, [length, length]: Sylvester's matrix for every so many elements, after some signs were turned."""
-    matrix, one = np.ones((1, 1)), np.array([[1.0, 1.0], [1.0, -1.0]])
-    while len(matrix) < mixed(length):
-        matrix = np.kron(one, matrix)
-    return np.kron(np.eye(length // len(matrix)), matrix) * np.array([turned(i) for i in range(length)])
-
-
-def turned(place: int) -> float:
-    """-1 where the sign of the element at a place of its block is turned, else 1."""
-    x = (place * 40503 + 12345) % 2**32
-    x = ((x ^ x // 2**5) % 2**16) * 29989
-    return -1.0 if (x ^ x // 2**11) // 2**7 % 2 else 1.0
 
 
 @dataclass
@@ -257,7 +216,7 @@ class SimulatedAllReduce:
         result = np.zeros(self.layout.size)
         valid = self.layout.valid if self.counted is None else self.layout.valid & self.counted
         self.gathered, self.scattered = [[] for _ in ys], []
-        of_means = "l2" if self.norm in ("unbiased", "rotated") else self.norm
+        of_means = "l2" if self.norm == "unbiased" else self.norm
         for shard in self.layout.shards():
             options = {"lengths": self.layout.lengths_in(shard), "scale": self.scale}
             total = np.zeros(shard.stop - shard.start)

@@ -63,7 +63,7 @@ def assert_go_on_alike(case, rank, one, other, first, last):
     assert same(snapshot(one[1].state_dict()), snapshot(other[1].state_dict()))
 
 
-def decoded(own, numel, block_size=64, rotated=False):
+def decoded(own, numel, block_size=64):
     """m; with direct replies the mean of what each rank's message says."""
     lengths = oracle.Layout((numel,), block_size).lengths[: -(-numel // block_size)]
     scales = own["momentum_scales"].double().numpy()
@@ -71,8 +71,7 @@ def decoded(own, numel, block_size=64, rotated=False):
     messages = np.atleast_2d(np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little") == 1)
     of_messages = scales.reshape(len(messages), *scales.shape[-1 if per_element == 1 else -2 :])
     values = [of_bits(b, s.ravel(), per_element, lengths)[2] for b, s in zip(messages, of_messages, strict=True)]
-    mean = np.mean(values, axis=0)
-    return (oracle.rotated_back(mean, lengths) if rotated else mean)[:numel]
+    return np.mean(values, axis=0)[:numel]
 
 
 def meaning(states, case):
@@ -102,7 +101,7 @@ def meaning(states, case):
             if f"server_residual_of_rank_{r}" in of:
                 whole[keepers == r] = of[f"server_residual_of_rank_{r}"].double().numpy()
             assert all(same(of[name], own[0][name]) for name in ("momentum_bits", "momentum_scales"))
-        m = decoded(own[0], numel, plan.block_size, not served and case.options.get("norm") == "rotated")
+        m = decoded(own[0], numel, plan.block_size)
         d = own[0][frozen_name(case.kind)].double().numpy().ravel()
         found.append((mean / gamma, whole / gamma, m / gamma, d * gamma))
     e, server, m, d = (np.concatenate(parts) for parts in zip(*found, strict=True))

@@ -17,7 +17,6 @@ from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
 DIRECT, TWO_BITS, TENSOR, CHUNKS = {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}, {"chunks": 2}
-ROTATED = {**DIRECT, "norm": "rotated"}
 MOVES = {  # ranks there and here, options, others here, ranks a node there and here
     "4 to 2, two chunks": (A, 4, 2, CHUNKS, {}),
     "2 to 3": (L, 2, 3, {}, {}),
@@ -38,11 +37,6 @@ MOVES = {  # ranks there and here, options, others here, ranks a node there and 
     "two bits to one, blocks 64 to 96": (A, 2, 2, TWO_BITS, {"reply": 1, "block_size": 96}),
     "one bit to two, 3 to 2": (L, 3, 2, CHUNKS, TWO_BITS),
     "two bits to direct, tensor": (A, 2, 2, {**TWO_BITS, **TENSOR}, DIRECT),
-    "rotated, 2 to 3": (A, 2, 3, ROTATED, {}),
-    "rotated, blocks 64 to 96": (L, 2, 2, ROTATED, {"block_size": 96}),
-    "rotated to mean sizes": (A, 2, 2, ROTATED, {"norm": "l1"}),
-    "mean sizes to rotated, 3 to 2": (L, 3, 2, DIRECT, {"norm": "rotated"}),
-    "rotated, two phases to direct": (A, 2, 2, {"norm": "rotated"}, DIRECT),
     "own states, one bit to direct": (A, 3, 3, CHUNKS, DIRECT),
     "own states, one bit to two": (L, 3, 3, CHUNKS, TWO_BITS),
     "own states, two bits to one": (A, 3, 3, {**TWO_BITS, **CHUNKS}, {"reply": 1}),
@@ -81,7 +75,7 @@ def test_other_ranks_and_messages_keep_the_mean_residual(move):
     served = replies[1] != "direct"  # else what servers had left out is sent with the rest
     assert_near(before.server, saved.server if served else 0 * saved.server)
     e = saved.e if served else saved.e + saved.server
-    blocks_fit = not {"block_size", "scale", "norm"} & here.keys() and case.options.get("scale") != "tensor"
+    blocks_fit = not {"block_size", "scale"} & here.keys() and case.options.get("scale") != "tensor"
     if nodes:
         assert_near(beta1 * before.m + before.e, beta1 * saved.m + e)
     elif blocks_fit and replies[0] == replies[1] and (served or there == size):

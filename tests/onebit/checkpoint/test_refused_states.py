@@ -131,7 +131,6 @@ DAMAGED_2 = {
     "an unknown scale": ((*NUMBERS, "scale"), "row", "scale is 'row'"),
     "scale is a tensor": ((*NUMBERS, "scale"), torch.zeros(3), "scale is"),
     "an unknown reply": ((*NUMBERS, "reply"), 3, "reply is 3"),
-    "rotated is a number": ((*NUMBERS, "rotated"), 1, "neither true nor false"),
     "chunks without end": ((*NUMBERS, "chunks"), [2**31], "chunks is"),
     "no chunks": ((*NUMBERS, "chunks"), [0], "chunks is 0"),
     "chunks of two dtypes": ((*NUMBERS, "chunks"), [1, 1], "parameters of 2 dtypes, here they have 1"),

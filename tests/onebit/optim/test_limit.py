@@ -112,7 +112,7 @@ def test_a_step_is_three_times_as_long_as_usual_at_most() -> None:
 
 WAYS: list[dict[str, Any]] = [
     {}, {"reply": 2, "chunks": 2}, {"reply": "direct", "chunks": 2}, {"scale": "tensor", "chunks": 3},
-    {"norm": "rotated", "reply": "direct"}, {"reply": 1, "each": 2},
+    {"reply": 1, "each": 2},
 ]  # fmt: skip
 
 
@@ -131,8 +131,6 @@ def test_the_factor_is_that_of_the_sizes_in_messages(rank: int, way: dict[str, A
     scales = replies.scales_of(state.layout.all()).double().numpy()
     sizes = (scales.max(-1) if replies.format.bits == 2 else scales).mean(0)
     lengths = np.diff(state.layout.starts)
-    if replies.format.rotated:
-        sizes = sizes * np.sqrt([n & -n for n in lengths.tolist()])
     squares = state["denominator"].double().numpy() ** 2 * np.repeat(sizes, lengths) ** 2
     plan = oracle.Layout([p.numel() for p in params], state.layout.block_size, state.layout.ranks, state.layout.chunks)
     rms = [np.sqrt(of_one.mean()) if of_one.size else 0.0 for of_one in plan.unflatten(squares)]

@@ -33,7 +33,7 @@ WRONG: list[Any] = [  # the option, values, and what the message says, with the 
     ("freeze_window", [0, 2.5], "freeze_window={}", "1 or more", "None"),
     ("zero_variance", ["alive"], "zero_variance={}", "floor", "hold"),
     ("scale", ["row"], "scale", "{}", "block", "tensor"),
-    ("norm", ["l3"], "norm", "{}", "l1", "l2", "unbiased", "rotated"),
+    ("norm", ["l3"], "norm", "{}", "l1", "l2", "unbiased"),
     ("chunks", [0, 1.5, "many"], "chunks={}", "positive", '"auto"'),
     ("gradient_dtype", [torch.float32, "bfloat16"], "gradient_dtype={}", "stage 1", "torch.bfloat16", "None"),
     ("block_size", [0, 48, 64.0], "block_size", "multiple of 32", "got {}", "2048"),
@@ -204,7 +204,6 @@ def test_what_a_scale_is_made_of_where_nothing_is_said_is_the_optimizers_own():
         ("ZeroOneAdam", {"scale": "tensor"}, "l1"),
         ("ZeroOneAdam", {"norm": "l2"}, "l2"),
         ("OneBitAdam", {"norm": "unbiased"}, "unbiased"),
-        ("OneBitLamb", {"norm": "rotated"}, "rotated"),
     ):
         optimizer = build(kind, **own)
         assert optimizer.setup.norm == norm

@@ -248,7 +248,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: int) -> None:
         ("mesh['shard']", partial(built, in_two)),
         ("is the group that the parameters are sharded over", partial(built, net, process_group=of_shards)),
         ("the parameters are sharded over all 4 ranks", partial(built, over_all, process_group=None)),
-        ('Pass norm="unbiased"', partial(built, net, norm="rotated")),
         ("process_group has rank", partial(built, net, process_group=None)),
         ("is whole where others are sharded", partial(built, in_part)),
         ("Leave it out", partial(built, net, node_group=of_shards)),
