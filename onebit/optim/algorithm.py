@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.wire import Norm
 from onebit.optim import param_groups
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
@@ -58,9 +57,6 @@ class Algorithm(ABC):
 
     stage_1: tuple[Field, ...] = (MOMENTUM,)
     stage_2: tuple[Field, ...] = (RESIDUAL,)
-
-    norm: ClassVar[Norm] = "l1"
-    """What the scales of blocks are made of, where users leave it to the algorithm (norm="auto")."""
 
     needs_previous_momentum: ClassVar[bool] = False
     """Whether compressed_step reads `reducer.previous`, the momentum of the step before."""

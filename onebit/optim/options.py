@@ -97,8 +97,8 @@ class Options:
     norm: AskedNorm = _option(
         "auto",
         'a scale is the mean size of what it stands for ("l1": least is left out), the root mean square ("l2"), or the '
-        'sum of squares over that of sizes ("unbiased": least comes late); "auto": unbiased for 0/1 Adam with block '
-        "scales, else l1.",
+        'sum of squares over that of sizes ("unbiased": least comes late); "auto": unbiased with block scales, '
+        "else l1.",
     )
     reply: AskedReply = _option(
         "auto",

@@ -42,10 +42,10 @@ class Setup:
 
     @property
     def norm(self) -> Norm:
-        """What a scale is made of. With one scale a message it can't be the algorithm's own choice, which is made for
-        blocks."""
-        asked, scale = self.options.norm, self.options.scale
-        return asked if asked != "auto" else self.algorithm.norm if scale == "block" else "l1"
+        """What a scale is made of."""
+        if self.options.norm != "auto":
+            return self.options.norm
+        return "unbiased" if self.options.scale == "block" else "l1"
 
     @property
     def shards(self) -> int:

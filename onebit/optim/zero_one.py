@@ -70,7 +70,6 @@ class ZeroOne(Adam):
     stage_1 = (MOMENTUM, VARIANCE)
     stage_2: tuple[Field, ...] = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO, USUAL)
     uses_step_number = True
-    norm = "unbiased"
 
     def __init__(self, schedule: VarianceSchedule, syncs: SyncSchedule | None) -> None:
         self.schedule, self.syncs = schedule, syncs

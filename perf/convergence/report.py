@@ -41,7 +41,7 @@ the last step, mean and standard deviation over seeds, which decide the model's 
 is between runs of the same seed. "Within": the mean is at most that of the baseline plus the baseline's standard
 deviation. Every run in the folder counts. Where `freeze_step="auto"`, `freeze_window` is 5 % of the steps. Where
 nothing else is said messages come back in 1 bit, as in the papers (`reply=1`), and scales are mean sizes (`norm="l1"`);
-by default two ranks exchange messages directly, and 0/1 Adam's scales are unbiased.
+by default two ranks exchange messages directly, and scales are unbiased.
 
 The data come with packages and are not in this repository:
 

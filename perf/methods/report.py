@@ -49,10 +49,11 @@ and one-cycle schedule for all methods, gradients clipped to a norm of {CLIP:g}.
 best on the first seed of {ADAM_LR:g} (LAMB {LAMB_LR:g}), half and twice of it. What begins with uncompressed steps
 takes {FREEZE} of them, PowerSGD "soon" {FREEZE // POWERSGD_SOONER}. 1-bit Adam's overlap is not here: it ends where
 gradients are clipped. A run's time on a link: its steps of each kind times what such a step took there, clipping
-included. 0/1 Adam has mean sizes as scales (`norm="l1"`); with unbiased ones, its default, its steps are taken to be as
-long, as its messages are. "The common loss" is the highest that a method ends with whose ranks stay in step: all of
-these reach it. "Near fp32": within {NEAR:g} of fp32's final loss. Times are to the first of 20 points of the mean curve
-over seeds that is as low; curves are of a quarter of the windows that the losses of the first table are of.
+included. 1-bit Adam, LAMB and 0/1 Adam have mean sizes as scales (`norm="l1"`, which is not the default); with unbiased
+ones, in a row of its own, 0/1 Adam's steps are taken to be as long, as its messages are. "The common loss" is the
+highest that a method ends with whose ranks stay in step: all of these reach it. "Near fp32": within {NEAR:g} of fp32's
+final loss. Times are to the first of 20 points of the mean curve over seeds that is as low; curves are of a quarter of
+the windows that the losses of the first table are of.
 """
 
 

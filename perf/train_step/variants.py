@@ -174,7 +174,8 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
 POWERSGD_SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of the steps that 1-bit Adam waits
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
-MEAN_SIZE, UNBIASED = {**IN_BF16, "norm": "l1"}, {**IN_BF16, "norm": "unbiased"}
+L1 = {"norm": "l1"}  # as the records have it
+MEAN_SIZE, UNBIASED = {**IN_BF16, **L1}, {**IN_BF16, "norm": "unbiased"}
 SOON = {**MEAN_SIZE, "var_update_scaler": 4}  # steps of both kinds: eight full ones from 7 to 29
 SOON_LOCAL = {
     **MEAN_SIZE, "var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 3,
@@ -227,20 +228,20 @@ VARIANTS: dict[str, Variant] = {
     "powersgd-1-soon": powersgd_soon(1),
     "powersgd-4-soon": powersgd_soon(4),
     "powersgd-16-soon": powersgd_soon(16),
-    "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam),
-    "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1"),
+    "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam, options=L1),
+    "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1", options=L1),
     "adam-2-reply-1": Variant(
-        "1-bit Adam, stage 2, `reply=1`", OneBitAdam, stage=2, before="adam-1", options={"reply": 1}
+        "1-bit Adam, stage 2, `reply=1`", OneBitAdam, stage=2, before="adam-1", options={"reply": 1, **L1}
     ),
     "adam-2-overlap": Variant(
-        "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True}
+        "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True, **L1}
     ),
-    "adam-1-bf16": Variant("1-bit Adam, bf16, stage 1", OneBitAdam, sends=BRAIN, options=IN_BF16),
+    "adam-1-bf16": Variant("1-bit Adam, bf16, stage 1", OneBitAdam, sends=BRAIN, options=MEAN_SIZE),
     "adam-2-bf16": Variant(
-        "1-bit Adam, bf16, stage 2", OneBitAdam, sends=BRAIN, stage=2, before="adam-1-bf16", options=IN_BF16
+        "1-bit Adam, bf16, stage 2", OneBitAdam, sends=BRAIN, stage=2, before="adam-1-bf16", options=MEAN_SIZE
     ),
-    "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb),
-    "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1"),
+    "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb, options=L1),
+    "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1", options=L1),
     "zero-one-full": Variant(
         "0/1 Adam, bf16, full step", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON, times="full"
     ),

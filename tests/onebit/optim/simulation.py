@@ -167,7 +167,6 @@ def decoded(exchange):
 class Simulation:
     """1-bit Adam. Lists are in the order of the flat space. x and m, and all that LAMB has, are of before a step."""
 
-    norm = "l1"  # of scales, where a case does not say it
     gamma: Any = 1.0  # what messages and residuals have of the momentum, which is `m`
     same_denominator = 1e-6
     hyper = oracle.Hyper
@@ -181,7 +180,7 @@ class Simulation:
         of = [self.hyper(h["lr"], *h["betas"], h["eps"], h["weight_decay"], **own) for h in hypers(case)]
         self.hypers = self.ordered(of)
         self.shapes = [case.shapes[p] for p in case.order]
-        self.messages = messages_of(case, ranks, self.norm)
+        self.messages = messages_of(case, ranks)
         self.layout = self.messages.plan(ranks * case.each)
         self.x = self.ordered(arrays(case.parameters()))
         self.kept, self.reasons = {}, set()  # the recorded d; how LAMB's ratios and shorter steps came about
@@ -326,12 +325,12 @@ class Simulation:
             assert np.array_equal(got[d == 0], old[d == 0]), f"what cannot move has moved in step {now.step}"
 
 
-def messages_of(case, ranks, norm):
+def messages_of(case, ranks):
     """What is sent in a case. ranks: to the network."""
     names = ("block_size", "chunks", "scale", "norm", "reply")
-    own = {"block_size": 64, "norm": norm, **{k: v for k, v in case.options.items() if k in names}}
-    if own["norm"] == "unbiased" and own.get("scale") == "tensor":
-        own["norm"] = "l1"
+    own = {"block_size": 64, "norm": "auto", **{k: v for k, v in case.options.items() if k in names}}
+    if own["norm"] == "auto":
+        own["norm"] = "l1" if own.get("scale") == "tensor" else "unbiased"
     numels = tuple(int(np.prod(case.shapes[p])) for p in case.order)
     return steps.Case(numels, **own, nodes=ranks if case.each > 1 else 0)
 

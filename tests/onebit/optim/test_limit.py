@@ -20,11 +20,13 @@ from tests.ranks import group
 
 LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
 RUNS = {
+    "LAMB": ("OneBitLamb", {"freeze_step": 200}),
     "1-bit Adam": ("OneBitAdam", {"freeze_step": 40}),
     "1-bit LAMB": ("OneBitLamb", {"freeze_step": 40}),
     "0/1 Adam": ("ZeroOneAdam", {"var_freeze_step": 60}),
     "0/1 Adam, local steps": ("ZeroOneAdam", LOCAL),
 }
+LIMITED = [name for name in RUNS if name != "LAMB"]
 EVENTS = {
     "a hundred times": lambda step: 100.0 if step > 100 else 1.0,
     "thirty times for a while": lambda step: 30.0 if 100 < step <= 150 else 1.0,
@@ -60,23 +62,24 @@ def as_ever(step: int) -> float:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", LIMITED)
 def test_gradients_that_grow_lose_no_run(name: str, event: str) -> None:
-    """Rates are AdamW's, which LAMB's are not. What was left out of messages of large gradients comes late, and later
-    with local steps."""
+    """What was left out of messages of large gradients comes late, and later with local steps."""
     found = trained(name, EVENTS[event])
-    if "LAMB" in name:
-        assert found < trained(name, as_ever) + 0.2
-    elif (name, event) == ("0/1 Adam, local steps", "thirty times for a while"):
+    if (name, event) == ("0/1 Adam, local steps", "thirty times for a while"):
         assert found < trained(name, EVENTS[event], update_limit=None) / 3
     else:
-        assert found < trained("AdamW", EVENTS[event]) + 0.05
+        assert found < trained("LAMB" if "LAMB" in name else "AdamW", EVENTS[event]) + 0.05
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", LIMITED)
 def test_gradients_that_do_not_grow_train_as_without_a_limit(name: str) -> None:
-    """Though RMS(u) of an embedding is 2 to 6 here."""
-    assert abs(trained(name, as_ever) - trained(name, as_ever, update_limit=None)) < 0.05
+    """Though RMS(u) of an embedding is 2 to 6 here. 1-bit LAMB's coefficients do not fall as u grows, LAMB's do."""
+    found = trained(name, as_ever)
+    if "LAMB" in name:
+        assert found < trained("LAMB", as_ever)
+    else:
+        assert abs(found - trained(name, as_ever, update_limit=None)) < 0.05
 
 
 def test_a_step_is_three_times_as_long_as_usual_at_most() -> None:

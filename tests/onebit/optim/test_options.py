@@ -17,7 +17,7 @@ from torch import nn
 import onebit
 from onebit.optim.options import OptionArguments, Options
 from tests.onebit.optim.contract import options, started
-from tests.onebit.runs import Case, assert_message, bits, build, freezing_kinds, kinds, parameters
+from tests.onebit.runs import OPTIMIZERS, Case, assert_message, bits, build, freezing_kinds, kinds, parameters
 
 OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
 WRONG: list[Any] = [  # the option, values, and what the message says, with the value for {}
@@ -195,15 +195,13 @@ def test_the_typed_arguments_are_the_options():
     assert OptionArguments.__annotations__.keys() - others == {f.name for f in dataclasses.fields(Options)}
 
 
-def test_what_a_scale_is_made_of_where_nothing_is_said_is_the_optimizers_own():
+def test_scales_of_blocks_are_unbiased_where_nothing_is_said():
     for kind, own, norm in (
-        ("OneBitAdam", {}, "l1"),
-        ("OneBitLamb", {}, "l1"),
-        ("ZeroOneAdam", {}, "unbiased"),
-        ("ZeroOneAdam", {"norm": "auto"}, "unbiased"),
+        *((kind, {}, "unbiased") for kind in OPTIMIZERS),
+        ("OneBitLamb", {"norm": "auto"}, "unbiased"),
         ("ZeroOneAdam", {"scale": "tensor"}, "l1"),
         ("ZeroOneAdam", {"norm": "l2"}, "l2"),
-        ("OneBitAdam", {"norm": "unbiased"}, "unbiased"),
+        ("OneBitAdam", {"norm": "l1"}, "l1"),
     ):
         optimizer = build(kind, **own)
         assert optimizer.setup.norm == norm

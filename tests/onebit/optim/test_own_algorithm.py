@@ -72,7 +72,9 @@ def expected(case: Case, ranks: int) -> list[list[np.ndarray]]:
     """Parameters after every step, in float64."""
     x, hyper = arrays(case.parameters()), oracle.Hyper(OPTIONS["lr"], 0.9, 0.0, 0.0, OPTIONS["weight_decay"])
     hypers, m, found = [hyper] * len(x), oracle.zeros(x), []
-    reduce = oracle.SimulatedAllReduce(oracle.Layout(tuple(a.size for a in x), block_size=32, ranks=ranks))
+    reduce = oracle.SimulatedAllReduce(
+        oracle.Layout(tuple(a.size for a in x), block_size=32, ranks=ranks), norm="unbiased"
+    )
     for step in range(1, case.steps + 1):
         own = [[g.double().numpy() for g in case.gradients(rank, step)] for rank in range(ranks)]
         if step <= case.options["freeze_step"]:

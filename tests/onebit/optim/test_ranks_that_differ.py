@@ -42,7 +42,7 @@ DIFFERENT = [
     ({"bias_correction": False, "freeze_step": 5}, ["bias_correction", "False", "True"]),
     ({"zero_variance": "hold"}, ["zero_variance", "hold", "floor"]),
     ({"scale": "tensor"}, ["scale", "tensor", "block"]),
-    ({"norm": "l2"}, ["norm", "l2", "l1"]),
+    ({"norm": "l2"}, ["norm", "l2", "unbiased"]),
     ({"block_size": 64}, ["block_size", "64", "2048"]),
     ({"chunks": 2}, ["chunks", "2", "auto"]),
     ({"gradient_dtype": torch.bfloat16}, ["gradient_dtype", "torch.bfloat16", "None"]),

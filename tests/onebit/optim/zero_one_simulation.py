@@ -16,8 +16,6 @@ Arrays = list[np.ndarray]
 class ZeroOneSimulation(Simulation):
     """The oracle for a case."""
 
-    norm = "unbiased"
-
     def __init__(self, case: Any, ranks: int) -> None:
         super().__init__(case, ranks)
         options = case.options
