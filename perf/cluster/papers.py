@@ -8,16 +8,20 @@ is assumed to be what the tables give for stage 1 ("Step"), as the papers do not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from onebit.cli.plan.model import Cluster, Model, stage_2, uncompressed
-from onebit.cli.plan.options import CLUSTER_OPTIONS, CLUSTERS
+from onebit.cli.plan.cluster import Cluster
+from onebit.cli.plan.model import Model, stage_2, uncompressed
+from onebit.cli.plan.options import CLUSTERS
 
 ELEMENTS = 340_000_000  # BERT-Large: "340M params" in both papers
 ITEMSIZE = 2  # 1-bit Adam, section 7.1: "for FP16 training"
 ADAM_TABLE, LAMB_TABLE = "1-bit Adam, Table 1", "1-bit LAMB, Table 5"
+ADAM_REDUCES, LAMB_REDUCES = f"{ADAM_TABLE}: all-reduces", f"{LAMB_TABLE}: all-reduces"
+STAGE, RUN = "The papers: speed-ups of stage 2", "The papers: speed-ups of a run"
+SOURCES = {"adam": ADAM_REDUCES, "lamb": LAMB_REDUCES, "stage": STAGE, "run": RUN}
 
 # network, nodes, GPUs, batch a GPU, batch, accumulation, then ms: forward, backward all-reduce, backward everything
 # else, step; and the all-reduce's percentage of all
@@ -57,6 +61,10 @@ InfiniBand   2  16 64  8K   8  768  270 1436  31 11
 InfiniBand   1   8 64  8K  16 1534  167 2869  31  4
 """
 FITTED = {("Ethernet", 4, 64), ("InfiniBand", 8, 128), ("InfiniBand", 64, 1024)}  # of Table 1: network, GPUs, batch
+HIDDEN, SHORT, LONG = 1024, 128, 512
+# Operations a token of a layer are 24 h^2 + 4 s h: hidden size h, sequence s.
+LONGER = LONG / SHORT * (24 * HIDDEN + 4 * LONG) / (24 * HIDDEN + 4 * SHORT)
+WARMUP, WARMUP_512 = 1000 / 5993, 107 / 555  # 1-bit LAMB, section 6
 
 
 @dataclass(frozen=True)
@@ -84,15 +92,19 @@ class Profile:
 class Compared:
     """A prediction beside what was measured."""
 
+    source: str
     what: str
     predicted: float
     measured: float
-    fitted: bool = False
-    note: str = ""
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+
+def median_error(rows: Sequence[Compared]) -> float:
+    """Of the errors' sizes."""
+    return median(abs(row.error) for row in rows)
 
 
 def rows_of(source: str, table: str) -> list[Profile]:
@@ -110,40 +122,21 @@ PROFILES = [*rows_of(ADAM_TABLE, TABLE_1), *rows_of(LAMB_TABLE, TABLE_5)]
 
 
 def cluster_of(network: str, gpus: int) -> Cluster:
-    preset = CLUSTERS[f"{network.lower()}-v100"]
-    return Cluster(gpus=gpus, **{name: CLUSTER_OPTIONS[name].parse(text) for name, text in preset.items()})
+    return Cluster(gpus=gpus, **CLUSTERS[f"{network.lower()}-v100"])
 
 
-# The reasons of larger errors.
-OUTLIERS = {
-    (LAMB_TABLE, "Ethernet"): "from 4 nodes on, 1.5 to 1.6 times Table 1's time with as many GPUs: a slower network",
-    (LAMB_TABLE, "InfiniBand"): "one node of 8, where Table 1 has 28 ms: no constant fits both",
-}
-LARGE_ERROR = 0.25
-BAND = {"papers": 0.25, "lab": 0.20}  # a median error at most
-
-
-def all_reduces(seconds: Callable[[Cluster, float], float] = Cluster.all_reduce) -> list[Compared]:
-    """Milliseconds of every row, by the model or by another."""
-    found = []
-    for row in PROFILES:
-        what = f"{row.source}: {row.network}, {row.nodes} x {row.gpus // row.nodes} GPUs, batch {row.batch:,}"
-        predicted = 1e3 * seconds(cluster_of(row.network, row.gpus), ELEMENTS * ITEMSIZE)
-        one = Compared(what, predicted, row.all_reduce, row.fitted)
-        large = abs(one.error) > LARGE_ERROR
-        found.append(replace(one, note=OUTLIERS.get((row.source, row.network), "") if large else ""))
-    return found
-
-
-def flat_ring(cluster: Cluster, size: float) -> float:
-    """One ring over all GPUs, which passes through each node once: the other way to all-reduce."""
-    rate = cluster.intra if cluster.nodes == 1 else min(cluster.intra, cluster.network / 8)
-    return 2 * (cluster.gpus - 1) / cluster.gpus * size / rate
-
-
-def as_by_the_cable(cluster: Cluster, size: float) -> float:
-    """The model with 1-bit Adam's words on InfiniBand, "close to theoretical peak": 100 Gbit/s."""
-    return (replace(cluster, network=100e9) if cluster.gpus_per_node == 8 else cluster).all_reduce(size)
+def all_reduces(fitted: bool = False) -> list[Compared]:
+    """Milliseconds of the rows that nothing was fitted to, or of the others."""
+    return [
+        Compared(
+            ADAM_REDUCES if row.source == ADAM_TABLE else LAMB_REDUCES,
+            f"{row.network}, {row.nodes} x {row.gpus // row.nodes} GPUs, batch {row.batch:,}",
+            1e3 * cluster_of(row.network, row.gpus).all_reduce(ELEMENTS * ITEMSIZE),
+            row.all_reduce,
+        )
+        for row in PROFILES
+        if row.fitted is fitted
+    ]
 
 
 def _profile(source: str, gpus: int, batch: int) -> Profile:
@@ -154,9 +147,10 @@ def _profile(source: str, gpus: int, batch: int) -> Profile:
 
 def speed_up(forward: float, backward: float, step: float, gpus: int) -> float:
     """Of stage 2 on Ethernet; milliseconds a step."""
-    model = Model(ELEMENTS, ITEMSIZE, forward / 1e3, backward / 1e3, overlap="none", local=step / 1e3)
+    model = Model(ELEMENTS, ITEMSIZE, forward / 1e3, backward / 1e3, overlap="none", levels=1)
     cluster = cluster_of("Ethernet", gpus)
-    return uncompressed(model, cluster).total / stage_2(model, cluster, chunks=1).total
+    slow, fast = uncompressed(model, cluster), stage_2(model, cluster, chunks=1)
+    return replace(slow, local=step / 1e3).total / replace(fast, local=step / 1e3).total
 
 
 def end_to_end(stage_2_speed_up: float, warmup: float) -> float:
@@ -164,14 +158,10 @@ def end_to_end(stage_2_speed_up: float, warmup: float) -> float:
     return 1 / (warmup + (1 - warmup) / stage_2_speed_up)
 
 
-HIDDEN, SHORT, LONG = 1024, 128, 512
-WARMUP_512 = 107 / 555  # 1-bit LAMB, section 6
-# Operations a token of a layer are 24 h^2 + 4 s h: hidden size h, sequence s.
-LONGER = LONG / SHORT * (24 * HIDDEN + 4 * LONG) / (24 * HIDDEN + 4 * SHORT)
-
-
 def speed_ups() -> list[Compared]:
-    """Of stage 2 and of whole runs on Ethernet: Figure 5 of 1-bit Adam, Figure 3 of 1-bit LAMB and their text."""
+    """Of stage 2 and of whole runs on Ethernet: Figure 5 of 1-bit Adam, Figure 3 of 1-bit LAMB and their text, which
+    name no number of GPUs: the tables' largest. Without a profile of SQuAD it is 3 x 384 tokens by Table 1 on 32 GPUs,
+    and of longer sequences LONGER times Table 5's."""
     one, sixteen = _profile(ADAM_TABLE, 64, 64), _profile(ADAM_TABLE, 64, 1024)
     small, large = _profile(LAMB_TABLE, 256, 8192), _profile(LAMB_TABLE, 256, 65536)
     tokens = (3 * 384 / SHORT - 1) / 15  # from batch 1 to batch 16 of sequences of 128
@@ -180,68 +170,17 @@ def speed_ups() -> list[Compared]:
     tuned = speed_up(squad[0], squad[1], sixteen.step, 32)
     lamb = speed_up(small.forward, small.backward, small.step, 256)
     lamb_long = speed_up(LONGER * small.forward, LONGER * small.backward, small.step, 256)
-    lamb_64k = speed_up(large.forward, large.backward, large.step, 256)
+    lamb_64k = end_to_end(speed_up(large.forward, large.backward, large.step, 256), WARMUP)
     lamb_32k = speed_up(LONGER * large.forward / 2, LONGER * large.backward / 2, large.step, 256)
-    as_8k = "Table 5's row of 256 GPUs, batch 8K"
-    scaled = f"forward and backward times {LONGER:.2f} for the longer sequence, by operations: no profile of it"
-    tokens_of = "no profile of SQuAD: 3 x 384 tokens (assumed) by Table 1"
-    bert_run, tuned_run = end_to_end(bert, 23 / 152), end_to_end(tuned, 400 / 1848)
-    lamb_run, lamb_64k_run = end_to_end(lamb, 1000 / 5993), end_to_end(lamb_64k, 1000 / 5993)
-    adam_rows = [
-        ("BERT-Large, stage 2", bert, 5.48, "64 GPUs, Table 1's largest; the text names none"),
-        ("SQuAD, stage 2", tuned, 6.17, f"32 GPUs; {tokens_of}"),
-        ("BERT-Large, run", bert_run, 3.3, "warmup 23K of 152K steps"),
-        ("SQuAD, run", tuned_run, 2.9, "warmup 400 of 1848 steps"),
+    return [
+        Compared(STAGE, "1-bit Adam, BERT-Large", bert, 5.48),
+        Compared(STAGE, "1-bit Adam, SQuAD", tuned, 6.17),
+        Compared(STAGE, "1-bit LAMB, sequence 128", lamb, 4.5),
+        Compared(STAGE, "1-bit LAMB, sequence 512", lamb_long, 3.0),
+        Compared(RUN, "1-bit Adam, BERT-Large", end_to_end(bert, 23 / 152), 3.3),
+        Compared(RUN, "1-bit Adam, SQuAD", end_to_end(tuned, 400 / 1848), 2.9),
+        Compared(RUN, "1-bit LAMB, sequence 128", end_to_end(lamb, WARMUP), 2.8),
+        Compared(RUN, "1-bit LAMB, batch 64K, by throughput", lamb_64k, 2.0),
+        Compared(RUN, "1-bit LAMB, batch 64K, by the clock", lamb_64k, 2.2),
+        Compared(RUN, "1-bit LAMB, sequence 512, batch 32K", end_to_end(lamb_32k, WARMUP_512), 1.5),
     ]
-    lamb_rows = [
-        ("sequence 128, stage 2", lamb, 4.5, as_8k),
-        ("sequence 512, stage 2", lamb_long, 3.0, f"{as_8k}, {scaled}"),
-        ("sequence 128, run", lamb_run, 2.8, "warmup 1000 of 5993 steps"),
-        ("batch 64K, run", lamb_64k_run, 2.0, "Figure 3(d), by throughput"),
-        ("batch 64K, run", lamb_64k_run, 2.2, "Table 4, by the clock"),
-        ("sequence 512, batch 32K, run", end_to_end(lamb_32k, WARMUP_512), 1.5, "Figure 3(g), Table 4"),
-    ]
-    papers = {"1-bit Adam": adam_rows, "1-bit LAMB": lamb_rows}
-    found = [
-        Compared(f"{paper}: {what}", predicted, measured, note=note)
-        for paper, rows in papers.items()
-        for what, predicted, measured, note in rows
-    ]
-    return sorted(found, key=lambda row: row.what.endswith("run"))  # stage 2 first
-
-
-def median_error(rows: Sequence[Compared], fitted: bool = False) -> float:
-    """Of the sizes of errors, of rows that nothing was fitted to unless asked."""
-    return median(abs(row.error) for row in rows if fitted or not row.fitted)
-
-
-def by_kind(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
-    """Of the lab: fp32, fp16 and 1 bit apart."""
-    kinds: dict[str, list[Compared]] = {}
-    for row in rows:
-        kinds.setdefault(row.what.partition(":")[0], []).append(row)
-    return kinds
-
-
-def counted_once(rows: Sequence[Compared]) -> list[Compared]:
-    """Rows of one paper, network and number of nodes, of unlike batches, as one: their median."""
-    groups: dict[str, list[Compared]] = {}
-    for row in rows:
-        if not row.fitted:
-            groups.setdefault(row.what.rpartition(", ")[0], []).append(row)
-    return [replace(each[0], measured=median(row.measured for row in each)) for each in groups.values()]
-
-
-def fitted_constants() -> dict[str, float]:
-    """The constants that the three rows of Table 1 give: intra in B/s, network in bit/s."""
-    rows = {(row.network, row.gpus): row for row in PROFILES if row.fitted}
-    size, found = ELEMENTS * ITEMSIZE, {}
-    for network, gpus in (("Ethernet", 4), ("InfiniBand", 8)):
-        cluster = cluster_of(network, gpus)
-        seconds = rows[network, gpus].all_reduce / 1e3 - 2 * (gpus - 1) * cluster.intra_latency
-        found[f"{network} intra"] = 2 * (gpus - 1) / gpus * size / seconds
-    cluster = cluster_of("InfiniBand", 64)
-    within = 2 * 7 / 8 * size / found["InfiniBand intra"] + 2 * 7 * cluster.intra_latency
-    seconds = rows["InfiniBand", 64].all_reduce / 1e3 - within - 2 * 7 * cluster.latency
-    found["InfiniBand network"] = 8 * 2 * 7 / 8 * size / seconds
-    return found
