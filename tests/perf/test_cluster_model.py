@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_tables_are_copied_right():
     """They give the share of the all-reduce too, rounded or cut to a whole number."""
-    assert [sum(row.source == source for row in PROFILES) for source in (ADAM_TABLE, LAMB_TABLE)] == [13, 18]
-    for row in PROFILES:
+    assert [sum(row.source == source for row in PROFILES.values()) for source in (ADAM_TABLE, LAMB_TABLE)] == [13, 18]
+    for row in PROFILES.values():
         total = row.forward + row.all_reduce + row.backward + row.step
         assert abs(100 * row.all_reduce / total - row.percent) < 1, row
         assert row.gpus == row.nodes * {"Ethernet": 4, "InfiniBand": 8}[row.network]
@@ -41,7 +41,7 @@ def test_what_the_page_says_of_the_papers():
     assert all(row.error < 0 for row in papers.speed_ups())  # "Every one is predicted too low"
     assert papers.end_to_end(4.5, 1000 / 5993) == pytest.approx(2.8, abs=0.05)  # the paper's own arithmetic
     assert papers.end_to_end(3.0, papers.WARMUP_512) == pytest.approx(2.2, abs=0.05)
-    one, other = (row.all_reduce for row in PROFILES if row.network == "InfiniBand" and row.nodes == 1)
+    one, other = (row.all_reduce for row in PROFILES.values() if row.network == "InfiniBand" and row.nodes == 1)
     assert 5.5 < other / one < 6.5  # "6 times apart"
     assert median_error([Compared("", "", predicted, 2) for predicted in (3, 2, 1, 2.2, 1)]) == 0.5
 

@@ -88,11 +88,11 @@ class Cluster:
         """Seconds for `size` bytes, uncompressed, in so many parts `at_once`."""
         g, m = self.on_node, self.nodes
         within = 2 * (g - 1) / g * size / self.intra + 2 * (g - 1) * self.intra_latency
-        sent, hops = 2 * (m - 1) / m * size / self._rate, 2 * (m - 1)
+        sent, hops = 2 * (m - 1) / m * 8 * size / self.network, 2 * (m - 1)
         if self.transport == "gloo":
             return within + hops * self.latency + self._segments(size, sent, at_once)
         ring = sent + hops * (self.latency + self.message)
-        trees = 2 * size / self._rate + 2 * math.ceil(math.log2(m)) * (self.latency + self.message)
+        trees = 2 * 8 * size / self.network + 2 * math.ceil(math.log2(m)) * (self.latency + self.message)
         return within + min(ring, trees) if m > 1 else within
 
     def _segments(self, size: float, seconds: float, at_once: int) -> float:
@@ -107,13 +107,13 @@ class Cluster:
     def all_to_all(self, size: float) -> float:
         """Seconds that it keeps the network where every rank has `size` bytes, 1/N of them for each; message apart."""
         n, g = self.gpus, self.on_node
-        between, within = g * (n - g) / n * size / self._rate, (g - 1) / n * size / self.intra
+        between, within = g * (n - g) / n * 8 * size / self.network, (g - 1) / n * size / self.intra
         return max(between, within) + (n - g) * self.latency + (g - 1) * self.intra_latency
 
     def all_gather(self, size: float) -> float:
         """Seconds that it keeps the network until every rank has `size` bytes, 1/N of them from each; delay apart."""
         n, m = self.gpus, self.nodes
-        rate = self.intra if m == 1 else min(self.intra, self._rate)
+        rate = self.intra if m == 1 else min(self.intra, self.network / 8)
         return (n - 1) / n * size / rate + (m - 1) * self.latency + (n - m) * self.intra_latency
 
     def all_gather_delay(self, row: float, expected: bool) -> float:
@@ -132,10 +132,6 @@ class Cluster:
             return (n - g) * self.latency + (g - 1) * self.intra_latency + self.message
         rounds = math.ceil(math.log2(self.nodes)) if self.transport == "nccl" else 1
         return 2 * math.ceil(math.log2(n)) * hop + 2 * rounds * self.message
-
-    @property
-    def _rate(self) -> float:
-        return self.network / 8
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,6 @@
     onebit plan --model bert-large --cluster ethernet-v100 --gpus 64
     onebit plan --elements 7e9 --dtype bfloat16 --forward 150 --backward 300 --gpus 256 --network 100gbit
 
-    --plot FILE   what a run takes over network rates, by method
-    --map FILE    which method ends a run first, over network rates and round trips: a picture and a table
-
 The command line goes before presets.
 """
 

@@ -37,7 +37,7 @@ def places(
 ) -> dict[bool, list[list[First]]]:
     """What is first, without local steps and with them: a row for each round trip, a column for each rate."""
     found = [[runs(model, replace(cluster, network=rate, rtt=rtt)) for rate in rates] for rtt in round_trips]
-    kinds = [False] if all(run.in_step for run in found[0][0].values()) else [False, True]
+    kinds = [False, True] if any(run.local for run in found[0][0].values()) else [False]
     return {kind: [[first(each, kind) for each in row] for row in found] for kind in kinds}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import (
@@ -39,14 +40,8 @@ class Run:
     seconds: float
     sent: float
 
-    @property
-    def in_step(self) -> bool:
-        """Whether all ranks have the same parameters after every step."""
-        return not self.local
 
-
-@dataclass(frozen=True)
-class First:
+class First(NamedTuple):
     """Which run ends first, and how many times the best uncompressed one's speed the best compressed one has."""
 
     name: str
@@ -55,7 +50,7 @@ class First:
 
 def first(found: Mapping[str, Run], local: bool) -> First:
     """Of runs by method, those with local steps among them or not. A factor below WORTH counts as none."""
-    seconds = {name: run.seconds for name, run in found.items() if run.in_step or local}
+    seconds = {name: run.seconds for name, run in found.items() if local or not run.local}
     plain = min(UNCOMPRESSED, key=lambda name: seconds[name])
     best = min(seconds.keys() - UNCOMPRESSED.keys(), key=lambda name: (seconds[name], name))
     factor = seconds[plain] / seconds[best]
