@@ -156,6 +156,10 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         (f"{PLAN} --network=0gbit", "is no rate"),
         (f"{PLAN} --forward=-3", "'-3' is not a number, 0 or from"),
         (f"{PLAN} --rtt=5ms", "'5ms' is not a number"),
+        (f"{PLAN} --forward=1e308", "from 1e-15 to 1e+15"),  # a plan's sums went beyond a float
+        (f"{PLAN} --elements=1.5", "not a whole number above 0"),
+        (f"{PLAN} --steps=2e7", "10,000,000 at most"),
+        (f"{PLAN} --reply=3", "none of auto, direct, 1, 2"),
         (f"{PLAN} --dtype=int8", "none of float32"),
         (f"{PLAN} --levels=3", "'3' is none of 1, 2"),
         (f"{PLAN} --model=gpt-9", "invalid choice"),
