@@ -10,8 +10,7 @@ those of all that comes back to it: s, 2 s with replies of 2 bits, N s with dire
     all-gather    (N-1)/N r / min(R, B)                 + (M-1) a + (N-M) b          scatter, or the direct exchange
     agreement     2 ceil(log2 N) a, over Gloo           (N-G) a + (G-1) b            one number, every step of ours
 
-`latency`, a, is what a message takes that no other hides. A round trip between nodes is waited for apart, a `message`
-being all of it over Gloo and half of it over NCCL:
+A round trip between nodes is waited for apart, a `message` being all of it over Gloo and half of it over NCCL:
 
     all-to-all    1 message: all leave at once
     all-gather    1 over Gloo in pairs, half of it where the receive began before; else M - 1, from node to node
@@ -19,9 +18,8 @@ being all of it over Gloo and half of it over NCCL:
     all-reduce    2 (M - 1) around a ring, 2 ceil(log2 M) over NCCL's trees. Gloo has but w segments under way: n of
                   them, each b seconds on the link, take n / w max(w b, b + message) + min((w - 1) b, message), twice
 
-The uncompressed all-reduce gets the best there is. Ours is as `onebit.collectives` does it: every rank sends to every
-other, one message after the other, and the all-gather is a ring over all ranks that enters each node once. Left out:
-congestion, stragglers, lost packets, how much TCP lets be under way.
+Every rank sends to every other, one message after the other; the all-gather is a ring over all ranks that enters each
+node once. Left out: congestion, stragglers, lost packets, how much TCP lets be under way.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Cluster:
     gpus: int
     network: float  # bit/s a node and direction: what arrives, not what the cable could do
     gpus_per_node: int = 8
-    latency: float = 20e-6  # assumed
+    latency: float = 20e-6  # of a message, that no other hides: assumed
     intra: float = 360e9  # assumed: 80 % of an H100's NVLink, 450 GB/s each way by its data sheet
     intra_latency: float = 5e-6  # assumed
     memory: float = 3.015e12  # that a pass reaches, assumed: 90 % of an H100's by its data sheet
@@ -73,11 +71,6 @@ class Cluster:
     def nodes(self) -> int:
         """M"""
         return self.gpus // self.on_node
-
-    @property
-    def has_two_levels(self) -> bool:
-        """Whether there are several nodes, of several GPUs each."""
-        return self.nodes > 1 and self.on_node > 1
 
     @property
     def message(self) -> float:
@@ -147,7 +140,7 @@ class Groups:
 
     @classmethod
     def of(cls, cluster: Cluster, levels: Levels) -> Groups:
-        if levels == 1 or not cluster.has_two_levels:
+        if levels == 1 or cluster.nodes == 1 or cluster.on_node == 1:
             return cls(cluster, replace(cluster, gpus=1))
         g = cluster.on_node
         nodes = replace(cluster, gpus=cluster.nodes, gpus_per_node=1, intra=g * cluster.intra, shared=True)

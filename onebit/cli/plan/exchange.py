@@ -16,7 +16,6 @@ agreement: their one message has the flag.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from onebit.cli.plan.cluster import Cluster, Groups, Levels
 from onebit.collectives.chunking import chunk_options
@@ -51,22 +50,6 @@ def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], s
     return (0, sent) if way is Direct else (sent, reply)
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Of a chunk: seconds of the pass before a collective, for which it keeps the network, and until all is there.
-
-    Over Gloo the next chunk's messages leave while these are on their way. NCCL runs one collective at a time.
-    """
-
-    work: float
-    network: float
-    delay: float = 0.0
-
-    @classmethod
-    def on(cls, cluster: Cluster, work: float, network: float, delay: float) -> Phase:
-        return cls(work, network, delay) if cluster.transport == "gloo" else cls(work, network + delay)
-
-
 def exchange(
     elements: int,
     groups: Groups,
@@ -80,38 +63,36 @@ def exchange(
 
     mean: seconds for which the device waits before it compresses a chunk, for the chunk's mean over the node.
     """
-    replicas, slices, part = groups.replicas, groups.slices, elements / chunks
-    n = replicas.gpus
+    replicas, slices, part, n = groups.replicas, groups.slices, elements / chunks, groups.replicas.gpus
     gathered, replied = (size / chunks for size in message_bytes(elements, n, chunks, way, slices))
     compress = pass_seconds("compress", part / slices, replicas, itemsize, way)
+    average = pass_seconds("average", part / (slices * n), replicas, itemsize, way) if way is not Direct else 0.0
     used = pass_seconds(use, part, replicas, itemsize, way) if use else 0.0
     spread = groups.node.all_gather(replied) if slices > 1 else None
-    to_all = replicas.all_gather_delay(replied / slices / n, expected=way is not Direct)
-    if way is Direct:
-        phases = [Phase.on(replicas, mean + compress, replicas.all_gather(replied), to_all)]
-        return play(chunks, phases, used, spread), chunks * (compress + used)
-    average = pass_seconds("average", part / (slices * n), replicas, itemsize, way)
-    phases = [
-        Phase.on(replicas, mean + compress, replicas.all_to_all(gathered), replicas.message),
-        Phase.on(replicas, average, replicas.all_gather(replied), to_all),
-    ]
+    to_all = replicas.all_gather(replied), replicas.all_gather_delay(replied / slices / n, expected=way is not Direct)
+    phases = [(mean + compress, *to_all)]
+    if way is not Direct:
+        phases = [(mean + compress, replicas.all_to_all(gathered), replicas.message), (average, *to_all)]
+    if replicas.transport == "nccl":  # one collective at a time; over Gloo others leave while these are on their way
+        phases = [(work, network + delay, 0.0) for work, network, delay in phases]
     return play(chunks, phases, used, spread), chunks * (compress + average + used)
 
 
-def play(chunks: int, phases: Sequence[Phase], use: float, spread: float | None = None) -> float:
+def play(chunks: int, phases: Sequence[tuple[float, float, float]], use: float, spread: float | None = None) -> float:
     """Seconds of passes one after the other on the device, and collectives one after the other on the network.
 
+    phases: of a chunk, the pass before a collective, how long it keeps the network, and until all is there, besides.
     spread: for which a chunk's replies go over the node, on a network of its own; None for one level.
     """
     device = network = node = 0.0
     arrived = [[0.0] * chunks for _ in range(len(phases) + 1)]
     spreading: float | None = None  # when what is spread will be there
     for j in range(chunks + len(phases)):
-        for i, phase in enumerate(phases):
+        for i, (work, on_network, delay) in enumerate(phases):
             if 0 <= j - i < chunks:
-                device = max(device, arrived[i][j - i]) + phase.work
-                network = max(network, device) + phase.network
-                arrived[i + 1][j - i] = network + phase.delay
+                device = max(device, arrived[i][j - i]) + work
+                network = max(network, device) + on_network
+                arrived[i + 1][j - i] = network + delay
         if j < len(phases):
             continue
         device = max(device, arrived[-1][j - len(phases)])

@@ -58,18 +58,15 @@ def share(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
+def count(text: str, most: float = LARGEST) -> int:
     value = number(text)
-    if value < 1 or value != int(value):
-        raise ArgumentTypeError(f"{text!r} is not a whole number above 0: write 64, 340e6 or 1.3b")
+    if not 1 <= value <= most or value != int(value):
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,.0f}: write 64, 340e6 or 1.3b")
     return int(value)
 
 
 def steps(text: str) -> int:
-    value = count(text)
-    if value > MOST_STEPS:
-        raise ArgumentTypeError(f"{text!r} steps are too many: give {MOST_STEPS:,} at most")
-    return value
+    return count(text, MOST_STEPS)
 
 
 def rate(text: str) -> float:

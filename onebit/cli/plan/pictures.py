@@ -14,6 +14,7 @@ from typing import Any
 
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import Model
+from onebit.cli.plan.report import gbit
 from onebit.cli.plan.runs import UNCOMPRESSED, First, first, runs
 
 RATES = (10e6, 100e9)  # bit/s
@@ -47,15 +48,11 @@ def table(model: Model, cluster: Cluster) -> str:
         f"first to end {model.steps:,} steps, and the best compressed one's speed, times the best uncompressed one's"
     ]
     for kind, rows in places(model, cluster, rates, round_trips).items():
-        lines.append(f"{KINDS[kind]:<17}" + "".join(f"{_rate(rate):>19}" for rate in rates))
+        lines.append(f"{KINDS[kind]:<17}" + "".join(f"{gbit(rate):>19}" for rate in rates))
         for rtt, row in zip(round_trips, rows, strict=True):
             cells = (f"{each.name.removeprefix('and ')} {each.factor:.2f}" for each in row)
             lines.append(f"  {f'{1e3 * rtt:g} ms':<15}" + "".join(f"{cell:>19}" for cell in cells))
     return "\n".join([*lines, textwrap.fill(" ".join(LOSS.split()), 112)])
-
-
-def _rate(rate: float) -> str:
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def spaced(ends: tuple[float, float], points: int) -> list[float]:

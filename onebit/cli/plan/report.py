@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import (
@@ -19,14 +20,14 @@ from onebit.cli.plan.model import (
 )
 from onebit.cli.plan.runs import UNCOMPRESSED, Run, first, runs
 
-PARTS = {
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "communication not hidden",
-    "local": "optimizer's own work",
-    "total": "total",
+STEP = {
+    "forward": ("forward", 1e-3, ",.1f"),
+    "backward": ("backward", 1e-3, ",.1f"),
+    "communication": ("communication not hidden", 1e-3, ",.1f"),
+    "local": ("optimizer's own work", 1e-3, ",.1f"),
+    "total": ("total", 1e-3, ",.1f"),
 }
-RUNS = {
+RUN = {
     "uncompressed": ("uncompressed steps", 1.0, ",.0f"),
     "compressed": ("steps with 1 bit", 1.0, ",.0f"),
     "local": ("local steps", 1.0, ",.0f"),
@@ -47,8 +48,16 @@ def describe(model: Model, cluster: Cluster) -> str:
         f"{model.elements:,} elements, {model.itemsize} bytes a gradient; {counted(cluster.gpus, 'GPU')}, "
         f"{counted(cluster.nodes, 'node')} of {cluster.on_node}, {gbit(cluster.network)} a node"
     )
+    sent = [sent_uncompressed(model, cluster, itemsize) for itemsize in (4, 2, None)]
+    sent.append(sent_compressed(model, cluster, steps["1-bit stage 2"].chunks))
+    of_steps = [*_rows("milliseconds a step", steps, STEP), ["  MB a node sends to others", *_cells(sent, 1e6, ",.1f")]]
+    speeds = [found["fp16"].seconds / each.seconds for each in found.values()]
+    of_runs = [
+        *_rows(f"a run of {model.steps:,} steps", found, RUN),
+        ["  times fp16's speed", *_cells(speeds, 1, ".2f")],
+    ]
     verdict = [*_limits(steps), _pays(model, cluster), *_first(found)]
-    return "\n\n".join([head, _steps(model, cluster, steps), _runs(model, found), "\n".join(verdict)])
+    return "\n\n".join([head, _table(of_steps), _table(of_runs), "\n".join(verdict)])
 
 
 def counted(number: int, what: str) -> str:
@@ -60,24 +69,18 @@ def gbit(rate: float) -> str:
     return f"{float(f'{rate / 1e9:.3g}'):,.15g} Gbit/s"
 
 
-def _steps(model: Model, cluster: Cluster, steps: Mapping[str, Step]) -> str:
-    rows = [("milliseconds a step", *steps)]
-    for part, what in PARTS.items():
-        rows.append((f"  {what}", *(f"{1e3 * getattr(step, part):,.1f}" for step in steps.values())))
-    sent = [sent_uncompressed(model, cluster, itemsize) for itemsize in (4, 2, None)]
-    sent.append(sent_compressed(model, cluster, steps["1-bit stage 2"].chunks))
-    return _table([*rows, ("  MB a node sends to others", *(f"{each / 1e6:,.1f}" for each in sent))])
+def _rows(title: str, found: Mapping[str, Any], parts: Mapping[str, tuple[str, float, str]]) -> list[list[str]]:
+    rows = [[title, *found]]
+    for name, (what, unit, form) in parts.items():
+        rows.append([f"  {what}", *_cells([getattr(each, name) for each in found.values()], unit, form)])
+    return rows
 
 
-def _runs(model: Model, found: Mapping[str, Run]) -> str:
-    rows = [(f"a run of {model.steps:,} steps", *found)]
-    for name, (what, unit, form) in RUNS.items():
-        rows.append((f"  {what}", *(f"{getattr(run, name) / unit:{form}}" for run in found.values())))
-    fp16 = found["fp16"].seconds
-    return _table([*rows, ("  times fp16's speed", *(f"{fp16 / run.seconds:.2f}" for run in found.values()))])
+def _cells(values: Sequence[float], unit: float, form: str) -> list[str]:
+    return [f"{value / unit:{form}}" for value in values]
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"{name:<28}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in rows]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -106,16 +109,11 @@ def _pays(model: Model, cluster: Cluster) -> str:
 
 
 def _first(found: Mapping[str, Run]) -> list[str]:
-    best = first(found, local=False)
+    best, alone = first(found, local=False), first(found, local=True)
+    said = f"{best.name} ends a run {best.factor:.2f} times as fast as the best uncompressed one"
     if best.name in UNCOMPRESSED:
-        lines = [
-            f"Verdict, predicted: stay uncompressed ({best.name}). 1 bit ends a run {best.factor:.2f} times as fast"
-        ]
-    else:
-        lines = [
-            f"Verdict, predicted: {best.name} ends a run {best.factor:.2f} times as fast as the best uncompressed one"
-        ]
-    alone = first(found, local=True)
+        said = f"stay uncompressed ({best.name}). 1 bit ends a run {best.factor:.2f} times as fast"
+    lines = [f"Verdict, predicted: {said}"]
     if alone != best and alone.name not in UNCOMPRESSED:
         lines.append(f"With local steps 0/1 Adam may be {alone.factor:.2f} times as fast, at some cost in loss")
     return lines
