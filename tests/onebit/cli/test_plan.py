@@ -292,6 +292,9 @@ def test_an_all_reduce_over_gloo_takes_what_its_segments_take(size, at_once):
         played = 2 * segments_under_way(count, 2 * at_once, b, rtt)
         assert cluster.all_reduce(size, at_once) == pytest.approx(played, rel=0.03)
         assert cluster.all_reduce(size, at_once) >= 2 * 3 / 4 * size / 12.5e6 * (1 - 1e-12)
+    for elements, buckets in ((2**20, 1), (2**24, 2)):  # as many as DDP has on the way
+        found = uncompressed(replace(SMALL, elements=elements), FAR).communication
+        assert found == pytest.approx(FAR.all_reduce(4 * elements, buckets))
 
 
 def test_agreeing_and_replies_wait_as_the_transport_sends_them():
@@ -310,6 +313,8 @@ def test_agreeing_and_replies_wait_as_the_transport_sends_them():
         ({"gpus": 4, "gpus_per_node": 4}, 1e6, True, 0),
     ):
         assert replace(FAR, **shape).all_gather_delay(row, expected) == pytest.approx(waits * 0.05)
+    nodes = Groups.of(replace(FAR, gpus=16, gpus_per_node=4), 2).replicas  # ranks share hosts here too
+    assert nodes.all_gather_delay(1e6, expected=True) == pytest.approx(3 * 0.05)
 
 
 def test_small_models_do_not_agree_and_large_ones_wait_by_chunks():
