@@ -1,12 +1,11 @@
 """All-reduces measured in the network lab, and what the model predicts of them. Nothing is fitted to these rows.
 
 Over Gloo. The network's rate is that of the links times PAYLOAD. The latency is that of all-reduces of 1024 elements,
-the rates of the passes are those of one process alone, of the same run. A rank has the machine's cores divided by the
-ranks, at most one. The number of chunks is what the ranks chose. Times are the least of several calls.
+the passes are those of one process alone, of the same run, and a rank has the machine's cores divided by the ranks, at
+most one. The number of chunks is what the ranks chose. Times are the least of several calls.
 
 Inside a host of several ranks a message's latency is that of the mean over the host of 1024 elements, the bandwidth
-that of the mean of a quarter of the elements, at the same rate of the links. Of links with a delay, and of others
-beside them, passes and latency are those of the record OTHER, of the same kind of machine.
+that of the mean of a quarter of the elements. Of LINKS passes and latency are those of OTHER, of such a machine too.
 """
 
 from __future__ import annotations
