@@ -2,6 +2,6 @@
 
 import sys
 
-from perf.cluster.comparison import main
+from perf.cluster.report import main
 
 sys.exit(main())

@@ -13,7 +13,6 @@ import torch
 from perf import bench
 from perf.all_reduce import benchmark as all_reduce
 from perf.bench import Section, of_kernels, of_targets
-from perf.cluster import comparison
 from perf.convergence import study
 from perf.kernels import benchmark as kernels
 from perf.lab import demo, network
@@ -74,11 +73,6 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (demo.main, "--rate=1gbit --codec", "--codec needs no network"),
         (kernels.main, "--device=toaster", "toaster"),
         (kernels.main, "--device=cpu --block-size=33 --elements=4096", "block_size"),
-        (comparison.main, "--rates=1gbyte", "no rate from"),
-        (comparison.main, "--rates=unshaped", "no rate from"),
-        (comparison.main, "--hosts=1", "number of hosts"),
-        (comparison.main, "--nodes --shapes=1x4", "hosts x ranks of each"),
-        (comparison.main, "--nodes --shapes=2xa", "hosts x ranks of each"),
         (methods.main, "--models=huge", "huge"),
         (methods.main, "--links=1mbit", "1mbit"),
         (methods.main, "--methods=magic", "magic"),

@@ -8,13 +8,15 @@ with local steps          after a fifth of the run no more full-precision steps,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
+from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import (
-    Cluster,
+    WORTH,
     Model,
-    Step,
     local_step,
     sent_compressed,
     sent_uncompressed,
@@ -38,19 +40,29 @@ class Run:
     seconds: float
     sent: float
 
-    @property
-    def in_step(self) -> bool:
-        """Whether all ranks have the same parameters after every step."""
-        return not self.local
+
+class First(NamedTuple):
+    """Which run ends first, and how many times the best uncompressed one's speed the best compressed one has."""
+
+    name: str
+    factor: float
+
+
+def first(found: Mapping[str, Run], local: bool) -> First:
+    """Of runs by method, those with local steps among them or not. A factor below WORTH counts as none."""
+    seconds = {name: run.seconds for name, run in found.items() if local or not run.local}
+    plain = min(UNCOMPRESSED, key=lambda name: seconds[name])
+    best = min(seconds.keys() - UNCOMPRESSED.keys(), key=lambda name: (seconds[name], name))
+    factor = seconds[plain] / seconds[best]
+    return First(best if factor >= WORTH else plain, factor)
 
 
 def runs(model: Model, cluster: Cluster) -> dict[str, Run]:
     """By the optimizer, or the type of an uncompressed all-reduce."""
     found = {name: _run(model, cluster, model.steps, 0, 0, itemsize) for name, itemsize in UNCOMPRESSED.items()}
-    first = round(model.warmup * model.steps)
-    found[f"1-bit {'Adam' if model.optimizer == 'adam' else 'LAMB'}"] = _run(
-        model, cluster, first, model.steps - first, 0
-    )
+    warmup = round(model.warmup * model.steps)
+    name = "1-bit Adam" if model.optimizer == "adam" else "1-bit LAMB"
+    found[name] = _run(model, cluster, warmup, model.steps - warmup, 0)
     if model.optimizer == "adam":
         zero_one = replace(model, optimizer="zero_one")
         full = _full_steps(model.steps, model.var_update_scaler, None)
@@ -79,9 +91,8 @@ def _local_steps(steps: int, clipper: int, last: int) -> int:
 
 def _run(model: Model, cluster: Cluster, full: int, compressed: int, local: int, itemsize: int | None = None) -> Run:
     """itemsize: of an uncompressed run's all-reduce; None for a run of ours."""
-    slow: Step = stage_1(model, cluster) if itemsize is None else uncompressed(model, cluster, itemsize)
+    slow = stage_1(model, cluster) if itemsize is None else uncompressed(model, cluster, itemsize)
     fast = stage_2(model, cluster)
     seconds = full * slow.total + compressed * fast.total + local * local_step(model, cluster).total
-    _, sent = sent_uncompressed(model, cluster, itemsize)
-    _, packed = sent_compressed(model, cluster, fast.chunks)
+    sent, packed = sent_uncompressed(model, cluster, itemsize), sent_compressed(model, cluster, fast.chunks)
     return Run(full, compressed, local, seconds, full * sent + compressed * packed)

@@ -1,0 +1,136 @@
+"""How long an exchange of 1-bit messages takes: the schedule of `Exchange.run`, played through.
+
+With one level (see `onebit.cli.plan.cluster` for the letters) every rank sends to every other. With two, where G > 1
+and M > 1, a node is one rank to the network: a rank compresses its slice, 1/G of the mean over its node; the G slices
+travel side by side and share R. s and r are of all slices, r of direct replies is M s:
+
+    gather        (M-1)/M s/R                           + (M-1) a                all-to-all of slices
+    scatter       (M-1)/M r / min(R, G B)               + (M-1) a                all-gather, or the direct exchange
+    spread        (G-1)/G r/B                           + (G-1) b                all-gather of slices in the node
+
+A chunk is spread over the node while the replies of the next one arrive. A pass takes elements x bytes an element /
+memory: compress is of 1/G of the elements, average of 1/(G M). Models of `MOST_ELEMENTS` or fewer take one chunk and no
+agreement: their one message has the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onebit.cli.plan.cluster import Cluster, Groups, Levels
+from onebit.collectives.chunking import chunk_options
+from onebit.collectives.direct import Direct
+from onebit.collectives.exchange import Exchange
+from onebit.collectives.flags import may_travel_in_messages
+from onebit.collectives.reply import AskedReply, way_for
+from onebit.kernels.data.layout import BLOCK_SIZE, WORD
+from onebit.kernels.data.wire import bytes_of_message
+from onebit.kernels.passes import bytes_per_element
+
+
+def pass_seconds(
+    name: str, elements: float, cluster: Cluster, itemsize: int, way: type[Exchange] | None = None
+) -> float:
+    """One pass of one rank on `elements`."""
+    copies, reply_bits = (1, 1) if way is None else (cluster.gpus // way.shards(cluster.gpus), way.reply_bits)
+    each = bytes_per_element(
+        name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies, reply_bits=reply_bits
+    )
+    return elements * each / cluster.rates.get(name, cluster.memory)
+
+
+def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], slices: int = 1) -> tuple[int, int]:
+    """Bytes of all chunks and of all slices: what one rank compresses for servers, none where there are none, and what
+    every rank then has of all; itself included."""
+    parts = slices * way.shards(ranks) * chunks
+    blocks = -(-elements // (BLOCK_SIZE * parts))
+    longest = min(blocks * BLOCK_SIZE, -(-elements // WORD) * WORD)  # of one parameter: only its last block is short
+    messages = slices * ranks * chunks
+    sent, reply = (messages * bytes_of_message(bits * blocks, bits * longest) for bits in (1, way.reply_bits))
+    return (0, sent) if way is Direct else (sent, reply)
+
+
+def exchange(
+    elements: int,
+    groups: Groups,
+    itemsize: int,
+    chunks: int,
+    way: type[Exchange],
+    use: str | None = None,
+    mean: float = 0.0,
+) -> tuple[float, float]:
+    """Seconds of `Exchange.run` with a pass `use` on the replies of each chunk, and those of its passes alone.
+
+    mean: seconds for which the device waits before it compresses a chunk, for the chunk's mean over the node.
+    """
+    replicas, slices, part, n = groups.replicas, groups.slices, elements / chunks, groups.replicas.gpus
+    gathered, replied = (size / chunks for size in message_bytes(elements, n, chunks, way, slices))
+    compress = pass_seconds("compress", part / slices, replicas, itemsize, way)
+    average = pass_seconds("average", part / (slices * n), replicas, itemsize, way) if way is not Direct else 0.0
+    used = pass_seconds(use, part, replicas, itemsize, way) if use else 0.0
+    spread = groups.node.all_gather(replied) if slices > 1 else None
+    to_all = replicas.all_gather(replied), replicas.all_gather_delay(replied / slices / n, expected=way is not Direct)
+    phases = [(mean + compress, *to_all)]
+    if way is not Direct:
+        phases = [(mean + compress, replicas.all_to_all(gathered), replicas.message), (average, *to_all)]
+    if replicas.transport == "nccl":  # one collective at a time; over Gloo others leave while these are on their way
+        phases = [(work, network + delay, 0.0) for work, network, delay in phases]
+    return play(chunks, phases, used, spread), chunks * (compress + average + used)
+
+
+def play(chunks: int, phases: Sequence[tuple[float, float, float]], use: float, spread: float | None = None) -> float:
+    """Seconds of passes one after the other on the device, and collectives one after the other on the network.
+
+    phases: of a chunk, the pass before a collective, how long it keeps the network, and until all is there, besides.
+    spread: for which a chunk's replies go over the node, on a network of its own; None for one level.
+    """
+    device = network = node = 0.0
+    arrived = [[0.0] * chunks for _ in range(len(phases) + 1)]
+    spreading: float | None = None  # when what is spread will be there
+    for j in range(chunks + len(phases)):
+        for i, (work, on_network, delay) in enumerate(phases):
+            if 0 <= j - i < chunks:
+                device = max(device, arrived[i][j - i]) + work
+                network = max(network, device) + on_network
+                arrived[i + 1][j - i] = network + delay
+        if j < len(phases):
+            continue
+        device = max(device, arrived[-1][j - len(phases)])
+        if spread is None:
+            device += use
+            continue
+        node = max(node, device) + spread
+        if spreading is not None:
+            device = max(device, spreading) + use
+        spreading = node
+    return device if spreading is None else max(device, spreading) + use
+
+
+def options_of_chunks(elements: int, groups: Groups, way: type[Exchange]) -> list[int]:
+    return chunk_options(elements, groups.slices * way.shards(groups.replicas.gpus), BLOCK_SIZE)
+
+
+def agreement(elements: int, cluster: Cluster, chunks: int) -> float:
+    """Seconds of asking all ranks for their flags: none where messages carry them."""
+    return 0.0 if may_travel_in_messages(elements, chunks) else cluster.agreement()
+
+
+def compressed_all_reduce(
+    elements: int,
+    cluster: Cluster,
+    itemsize: int = 4,
+    chunks: int | None = None,
+    reply: AskedReply = "auto",
+    levels: Levels = 1,
+) -> float:
+    """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
+    groups = Groups.of(cluster, levels)
+    way = way_for(reply, groups.replicas.gpus)
+
+    def seconds(chunks: int) -> float:
+        mean = groups.node.all_to_all(elements * itemsize / chunks) if groups.slices > 1 else 0.0
+        sent, _ = exchange(elements, groups, itemsize, chunks, way, use="decode", mean=mean)
+        return sent + agreement(elements, cluster, chunks)
+
+    options = options_of_chunks(elements, groups, way) if chunks is None else [chunks]
+    return pass_seconds("scan", elements / groups.slices, cluster, itemsize) + min(map(seconds, options))
