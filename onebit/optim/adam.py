@@ -44,9 +44,8 @@ class Adam(Algorithm):
         )  # fmt: skip
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        m = reducer.all_reduce(hyper, flags)
         state.backend.adam_update(
-            state.layout.all(), state.parameters, state["denominator"], m, state.get("master"), hyper,
+            state.layout.all(), state.parameters, state["denominator"], reducer.replies, state.get("master"), hyper,
             clip=reducer.clip(hyper),
         )  # fmt: skip
 

@@ -67,9 +67,6 @@ class Algorithm(ABC):
     limits_updates: ClassVar[bool] = False
     """Whether steps by m are made shorter where they would be too long: see `onebit.optim.limit`."""
 
-    exchange_comes_first: ClassVar[bool] = True
-    """Whether the reducer's messages may be exchanged before compressed_step, which then finds the replies there."""
-
     def numbers(self) -> frozenset[str]:
         """The fields, of either stage, that have one number a parameter, by name."""
         return frozenset(field.name for field in (*self.stage_1, *self.stage_2) if field.per == "parameter")
@@ -80,7 +77,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        """Stage 2. The replies carry the flag: the passes that read them change nothing where it is set."""
+        """Stage 2: m has been averaged, `reducer.replies` are the new one. They carry the flag: the passes that read
+        them change nothing where it is set."""
 
     def kind(self, step: int) -> Kind:
         """Stage 2: of step number `step`. Other kinds than this one need `uses_step_number`."""

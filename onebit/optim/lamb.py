@@ -93,8 +93,7 @@ class Lamb(Algorithm):
         state["coefficient_steps"].add_(flags == 0)
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        m = reducer.all_reduce(hyper, flags)
-        whole, lamb, d = state.layout.all(), _lamb_state(state), state["denominator"]
+        whole, m, lamb, d = state.layout.all(), reducer.replies, _lamb_state(state), state["denominator"]
         before = None if state.parts is None else (lamb.ratio.clone(), lamb.coefficient.clone())
         state.backend.lamb_statistics(
             whole, m, reducer.previous, d, state["exp_avg_sq"], hyper, lamb,

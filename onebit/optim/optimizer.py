@@ -29,6 +29,7 @@ from onebit.checkpoint import restore, schema
 from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.undo import Undo
 from onebit.collectives.waits import counted
 from onebit.kernels.data.upload import capturing
 from onebit.log import tell
@@ -201,13 +202,16 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.begin_step()
         if not self.current.parts:
             return  # no parameter trains
-        flags, kind = self._averaged_and_checked(), self.kind
+        kind = self.kind
+        left_in_backward = kind == "1 bit" and self.overlap.on and self.overlap.wait_for_replies()
+        flags = self._flags_of_replies() if left_in_backward else self._averaged_and_checked()
         self._warn_of_skips()
         hyper = self.write_hyper(self.gradients.factor(self._unscale()))
         algorithm, step = self.setup.algorithm, self.current.stages.steps + 1
         before = held.values(self.current.states)
-        if in_messages := not self.gradients.ranks_agreed:
-            self.current.exchange_flags(hyper, flags)
+        undo: list[Undo] = []
+        if kind == "1 bit" and not left_in_backward:
+            undo = self.current.exchange(hyper, flags, self.gradients.ranks_agreed)
         for part in self.current.parts:
             if part.reducer is None:
                 algorithm.full_step(part.state, hyper, flags)
@@ -220,10 +224,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 part.local.move(hyper, flags)
                 if kind == "sync":
                     part.local.synchronize(hyper)
-        if kind == "1 bit":
-            self.overlap.restore(flags)
-        if in_messages:
-            self.current.restore(flags)
+        for exchange in self.overlap.undo if left_in_backward else undo:
+            exchange.restore(flags)
         held.put_back(self.current.states, before)
         if hasattr(self, "found_inf"):
             report_to_scaler(self, flags)
@@ -506,19 +508,22 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._at_last_sync:
             raise ValueError(f"{what} within at_last_sync(): there the model is not this rank's. Leave the block first")
 
+    def _flags_of_replies(self) -> Tensor:
+        """int32 [1]: not 0 where a message that left in backward says that a gradient is not finite, on any rank, or
+        where one of those is not that stay uncompressed."""
+        self.gradients.flags.zero_()
+        if apart := self.current.uncompressed:  # their means are the same on all ranks, and so is what is found
+            self._average_and_check_gradients(agree=False, states=apart)
+        self.current.read_flags(self.gradients.flags)
+        self.gradients.ranks_agreed = True
+        for state in self.current.states:
+            state.bind_tensors()
+        return self.gradients.flags
+
     def _averaged_and_checked(self) -> Tensor:
         """Average gradients where that is due. int32 [1]: not 0 where one of them is not finite on any rank, or on
         this one, as long as `gradients.ranks_agreed` is False."""
-        states = self.current.states
-        if self.overlap.on and self.kind == "1 bit" and self.overlap.wait_for_replies():
-            self.gradients.flags.zero_()
-            if apart := self.current.uncompressed:  # their means are the same on all ranks, and so is what is found
-                self._average_and_check_gradients(agree=False, states=apart)
-            self.current.read_flags(self.gradients.flags)
-            self.gradients.ranks_agreed = True
-            for state in states:
-                state.bind_tensors()
-        elif not self.gradients.were_checked(states):  # else clip_grad_norm_ was here
+        if not self.gradients.were_checked(self.current.states):  # else clip_grad_norm_ was here
             self._average_and_check_gradients(agree=self.kind != "1 bit" or not self.current.flags_travel(self.setup))
         return self.gradients.flags
 

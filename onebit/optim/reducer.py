@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
 from onebit.collectives.topology import Topology
+from onebit.collectives.undo import Undo
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages, Norm, Scale
 from onebit.optim.fields import FIRST_MOMENTUM, RESIDUAL
@@ -46,7 +47,6 @@ class MomentumReducer:
         m = self.exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
         self.limit: UpdateLimit | None = None  # of a step by m
-        self._arrived = False
 
     @property
     def replies(self) -> Messages:
@@ -60,13 +60,16 @@ class MomentumReducer:
         assert self._previous is not None
         return self._previous if dense is None else dense
 
-    def all_reduce(self, hyper: Tensor, flags: Tensor) -> Messages:
-        """The new m."""
-        if not self._arrived:
-            self.keep_previous_momentum()
-            return self.exchange.run(lambda chunk: self.compress(chunk, hyper, flags))
-        self._arrived = False
-        return self.replies
+    def all_reduce(self, hyper: Tensor, flags: Tensor, undo: Undo | None = None) -> None:
+        """`replies` become the new m. undo: keeps what this changes."""
+
+        def compress(chunk: Chunk) -> None:
+            if undo is not None:
+                undo.save(chunk)
+            self.compress(chunk, hyper, flags)
+
+        self.keep_previous_momentum()
+        self.exchange.run(compress, chunks=None if undo is None else undo.chunks)
 
     def clip(self, hyper: Tensor, weight: Tensor | None = None) -> Tensor | None:
         """f, fp32 [parameters], of a step by m times weight: how much of the step is taken. None for all of every
@@ -93,7 +96,3 @@ class MomentumReducer:
         """Before an exchange overwrites it."""
         if self._previous is not None and FIRST_MOMENTUM.name not in self.state:
             self._previous.buffer.copy_(self.replies.buffer)
-
-    def mark_arrived(self) -> None:
-        """This step's exchange has been made already, while backward computed: `all_reduce` has nothing to send."""
-        self._arrived = True

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onebit.collectives.exchange import Chunk
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
@@ -129,34 +128,26 @@ class Snapshot:
     def flags_travel(self, setup: Setup) -> bool:
         """Whether messages are so small that they leave before anyone has asked for the other ranks' flags. Ranks with
         other parts of sharded parameters have to be asked: no message of this rank reaches them."""
-        reducers = self.reducers if setup.algorithm.exchange_comes_first and setup.topology.shard is None else []
-        return travel_in_messages([reducer.exchange for reducer in reducers])
+        return setup.topology.shard is None and travel_in_messages([reducer.exchange for reducer in self.reducers])
 
-    def exchange_flags(self, hyper: Tensor, flags: Tensor) -> None:
-        """All messages of a compressed step, with this rank's flags, which become those of all ranks."""
+    def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool) -> list[Undo]:
+        """All messages of a compressed step. Where ranks have not agreed on `flags` the messages carry this rank's, and
+        `flags` become those of all; what takes the exchange back, if they say so."""
         reducers = self.reducers
+        if ranks_agreed:
+            for reducer in reducers:
+                reducer.all_reduce(hyper, flags)
+            return []
         self._undo = self._undo or [Undo(reducer.exchange) for reducer in reducers]
         for reducer, undo in zip(reducers, self._undo, strict=True):
-
-            def compress(chunk: Chunk, reducer: MomentumReducer = reducer, undo: Undo = undo) -> None:
-                undo.save(chunk)
-                reducer.compress(chunk, hyper, flags)
-
-            reducer.keep_previous_momentum()
-            reducer.exchange.run(compress, chunks=undo.chunks)
+            reducer.all_reduce(hyper, flags, undo)
         self.read_flags(flags)
+        return self._undo
 
     def read_flags(self, flags: Tensor) -> None:
         """After all messages of a compressed step, which had flags of their own: those of all ranks, and `flags` as
-        they are. The exchange is made."""
+        they are."""
         read_flags([reducer.exchange for reducer in self.reducers], flags)
-        for reducer in self.reducers:
-            reducer.mark_arrived()
-
-    def restore(self, flags: Tensor) -> None:
-        """After `exchange_flags` and the updates: where the step was not taken, all is as before."""
-        for undo in self._undo:
-            undo.restore(flags)
 
     def freeze(self, setup: Setup) -> ZeroCounts:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""

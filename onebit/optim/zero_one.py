@@ -111,9 +111,9 @@ class ZeroOne(Adam):
             reducer.limit.variance_was_updated(flags)
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        m, bias1 = reducer.all_reduce(hyper, flags), hyper[state.scratch["groups"], Hyper._fields.index("bias1")]
+        bias1 = hyper[state.scratch["groups"], Hyper._fields.index("bias1")]
         state.backend.zero_one_update(
-            state.layout.all(), state.parameters, state[VARIANCE.name], m, state.get("master"), hyper,
+            state.layout.all(), state.parameters, state[VARIANCE.name], reducer.replies, state.get("master"), hyper,
             state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], reducer.clip(hyper, bias1),
         )  # fmt: skip
 

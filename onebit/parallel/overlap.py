@@ -95,6 +95,8 @@ class Overlap:
         self._groups: _Groups | None = None  # for the thread
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
+        self.undo: list[Undo] = []  # takes the exchange of a step back
+        self._means: list[NodeMeans | None] = []
         self._not_due = False  # whether no message leaves in the backward pass that runs
         self._hooks: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -139,7 +141,7 @@ class Overlap:
         for reducer in current.reducers:
             reducer.exchange.agree()
         self._snapshot = current
-        self._undo = [Undo(reducer.exchange) for reducer in current.reducers]
+        self.undo = [Undo(reducer.exchange) for reducer in current.reducers]
         self._means = [NodeMeans(state) if state.slices > 1 else None for state in current.compressed]
         self._place = {p: (s, i) for s, state in enumerate(current.compressed) for i, p in enumerate(state.params)}
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
@@ -150,7 +152,7 @@ class Overlap:
         """No message leaves in backward, until `prepare`."""
         if self.on:
             self._remove_hooks()
-            self._snapshot, self._undo, self._means = None, [], []
+            self._snapshot, self.undo, self._means = None, [], []
 
     @torch.no_grad()
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -190,21 +192,20 @@ class Overlap:
         by_rank = found.view(torch.int64).view(-1).tolist()
         if not (why := max(by_rank)):
             return True
-        self.restore()
+        self._take_back()
         some = [rank for rank, each in enumerate(by_rank) if each]
         self._turn_off(_WHY[why] if len(some) == len(by_rank) else f"on {listed(some, self._asked)} alone {_WHY[why]}")
         return False
-
-    def restore(self, flags: Tensor | None = None) -> None:
-        """Where the step was not taken, or always: all state as it was before it."""
-        for undo in self._undo if self.on else ():
-            undo.restore(flags)
 
     def cancel_in_flight(self) -> None:
         """As if no message had left."""
         if self._flight is not None:
             self._finish(self._flight)
-            self.restore()
+            self._take_back()
+
+    def _take_back(self) -> None:
+        for undo in self.undo:
+            undo.restore()
 
     def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
@@ -250,7 +251,7 @@ class Overlap:
             reducer.keep_previous_momentum()
         wire = self._host.setup.options.gradient_dtype
         groups.at_rest, over = False, (groups.replicas, groups.node)
-        self._flight = Flight(reducers, self._undo, *over, self._side, hyper, self._betas, self._means, wire)
+        self._flight = Flight(reducers, self.undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 
     def _finish(self, flight: Flight) -> None:

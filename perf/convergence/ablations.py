@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from onebit import OneBitLamb, ZeroOneAdam
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.kernels.data.hyper import Hyper
-from onebit.optim.adam import Adam
 from onebit.optim.flat_state import FlatState
 from onebit.optim.lamb import Lamb
 from onebit.optim.reducer import MomentumReducer
+
+FLOOR = 0.01  # 1-bit Adam's variance_floor
 
 
 class BasicLamb(Lamb):
     """x = x - lr c_avg (m d + wd x): no fresh variance, no ratio."""
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        m, c_avg = reducer.all_reduce(hyper, flags), state["coefficient_average"]
-        d, master = state["denominator"], state.get("master")
-        state.backend.adam_update(state.layout.all(), state.parameters, d, m, master, hyper, c_avg)
+        d, master, c_avg = state["denominator"], state.get("master"), state["coefficient_average"]
+        state.backend.adam_update(state.layout.all(), state.parameters, d, reducer.replies, master, hyper, c_avg)
 
 
 class LambBasic1Bit(OneBitLamb):
@@ -65,30 +64,30 @@ class SpacedLamb(ZeroOneAdam):
             group["lr"] = lr
 
 
-class UncompressedAdam(Adam):
-    """m = b1 m + (1-b1) mean g;  x = x - lr (m d + wd x), all of it in 32 bits. The field "residual" holds b1 m."""
+class FrozenAdam(torch.optim.AdamW):
+    """AdamW; after step `freeze` m = b1 m + (1-b1) g;  x = x - lr (m d + wd x), d as 1-bit Adam has it, in 32 bits."""
 
-    exchange_comes_first = False  # there is none
+    def __init__(self, params: Iterable[Any], *, freeze: int, process_group: Any = None, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.freeze, self.steps_done, self._transport = freeze, 0, transport_for(process_group)
+        self._d: dict[Tensor, Tensor] = {}
 
-    def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        if int(flags):
-            return
-        residuals = [state.view("residual", i) for i in range(len(state.params))]
-        numbers = [Hyper(*row) for row in hyper.tolist()]
-        for p, residual, group in zip(state.params, residuals, state.groups, strict=True):
-            if p.grad is not None:
-                h = numbers[group]
-                residual.add_(p.grad.float(), alpha=h.grad_scale * h.one_minus_beta1)
-        average_(residuals, reducer.exchange.transport)
-        for i, (m, group) in enumerate(zip(residuals, state.groups, strict=True)):
-            h, x = numbers[group], state.value(i)
-            x.sub_(m * state.view("denominator", i) + h.weight_decay * x, alpha=h.lr)
-            state.store(i)
-            m.mul_(h.beta1)
-
-
-class FrozenAdam(OneBitAdam):
-    algorithm = UncompressedAdam
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        average_([p.grad for _, p in params], self._transport)
+        self.steps_done += 1
+        if self.steps_done <= self.freeze:
+            return super().step()
+        for group, p in params:
+            (beta1, beta2), state = group["betas"], self.state[p]
+            if p not in self._d:
+                v = state["exp_avg_sq"] / (1 - beta2**self.freeze)
+                v = torch.where(v == 0, v.sum() / (v != 0).sum(), v.clamp(min=FLOOR * v.mean()))
+                self._d[p] = 1 / (v.sqrt() + group["eps"])
+            m = state["exp_avg"].lerp_(p.grad, 1 - beta1)
+            p.sub_(m * self._d[p] + group["weight_decay"] * p, alpha=group["lr"])
+        return None
 
 
 class NaiveAdam(torch.optim.AdamW):

@@ -83,7 +83,8 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
             groups = [{"params": [p for p in params if id(p) not in own]}, {"params": apart, "compress": False}]
             return ZeroOneAdam(groups, **common, chunks=1, **options)
         case "frozen_adam":
-            return FrozenAdam(params, **staged, reply=1)
+            assert isinstance(run.freeze, int)
+            return FrozenAdam(params, freeze=run.freeze, **common)
         case "naive_adam":
             assert isinstance(run.freeze, int)
             return NaiveAdam(params, warmup=run.freeze, **common)
@@ -104,7 +105,7 @@ def sends(optimizer: torch.optim.Optimizer) -> Literal["uncompressed", "compress
     """What the last step has sent."""
     if isinstance(optimizer, NaiveAdam):
         return "compressed" if optimizer.steps_done > optimizer.warmup else "uncompressed"
-    if not isinstance(optimizer, OneBitOptimizer) or isinstance(optimizer, FrozenAdam) or not optimizer.compressing:
+    if not isinstance(optimizer, OneBitOptimizer) or not optimizer.compressing:
         return "uncompressed"
     kinds = {"full": "uncompressed", "local": "nothing"}
     return kinds.get(optimizer.setup.algorithm.kind(optimizer.steps), "compressed")  # type: ignore[return-value]

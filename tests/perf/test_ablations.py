@@ -25,13 +25,10 @@ def run_all(rank, size):
         params = CASE.parameters()
         run(CASE, rank, make(name, params, freeze_step=5, weight_decay=0.01, **options), params, 1, CASE.steps)
         found[name] = bits(params)
-    for dtype in ("float32", "bfloat16"):
-        case = CASE.but(dtype=dtype)
-        params = case.parameters()
-        optimizer = make("FrozenAdam", params, freeze_step=5, weight_decay=0.01)
-        run(case, rank, optimizer, params, 1, case.steps)
-        assert optimizer.wire_bytes == 0 and optimizer.compressing
-        found[dtype] = [p.detach().double().numpy() for p in params]
+    params = CASE.parameters()
+    optimizer = ablations.FrozenAdam(params, freeze=5, lr=1e-2, weight_decay=0.01, process_group=group())
+    run(CASE, rank, optimizer, params, 1, CASE.steps)
+    found["frozen"] = arrays(params)
     for feedback in (True, False):
         found[f"naive, {feedback}"] = naive(rank, 4, feedback)
     return found
@@ -63,13 +60,13 @@ def test_basic_lamb_is_1_bit_lamb_with_a_ratio_of_one(found):
         assert of["LambBasic1Bit"] == of["OneBitLamb"]
 
 
-def oracles(case, steps, freeze):
+def oracles(steps, freeze):
     """Parameters of Adam whose variance is frozen after step `freeze`, of gradients averaged over two ranks."""
-    hypers = [oracle.Hyper(lr=1e-2, weight_decay=0.01)] * len(case.shapes)
-    x = arrays(case.parameters())
+    hypers = [oracle.Hyper(lr=1e-2, weight_decay=0.01)] * len(CASE.shapes)
+    x = arrays(CASE.parameters())
     m, v = oracle.zeros(x), oracle.zeros(x)
     for step in range(1, steps + 1):
-        everyone = [[g.double().numpy() for g in case.gradients(rank, step)] for rank in range(2)]
+        everyone = [[g.double().numpy() for g in CASE.gradients(rank, step)] for rank in range(2)]
         mean = [np.mean(gs, 0) for gs in zip(*everyone, strict=True)]
         if step <= freeze:
             x, m, v = oracle.adamw_step(x, mean, m, v, hypers, step)
@@ -81,27 +78,11 @@ def oracles(case, steps, freeze):
 
 
 def test_frozen_and_naive_adam_are_adam_before_and_frozen_adam_is_so_after(found):
-    # the mean of bf16 gradients is made in bf16, 12 steps of 1e-2 with 2^-9 of rounding each
-    for name, steps, freeze, rtol, atol in (
-        ("float32", CASE.steps, 5, 1e-5, 1e-5),
-        ("bfloat16", CASE.steps, 5, 1e-2, 3e-4),
-        ("naive, True", 4, 4, 1e-5, 1e-6),
-        ("naive, False", 4, 4, 1e-5, 1e-6),
-    ):
-        expected = oracles(CASE.but(dtype="bfloat16" if name == "bfloat16" else "float32"), steps, freeze)
+    for name, steps, freeze in (("frozen", CASE.steps, 5), ("naive, True", 4, 4), ("naive, False", 4, 4)):
+        expected = oracles(steps, freeze)
         for of in found:
             for a, b in zip(of[name], expected, strict=True):
-                np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
-
-
-def test_a_bad_gradient_skips_the_step_of_frozen_adam():
-    case = CASE.but(bad=((7, 0, float("nan")),))
-    params = case.parameters()
-    optimizer = ablations.FrozenAdam(params, freeze_step=5)
-    run(case, 0, optimizer, params, 1, 6)
-    before = bits(params)
-    take(case, 0, optimizer, params, 7)
-    assert bits(params) == before and optimizer.skipped_steps == 1
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_spaced_lamb_takes_the_coefficients_of_the_step_before():

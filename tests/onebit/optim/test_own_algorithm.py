@@ -35,7 +35,6 @@ class Momentum(onebit.Algorithm):
             self.update(state, i, m, h)
 
     def compressed_step(self, state, reducer, hyper, flags):
-        reducer.all_reduce(hyper, flags)
         if int(flags):
             return
         for i, m in enumerate(reducer.momentum()):
