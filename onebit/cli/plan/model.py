@@ -2,7 +2,7 @@
 
 N GPUs on M nodes of G. A node's GPUs share its network, R bytes a second each way; within a node a GPU sends B. A
 message takes a seconds between nodes, b within one. S are the bytes of all gradients, s those of one rank's messages, r
-those of all that comes back to it: s, 2 s with replies of 2 bits, N s with direct ones, which need no all-to-all.
+those of all that comes back to it: s, N s with direct replies, which need no all-to-all.
 
     all-reduce    2 (G-1)/G S/B + 2 (M-1)/M S/R         + 2 (G-1) b + 2 (M-1) a      uncompressed: rings
                   2 (G-1)/G S/B + 2 S/R                 + 2 (G-1) b + 2 log2(M) a    or NCCL's trees, where faster
@@ -257,10 +257,8 @@ def pass_seconds(
     name: str, elements: float, cluster: Cluster, itemsize: int, way: type[Exchange] | None = None
 ) -> float:
     """One pass of one rank on `elements`."""
-    copies, reply_bits = (1, 1) if way is None else (cluster.gpus // way.shards(cluster.gpus), way.reply_bits)
-    each = bytes_per_element(
-        name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies, reply_bits=reply_bits
-    )
+    copies = 1 if way is None else cluster.gpus // way.shards(cluster.gpus)
+    each = bytes_per_element(name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies)
     rate = cluster.rates.get(name, cluster.memory * cluster.efficiency)
     return elements * each / rate / cluster.cores
 
@@ -274,9 +272,8 @@ def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], s
     parts = slices * way.shards(ranks) * chunks
     blocks = -(-elements // (BLOCK_SIZE * parts))
     longest = min(blocks * BLOCK_SIZE, -(-elements // WORD) * WORD)  # of one parameter: only its last block is short
-    messages = slices * ranks * chunks
-    sent, reply = (messages * bytes_of_message(bits * blocks, bits * longest) for bits in (1, way.reply_bits))
-    return (0, sent) if way is Direct else (sent, reply)
+    sent = slices * ranks * chunks * bytes_of_message(blocks, longest)
+    return (0, sent) if way is Direct else (sent, sent)
 
 
 def exchange(
@@ -535,7 +532,7 @@ def state_bytes(model: Model, cluster: Cluster) -> float:
     n, slices = groups.replicas.gpus, groups.slices
     way = way_for(model.reply, n)
     server = 0.0 if way is Direct else 4 / (slices * n)
-    momentum = n // way.shards(n) * way.reply_bits / 8
+    momentum = n // way.shards(n) / 8
     kept = 4 + 4 / slices + server + (4 if model.itemsize < 4 else 0)
     return kept + (momentum if model.optimizer == "adam" else 4 + 2 * momentum)
 

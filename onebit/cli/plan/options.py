@@ -120,7 +120,7 @@ MODEL_OPTIONS = {
     ),
     "reply": Option(
         one_of(*get_args(AskedReply)),
-        "what comes back of messages: auto, direct, 1 or 2, as the option of the optimizers (default: auto)",
+        "what comes back of messages: auto, direct or 1, as the option of the optimizers (default: auto)",
     ),
     "levels": Option(
         one_of(*get_args(Levels)),

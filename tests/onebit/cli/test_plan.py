@@ -33,7 +33,7 @@ from onebit.cli.plan.model import (
 from onebit.collectives.chunking import candidates
 from onebit.collectives.direct import Direct
 from onebit.collectives.flags import MOST_ELEMENTS
-from onebit.collectives.two_phases import TwoBitReplies, TwoPhases
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.wire import Format
 
@@ -107,21 +107,21 @@ def test_latencies_are_those_of_the_messages():
 @pytest.mark.parametrize("elements", [1, 2049, 340_000_000])
 @pytest.mark.parametrize("ranks, chunks, slices", [(1, 1, 1), (3, 2, 1), (64, 8, 1), (2, 1, 4), (3, 2, 4), (16, 8, 4)])
 def test_messages_have_the_bytes_of_the_wire(elements, ranks, chunks, slices):
-    for way in (TwoPhases, TwoBitReplies, Direct):
+    for way in (TwoPhases, Direct):
         form = Format(Layout([elements], ranks=slices * way.shards(ranks), chunks=chunks))
         sent, replies = message_bytes(elements, ranks, chunks, way, slices)
         assert sent == (0 if way is Direct else slices * ranks * chunks * form.nbytes)
-        assert replies == slices * ranks * chunks * form.with_bits(way.reply_bits).nbytes
+        assert replies == slices * ranks * chunks * form.nbytes
 
 
 def test_bytes_sent():
     gpu, node = sent_uncompressed(BERT, SLOW)
     assert gpu == pytest.approx(2 * SIZE * 15 / 16) and node == pytest.approx(2 * SIZE * 3 / 4)
-    one, two, direct = (sent_compressed(replace(BERT, reply=reply), SLOW)[0] for reply in (1, 2, "direct"))
+    one, direct = (sent_compressed(replace(BERT, reply=reply), SLOW)[0] for reply in (1, "direct"))
     gpu, node = sent_compressed(BERT, SLOW)
     assert gpu == one and sent_uncompressed(BERT, SLOW, 4)[0] / gpu == pytest.approx(32 / (1 + 1 / 64), rel=1e-3)
     assert node == pytest.approx(message_bytes(340_000_000, 16, 1, TwoPhases)[0] * (4 * 12 / 16 + 15 / 16))
-    assert two == pytest.approx(1.5 * one, rel=1e-3) and direct == pytest.approx(16 / 2 * one, rel=1e-3)
+    assert direct == pytest.approx(16 / 2 * one, rel=1e-3)
     assert sent_compressed(BERT, replace(SLOW, gpus=4))[1] == 0
     pair = replace(SLOW, gpus=2)
     assert sent_compressed(BERT, pair) == sent_compressed(replace(BERT, reply="direct"), pair)
@@ -246,7 +246,7 @@ def test_with_overlap_a_chunk_is_averaged_over_the_node_while_another_is_on_the_
 
 
 @pytest.mark.parametrize("overlap, reply, gpus", [
-    ("none", "auto", 8), ("uncompressed", "direct", 16), ("both", 1, 1024), ("both", 2, 8), ("none", 1, 16),
+    ("none", "auto", 8), ("uncompressed", "direct", 16), ("both", 1, 1024), ("both", "direct", 8), ("none", 1, 16),
 ])  # fmt: skip
 def test_more_of_a_resource_is_never_slower(overlap, reply, gpus):
     model, cluster = replace(NODES, overlap=overlap, reply=reply), replace(SLOW, gpus=gpus)
@@ -261,7 +261,6 @@ def test_state_in_bytes_an_element():
     for change, gpus, expected in (
         ({}, 16, 4 + 4 + 4 / 16 + 1 / 8),
         ({"levels": 2}, 16, 4 + 4 / 4 + 4 / 16 + 1 / 8),
-        ({"levels": 2, "reply": 2}, 16, 4 + 4 / 4 + 4 / 16 + 2 / 8),
         ({"levels": 2, "reply": "direct"}, 16, 4 + 4 / 4 + 4 / 8),
         ({"levels": 2}, 8, 4 + 4 / 4 + 2 / 8),
         ({"levels": 2, "itemsize": 2}, 16, 4 + 4 / 4 + 4 / 16 + 1 / 8 + 4),

@@ -120,7 +120,7 @@ def test_the_report_is_of_the_levels_asked_for(levels, name, planned):
     assert model.levels == levels
     assert found["steps"]["stage 2"]["total"] == stage_2(model, cluster).total == found["levels"][str(levels)]["total"]
     assert found["bytes_sent"]["stage 2"]["node"] == found["levels"][str(levels)]["node"]
-    for reply in (1, 2, "direct"):
+    for reply in (1, "direct"):
         assert found["replies"][str(reply)]["total"] == stage_2(replace(model, reply=reply), cluster).total
     text = describe(model, cluster)
     assert f"{name} by --reply" in text and f"{levels} (this)" in text and "stage 2 by --reply" not in text
