@@ -353,11 +353,12 @@ def table(pointers: Pointers) -> tuple[int, int]:
     return pointers.addresses.data_ptr(), TYPES[pointers.dtype]
 
 
-def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, ...]:
-    """Where momentum lies, if it is dense, and its messages, if it is kept as those."""
+def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, int, int]:
+    """Where momentum lies, if it is dense, where its messages lie, if it is kept as those, and how many have a block.
+    They are cut as the messages are that a pass writes or reads beside them."""
     if isinstance(momentum, Messages):
-        return (0, *messages_at(momentum))
-    return at(momentum), 0, 0, 0, 1
+        return 0, momentum.buffer.data_ptr(), momentum.copies
+    return at(momentum), 0, 1
 
 
 def messages_at(messages: Messages) -> tuple[int, int, int, int]:

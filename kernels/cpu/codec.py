@@ -137,7 +137,7 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 def _compress(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, gammas: int,
-    m_flat: int, m_messages: int, m_row_bytes: int, m_tensor: int, m_copies: int,
+    m_flat: int, m_messages: int, m_copies: int,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
     out: int, row_bytes: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
@@ -154,11 +154,11 @@ def _compress(
             values = staged(long_at(grads + 8 * p), grad, its.offset, valid, scratch)
             kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * size)
             scale, bits = of_message(message, its, tensor)
-            m_scale, m_bits = of_message(message_of(m_messages, its, m_row_bytes, m_copies), its, m_tensor)
+            m_scale, m_bits = of_message(message_of(m_messages, its, row_bytes, m_copies), its, tensor)
             its_value, its_flat = value + 4 * its.start, m_flat + 4 * its.start
             if unpacked:
                 its_flat = scratch + 4 * size
-                unpack(m_scale, m_bits, m_row_bytes, m_copies, up(valid), its_flat, 0)
+                unpack(m_scale, m_bits, row_bytes, m_copies, up(valid), its_flat, 0)
             summed = _compensate(
                 values, hyper_of(hyper, its.group), ONE if gammas == 0 else float_at(gammas + 4 * p),
                 float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,

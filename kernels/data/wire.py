@@ -117,7 +117,7 @@ class Format:
 
     @cached_property
     def fingerprint(self) -> int:
-        text = f"{self.layout.fingerprint} {self.scale} {self.norm} 1"  # bit an element
+        text = f"{self.layout.fingerprint} {self.scale} {self.norm} 1"  # 1: bits an element
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
     @property

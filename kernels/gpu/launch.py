@@ -64,13 +64,11 @@ def format_arguments(span: Span, form: Format) -> dict[str, Any]:
 
 def replies_arguments(span: Span, replies: Messages) -> dict[str, Any]:
     """What `tiles.decode_block` reads."""
-    form = replies.format
-    found = {"messages": replies.buffer, "COPIES": replies.copies}
-    return {**format_arguments(span, form), **found}
+    return {**format_arguments(span, replies.format), "messages": replies.buffer, "COPIES": replies.copies}
 
 
 def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
-    """Momentum kept as messages, as a dense tensor, or not at all: what `tiles.load_momentum` reads."""
+    """Momentum kept as messages, as a dense tensor, or not at all."""
     packed = momentum if isinstance(momentum, Messages) else None
     return {
         f"{prefix}flat": None if packed else momentum,

@@ -266,15 +266,15 @@ class _Restoration:
 
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
-        state, way, size = part.state, self._way, int(self._numbers["block_size"])
+        state, size = part.state, int(self._numbers["block_size"])
         if USUAL.name in state:  # it is of the messages that there were
             state[USUAL.name].zero_()
         beta1s = [self._betas[group][0] for group in state.groups]
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
-            _decode_momentum(state, saved, way, size, FIRST_MOMENTUM.name)
-        fold = partial(_decode_momentum, state, saved, way, size, field.name, factors)
+            _decode_momentum(state, saved, size, FIRST_MOMENTUM.name)
+        fold = partial(_decode_momentum, state, saved, size, field.name, factors)
         fold()
         if field is RESIDUAL:  # which is cleared where another rank has none
             part.fold_momentum_again = fold
@@ -421,12 +421,7 @@ def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
 
 
 def _decode_momentum(
-    state: FlatState,
-    saved: Sequence[Saved],
-    way: type[Exchange],
-    size: int,
-    name: str,
-    factors: Sequence[float] | None = None,
+    state: FlatState, saved: Sequence[Saved], size: int, name: str, factors: Sequence[float] | None = None
 ) -> None:
     """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given. size: of
     a block of those messages."""
