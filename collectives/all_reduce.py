@@ -45,9 +45,9 @@ class CompressedAllReduce:
     numel: elements of the tensor, or of each tensor of a list.
     process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any group,
         this process alone. Or a Topology, for several of the same ranks.
-    reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. 2: it compresses the
-        mean to 2 bits, for 1.5 times the bytes. "direct": every rank's message goes to all, and nothing is compressed
-        twice; as many bytes with two ranks, N / 2 times as many with N. "auto": direct with two ranks, else 1.
+    reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. "direct": every
+        rank's message goes to all, and nothing is compressed twice; as many bytes with two ranks, N / 2 times as many
+        with N. "auto": direct with two ranks, else 1.
     node_group: two levels: the ranks of this rank's node average uncompressed, in the tensors' dtype, and each sends a
         slice to the ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group
         of any kind that process_group may be, or "auto" for the ranks of a host, where every host has equally many;

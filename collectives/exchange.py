@@ -29,9 +29,9 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport, Ranks, Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
+from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 
-Reply = Literal["direct", 1, 2]  # every rank's messages, or the mean of them compressed once more to so many bits
+Reply = Literal["direct", 1]  # every rank's messages, or the mean of them compressed once more to 1 bit an element
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,6 @@ class Exchange(ABC):
     """
 
     way: ClassVar[Reply]
-    reply_bits: ClassVar[Bits] = 1  # an element of what comes back
     server_residual: Residual | None = None
 
     @property

@@ -6,19 +6,19 @@ from typing import Literal, get_args
 
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange, Reply
-from onebit.collectives.two_phases import TwoBitReplies, TwoPhases
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.checks import is_one_of, is_whole
 
-AskedReply = Literal["auto", "direct", 1, 2]
-WAYS: dict[Reply, type[Exchange]] = {way.way: way for way in (TwoPhases, TwoBitReplies, Direct)}
+AskedReply = Literal["auto", "direct", 1]
+WAYS: dict[Reply, type[Exchange]] = {way.way: way for way in (TwoPhases, Direct)}
 
 
 def check_reply(reply: object) -> None:
     if not is_one_of(reply, ("auto", "direct")) and not (is_whole(reply) and reply in WAYS):
         raise ValueError(
             f'reply={reply!r:.80}: it must be one of {get_args(AskedReply)}: every rank\'s message to all ("direct"), '
-            f"the mean compressed to 1 bit once more (1), as in the papers, or to 2 bits (2), or whichever suits the "
-            f'number of ranks ("auto")'
+            f"the mean compressed to 1 bit once more (1), as in the papers, or whichever suits the number of ranks "
+            f'("auto")'
         )
 
 

@@ -6,9 +6,6 @@
 
 (1-bit Adam (Tang et al. 2021), figure 3.) While chunk j is on the network, chunk j + 1 is compressed and chunk j - 1
 averaged.
-
-What a rank leaves out is one N-th of the mean; what a server leaves out is all of it. So replies may have 2 bits an
-element (not in the papers), for half as many bytes again.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class TwoPhases(Exchange):
                 use(chunks[j - 2])
 
     def _reply_format(self) -> Format:
-        return self.format.of_means(self.reply_bits)
+        return self.format.of_means()
 
     def _servers(self) -> Sequence[Server]:
         layout, ranks = self.layout, self.transport.size
@@ -84,13 +81,6 @@ class TwoPhases(Exchange):
         self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
         self._count(self.reply_format)
         return over.all_gather(chunk.arriving.buffer, server.reply.buffer, _scatter_phase(chunk))
-
-
-class TwoBitReplies(TwoPhases):
-    """reply=2: the mean comes back with a sign and one of two sizes a block."""
-
-    way = 2
-    reply_bits = 2
 
 
 def _scatter_phase(chunk: Chunk) -> str:

@@ -96,15 +96,12 @@ class Backend(Protocol):
     ) -> None:
         """C = mean_i decode(received_i) + E;  bit = sigma(C);  scale = ||C||_1 / count;  E = C - scale bit.
 
-        Where `out` has 2 bits an element, the second says whether |C| is above ABOVE times its block's mean, and scale
-        is the mean of |C| over those of the block that have the same second bit.
-
         1-bit Adam (Tang et al. 2021), Algorithm 1, line 10; 1-bit LAMB (Li et al. 2021), Algorithm 1, line 10.
         `span` is this rank's shard, and `live` that shard's mask. If any message received carries a flag, so does
         `out`, and only its header is written. `before` of the residual is as in compress.
 
         Bytes an element of the shard, with N ranks: reads bits N/8, E 4; writes E 4, bits 1/8. 8.125 + N/8, and 1/8
-        more with `live` and with 2 bits, 4 with `before`.
+        more with `live`, 4 with `before`.
         """
 
     def restore(self, now: Tensor, kept: Tensor, flags: Tensor) -> None:
@@ -350,23 +347,22 @@ def bytes_per_element(
     ranks: int,
     masked: bool = False,
     copies: int = 1,
-    reply_bits: int = 1,
     kept: bool = False,
 ) -> float:
     """Bytes that the pass `name` of PASSES moves for one element; scales (1/64 bit with blocks of 2048) are left out.
 
     `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
-    passes that take one get a live mask. `copies`: the messages of a block that momentum and replies have;
-    `reply_bits`: the bits of an element in each. `kept`: residuals are written as they were, too.
+    passes that take one get a live mask. `copies`: the messages of a block that momentum and replies have. `kept`:
+    residuals are written as they were, too.
     """
-    replies, before = copies * reply_bits * BIT, 4 if kept else 0
+    replies, before = copies * BIT, 4 if kept else 0
     momentum, live = replies if packed else 4, BIT if masked else 0
     parameter = 4 + 4 + itemsize if master else 2 * itemsize
     match name:
         case "compress":
             return itemsize + 4 + momentum + 4 + BIT + live + before
         case "average":
-            return ranks * BIT + 4 + 4 + reply_bits * BIT + live + before
+            return ranks * BIT + 4 + 4 + BIT + live + before
         case "decode":
             return replies + itemsize
         case "scan":

@@ -20,7 +20,6 @@ from onebit.kernels.cpu.blocks import (
     clip_of,
     first_bits,
     hyper_of,
-    is_plain,
     locate,
     message_of,
     messages_at,
@@ -119,7 +118,7 @@ def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay, clip):
 def _update(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, hyper: int, coefficient: int, clip: int,
-    messages: int, row_bytes: int, tensor: int, copies: int, planes: int, d: int, master: int,
+    messages: int, row_bytes: int, tensor: int, copies: int, d: int, master: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
@@ -129,11 +128,11 @@ def _update(
             address, lr = long_at(params + 8 * p), h.lr
             if coefficient != 0:
                 lr = lr * float_at(coefficient + 4 * p)
-            scale, bits = of_message(message, its, tensor, planes)
+            scale, bits = of_message(message, its, tensor)
             m_at = 0
-            if not is_plain(copies, planes):
+            if copies != 1:
                 m_at = scratch + 4 * size
-                unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
+                unpack(scale, bits, row_bytes, copies, up(its.valid), m_at, 0)
             x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
             _update_block(its.valid, bits, float_at(scale), m_at, d + start, x_at, lr, h.weight_decay, clip_of(clip, p))
             put(x_at, address, param, its.offset, its.valid, scratch + 8 * size)

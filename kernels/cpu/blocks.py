@@ -44,7 +44,7 @@ _BLOCK, _PARAMETER, _HYPER = 4 * len(Block._fields), 24, 4 * COLUMNS  # bytes of
 _MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
 _HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
 HALF = np.float32(0.5)
-L1, L2, UNBIASED = (wire.NORMS[norm] for norm in ("l1", "l2", "unbiased"))
+L2, UNBIASED = (wire.NORMS[norm] for norm in ("l2", "unbiased"))
 
 
 class Located(NamedTuple):
@@ -242,20 +242,13 @@ def message_of(messages, its, row_bytes, copies):
 
 
 @tile
-def of_message(message, its, tensor, planes):
-    """Where the scales and the bits of a block lie in a message. An element has as many bits as there are planes."""
-    scales, place, count = message + _HEADER, planes * its.place, planes * its.of_shard
+def of_message(message, its, tensor):
+    """Where the scale and the bits of a block lie in a message."""
+    scales, place, count = message + _HEADER, its.place, its.of_shard
     if tensor != 0:
         place, count = 0, 1
     start = scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN
-    return scales + 4 * place, start + planes * its.in_shard // 8
-
-
-@tile
-def one_of_two(bits, scale, length, i):
-    """Sixteen elements of 2 bits: a sign, and which of the block's two scales it has."""
-    small, large, chosen = float_at(scale), float_at(scale + 4), bits_at(bits + (length + i) // 8)
-    return where(bits_at(bits + i // 8), where(chosen, large, small), where(chosen, -large, -small))
+    return scales + 4 * place, start + its.in_shard // 8
 
 
 @tile
@@ -283,19 +276,10 @@ def write(target, values, past_caches):
         store(target, values)
 
 
-@tile
-def is_plain(copies, planes):
-    """Whether an element's bit and its block's scale are all that it needs."""
-    return copies == 1 and planes == 1
-
-
 @routine
-def unpack(scale, bits, length, row_bytes, copies, planes, n, target, past_caches):
+def unpack(scale, bits, row_bytes, copies, n, target, past_caches):
     """What the first n elements of a block stand for."""
-    if planes == 2:
-        for i in range(0, n, WIDTH):
-            write(target + 4 * i, one_of_two(bits, scale, length, i), past_caches)
-    elif copies == 1:
+    if copies == 1:
         value = float_at(scale)
         for i in range(0, n, WIDTH):
             write(target + 4 * i, signed(bits_at(bits + i // 8), value), past_caches)
@@ -321,8 +305,8 @@ def any_flag(messages, rows, row_bytes):
 
 
 @routine
-def write_header(message, flag, fingerprint, shard_blocks, planes):
-    set_int(message, _MAGIC + planes - 1)
+def write_header(message, flag, fingerprint, shard_blocks):
+    set_int(message, _MAGIC)
     set_int(message + _FLAG, flag)
     set_int(message + 8, fingerprint)
     set_int(message + 12, shard_blocks)
@@ -369,16 +353,16 @@ def table(pointers: Pointers) -> tuple[int, int]:
     return pointers.addresses.data_ptr(), TYPES[pointers.dtype]
 
 
-def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, ...]:
-    """Where momentum lies, if it is dense, and its messages, if it is kept as those."""
+def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, int, int]:
+    """Where momentum lies, if it is dense, where its messages lie, if it is kept as those, and how many have a block.
+    They are cut as the messages are that a pass writes or reads beside them."""
     if isinstance(momentum, Messages):
-        return (0, *messages_at(momentum))
-    return at(momentum), 0, 0, 0, 1, 1
+        return 0, momentum.buffer.data_ptr(), momentum.copies
+    return at(momentum), 0, 1
 
 
-def messages_at(messages: Messages) -> tuple[int, int, int, int, int]:
-    """Where messages lie, the bytes from one to the next, whether each has one scale, how many have a block, and the
-    bits of an element."""
+def messages_at(messages: Messages) -> tuple[int, int, int, int]:
+    """Where messages lie, the bytes from one to the next, whether each has one scale, and how many have a block."""
     form = messages.format
     tensor = int(form.scale == "tensor")
-    return messages.buffer.data_ptr(), form.nbytes, tensor, messages.copies, form.bits
+    return messages.buffer.data_ptr(), form.nbytes, tensor, messages.copies

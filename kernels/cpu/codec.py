@@ -5,9 +5,6 @@
     both       bit = sigma(c);   scale = ||c||_1 / count, or as the norm says (`wire`);   e = c - scale sigma(c)
     decode     x = scale sigma
 
-average may write 2 bits an element: whether it is large, more than ABOVE times the block's mean size, picks one of two
-scales, each the mean size of those it stands for.
-
 Where `live` has no bit, c = 0 and e = 0, and the scale neither sums nor counts it. A tensor scale is known only after
 the last block: there the residual keeps c, and a second loop makes the scales from the blocks' sums and counts.
 
@@ -21,7 +18,6 @@ import numpy as np
 from torch import Tensor
 
 from onebit.kernels.cpu.blocks import (
-    L1,
     L2,
     UNBIASED,
     any_flag,
@@ -31,7 +27,6 @@ from onebit.kernels.cpu.blocks import (
     count_of,
     flag_of,
     hyper_of,
-    is_plain,
     keep,
     kept_bits,
     left_out,
@@ -41,7 +36,6 @@ from onebit.kernels.cpu.blocks import (
     messages_at,
     momentum_at,
     of_message,
-    one_of_two,
     over,
     put,
     signed,
@@ -52,7 +46,7 @@ from onebit.kernels.cpu.blocks import (
     write_header,
 )
 from onebit.kernels.cpu.compile import Loop, tile
-from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, magnitude, ones, splat, total, where
+from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, magnitude, splat, total
 from onebit.kernels.cpu.memory import (
     bits_at,
     fill,
@@ -70,7 +64,7 @@ from onebit.kernels.cpu.threads import over_blocks
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import ABOVE, MOST, NORMS, Messages
+from onebit.kernels.data.wire import MOST, NORMS, Messages
 
 LARGE = 2**21  # elements that no cache holds
 
@@ -143,28 +137,28 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 def _compress(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     grads: int, grad: int, hyper: int, flags: int, gammas: int,
-    m_flat: int, m_messages: int, m_row_bytes: int, m_tensor: int, m_copies: int, m_planes: int,
+    m_flat: int, m_messages: int, m_copies: int,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
     out: int, row_bytes: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
-    flag, packed = int_at(flags), m_messages != 0 and is_plain(m_copies, m_planes)
+    flag, packed = int_at(flags), m_messages != 0 and m_copies == 1
     unpacked = m_messages != 0 and not packed
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
         message = message_of(out, its, row_bytes, 1)
         copy_block(before, value, its)
         if its.place == 0:
-            write_header(message, flag, fingerprint, shard_blocks, 1)
+            write_header(message, flag, fingerprint, shard_blocks)
         if flag == 0:
             p, valid = its.parameter, its.valid
             values = staged(long_at(grads + 8 * p), grad, its.offset, valid, scratch)
             kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * size)
-            scale, bits = of_message(message, its, tensor, 1)
-            m_scale, m_bits = of_message(message_of(m_messages, its, m_row_bytes, m_copies), its, m_tensor, m_planes)
+            scale, bits = of_message(message, its, tensor)
+            m_scale, m_bits = of_message(message_of(m_messages, its, row_bytes, m_copies), its, tensor)
             its_value, its_flat = value + 4 * its.start, m_flat + 4 * its.start
             if unpacked:
                 its_flat = scratch + 4 * size
-                unpack(m_scale, m_bits, its.length, m_row_bytes, m_copies, m_planes, up(valid), its_flat, 0)
+                unpack(m_scale, m_bits, row_bytes, m_copies, up(valid), its_flat, 0)
             summed = _compensate(
                 values, hyper_of(hyper, its.group), ONE if gammas == 0 else float_at(gammas + 4 * p),
                 float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,
@@ -192,39 +186,16 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
     return total(summed)
 
 
-@tile
-def _finish_two_bits(summed, kept, valid, length, value, bits, scale):
-    """Which elements of a block are large, the mean sizes of both kinds, and what they leave out. Padding is 0."""
-    count, n, large_bits = count_of(kept, valid), up(valid), bits + length // 8
-    least = np.float32(ABOVE) * mean_scale(summed, count, L1)
-    small_sum, large_sum, larger = splat(ZERO), splat(ZERO), 0
-    for i in range(0, n, WIDTH):
-        c = magnitude(load(value + 4 * i))
-        large = c > least
-        set_bits(large_bits + i // 8, large)
-        larger += ones(large)
-        small_sum, large_sum = small_sum + where(large, ZERO, c), large_sum + where(large, c, ZERO)
-    set_float(scale, mean_scale(total(small_sum), count - larger, L1))
-    set_float(scale + 4, mean_scale(total(large_sum), larger, L1))
-    for i in range(0, n, WIDTH):
-        left = load(value + 4 * i) - one_of_two(bits, scale, length, i)
-        store(value + 4 * i, keep(kept, i, left))
-    if n < length:
-        clear(value + 4 * n, value + 4 * length)
-        fill(bits + n // 8, 0, (length - n) // 8)
-        fill(large_bits + n // 8, 0, (length - n) // 8)
-
-
 @Loop
 def _average(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     received: int, row_bytes: int, in_tensor: int, ranks: int, inverse_ranks: float,
     live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, tensor: int, norm: int, planes: int, fingerprint: int, shard_blocks: int,
+    out: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
 ) -> None:  # fmt: skip
     flag = any_flag(received, ranks, row_bytes)
     if first == 0:
-        write_header(out, flag, fingerprint, shard_blocks, planes)
+        write_header(out, flag, fingerprint, shard_blocks)
     if flag != 0:
         for block in range(first, stop):
             copy_block(before, value, locate(blocks, parameters, block))
@@ -236,18 +207,15 @@ def _average(
         copy_block(before, value, its)
         valid, its_value = its.valid, value + 4 * its.start
         kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch)
-        scale, bits = of_message(out, its, tensor, planes)
-        in_scale, in_bits = of_message(received, its, in_tensor, 1)
+        scale, bits = of_message(out, its, tensor)
+        in_scale, in_bits = of_message(received, its, in_tensor)
         summed = _mean(
             in_bits, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last, bits, norm
         )  # fmt: skip
-        if planes == 2:
-            _finish_two_bits(summed, kept, valid, its.length, its_value, bits, scale)
-        else:
-            _finish(
-                summed, kept, valid, its.length, its_value, bits, scale,
-                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
-            )  # fmt: skip
+        _finish(
+            summed, kept, valid, its.length, its_value, bits, scale,
+            0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
+        )  # fmt: skip
     streamed()
 
 
@@ -265,7 +233,7 @@ def _scales(
         for block in range(first, first + its.of_shard):
             summed += float_at(partial + 4 * block)
             count += int_at(counted + 4 * block)
-        scale, _ = of_message(message_of(messages, its, row_bytes, 1), its, 1, 1)
+        scale, _ = of_message(message_of(messages, its, row_bytes, 1), its, 1)
         set_float(scale, mean_scale(summed, count, norm))
         set_float(residual_scale + 4 * row, mean_scale(summed, count, norm))
         first += its.of_shard
@@ -274,7 +242,7 @@ def _scales(
 @Loop
 def _decode(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    out: int, dtype: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int, large: int,
+    out: int, dtype: int, messages: int, row_bytes: int, tensor: int, copies: int, large: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
@@ -284,9 +252,9 @@ def _decode(
             in_place = dtype == 0 and n == its.valid
             values = address + 4 * its.offset if in_place else scratch
             if any_flag(message, copies, row_bytes) == 0:
-                scale, bits = of_message(message, its, tensor, planes)
+                scale, bits = of_message(message, its, tensor)
                 past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
-                unpack(scale, bits, its.length, row_bytes, copies, planes, n, values, past_caches)
+                unpack(scale, bits, row_bytes, copies, n, values, past_caches)
             else:
                 for i in range(0, n, WIDTH):
                     store(values + 4 * i, splat(np.float32(np.nan)))
@@ -323,7 +291,7 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
     arguments = (
         *over(span), at(received.buffer), received.format.nbytes, int(received.format.scale == "tensor"),
         received.rows, 1 / received.rows, at(live), *_residual_at(residual), at(out.buffer),
-        int(form.scale == "tensor"), NORMS[form.norm], form.bits, form.fingerprint, form.layout.shard_blocks,
+        int(form.scale == "tensor"), NORMS[form.norm], form.fingerprint, form.layout.shard_blocks,
     )  # fmt: skip
     over_blocks(_average, span, arguments)
     _finish_scales(span, residual, out)

@@ -22,7 +22,6 @@ from onebit.kernels.cpu.blocks import (
     blocks_of,
     first_bits,
     hyper_of,
-    is_plain,
     kept_bits,
     locate,
     message_of,
@@ -97,27 +96,26 @@ def _statistics_block(
 @Loop
 def _statistics(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    hyper: int, rows: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
-    prev_flat: int, previous: int, prev_row_bytes: int, prev_tensor: int, prev_copies: int, prev_planes: int,
+    hyper: int, rows: int, messages: int, row_bytes: int, tensor: int, copies: int,
+    prev_flat: int, previous: int, prev_copies: int,
     d: int, exp_avg_sq: int, live: int, gammas: int, partial: int, denominator: int,
 ) -> None:  # fmt: skip
     if any_flag(messages, rows, row_bytes) != 0:
         return
-    prev_packed = previous != 0 and is_plain(prev_copies, prev_planes)
+    prev_packed = previous != 0 and prev_copies == 1
     for block in range(first, stop):
         its = locate(blocks, parameters, block)
         start, n, h = 4 * its.start, up(its.valid), hyper_of(hyper, its.group)
         kept = 0 if live == 0 else kept_bits(live + its.start // 8, its.valid, its.length, scratch + 8 * size)
-        scale, bits = of_message(message_of(messages, its, row_bytes, copies), its, tensor, planes)
-        prev_message = message_of(previous, its, prev_row_bytes, prev_copies)
-        prev_scale, prev_bits = of_message(prev_message, its, prev_tensor, prev_planes)
+        scale, bits = of_message(message_of(messages, its, row_bytes, copies), its, tensor)
+        prev_scale, prev_bits = of_message(message_of(previous, its, row_bytes, prev_copies), its, tensor)
         m_at, its_flat = 0, prev_flat + start
-        if not is_plain(copies, planes):
+        if copies != 1:
             m_at = scratch
-            unpack(scale, bits, its.length, row_bytes, copies, planes, n, m_at, 0)
+            unpack(scale, bits, row_bytes, copies, n, m_at, 0)
         if previous != 0 and not prev_packed:
             its_flat = scratch + 4 * size
-            unpack(prev_scale, prev_bits, its.length, prev_row_bytes, prev_copies, prev_planes, n, its_flat, 0)
+            unpack(prev_scale, prev_bits, row_bytes, prev_copies, n, its_flat, 0)
         ratio = _statistics_block(
             n, its.valid, kept, float_at(scale), bits, m_at, its_flat,
             float_at(prev_scale) if prev_packed else ZERO, prev_bits if prev_packed else 0, d + start,

@@ -110,7 +110,7 @@ def _sync_block(valid, total_at, m_at, v_at, anchor_at, h, least, at_zero, decay
 @Loop
 def _sync(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
+    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int,
     exp_avg: int, exp_avg_sq: int, anchor: int, master: int, least_root: int, root_at_zero: int, decay: int,
     factor: int, clip: int,
 ) -> None:  # fmt: skip
@@ -120,8 +120,8 @@ def _sync(
         if any_flag(message, copies, row_bytes) == 0:
             p, start, valid = its.parameter, 4 * its.start, its.valid
             address, x_at = long_at(params + 8 * p), anchor + start
-            scale, bits = of_message(message, its, tensor, planes)
-            unpack(scale, bits, its.length, row_bytes, copies, planes, up(valid), scratch, 0)
+            scale, bits = of_message(message, its, tensor)
+            unpack(scale, bits, row_bytes, copies, up(valid), scratch, 0)
             _sync_block(
                 valid, scratch, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), float_at(decay + 4 * p),

@@ -22,7 +22,6 @@ from onebit.kernels.cpu.blocks import (
     clip_of,
     first_bits,
     hyper_of,
-    is_plain,
     left_out,
     locate,
     message_of,
@@ -100,7 +99,7 @@ def _full_block(valid, length, g_at, m_at, v_at, e_at, x_at, live, h, least, at_
 def _full(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
     params: int, param: int, grads: int, grad: int, hyper: int, flags: int,
-    messages: int, row_bytes: int, tensor: int, copies: int, planes: int, exp_avg_sq: int, value: int,
+    messages: int, row_bytes: int, tensor: int, copies: int, exp_avg_sq: int, value: int,
     residual_scale: int, master: int, least_root: int, root_at_zero: int, live: int, sums: int, counts: int,
 ) -> None:  # fmt: skip
     if int_at(flags) != 0:
@@ -111,8 +110,8 @@ def _full(
         address = long_at(params + 8 * p)
         g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
         x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
-        scale, bits = of_message(message_of(messages, its, row_bytes, copies), its, tensor, planes)
-        unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
+        scale, bits = of_message(message_of(messages, its, row_bytes, copies), its, tensor)
+        unpack(scale, bits, row_bytes, copies, up(its.valid), m_at, 0)
         summed, count = _full_block(
             its.valid, its.length, g_at, m_at, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
             live + its.start // 8, hyper_of(hyper, its.group), float_at(least_root + 4 * p),
@@ -143,7 +142,7 @@ def _update_block(valid, bits, scale, m_at, v_at, x_at, h, least, at_zero, clip)
 @Loop
 def _update(
     first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int, planes: int,
+    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int,
     exp_avg_sq: int, master: int, least_root: int, root_at_zero: int, clip: int,
 ) -> None:  # fmt: skip
     for block in range(first, stop):
@@ -152,11 +151,11 @@ def _update(
         if any_flag(message, copies, row_bytes) == 0:
             p, start = its.parameter, 4 * its.start
             address = long_at(params + 8 * p)
-            scale, bits = of_message(message, its, tensor, planes)
+            scale, bits = of_message(message, its, tensor)
             m_at = 0
-            if not is_plain(copies, planes):
+            if copies != 1:
                 m_at = scratch + 4 * size
-                unpack(scale, bits, its.length, row_bytes, copies, planes, up(its.valid), m_at, 0)
+                unpack(scale, bits, row_bytes, copies, up(its.valid), m_at, 0)
             x_at = staged(address, param, its.offset, its.valid, scratch) if master == 0 else master + start
             _update_block(
                 its.valid, bits, float_at(scale), m_at, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),

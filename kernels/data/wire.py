@@ -20,10 +20,8 @@ with which what is left out is orthogonal to c (as in DRIVE, Vargaftik et al. 20
 noise with it, where the mean size sends 2/3 of a normally distributed c and the rest in later steps. A block with few
 elements that are not 0 meets the bound: without it all others would be moved as far as these.
 
-With 2 bits an element a block has two scales, the mean sizes of its small and of its large elements, and twice as many
-bytes of bits: the signs of all, then for all whether they are large: more than ABOVE times the block's mean size.
 Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element, at most 31 elements' bits and 4
-bytes for each parameter's last block, and at most 40 bytes; twice that with 2 bits.
+bytes for each parameter's last block, and at most 40 bytes.
 
 The length of a message follows from its format alone, and no byte of it is used as an address or a count: no content
 can make a reader access memory elsewhere. In host memory headers are checked (2 us for 8 messages), which finds what is
@@ -48,12 +46,10 @@ from onebit.kernels.data.layout import Layout, Span
 
 Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2", "unbiased"]
-Bits = Literal[1, 2]
 
-MAGIC = 0x01424231  # "1BB", or "2BB" with 2 bits, and the version of this layout
+MAGIC = 0x01424231  # "1BB" and the version of this layout
 MOST = 2.0  # times the root mean square of a block: the largest scale with norm="unbiased"
 NORMS: dict[Norm, int] = {"l1": 0, "l2": 1, "unbiased": 2}  # as kernels have them
-ABOVE = 1.23  # times the mean size of a block: a larger element is one of the large ones
 NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step's messages
 ALIGN = 16
 HEADER_WORDS = 4
@@ -68,8 +64,8 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def bytes_of_message(scales: int, bits: int) -> int:
-    return 4 * HEADER_WORDS + _aligned(4 * scales) + _aligned(bits // 8)
+def bytes_of_message(scales: int, elements: int) -> int:
+    return 4 * HEADER_WORDS + _aligned(4 * scales) + _aligned(elements // 8)
 
 
 def check_scale(scale: object, norm: object) -> None:
@@ -91,26 +87,19 @@ class Format:
     layout: Layout
     scale: Scale = "block"
     norm: Norm = "l1"
-    bits: Bits = 1  # an element
 
     def __post_init__(self) -> None:
         check_scale(self.scale, self.norm)
 
-    def with_bits(self, bits: Bits) -> Format:
-        """The same blocks in so many bits an element. With 2 every block has its own mean sizes, whatever `scale` and
-        `norm` are."""
-        return self if bits == self.bits else Format(self.layout, bits=bits)
-
-    def of_means(self, bits: Bits) -> Format:
-        """The same blocks in so many bits, for means of messages, which are compressed once more. The mean of a few
-        signs is 0 in many places. An unbiased scale would move these as far as all others, and what is left out would
-        grow: so there it is the root mean square."""
-        form = self.with_bits(bits)
-        return replace(form, norm="l2") if form.norm == "unbiased" else form
+    def of_means(self) -> Format:
+        """The same blocks, for means of messages, which are compressed once more. The mean of a few signs is 0 in many
+        places. An unbiased scale would move these as far as all others, and what is left out would grow: so there it is
+        the root mean square."""
+        return replace(self, norm="l2") if self.norm == "unbiased" else self
 
     def scales(self, blocks: int) -> int:
         """In the message of a shard of so many blocks."""
-        return blocks * self.bits if self.scale == "block" else 1
+        return blocks if self.scale == "block" else 1
 
     @property
     def scales_offset(self) -> int:
@@ -124,17 +113,17 @@ class Format:
     def nbytes(self) -> int:
         layout = self.layout
         blocks, elements = np.diff(layout.shards).tolist(), np.diff(layout.starts[layout.shards]).tolist()
-        return max(bytes_of_message(self.scales(b), self.bits * n) for b, n in zip(blocks, elements, strict=True))
+        return max(bytes_of_message(self.scales(b), n) for b, n in zip(blocks, elements, strict=True))
 
     @cached_property
     def fingerprint(self) -> int:
-        text = f"{self.layout.fingerprint} {self.scale} {self.norm} {self.bits}"
+        text = f"{self.layout.fingerprint} {self.scale} {self.norm} 1"  # 1: bits an element
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
     @property
     def header(self) -> tuple[int, int, int, int]:
         """The header words of every message of this format, with no flag set."""
-        return (MAGIC + self.bits - 1, 0, self.fingerprint, self.layout.shard_blocks)
+        return (MAGIC, 0, self.fingerprint, self.layout.shard_blocks)
 
     def empty(self, rows: int, device: torch.device | str = "cpu", copies: int = 1) -> Messages:
         """Uninitialized memory for `rows` messages."""
@@ -168,14 +157,14 @@ class Messages:
         return self.buffer[:, self.format.scales_offset :]
 
     def scales(self, row: int, shard: Span) -> Tensor:
-        """fp32 [blocks] or [1], of the message of a shard; with 2 bits [2 blocks], each block's two in a row"""
+        """fp32 [blocks] or [1], of the message of a shard"""
         start, form = self.format.scales_offset, self.format
         return self.buffer[row, start : start + 4 * form.scales(shard.count)].view(torch.float32)
 
     def bits(self, row: int, shard: Span) -> Tensor:
         """uint8 [bytes], of the message of a shard"""
         start = self.format.bits_offset(shard.count)
-        return self.buffer[row, start : start + self.format.bits * shard.elements // 8]
+        return self.buffer[row, start : start + shard.elements // 8]
 
     @property
     def flags(self) -> Tensor:
@@ -196,15 +185,12 @@ class Messages:
                 )
 
     def scales_of(self, span: Span) -> Tensor:
-        """What decodes each block of the shards that these are messages of: fp32 [copies, blocks], with 2 bits
-        [copies, blocks, 2]."""
+        """What decodes each block of the shards that these are messages of: fp32 [copies, blocks]."""
         found = []
         for copy in range(self.copies):
             rows = [(k * self.copies + copy, shard) for k, shard in enumerate(span.shards())]
-            each = [self.scales(row, shard).view(-1, self.format.bits) for row, shard in rows]
-            found.append(torch.cat([s.expand(shard.count, -1) for s, (_, shard) in zip(each, rows, strict=True)]))
-        scales = torch.stack(found)
-        return scales if self.format.bits == 2 else scales.squeeze(-1)
+            found.append(torch.cat([self.scales(row, shard).expand(shard.count) for row, shard in rows]))
+        return torch.stack(found)
 
     def bits_of(self, span: Span) -> Tensor:
         """Their bits, block after block: uint8 [copies, bytes]."""
@@ -216,13 +202,12 @@ class Messages:
 
     def put(self, span: Span, bits: Tensor, scales: Tensor) -> None:
         """What `bits_of` and `scales_of` read. Of a message with one scale it is the first block's."""
-        start = self.format.bits * span.start // 8
         for k, shard in enumerate(span.shards()):
-            first, at = shard.first - span.first, self.format.bits * shard.start // 8 - start
+            first, at = shard.first - span.first, (shard.start - span.start) // 8
             for copy in range(self.copies):
                 own, its_scales = (of(k * self.copies + copy, shard) for of in (self.bits, self.scales))
                 own.copy_(bits[copy, at : at + len(own)])
-                its_scales.copy_(scales[copy, first : first + shard.count].reshape(-1)[: len(its_scales)])
+                its_scales.copy_(scales[copy, first : first + len(its_scales)])
 
     def slice(self, first: int, rows: int) -> Messages:
         return Messages(self.buffer[first : first + rows], self.format, self.copies)

@@ -59,7 +59,7 @@ def adam_update_kernel(
     block_table, parameter_table, p_addresses, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
     messages, row_bytes, d, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -79,7 +79,7 @@ def adam_update_kernel(
                 lr = tl.load(h + tiles.H_LR)
                 if coefficient is not None:
                     lr = lr * tl.load(coefficient + p)
-                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
                 moved = x - lr * (m * its_d * its_clip + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
                 x = tl.where(its_d != 0, moved, x)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)

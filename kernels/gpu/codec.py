@@ -27,7 +27,6 @@ from onebit.kernels.gpu.launch import (
     encoding_arguments,
     launch,
     momentum_arguments,
-    momentum_format_arguments,
     replies_arguments,
     span_arguments,
 )
@@ -36,12 +35,11 @@ from onebit.kernels.gpu.launch import (
 @tiles.entry
 def compress_kernel(
     block_table, parameter_table, addresses, hyper, flags, first_block, first_word, first_shard, blocks, shard_blocks,
-    fingerprint, gamma, m_flat, m_messages, m_row_bytes, live, value, before, residual_scale, partial, counted, counter,
+    fingerprint, gamma, m_flat, m_messages, live, value, before, residual_scale, partial, counted, counter,
     messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    m_stride = m_row_bytes if BITS == 2 else row_bytes  # replies of 1 bit are as long as what is written
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -57,7 +55,7 @@ def compress_kernel(
             h = tiles.group_row(hyper, group)
             message = messages + shard * row_bytes
             if place == 0:
-                tiles.write_header(message, flag, fingerprint, shard_blocks, 1)
+                tiles.write_header(message, flag, fingerprint, shard_blocks)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
                 its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
@@ -65,15 +63,13 @@ def compress_kernel(
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
                 if m_messages is not None:
-                    m_message = m_messages + shard * COPIES * m_stride
-                    m = tiles.decode_block(
-                        m_message, m_stride, place, word, of_shard, length, TILE, TENSOR and BITS == 1, COPIES, BITS
-                    )
+                    m_message = m_messages + shard * COPIES * row_bytes
+                    m = tiles.decode_block(m_message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
                     y = tl.load(h + tiles.H_BETA1) * m + y
                 elif m_flat is not None:
                     y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(m_flat + start, length, TILE) + y
-                scale = tiles.scales_in(message, place, TENSOR, 1)
-                bits = tiles.bits_in(message, word, of_shard, TENSOR, 1)
+                scale = tiles.scale_in(message, place, TENSOR)
+                bits = tiles.bits_in(message, word, of_shard, TENSOR)
                 block_partial = partial + block if TENSOR else None
                 block_counted = counted + block if TENSOR else None
                 its_scale = residual_scale + shard if TENSOR else None
@@ -93,7 +89,7 @@ def average_kernel(
     block_table, parameter_table, first_block, first_word, blocks, shard_blocks, fingerprint, ranks, inverse_ranks,
     received, received_bytes, live, value, before, residual_scale, partial, counted, counter, messages,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
-    IN_TENSOR: tl.constexpr, BITS: tl.constexpr,
+    IN_TENSOR: tl.constexpr,
 ):  # fmt: skip
     flag = tiles.any_flag(received, ranks, received_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -107,24 +103,21 @@ def average_kernel(
                 tiles.store_flat(before + start, kept, length, TILE)
             _, _, _, valid = tiles.locate(row, length, parameter_table)
             if block == 0:
-                tiles.write_header(messages, flag, fingerprint, shard_blocks, BITS)
+                tiles.write_header(messages, flag, fingerprint, shard_blocks)
             if flag == 0:
                 its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 total = tiles.sum_of_messages(
                     received, block, word, blocks, received_bytes, ranks, length, TILE, IN_TENSOR
                 )
                 c = total * inverse_ranks + tiles.residual(kept, residual_scale, TENSOR)
-                scale = tiles.scales_in(messages, block, TENSOR, BITS)
-                bits = tiles.bits_in(messages, word, blocks, TENSOR, BITS)
-                if BITS == 2:
-                    tiles.encode_two_bits(c, its_live, block_value, scale, bits, valid, length, TILE)
-                else:
-                    block_partial = partial + block if TENSOR else None
-                    block_counted = counted + block if TENSOR else None
-                    tiles.encode(
-                        c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length,
-                        TILE, TENSOR, NORM,
-                    )  # fmt: skip
+                scale = tiles.scale_in(messages, block, TENSOR)
+                bits = tiles.bits_in(messages, word, blocks, TENSOR)
+                block_partial = partial + block if TENSOR else None
+                block_counted = counted + block if TENSOR else None
+                tiles.encode(
+                    c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length, TILE,
+                    TENSOR, NORM,
+                )  # fmt: skip
                 if TENSOR:
                     if tiles.finished(counter, blocks):
                         tiles.finish_scale(scale, residual_scale, partial, counted, blocks, NORM)
@@ -134,7 +127,7 @@ def average_kernel(
 def decode_kernel(
     block_table, parameter_table, addresses, first_block, first_word, first_shard, blocks, messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
-    COPIES: tl.constexpr, BITS: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -145,7 +138,7 @@ def decode_kernel(
             base, writable, wide = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
             message = messages + shard * COPIES * row_bytes
             flag = tiles.flag_of(message, row_bytes, COPIES)
-            x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+            x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
             x = tl.where(flag == 0, x, float("nan"))
             tiles.store_tile(base, x, writable, wide, TILE)
 
@@ -166,7 +159,7 @@ def compress(
     arguments = {
         **span_arguments(span, residual.value.device),
         **momentum_arguments(momentum, "m_"),
-        **momentum_format_arguments(momentum),
+        "COPIES": momentum.copies if isinstance(momentum, Messages) else 1,
         **encoding_arguments(residual, out),
         "first_shard": span.first_shard,
         "row_bytes": out.format.nbytes,
@@ -188,7 +181,6 @@ def average(span: Span, received: Messages, residual: Residual, out: Messages, *
         "received": received.buffer,
         "received_bytes": received.format.nbytes,
         "IN_TENSOR": received.format.scale == "tensor",
-        "BITS": out.format.bits,
         "ranks": received.rows,
         "inverse_ranks": 1 / received.rows,
         "live": live,

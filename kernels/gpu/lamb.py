@@ -123,21 +123,21 @@ def _gradient(m, m_prev, gamma, h):
 @triton.jit
 def _squared_gradient(
     message, previous, prev_flat, row_bytes, place, word, of_shard, length, gamma, h,
-    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs."""
-    if (previous is not None) and (COPIES == 1 and BITS == 1):  # Triton 3.3 takes pairs alone
-        bits = tiles.bits_in(message, word, of_shard, TENSOR, BITS)
-        prev_bits = tiles.bits_in(previous, word, of_shard, TENSOR, BITS)
+    if previous is not None and COPIES == 1:
+        bits = tiles.bits_in(message, word, of_shard, TENSOR)
+        prev_bits = tiles.bits_in(previous, word, of_shard, TENSOR)
         equal = tiles.load_bits(bits, length, TILE) == tiles.load_bits(prev_bits, length, TILE)
-        m = tl.load(tiles.scales_in(message, place, TENSOR, BITS))
-        m_prev = tl.load(tiles.scales_in(previous, place, TENSOR, BITS))
+        m = tl.load(tiles.scale_in(message, place, TENSOR))
+        m_prev = tl.load(tiles.scale_in(previous, place, TENSOR))
         of_equal, of_unequal = _gradient(m, m_prev, gamma, h), _gradient(m, -m_prev, gamma, h)
         squared = tl.where(equal, of_equal * of_equal, of_unequal * of_unequal)
     else:
-        m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+        m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
         if previous is not None:
-            m_prev = tiles.decode_block(previous, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+            m_prev = tiles.decode_block(previous, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
         else:
             m_prev = tiles.load_flat(prev_flat, length, TILE)
         g = _gradient(m, m_prev, gamma, h)
@@ -168,7 +168,7 @@ def lamb_statistics_kernel(
     gamma, coefficient, average, ratio, partial, counter,
     factor_min, factor_max, factor_low, factor_high,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    TENSOR: tl.constexpr, DENOMINATOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -188,7 +188,7 @@ def lamb_statistics_kernel(
                 its_gamma = None if gamma is None else gamma + p
                 squared = _squared_gradient(
                     message, its_previous, its_prev_flat, row_bytes, place, word, of_shard, length, its_gamma, h,
-                    TILE, TENSOR, COPIES, BITS,
+                    TILE, TENSOR, COPIES,
                 )  # fmt: skip
                 v = tl.load(h + tiles.H_BETA2) * last_v + tl.load(h + tiles.H_ONE_MINUS_BETA2) * squared
                 tiles.store_tile(exp_avg_sq + start, v, valid, valid == TILE, TILE)

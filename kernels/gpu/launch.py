@@ -64,26 +64,16 @@ def format_arguments(span: Span, form: Format) -> dict[str, Any]:
 
 def replies_arguments(span: Span, replies: Messages) -> dict[str, Any]:
     """What `tiles.decode_block` reads."""
-    form = replies.format
-    found = {"messages": replies.buffer, "COPIES": replies.copies, "BITS": form.bits}
-    return {**format_arguments(span, form), **found}
+    return {**format_arguments(span, replies.format), "messages": replies.buffer, "COPIES": replies.copies}
 
 
 def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
-    """Momentum kept as messages, as a dense tensor, or not at all: what `tiles.load_momentum` reads."""
+    """Momentum kept as messages, as a dense tensor, or not at all."""
     packed = momentum if isinstance(momentum, Messages) else None
     return {
         f"{prefix}flat": None if packed else momentum,
         f"{prefix}messages": packed and packed.buffer,
     }
-
-
-def momentum_format_arguments(momentum: Tensor | Messages | None) -> dict[str, Any]:
-    """How momentum is packed, in a launch that writes messages of 1 bit."""
-    if not isinstance(momentum, Messages):
-        return {"m_row_bytes": 0, "COPIES": 1, "BITS": 1}
-    form = momentum.format
-    return {"m_row_bytes": form.nbytes, "COPIES": momentum.copies, "BITS": form.bits}
 
 
 def residual_arguments(residual: Residual) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def zero_one_sync_kernel(
     block_table, parameter_table, p_addresses, hyper, first_block, first_word, first_shard, blocks,
     messages, row_bytes, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -90,9 +90,7 @@ def zero_one_sync_kernel(
             p_base, p_valid, wide = tiles.pointer(p_addresses, p, offset, valid, PARAM, TILE)
             h = tiles.group_row(hyper, group)
             if flag == 0:
-                total = tiles.decode_block(
-                    message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS
-                )
+                total = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
                 u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
                 by = tl.div_rn(total, u + tl.load(h + tiles.H_EPS))
                 moved_x = tl.load(decay + p) * x - by * its_clip

@@ -46,9 +46,8 @@ FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
 HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
 ALIGN = tl.constexpr(wire.ALIGN)
-ABOVE = tl.constexpr(wire.ABOVE)
 MOST = tl.constexpr(wire.MOST)
-L1, L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l1", "l2", "unbiased"))
+L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l2", "unbiased"))
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in, nor how parts of buffers lie of which
@@ -187,23 +186,16 @@ def load_bits(bits, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def unpack_two(scales, bits, length, TILE: tl.constexpr):
-    """A tile from 2 bits an element."""
-    large = load_bits(bits + length // 8, length, TILE)
-    return signed(load_bits(bits, length, TILE), tl.where(large, tl.load(scales + 1), tl.load(scales)))
+def scale_in(message, place, TENSOR: tl.constexpr):
+    """Where a message holds the scale of a block."""
+    return (message + HEADER_BYTES).to(tl.pointer_type(tl.float32)) + (0 if TENSOR else place)
 
 
 @triton.jit
-def scales_in(message, place, TENSOR: tl.constexpr, BITS: tl.constexpr):
-    """Where a message holds the scale of a block, or the two."""
-    return (message + HEADER_BYTES).to(tl.pointer_type(tl.float32)) + (0 if TENSOR else place * BITS)
-
-
-@triton.jit
-def bits_in(message, word, of_shard, TENSOR: tl.constexpr, BITS: tl.constexpr):
+def bits_in(message, word, of_shard, TENSOR: tl.constexpr):
     """Where a message of so many blocks holds the bits of one."""
-    scales = 4 if TENSOR else 4 * BITS * of_shard
-    return message + HEADER_BYTES + (scales + (ALIGN - 1)) // ALIGN * ALIGN + word.to(tl.int64) * (4 * BITS)
+    scales = 4 if TENSOR else 4 * of_shard
+    return message + HEADER_BYTES + (scales + (ALIGN - 1)) // ALIGN * ALIGN + word.to(tl.int64) * 4
 
 
 @triton.jit
@@ -216,10 +208,10 @@ def sum_of_messages(
         more = i + 1 < count
         one = message + tl.cast(i, tl.uint32).to(tl.int64) * row_bytes
         two = one + tl.where(more, row_bytes, 0)
-        first = tl.load(scales_in(one, place, TENSOR, 1))
-        second = tl.load(scales_in(two, place, TENSOR, 1), mask=more, other=0.0)
-        first_bits = load_bits(bits_in(one, word, of_shard, TENSOR, 1), length, TILE)
-        second_bits = load_bits(bits_in(two, word, of_shard, TENSOR, 1), length, TILE)
+        first = tl.load(scale_in(one, place, TENSOR))
+        second = tl.load(scale_in(two, place, TENSOR), mask=more, other=0.0)
+        first_bits = load_bits(bits_in(one, word, of_shard, TENSOR), length, TILE)
+        second_bits = load_bits(bits_in(two, word, of_shard, TENSOR), length, TILE)
         total += signed(first_bits, first)
         total += signed(second_bits, second)
     return total
@@ -227,15 +219,12 @@ def sum_of_messages(
 
 @triton.jit
 def decode_block(
-    message, row_bytes, place, word, of_shard, length,
-    TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    message, row_bytes, place, word, of_shard, length, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr
 ):  # fmt: skip
     """A block of a message, or its mean over COPIES of them, which lie `row_bytes` apart."""
-    if BITS == 2:
-        m = unpack_two(scales_in(message, place, TENSOR, 2), bits_in(message, word, of_shard, TENSOR, 2), length, TILE)
-    elif COPIES == 1:
-        scale = tl.load(scales_in(message, place, TENSOR, 1))
-        m = signed(load_bits(bits_in(message, word, of_shard, TENSOR, 1), length, TILE), scale)
+    if COPIES == 1:
+        scale = tl.load(scale_in(message, place, TENSOR))
+        m = signed(load_bits(bits_in(message, word, of_shard, TENSOR), length, TILE), scale)
     else:
         m = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR) * (1 / COPIES)
     return m
@@ -264,9 +253,9 @@ def flag_of(message, row_bytes, COPIES: tl.constexpr):
 
 
 @triton.jit
-def write_header(message, flag, fingerprint, shard_blocks, BITS: tl.constexpr):
+def write_header(message, flag, fingerprint, shard_blocks):
     header = message.to(tl.pointer_type(tl.int32))
-    tl.store(header, MAGIC + (BITS - 1))
+    tl.store(header, MAGIC)
     tl.store(header + FLAGS_WORD, flag)
     tl.store(header + 2, fingerprint)
     tl.store(header + 3, shard_blocks)
@@ -327,26 +316,6 @@ def encode(
         left = counted_only(c - signed(positive, s), live, valid, TILE)
     store_flat(value, left, length, TILE)
     pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
-
-
-@triton.jit
-def encode_two_bits(c, live, value, scales, bits, valid, length, TILE: tl.constexpr):
-    """Store a block's signs, which of its elements are large, the mean sizes of both kinds, and what they leave out."""
-    c = counted_only(c, live, valid, TILE)
-    positive, size = c >= 0, tl.abs(c)
-    count = valid
-    if live is not None:
-        count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
-    large = size > mean_scale(tl.sum(size, axis=0), count, L1) * ABOVE
-    larger = tl.sum(large.to(tl.int32), axis=0)
-    small_size = mean_scale(tl.sum(tl.where(large, 0.0, size), axis=0), count - larger, L1)
-    large_size = mean_scale(tl.sum(tl.where(large, size, 0.0), axis=0), larger, L1)
-    tl.store(scales, small_size)
-    tl.store(scales + 1, large_size)
-    left = c - signed(positive, tl.where(large, large_size, small_size))
-    store_flat(value, counted_only(left, live, valid, TILE), length, TILE)
-    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
-    pack(large.to(tl.int32), bits + length // 8, length, TILE)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def zero_one_full_kernel(
     messages, row_bytes, exp_avg_sq, value, residual_scale, master, least_root, root_at_zero, live, sums,
     counts,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, RESIDUAL_TENSOR: tl.constexpr,
+    TENSOR: tl.constexpr, COPIES: tl.constexpr, RESIDUAL_TENSOR: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -78,7 +78,7 @@ def zero_one_full_kernel(
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
                 x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
-                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
                 m = _of_live(m, last_v, at_zero)
                 m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), m, last_v, h)
                 if value is not None:
@@ -101,7 +101,7 @@ def zero_one_update_kernel(
     block_table, parameter_table, p_addresses, hyper, first_block, first_word, first_shard, blocks,
     messages, row_bytes, exp_avg_sq, master, least_root, root_at_zero, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -119,7 +119,7 @@ def zero_one_update_kernel(
             if flag == 0:
                 x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
-                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES, BITS)
+                m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
                 u = used_root(v, h, least, at_zero)
                 x = moved(x, direction(m, u, h) * its_clip, u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)

@@ -21,7 +21,7 @@ from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
+from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 from onebit.kernels.passes import Backend, bytes_per_element
 
 HYPER = Hyper.at_step(1000, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -57,9 +57,9 @@ class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
-    some coordinates out. `copies`: the messages that momentum and replies have of each block; `reply_bits`: the bits an
-    element has in them. `scaled`: messages hold each parameter's momentum times a gamma of its own. `kept`: residuals
-    are also written as they were. Each buffer is a method, and is made when it is first called.
+    some coordinates out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
+    each parameter's momentum times a gamma of its own. `kept`: residuals are also written as they were. Each buffer is
+    a method, and is made when it is first called.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Workload:
         norm: Norm = "l1",
         ranks: int = 8,
         copies: int = 1,
-        reply_bits: Bits = 1,
         packed: bool = True,
         master: bool | None = None,
         masked: bool = False,
@@ -86,7 +85,7 @@ class Workload:
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format(self.layout, scale, norm)
-        self.reply_format = self.format if copies > 1 else self.format.of_means(reply_bits)
+        self.reply_format = self.format if copies > 1 else self.format.of_means()
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         # a small model is the same on every device, so that backends can be compared
         self.drawn_on = torch.device("cpu") if self.layout.elements < 2**20 else self.device
@@ -185,7 +184,6 @@ class Workload:
             packed=self.packed,
             ranks=self.layout.ranks,
             copies=self.copies,
-            reply_bits=self.reply_format.bits,
             masked=self.masked,
             kept=self.kept,
         )
@@ -377,12 +375,11 @@ class Workload:
             shard = shards[row // copies]
             scales = messages.scales(row, shard)
             scales.copy_(torch.rand(scales.shape, generator=source, device=self.drawn_on).add_(0.5).mul_(0.1))
-            messages.bits(row, shard).bitwise_and_(self._valid_bits(shard, form))
+            messages.bits(row, shard).bitwise_and_(self._valid_bits(shard))
         return messages
 
-    def _valid_bits(self, span: Span, form: Format) -> Tensor:
+    def _valid_bits(self, span: Span) -> Tensor:
         """1 for the bits of valid elements."""
-        counts, size = span.counts()[:, None, None], self.layout.block_size
-        places = np.broadcast_to(np.arange(size), (span.count, form.bits, size))
-        room = places < span.lengths()[:, None, None]
+        places = np.broadcast_to(np.arange(self.layout.block_size), (span.count, self.layout.block_size))
+        counts, room = span.counts()[:, None], places < span.lengths()[:, None]
         return torch.from_numpy(np.packbits((places < counts)[room], bitorder="little")).to(self.device)

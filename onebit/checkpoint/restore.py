@@ -175,8 +175,8 @@ class _Restoration:
             return [as_folded(dict(own), packed_fields, ranks, place, here) for own in saved]
         cut = self._saved_cut(state, index)
         shards, place = cut.shard_spans(topology.place), topology.place
-        size, bits = cut.layout.block_size, self._way.reply_bits
-        return [as_it_was(dict(own), i, size, bits, packed_fields, shards, place) for i, own in enumerate(saved)]
+        size = cut.layout.block_size
+        return [as_it_was(dict(own), i, size, packed_fields, shards, place) for i, own in enumerate(saved)]
 
     def _without_left_over(self, own: Saved, fields: Sequence[Field]) -> Saved:
         """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
@@ -266,28 +266,28 @@ class _Restoration:
 
     def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
         """What messages of another shape held."""
-        state, way, size = part.state, self._way, int(self._numbers["block_size"])
+        state, size = part.state, int(self._numbers["block_size"])
         if USUAL.name in state:  # it is of the messages that there were
             state[USUAL.name].zero_()
         beta1s = [self._betas[group][0] for group in state.groups]
         field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
         if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
-            _decode_momentum(state, saved, way, size, FIRST_MOMENTUM.name)
-        fold = partial(_decode_momentum, state, saved, way, size, field.name, factors)
+            _decode_momentum(state, saved, size, FIRST_MOMENTUM.name)
+        fold = partial(_decode_momentum, state, saved, size, field.name, factors)
         fold()
         if field is RESIDUAL:  # which is cleared where another rank has none
             part.fold_momentum_again = fold
 
     def _check_messages(self, state: FlatState, saved: Sequence[Saved], cut: _SavedCut) -> None:
-        size, bits = cut.layout.block_size, self._way.reply_bits
+        size = cut.layout.block_size
         present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r in cut.places}
         kept, averaged = ({p: of(p) for p in present} for of in (cut.kept, cut.averaged))
         copies = () if cut.served or cut.nodes == 1 else (cut.nodes,)
         for i, own in enumerate(saved):
             name, lengths = self._setup.name_of(state.params[i]), lengths_of(state.numels[i], size)
-            shaped(own, BITS, (*copies, bits * int(lengths.sum()) // 8), name, "bits")
-            shaped(own, SCALES, (*copies, len(lengths), *([2] if bits == 2 else [])), name, "non-negative")
+            shaped(own, BITS, (*copies, int(lengths.sum()) // 8), name, "bits")
+            shaped(own, SCALES, (*copies, len(lengths)), name, "non-negative")
             for place in present:
                 if residual_name(place) in own:
                     shape = state.shapes[i] if cut.slices == 1 else (kept[place][i],)
@@ -406,13 +406,12 @@ def _elements_of(layout: Layout, spans: Sequence[Span]) -> list[int]:
 def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
     """m as the replies of the last step, and as what this rank sent of them."""
     layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
-    copies, form = replies.copies, replies.format
-    bits = torch.zeros((copies, form.bits * layout.elements // 8), dtype=torch.uint8, device=device)
-    scales = torch.zeros((copies, layout.blocks, form.bits), dtype=torch.float32, device=device)
+    bits = torch.zeros((replies.copies, layout.elements // 8), dtype=torch.uint8, device=device)
+    scales = torch.zeros((replies.copies, layout.blocks), dtype=torch.float32, device=device)
     for i, own in enumerate(saved):
-        blocks, start = layout.blocks_of(i), form.bits * int(layout.offset[i]) // 8
+        blocks, start = layout.blocks_of(i), int(layout.offset[i]) // 8
         bits[:, start : start + own[BITS].shape[-1]] = own[BITS].to(device)
-        scales[:, blocks] = own[SCALES].to(device).reshape(copies, blocks.stop - blocks.start, form.bits)
+        scales[:, blocks] = own[SCALES].to(device)
     replies.put(layout.all(), bits, scales)
     exchange = reducer.exchange
     of_slice = exchange.transport.size
@@ -422,12 +421,7 @@ def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
 
 
 def _decode_momentum(
-    state: FlatState,
-    saved: Sequence[Saved],
-    way: type[Exchange],
-    size: int,
-    name: str,
-    factors: Sequence[float] | None = None,
+    state: FlatState, saved: Sequence[Saved], size: int, name: str, factors: Sequence[float] | None = None
 ) -> None:
     """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given. size: of
     a block of those messages."""
@@ -436,7 +430,7 @@ def _decode_momentum(
             m = flattened(own[DENSE].to(state.device), state.orders[i])
         else:
             bits, scales = own[BITS].to(state.device), own[SCALES].to(state.device)
-            m = decoded(bits, scales, way.reply_bits, state.numels[i], size).mean(0)
+            m = decoded(bits, scales, state.numels[i], size).mean(0)
             m = reordered(m, state.shapes[i], saved_order(own), state.orders[i])
         for part, kept in state.parts_of(name, i):
             kept.add_(m[part], alpha=1.0 if factors is None else factors[i])

@@ -11,8 +11,7 @@
                                    scale="tensor"; counted_bits where coordinates had no variance at the freeze;
                                    first_momentum until a compressed step was taken
         momentum_bits, momentum_scales                   stage 2: m; the bits of its blocks, uint8 [bytes], and fp32
-                                                         [blocks]; with direct replies of each rank: [ranks, ..], with
-                                                         replies of 2 bits twice as many bytes, and [blocks, 2]
+                                                         [blocks]; with direct replies of each rank: [ranks, ..]
         residual_of_rank_3, server_residual_of_rank_3    stage 2: what rank 3 left out: e, and its part of E, of which
                                                          direct replies have none. With two levels e is that of a slice,
                                                          one element after the other, and rank 3 is the place
@@ -72,7 +71,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
             for i, p in enumerate(state.params):
                 if shards:  # all parts have the same names, also those of which this rank averages nothing
                     saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
-                saved[p] = by_element(saved[p], p, i, setup.way.reply_bits, state.block_size, shards)
+                saved[p] = by_element(saved[p], p, i, state.block_size, shards)
         numbers = setup.algorithm.numbers()
         for p in state.params:
             saved[p] = {name: v.view(1) if name in numbers else v for name, v in saved[p].items()}
@@ -176,7 +175,7 @@ def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tenso
     exchange.materialize()
     whole, single = layout.all(), exchange.replies.copies == 1
     bits, scales = exchange.replies.bits_of(whole), exchange.replies.scales_of(whole)
-    ends = exchange.replies.format.bits * layout.starts // 8
+    ends = layout.starts // 8
     server_residual, served = exchange.server_residual, served_spans(exchange)
     saved = []
     for i in range(len(state.params)):

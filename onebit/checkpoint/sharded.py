@@ -36,9 +36,9 @@ from onebit.optim.sharding import as_whole, is_sharded, local
 Saved = dict[str, Any]  # one parameter's
 
 
-def by_element(own: Saved, like: Tensor, index: int, bits: int, size: int, shards: Sequence[Span]) -> Saved:
-    """What the schema has of one parameter, `like`, which is the index-th. bits: of a reply's element. size: of a
-    block. shards: what this rank averages."""
+def by_element(own: Saved, like: Tensor, index: int, size: int, shards: Sequence[Span]) -> Saved:
+    """What the schema has of one parameter, `like`, which is the index-th. size: of a block. shards: what this rank
+    averages."""
     part = local(like)
     found: Saved = {}
     for name, value in own.items():
@@ -53,13 +53,14 @@ def by_element(own: Saved, like: Tensor, index: int, bits: int, size: int, shard
             value = unpacked(value)[: part.numel()].to(torch.uint8)
         found[name] = as_whole(value.view(part.shape), like)
     if BITS in own:
-        for rank, values in enumerate(decoded(own[BITS], own[SCALES], bits, part.numel(), size)):
+        for rank, values in enumerate(decoded(own[BITS], own[SCALES], part.numel(), size)):
             found[message_name(rank)] = as_whole(values.view(part.shape), like)
     return found
 
 
-def as_it_was(own: Saved, index: int, size: int, bits: int, packed_fields: Collection[str], shards: Sequence[Span],
-              place: int) -> Saved:  # fmt: skip
+def as_it_was(
+    own: Saved, index: int, size: int, packed_fields: Collection[str], shards: Sequence[Span], place: int
+) -> Saved:
     """On the same shards and replicas: as the schema has it. size: of a block. place: this rank's."""
     found = _without_messages(own, packed_fields)
     found = {name: value for name, value in found.items() if {rank_of(name), server_rank_of(name)} <= {None, place}}
@@ -67,7 +68,7 @@ def as_it_was(own: Saved, index: int, size: int, bits: int, packed_fields: Colle
         found[name] = gathered(found[name], shards, index)
         if not found[name].numel():
             del found[name]
-    messages = [encoded(value.view(-1), size, bits) for value in _messages(own)]
+    messages = [encoded(value.view(-1), size) for value in _messages(own)]
     if messages:
         of_all = [torch.stack(each) for each in zip(*messages, strict=True)]
         found[BITS], found[SCALES] = of_all if len(messages) > 1 else (each[0] for each in of_all)

@@ -19,7 +19,6 @@ from onebit.checkpoint.checks import check_numbers, check_options, check_structu
 from onebit.checkpoint.elements import decoded, saved_order
 from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
-from onebit.collectives.reply import WAYS
 from onebit.optim.memory_order import in_shape
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
@@ -85,8 +84,7 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     if "first_momentum" in own:
         return own["first_momentum"].double()
     if BITS in own:
-        per_element, size = WAYS[numbers["reply"]].reply_bits, int(numbers["block_size"])
-        messages = decoded(own[BITS], own[SCALES], per_element, like.numel(), size).double()
+        messages = decoded(own[BITS], own[SCALES], like.numel(), int(numbers["block_size"])).double()
         m = in_shape(messages.mean(0), like.shape, saved_order(own))
     else:
         parts = [value.double() for name, value in own.items() if message_of(name) is not None]

@@ -8,9 +8,9 @@ Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own
 however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
 be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p.
 
-s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages, the
-larger one of two. So no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a
-step is not made up for later.
+s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages. So
+no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a step is not made up
+for later.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class UpdateLimit:
         self._d: Tensor | None = None
         form, rows = replies.format, state.layout.table(state.device).blocks.long()
         row, place = rows[:, Block._fields.index("shard")] * replies.copies, rows[:, Block._fields.index("place")]
-        place = place * form.bits if form.bits == 2 or form.scale == "block" else torch.zeros_like(place)
+        if form.scale == "tensor":
+            place = torch.zeros_like(place)
         words = replies.buffer.shape[1] // 4
         narrow = torch.int32 if replies.buffer.numel() // 4 < 2**31 else torch.int64
-        self._places = [
-            [((row + i) * words + HEADER_WORDS + place + k).to(narrow) for k in range(form.bits)]
-            for i in range(replies.copies)
-        ]
+        self._places = [((row + i) * words + HEADER_WORDS + place).to(narrow) for i in range(replies.copies)]
         self._numels = torch.tensor(state.whole_numels, dtype=torch.float32, device=state.device)
         self.elements = sum(state.whole_numels)
         self.share = torch.zeros(1, dtype=torch.float64, device=state.device)
@@ -71,7 +69,7 @@ class UpdateLimit:
             self._d = self._sum_squares_of_d(hyper).clamp(max=MOST_SQUARES)
         scales, size = self._replies.buffer.view(-1).view(torch.float32), torch.zeros_like(self._d, dtype=torch.float64)
         for places in self._places:  # one after the other: the sum has one order on every machine
-            size += torch.stack([scales.index_select(0, place) for place in places]).amax(0)
+            size += scales.index_select(0, places)
         size /= len(self._places)
         squares = self.state.of_parameters(size.square() * self._d)
         rms = self._rms(squares if weight is None else squares * weight.double().square())

@@ -102,8 +102,8 @@ class Options:
     )
     reply: AskedReply = _option(
         "auto",
-        "what comes back: the mean compressed once more, to 1 bit (1), as in the papers, or to 2 (2), or every rank's "
-        'own message ("direct"): least is lost, N / 2 times as much is sent; "auto": direct with two ranks, else 1.',
+        "what comes back: the mean compressed to 1 bit once more (1), as in the papers, or every rank's own message "
+        '("direct"): less is lost, N / 2 times as much is sent; "auto": direct with two ranks, else 1.',
     )
     block_size: int = _option(BLOCK_SIZE, "elements of a block, which has a scale of its own; a multiple of 32.")
     chunks: int | Literal["auto"] = _option(

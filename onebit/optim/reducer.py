@@ -1,7 +1,7 @@
 """m = compressed_all_reduce(b1 m + (1-b1) g), for the momentum of one flat state.
 
-What a rank leaves out is the field "residual". m is what the last exchange received, never fp32: 1 bit an element, 2
-with replies of 2 bits, N with direct ones.
+What a rank leaves out is the field "residual". m is what the last exchange received, never fp32: 1 bit an element, N
+with direct replies.
 """
 
 from __future__ import annotations

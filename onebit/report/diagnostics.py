@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onebit.collectives.exchange import Exchange
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -47,35 +46,13 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
             left_out = server.residual.left_out()
             for s in server.shard.segments():
                 squares[s.parameter] += left_out[s.offset : s.offset + s.stop - s.start].square().sum()
-    scales, ends = _mean_scales(exchange), [*layout.first.tolist(), layout.used_blocks]
+    scales = exchange.replies.scales_of(layout.all()).mean(0)  # of each block; the mean over the messages it is in
+    ends = [*layout.first.tolist(), layout.used_blocks]
     return {
         "residual_norm": _slice_norms(state, exchange.residual.left_out()),
         "server_residual_norm": squares.sqrt(),
         "momentum_scale": torch.stack([scales[a:b].mean() for a, b in pairwise(ends)]).nan_to_num(),
     }
-
-
-def _mean_scales(exchange: Exchange) -> Tensor:
-    """fp32 [blocks]: the scale of each block, or the mean over the messages it is in; with 2 bits the mean size."""
-    messages, layout = exchange.replies, exchange.layout
-    whole, device = layout.all(), exchange.device
-    scales = messages.scales_of(whole).mean(0)
-    if messages.format.bits == 1:
-        return scales
-    bytes_of_blocks = 4 * layout.table(device).words
-    planes = _ones(messages.bits_of(whole)[0], bytes_of_blocks.repeat_interleave(2)).view(-1, 2)  # signs, large
-    if exchange.live is None:
-        counts = torch.from_numpy(layout.counts()).to(device)
-    else:
-        counts = _ones(exchange.live, bytes_of_blocks)
-    return torch.lerp(scales[:, 0], scales[:, 1], planes[:, 1] / counts.clamp(min=1))
-
-
-def _ones(packed: Tensor, lengths: Tensor) -> Tensor:
-    """fp32: of runs of so many bytes, how many bits are 1. But for the last temporaries are bytes too."""
-    pairs = packed - ((packed >> 1) & 0x55)
-    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-    return torch.segment_reduce(((fours + (fours >> 4)) & 0x0F).float(), "sum", lengths=lengths, initial=0)
 
 
 def _slice_norms(state: FlatState, flat: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from perf.convergence.records import differences as differences_between
 COLORS = {
     "adam": plots.GREY,
     "onebit_adam": plots.BLUE,
-    "two_bit_adam": plots.CYAN,
     "direct_adam": plots.PURPLE,
     "frozen_adam": plots.GREEN,
     "naive_adam": plots.ORANGE,
@@ -26,7 +25,6 @@ COLORS = {
     "local_16_adam": plots.OLIVE,
     "lamb": plots.GREY,
     "onebit_lamb": plots.BLUE,
-    "two_bit_lamb": plots.CYAN,
     "direct_lamb": plots.PURPLE,
     "lamb_basic": plots.ORANGE,
 }

@@ -16,7 +16,6 @@ MANY = 8  # ranks: of these one seed, as they share two cores
 VARIANTS = {  # by how they are called in tables
     "adam": "Adam",
     "onebit_adam": "1-bit Adam",
-    "two_bit_adam": "1-bit Adam, replies of 2 bits",
     "direct_adam": "1-bit Adam, direct replies",
     "direct_l2_adam": "1-bit Adam, direct replies, norm l2",
     "l2_adam": "1-bit Adam, norm l2",
@@ -59,7 +58,6 @@ VARIANTS = {  # by how they are called in tables
     "naive_adam_start": "Adam, naive 1 bit from the start",
     "lamb": "LAMB",
     "onebit_lamb": "1-bit LAMB",
-    "two_bit_lamb": "1-bit LAMB, replies of 2 bits",
     "direct_lamb": "1-bit LAMB, direct replies",
     "direct_l2_lamb": "1-bit LAMB, direct replies, norm l2",
     "direct_unbiased_lamb": "1-bit LAMB, direct replies, norm unbiased",
@@ -75,7 +73,6 @@ STAGED: dict[str, dict[str, Any]] = {  # options, for either family
     for family in ("adam", "lamb")
     for name, options in {
         "onebit": {"reply": 1, "norm": "l1"},
-        "two_bit": {"reply": 2, "norm": "l1"},
         "direct": {"reply": "direct", "norm": "l1"},
         "l2": {"reply": 1, "norm": "l2"},
         "direct_l2": {"reply": "direct", "norm": "l2"},
@@ -135,7 +132,6 @@ SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
 REPLY = "reply"
 REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: the option, and the variant's name
     1: "onebit_{family}",
-    2: "two_bit_{family}",
     "direct": "direct_{family}",
 }
 RANKS, EVENT = "ranks", "event"

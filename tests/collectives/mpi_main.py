@@ -32,7 +32,7 @@ CASES = [
 OF_NODES = [
     Case((1000, 63), chunks=2, nodes=2),
     Case((300, 7), reply="direct", nodes=2),
-    Case((300,), scale="tensor", reply=2, nodes=2),
+    Case((300,), scale="tensor", nodes=2),
 ]
 ADAM = runs.Case(steps=6, options={"freeze_step": 3, "chunks": 2})
 PHASE = "the gather phase (all-to-all of chunk 0)"

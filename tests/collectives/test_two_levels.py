@@ -20,11 +20,11 @@ from tests.ranks import group, run_ranks, run_ranks_once
 
 CASES = [
     Case((1000, 63, 129), chunks=2),
-    Case((300, 7), chunks=3, norm="l2", reply=2),
+    Case((300, 7), chunks=3, norm="l2"),
     Case((300, 63), scale="tensor", norm="l2"),
     Case((1000, 5), chunks=2, reply="direct"),
     Case((300, 63), scale="tensor", chunks=2, reply="direct"),
-    Case((300, 63), scale="tensor", chunks=2, reply=2),
+    Case((300, 63), scale="tensor", chunks=2),
     Case((63,), dtype="bfloat16"),
 ]
 

@@ -75,7 +75,6 @@ def all_damaged(rank: int, size: int, kind: str) -> dict[str, Found]:
     case = Case(kind, steps=10, options={"freeze_step": 3, "check_every": 4})
     direct = {"OneBitAdam": "scale", "OneBitLamb": "sign", "ZeroOneAdam": "flags"}[kind]
     found = {f"1, {place}": damaged(rank, case, SCATTER, place) for place in ("scale", "sign", "flags")}
-    found["2 bits"] = damaged(rank, case.but(options={**case.options, "reply": 2}), SCATTER, "sign")
     found["direct"] = damaged(rank, case.but(options={**case.options, "reply": "direct"}), EXCHANGE, direct)
     found[AVERAGE] = damaged(rank, case.but(options={**case.options, "freeze_step": 50}), AVERAGE)
     return found | {phase: damaged(rank, case, phase) for phase in (GATHER, "residual", "nowhere")}

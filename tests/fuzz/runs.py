@@ -62,7 +62,7 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
 
     kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes", "fsdp")
     options = {
-        "reply": one("auto", "auto", 1, 2, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased"),
+        "reply": one("auto", "auto", 1, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased"),
         "scale": one("block", "block", "block", "tensor"), "chunks": one(1, 2, 3), "block_size": one(32, 64, 2048),
         "overlap": one(False, False, True), "gradient_dtype": one(None, None, torch.bfloat16),
         "zero_variance": one("floor", "hold"),

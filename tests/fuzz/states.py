@@ -31,7 +31,7 @@ CASES = [
         ("float32", {}, ({},)),
         ("float32", {"scale": "tensor", "chunks": 2}, ({}, {"lr": 2e-3})),
         ("bfloat16", {**AUTO, "zero_variance": "hold"}, ({},)),
-        ("float32", {"chunks": "auto", "reply": 2}, ({},)),
+        ("float32", {"chunks": "auto", "reply": 1}, ({},)),
         ("float32", {"reply": "direct"}, ({},)),
     )
 ]

@@ -48,9 +48,8 @@ class Wire:
         self.chunk, self.rank = int(source.integers(chunks)), int(source.integers(ranks))
         work = pick(source, (self._decode, self._update, self._average))
         shards = [self.layout.shard(self.chunk, self.rank)] * ranks
-        if work != self._average:  # of replies, which are 1 bit, or 2, or every rank's own
-            kind = pick(source, (1, 2, "direct"))
-            form, copies = form.with_bits(2 if kind == 2 else 1), int(source.integers(1, 5)) if kind == "direct" else 1
+        if work != self._average:  # of replies, which are the mean's, or every rank's own
+            copies = int(source.integers(1, 5)) if pick(source, (1, "direct")) == "direct" else 1
             shards = self.layout.chunk(self.chunk).shards()
         self.messages, good = _messages(source, form, shards, copies)
         outcome, before = _check_header(self.messages, good), self.messages.buffer.clone()
@@ -89,11 +88,11 @@ class Wire:
         shard, part = self.layout.shard(self.chunk, self.rank), self.plan.shard(self.chunk, self.rank)
         kept, valid = Guarded(source, [shard.elements]), self.plan.valid[part]
         kept.tensors[0].masked_fill_(~torch.from_numpy(valid), 0)  # as it is past a valid count
-        form = self.messages.format.with_bits(pick(source, (1, 2)))
+        form = self.messages.format
         out, c = form.empty(1), kept.tensors[0].double().numpy().copy()
         out.buffer.zero_()
         cpu.average(shard, self.messages, Residual.zeros(shard, form, value=kept.tensors[0]), out)
-        if self.moderate and form.bits == 1 and not self.messages.flags.any():
+        if self.moderate and not self.messages.flags.any():
             one_rank = Messages(self.messages.buffer, self.messages.format, copies=self.messages.rows)
             c += values_of(one_rank, self.plan, self.chunk * self.plan.ranks + self.rank)
             lengths = self.plan.lengths_in(part)

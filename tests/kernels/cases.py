@@ -26,8 +26,8 @@ def device_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the grid. `copies`, `reply_bits`: the messages that replies and packed momentum have of a block, and
-    the bits of an element. `grain`: blocks a Triton program takes, or at least a CPU thread."""
+    """One point of the grid. `copies`: the messages that replies and packed momentum have of a block. `grain`: blocks a
+    Triton program takes, or at least a CPU thread."""
 
     numels: tuple[int, ...]
     block_size: int = 32
@@ -40,7 +40,6 @@ class Case:
     master: bool = False
     momentum: str = "dense"  # or "packed" or "none"
     copies: int = 1
-    reply_bits: int = 1
     missing: tuple[int, ...] = ()
     unaligned: bool = False
     groups: int = 1
@@ -53,9 +52,7 @@ CASES = {
     "fp16-master-2049": Case(
         (2049,), 2048, 2, scale="tensor", norm="l2", param=F16, grad=F16, master=True, momentum="packed"
     ),
-    "unaligned-bf16-96": Case(
-        (192, 100), 96, norm="l2", param=BF16, grad=BF16, momentum="packed", reply_bits=2, unaligned=True
-    ),
+    "unaligned-bf16-96": Case((192, 100), 96, norm="l2", param=BF16, grad=BF16, momentum="packed", unaligned=True),
     "chunks": Case((500, 63, 1, 129), 32, 2, 3, momentum="packed", missing=(3,), groups=2, grain=2),
     "copies-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", copies=2, groups=2, grain=2),
     "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", param=F16, momentum="none"),

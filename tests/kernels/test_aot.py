@@ -38,7 +38,6 @@ VARIANTS = {
     "fp32": set(STREAMS),
     "fp32, tensor scale, masked, scaled": ON_MESSAGES,
     "fp32, messages of 2 ranks": ON_MESSAGES,
-    "fp32, replies of 2 bits": ON_MESSAGES,
 }
 WIDE = ("fp32", "fp32, tensor scale, masked, scaled")  # others unpack what they read
 CODE = f"""

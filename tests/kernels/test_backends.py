@@ -111,16 +111,15 @@ def test_triton_compresses_as_the_cpu_does(case, masked):
         assert_same_residuals(ours.residuals[chunk.index], theirs.residuals[chunk.index], size[chunk.part])
     for row in range(ours.rows):
         chunk, rank = divmod(row, case.ranks)
-        for bits in (1, 2):
-            (got, got_left), (want, want_left) = (world.average(chunk, rank, bits) for world in (ours, theirs))
-            shard = ours.layout.shard(chunk, rank)
-            size = decoded_size(assert_same_messages(got, want, shard), shard)
-            assert_same_residuals(got_left, want_left, size)
+        (got, got_left), (want, want_left) = (world.average(chunk, rank) for world in (ours, theirs))
+        shard = ours.layout.shard(chunk, rank)
+        size = decoded_size(assert_same_messages(got, want, shard), shard)
+        assert_same_residuals(got_left, want_left, size)
 
 
 def decoded_size(scales: np.ndarray, span: Span) -> np.ndarray:
     """Of every element how large what its block's scale decodes to is."""
-    return np.repeat(scales[0] if scales.ndim == 2 else scales[0].max(1), span.lengths())
+    return np.repeat(scales[0], span.lengths())
 
 
 def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray) -> None:

@@ -155,23 +155,23 @@ class Inputs:
     def per_parameter(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, F32)
 
-    def residual(self, span: Span, first_row: int, form: Format) -> Residual:
+    def residual(self, span: Span, first_row: int) -> Residual:
         """A residual of `span` with e; with a tensor scale e is c, and `scales64` the last ones."""
-        made = Residual.zeros(span, form, self.device)
+        made = Residual.zeros(span, self.form, self.device)
         made.value.copy_(span.of(self.flat(self.e)))
         if made.scale is not None:
             made.scale.copy_(torch.from_numpy(self.scales64[first_row:][: len(made.scale)]))
             made.partial.fill_(float("nan"))
         return made
 
-    def fresh(self, rows: int, form: Format | None = None) -> Messages:
-        messages = (form or self.form).empty(rows, self.device)
+    def fresh(self, rows: int) -> Messages:
+        messages = self.form.empty(rows, self.device)
         messages.buffer.fill_(0xFF)
         return messages
 
-    def random_messages(self, shards: list[Span], seed: int = 1, bits: int = 1) -> Messages:
+    def random_messages(self, shards: list[Span], seed: int = 1) -> Messages:
         """Of these shards, with random bits (in padding too) and random scales, one of them 0."""
-        rng, messages = np.random.default_rng(seed), self.fresh(len(shards), self.form.with_bits(bits))
+        rng, messages = np.random.default_rng(seed), self.fresh(len(shards))
         messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
         for row, shard in enumerate(shards):
             bits, scales = messages.bits(row, shard), messages.scales(row, shard)
@@ -184,7 +184,7 @@ class Inputs:
     def all_messages(self, seed: int = 1) -> Messages:
         """Those of every shard, as replies are."""
         shards, copies = self.layout.all().shards(), self.case.copies
-        found = self.random_messages([s for s in shards for _ in range(copies)], seed, self.case.reply_bits)
+        found = self.random_messages([s for s in shards for _ in range(copies)], seed)
         return Messages(found.buffer, found.format, copies)
 
 
@@ -214,7 +214,7 @@ MADE: dict[str, Callable[[World], Any]] = {
     "d": lambda w: w.flat(w.d64),
     "replies": lambda w: w.all_messages(),
     "momentum": momentum,
-    "residuals": lambda w: [w.residual(c.span, c.rows.start, w.form) for c in w.chunks()],
+    "residuals": lambda w: [w.residual(c.span, c.rows.start) for c in w.chunks()],
     "sent": lambda w: w.fresh(w.rows),
     "squares": lambda w: torch.full((w.layout.blocks,), float("nan"), device=w.device),
     "sums": lambda w: torch.full_like(w.squares, float("nan")),
@@ -289,11 +289,9 @@ class World(Inputs):
         """What a rank gets for its shard, from each."""
         return self.random_messages([self.layout.shard(chunk, rank)] * self.case.ranks, 1 + rank)
 
-    def average(
-        self, chunk: int, rank: int, bits: int = 1, received: Messages | None = None
-    ) -> tuple[Messages, Residual]:
-        shard, form = self.layout.shard(chunk, rank), self.form.with_bits(2) if bits == 2 else self.form
-        residual, out = self.residual(shard, chunk * self.case.ranks + rank, form), self.fresh(1, form)
+    def average(self, chunk: int, rank: int, received: Messages | None = None) -> tuple[Messages, Residual]:
+        shard, out = self.layout.shard(chunk, rank), self.fresh(1)
+        residual = self.residual(shard, chunk * self.case.ranks + rank)
         mask, received = self.mask(self.plan.shard(chunk, rank)), received or self.received(chunk, rank)
         self.passes.average(shard, received, residual, out, live=mask)
         return out, residual

@@ -1,4 +1,4 @@
-"""The layout of a flat space, one message in 1 bit or 2, and the average of N ranks' messages."""
+"""The layout of a flat space, one message, and the average of N ranks' messages."""
 
 from __future__ import annotations
 
@@ -99,29 +99,24 @@ class Layout:
         return [self.shard(chunk, rank) for chunk in range(self.chunks) for rank in range(self.ranks)]
 
 
-ABOVE = 1.23  # times the mean size of a block: a larger element is large
 MOST = 2.0  # times the root mean square of a block: an unbiased scale is not larger
 
 
 @dataclass(frozen=True)
 class Message:
     """The compressed form of c: `scales` has one entry a block, or a single one (scale="tensor"); `lengths` are of what
-    each is for. With 2 bits `large` says which elements are, and a block has two entries, of those last."""
+    each is for."""
 
     c: np.ndarray
     bits: np.ndarray
     scales: np.ndarray
     valid: np.ndarray
     lengths: Sequence[int]
-    large: np.ndarray | None = None
 
     @property
     def scale(self) -> np.ndarray:
         """What the sign of each element is multiplied by."""
-        if self.large is None:
-            return np.repeat(self.scales, self.lengths)
-        small, large = np.repeat(self.scales, self.lengths, axis=0).T
-        return np.where(self.large, large, small)
+        return np.repeat(self.scales, self.lengths)
 
     @property
     def decoded(self) -> np.ndarray:
@@ -135,15 +130,6 @@ class Message:
     def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
         """Valid elements whose sign rounding of size `tolerance` cannot turn."""
         return self.valid & (np.abs(self.c) > tolerance)
-
-    def unsure_blocks(self, tolerance: float | np.ndarray) -> np.ndarray:
-        """Of every element, whether rounding of size `tolerance` can change which ones of its block are large."""
-        size, unsure = np.abs(self.c), np.zeros(self.c.shape, bool)
-        allowed = np.broadcast_to(tolerance, self.c.shape)
-        for block in blocks(self.lengths) if self.large is not None else ():
-            near = np.abs(size[block] - ABOVE * magnitude(size[block][self.valid[block]], "l1")) <= allowed[block]
-            unsure[block] = (self.valid[block] & near).any()
-        return unsure
 
 
 def blocks(lengths: Sequence[int]) -> list[slice]:
@@ -169,18 +155,10 @@ def magnitude(values: np.ndarray, norm: str) -> float:
 
 
 def compress(
-    c: np.ndarray, valid: np.ndarray, *, lengths: Sequence[int], scale: str = "block", norm: str = "l1", bits: int = 1
+    c: np.ndarray, valid: np.ndarray, *, lengths: Sequence[int], scale: str = "block", norm: str = "l1"
 ) -> Message:
-    """One message, of blocks of these lengths; what is not valid counts for nothing. With 2 bits an element is large
-    where |c| is above ABOVE times the mean size of its block."""
+    """One message, of blocks of these lengths; what is not valid counts for nothing."""
     c = np.where(valid, c, 0.0)
-    if bits == 2:
-        large, scales = np.zeros(c.shape, bool), []
-        for block in blocks(lengths):
-            size, on = np.abs(c[block]), valid[block]
-            large[block] = on & (size > ABOVE * magnitude(size[on], "l1"))
-            scales.append([magnitude(size[on & ~large[block]], "l1"), magnitude(size[large[block]], "l1")])
-        return Message(c, sigma(c) > 0, np.array(scales), valid, lengths, large)
     lengths = [c.size] if scale == "tensor" else lengths
     found = [magnitude(c[block][valid[block]], norm) for block in blocks(lengths)]
     return Message(c, sigma(c) > 0, np.array(found), valid, lengths)
@@ -201,7 +179,6 @@ class SimulatedAllReduce:
     norm: str = "l1"
     counted: np.ndarray | None = None
     direct: int = 0
-    reply_bits: int = 1
     worker: Arrays = field(init=False)
     server: np.ndarray = field(init=False)
     gathered: list[list[Message]] = field(init=False, default_factory=list)
@@ -228,7 +205,7 @@ class SimulatedAllReduce:
             result[shard] = total / len(ys)
             if not self.direct:
                 c = result[shard] + self.server[shard]
-                reply = compress(c, valid[shard], norm=of_means, bits=self.reply_bits, **options)
+                reply = compress(c, valid[shard], norm=of_means, **options)
                 self.server[shard] = reply.error
                 self.scattered.append(reply)
                 result[shard] = reply.decoded

@@ -2,7 +2,7 @@
 
 N GPUs on M nodes of G. A node's GPUs share its network, R bytes a second each way; within a node a GPU sends B. A
 message takes a seconds between nodes, b within one. S are the bytes of all gradients, s those of one rank's messages, r
-those of all that comes back to it: s, 2 s with replies of 2 bits, N s with direct ones, which need no all-to-all.
+those of all that comes back to it: s, or N s with direct replies, which need no all-to-all.
 
     all-reduce    2 (G-1)/G S/B + 2 (M-1)/M S/R         + 2 (G-1) b + 2 (M-1) a      uncompressed: rings
                   2 (G-1)/G S/B + 2 S/R                 + 2 (G-1) b + 2 log2(M) a    or NCCL's trees, where faster

@@ -32,10 +32,8 @@ def pass_seconds(
     name: str, elements: float, cluster: Cluster, itemsize: int, way: type[Exchange] | None = None
 ) -> float:
     """One pass of one rank on `elements`."""
-    copies, reply_bits = (1, 1) if way is None else (cluster.gpus // way.shards(cluster.gpus), way.reply_bits)
-    each = bytes_per_element(
-        name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies, reply_bits=reply_bits
-    )
+    copies = 1 if way is None else cluster.gpus // way.shards(cluster.gpus)
+    each = bytes_per_element(name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies)
     return elements * each / cluster.rates.get(name, cluster.memory)
 
 
@@ -45,9 +43,8 @@ def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], s
     parts = slices * way.shards(ranks) * chunks
     blocks = -(-elements // (BLOCK_SIZE * parts))
     longest = min(blocks * BLOCK_SIZE, -(-elements // WORD) * WORD)  # of one parameter: only its last block is short
-    messages = slices * ranks * chunks
-    sent, reply = (messages * bytes_of_message(bits * blocks, bits * longest) for bits in (1, way.reply_bits))
-    return (0, sent) if way is Direct else (sent, reply)
+    sent = slices * ranks * chunks * bytes_of_message(blocks, longest)
+    return (0, sent) if way is Direct else (sent, sent)
 
 
 def exchange(

@@ -120,7 +120,7 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
         one_of(*get_args(Overlap)),
         "all-reduces behind backward: none, uncompressed, as DDP's (default), both",
     ),
-    "reply": (one_of(*get_args(AskedReply)), "what comes back of messages: auto (default), direct, 1 or 2"),
+    "reply": (one_of(*get_args(AskedReply)), "what comes back of messages: auto (default), direct or 1"),
     "levels": (one_of(*get_args(Levels)), "of ranks in stage 2: 2, as node_group='auto' (default), or 1, as with None"),
     "gpus": (count, "in all"),
     "gpus_per_node": (count, "that share a node's network (default: 8)"),

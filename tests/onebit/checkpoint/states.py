@@ -19,7 +19,7 @@ from tests import oracle
 from tests.checkpoints import Run
 from tests.onebit.runs import bits, frozen_name, run, same, snapshot, take
 from tests.ranks import group, run_ranks
-from tests.wire import of_bits
+from tests.wire import signed
 
 FIVE = ((7, 9), (33,), (2,), (130,), (400,))  # shapes of what two levels share
 TWO_GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
@@ -67,10 +67,8 @@ def decoded(own, numel, block_size=64):
     """m; with direct replies the mean of what each rank's message says."""
     lengths = oracle.Layout((numel,), block_size).lengths[: -(-numel // block_size)]
     scales = own["momentum_scales"].double().numpy()
-    per_element = 8 * own["momentum_bits"].shape[-1] // max(sum(lengths), 1) or 1
     messages = np.atleast_2d(np.unpackbits(own["momentum_bits"].numpy(), axis=-1, bitorder="little") == 1)
-    of_messages = scales.reshape(len(messages), *scales.shape[-1 if per_element == 1 else -2 :])
-    values = [of_bits(b, s.ravel(), per_element, lengths)[2] for b, s in zip(messages, of_messages, strict=True)]
+    values = [signed(b, s, lengths) for b, s in zip(messages, np.atleast_2d(scales), strict=True)]
     return np.mean(values, axis=0)[:numel]
 
 

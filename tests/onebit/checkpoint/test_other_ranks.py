@@ -16,7 +16,7 @@ from tests.onebit.runs import Case, on_ranks, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
-DIRECT, TWO_BITS, TENSOR, CHUNKS = {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}, {"chunks": 2}
+DIRECT, TENSOR, CHUNKS = {"reply": "direct"}, {"scale": "tensor"}, {"chunks": 2}
 MOVES = {  # ranks there and here, options, others here, ranks a node there and here
     "4 to 2, two chunks": (A, 4, 2, CHUNKS, {}),
     "2 to 3": (L, 2, 3, {}, {}),
@@ -33,15 +33,9 @@ MOVES = {  # ranks there and here, options, others here, ranks a node there and 
     "direct, chunks 1 to 2": (A, 2, 2, DIRECT, CHUNKS),
     "direct to two phases": (L, 2, 2, DIRECT, {"reply": 1}),
     "two phases to direct, 3 to 2": (A, 3, 2, CHUNKS, DIRECT),
-    "two bits, 2 to 3": (L, 2, 3, {**TWO_BITS, **CHUNKS}, {}),
-    "two bits to one, blocks 64 to 96": (A, 2, 2, TWO_BITS, {"reply": 1, "block_size": 96}),
-    "one bit to two, 3 to 2": (L, 3, 2, CHUNKS, TWO_BITS),
-    "two bits to direct, tensor": (A, 2, 2, {**TWO_BITS, **TENSOR}, DIRECT),
+    "two phases to direct, tensor": (A, 2, 2, TENSOR, DIRECT),
     "own states, one bit to direct": (A, 3, 3, CHUNKS, DIRECT),
-    "own states, one bit to two": (L, 3, 3, CHUNKS, TWO_BITS),
-    "own states, two bits to one": (A, 3, 3, {**TWO_BITS, **CHUNKS}, {"reply": 1}),
-    "own states, two bits to direct": (L, 3, 3, {**TWO_BITS, **CHUNKS}, DIRECT),
-    "own states, direct to two bits": (A, 3, 3, {**DIRECT, **CHUNKS}, TWO_BITS),
+    "own states, direct to one bit": (A, 3, 3, {**DIRECT, **CHUNKS}, {"reply": 1}),
     "2 x 2 to 4": (A, 4, 4, {}, {}, 2, 1),
     "4 to 2 x 2": (L, 4, 4, CHUNKS, {}, 1, 2),
     "2 x 2 to 1": (L, 4, 1, CHUNKS, {}, 2, 1),
@@ -115,7 +109,7 @@ def test_states_that_lack_other_ranks_residuals_start_from_zero(loss):
     [
         (A, 2, CHUNKS),
         (L, 2, {**DIRECT, **CHUNKS}),
-        ("ZeroOneAdam", 2, TWO_BITS),
+        ("ZeroOneAdam", 2, {}),
         (L, 1, TENSOR),
         ("ZeroOneAdam", 1, {}),
     ],

@@ -130,7 +130,7 @@ DAMAGED_2 = {
     "blocks of a float": ((*NUMBERS, "block_size"), 32.0, "block_size"),
     "an unknown scale": ((*NUMBERS, "scale"), "row", "scale is 'row'"),
     "scale is a tensor": ((*NUMBERS, "scale"), torch.zeros(3), "scale is"),
-    "an unknown reply": ((*NUMBERS, "reply"), 3, "reply is 3"),
+    "an unknown reply": ((*NUMBERS, "reply"), 2, "reply is 2"),
     "chunks without end": ((*NUMBERS, "chunks"), [2**31], "chunks is"),
     "no chunks": ((*NUMBERS, "chunks"), [0], "chunks is 0"),
     "chunks of two dtypes": ((*NUMBERS, "chunks"), [1, 1], "parameters of 2 dtypes, here they have 1"),

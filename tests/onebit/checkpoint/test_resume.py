@@ -20,7 +20,7 @@ from tests.ranks import group
 FREEZE = {"freeze_step": 3}
 
 
-CHUNKS, DIRECT, TWO_BITS, TENSOR = {"chunks": 2}, {"reply": "direct"}, {"reply": 2}, {"scale": "tensor"}
+CHUNKS, DIRECT, TENSOR = {"chunks": 2}, {"reply": "direct"}, {"scale": "tensor"}
 GROUPS, BF16 = {"groups": TWO_GROUPS}, {"dtype": "bfloat16"}
 NEVER = {"missing": tuple((step, rank, 2) for step in range(1, 10) for rank in range(2))}
 NODES = {"shapes": states.FIVE, "each": 2, "bad": ((5, 1, nan),)}  # skipped right after a load: what was sent is there
@@ -37,7 +37,6 @@ RESUMES = [  # ranks, options, more of the case; test_contract.py has others
     ("OneBitAdam", 2, {**AUTO, **TENSOR}, {**GROUPS, "steps": 14}),
     ("OneBitAdam", 3, {**CHUNKS}, BF16),
     ("OneBitAdam", 2, {**DIRECT, **TENSOR}, {**BF16, **GROUPS}),
-    ("OneBitAdam", 3, {**TWO_BITS, **CHUNKS}, GROUPS),
     ("OneBitAdam", 2, {"chunks": "auto", "norm": "l2"}, {}),
     ("OneBitAdam", 2, {"master_weights": False}, BF16),
     ("OneBitAdam", 3, {**DIRECT, "norm": "unbiased", **CHUNKS}, skipping(3)),
@@ -47,7 +46,6 @@ RESUMES = [  # ranks, options, more of the case; test_contract.py has others
     ("OneBitLamb", 3, {**TENSOR, **CHUNKS}, {**GROUPS, **skipping(3)}),
     ("OneBitLamb", 2, {**TENSOR}, BF16),
     ("OneBitLamb", 2, {**DIRECT, **CHUNKS}, GROUPS),
-    ("OneBitLamb", 1, {**TWO_BITS, **TENSOR}, {}),
     ("OneBitLamb", 2, {"zero_variance": "floor"}, NEVER),
     ("OneBitLamb", 4, {**DIRECT, **CHUNKS}, NODES),
     ("ZeroOneAdam", 2, {**CHUNKS}, skipping(2)),

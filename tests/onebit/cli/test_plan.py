@@ -26,7 +26,7 @@ from onebit.cli.plan.model import (
 from onebit.collectives.chunking import candidates
 from onebit.collectives.direct import Direct
 from onebit.collectives.flags import MOST_ELEMENTS
-from onebit.collectives.two_phases import TwoBitReplies, TwoPhases
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.wire import Format
 
@@ -96,11 +96,11 @@ def test_latencies_are_those_of_the_messages():
 @pytest.mark.parametrize("elements", [1, 2049, 340_000_000])
 @pytest.mark.parametrize("ranks, chunks, slices", [(1, 1, 1), (3, 2, 1), (64, 8, 1), (2, 1, 4), (16, 8, 4)])
 def test_messages_have_the_bytes_of_the_wire(elements, ranks, chunks, slices):
-    for way in (TwoPhases, TwoBitReplies, Direct):
+    for way in (TwoPhases, Direct):
         form = Format(Layout([elements], ranks=slices * way.shards(ranks), chunks=chunks))
         sent, replies = message_bytes(elements, ranks, chunks, way, slices)
         assert sent == (0 if way is Direct else slices * ranks * chunks * form.nbytes)
-        assert replies == slices * ranks * chunks * form.with_bits(way.reply_bits).nbytes
+        assert replies == slices * ranks * chunks * form.nbytes
 
 
 def test_bytes_that_a_node_sends():
@@ -111,7 +111,6 @@ def test_bytes_that_a_node_sends():
     assert sent_compressed(BERT, SLOW) == pytest.approx(size * (4 * 12 / 16 + 15 / 16))
     size, replies = message_bytes(340_000_000, 4, 1, TwoPhases, slices=4)
     assert sent_compressed(NODES, SLOW) == pytest.approx(3 / 4 * (size + replies))
-    assert sent_compressed(replace(NODES, reply=2), SLOW) == pytest.approx(3 / 4 * 3 * size, rel=1e-3)
     assert sent_compressed(replace(NODES, reply="direct"), SLOW) == pytest.approx(3 / 4 * 4 * size, rel=1e-3)
     pair = replace(SLOW, gpus=8)  # of nodes, which exchange directly
     assert stage_2(NODES, pair) == stage_2(replace(NODES, reply="direct"), pair)
@@ -340,7 +339,7 @@ def test_small_models_do_not_agree_and_large_ones_wait_by_chunks():
 
 
 @pytest.mark.parametrize("overlap, reply, gpus", [
-    ("none", "auto", 8), ("uncompressed", "direct", 16), ("both", 1, 1024), ("both", 2, 8),
+    ("none", "auto", 8), ("uncompressed", "direct", 16), ("both", 1, 1024),
 ])  # fmt: skip
 def test_more_of_a_resource_is_never_slower(overlap, reply, gpus):
     model, cluster = replace(NODES, overlap=overlap, reply=reply), replace(SLOW, gpus=gpus, rtt=1e-3)

@@ -29,16 +29,15 @@ def sizes(state: Any, i: int, m: torch.Tensor) -> float:
     [
         ("OneBitAdam", "block", 1),
         ("OneBitAdam", "tensor", 1),
-        ("OneBitAdam", "block", 2),
         ("OneBitLamb", "block", "direct"),
-        ("OneBitLamb", "block", 2),
+        ("OneBitLamb", "block", 1),
         ("ZeroOneAdam", "tensor", 1),
     ],
 )
 @on_ranks(3)
 def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     options = {"freeze_step": 4, "scale": scale, "chunks": 2, "reply": reply, "zero_variance": "hold"}
-    case = Case(kind, options=options, untouched=((0, 2, 8),) if reply == 2 else ())
+    case = Case(kind, options=options, untouched=((0, 2, 8),) if kind == "OneBitLamb" and reply == 1 else ())
     run = Run(case, 3, rank, group())
     optimizer, params = run.optimizer, run.params
 
