@@ -159,7 +159,7 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         (f"{PLAN} --forward=1e308", "from 1e-15 to 1e+15"),  # a plan's sums went beyond a float
         (f"{PLAN} --elements=1.5", "not a whole number from 1 to 1,0"),
         (f"{PLAN} --steps=2e7", "whole number from 1 to 10,000,000"),
-        (f"{PLAN} --reply=3", "none of auto, direct, 1, 2"),
+        (f"{PLAN} --reply=3", "none of auto, direct, 1"),
         (f"{PLAN} --dtype=int8", "none of float32"),
         (f"{PLAN} --levels=3", "'3' is none of 1, 2"),
         (f"{PLAN} --model=gpt-9", "invalid choice"),
