@@ -2,7 +2,6 @@
 
 LambBasic1Bit    LAMB, then 1-bit momentum with variance and coefficients frozen (Li et al. 2021, section 3.4)
 FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)", Tang et al. 2021, section 7.1)
-SpacedLamb       LAMB's coefficients on 0/1 Adam's schedule: no stage 1
 NaiveAdam        Adam on gradients that are averaged with 1 bit; the variance goes on (Tang et al. 2021, section 3)
 """
 
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit import OneBitLamb, ZeroOneAdam
+from onebit import OneBitLamb
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
@@ -35,33 +34,6 @@ class BasicLamb(Lamb):
 
 class LambBasic1Bit(OneBitLamb):
     algorithm = BasicLamb
-
-
-class SpacedLamb(ZeroOneAdam):
-    """x = x - lr c_p u with u as in 0/1 Adam, and c_p = clip(||x|| / ||u||) of the step before, in steps of each kind.
-
-    ||u|| is known to all ranks: it is how far x has moved, over lr c_p.
-    """
-
-    def __init__(
-        self, params: Iterable[Any], lr: float, min_coeff: float = 0.01, max_coeff: float = 0.3, **options: Any
-    ):
-        super().__init__([{"params": [p]} for p in params], lr=lr, **options)
-        self._bounds, self._coefficients = (min_coeff, max_coeff), [max_coeff] * len(self.param_groups)
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        lr = float(self.param_groups[0]["lr"])
-        before = [group["params"][0].clone() for group in self.param_groups]
-        for group, c in zip(self.param_groups, self._coefficients, strict=True):
-            group["lr"] = lr * c
-        super().step()
-        for i, (group, x) in enumerate(zip(self.param_groups, before, strict=True)):
-            moved, norm = float((group["params"][0] - x).norm()), float(x.norm())
-            if moved > 0 and norm > 0 and group["lr"] > 0:
-                least, most = self._bounds
-                self._coefficients[i] = min(max(norm * group["lr"] / moved, least), most)
-            group["lr"] = lr
 
 
 class FrozenAdam(torch.optim.AdamW):

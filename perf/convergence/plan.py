@@ -17,30 +17,18 @@ VARIANTS = {  # by how they are called in tables
     "adam": "Adam",
     "onebit_adam": "1-bit Adam",
     "direct_adam": "1-bit Adam, direct replies",
-    "direct_l2_adam": "1-bit Adam, direct replies, norm l2",
-    "l2_adam": "1-bit Adam, norm l2",
     "direct_unbiased_adam": "1-bit Adam, direct replies, norm unbiased",
     "unbiased_adam": "1-bit Adam, norm unbiased",
     "zero_one_adam": "0/1 Adam",
     "direct_zero_one_adam": "0/1 Adam, direct replies",
     "direct_zero_one_1_adam": "0/1 Adam, direct replies, kappa 1",
     "direct_zero_one_2_adam": "0/1 Adam, direct replies, kappa 2",
-    "direct_zero_one_256_adam": "0/1 Adam, direct replies, blocks of 256",
     "direct_zero_one_l2_adam": "0/1 Adam, direct replies, norm l2",
     "direct_zero_one_unbiased_adam": "0/1 Adam, direct replies, norm unbiased",
     "direct_zero_one_unbiased_1_adam": "0/1 Adam, direct replies, norm unbiased, kappa 1",
     "direct_zero_one_unbiased_2_adam": "0/1 Adam, direct replies, norm unbiased, kappa 2",
     "direct_zero_one_unbiased_256_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256",
     "zero_one_unbiased_adam": "0/1 Adam, norm unbiased",
-    "direct_zero_one_8_adam": "0/1 Adam, direct replies, kappa 8",
-    "direct_zero_one_l2_8_adam": "0/1 Adam, direct replies, norm l2, kappa 8",
-    "direct_zero_one_l2_12_256_adam": "0/1 Adam, direct replies, norm l2, kappa 12, blocks of 256",
-    "zero_one_l2_adam": "0/1 Adam, norm l2",
-    "zero_one_2_adam": "0/1 Adam, kappa 2",
-    "zero_one_8_adam": "0/1 Adam, kappa 8",
-    "zero_one_16_adam": "0/1 Adam, kappa 16",
-    "local_4_adam": "0/1 Adam, exchanges up to 4 steps apart",
-    "local_8_adam": "0/1 Adam, exchanges up to 8 steps apart",
     "local_16_unbiased_adam": "0/1 Adam, norm unbiased, exchanges up to 16 steps apart",
     "local_16_adam": "0/1 Adam, exchanges up to 16 steps apart",
     "beta_25_adam": "Adam, beta1 0.25",
@@ -48,7 +36,6 @@ VARIANTS = {  # by how they are called in tables
     "direct_zero_one_unbiased_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25",
     "direct_zero_one_unbiased_beta_0_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0",
     "direct_zero_one_unbiased_256_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256, beta1 0.25",
-    "direct_zero_one_unbiased_last_adam": "0/1 Adam, direct replies, norm unbiased, last layer uncompressed",
     "direct_zero_one_unbiased_last_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25, last layer "
     "uncompressed",
     "direct_unbiased_unlimited_adam": "1-bit Adam, direct replies, norm unbiased, no limit",
@@ -59,14 +46,10 @@ VARIANTS = {  # by how they are called in tables
     "lamb": "LAMB",
     "onebit_lamb": "1-bit LAMB",
     "direct_lamb": "1-bit LAMB, direct replies",
-    "direct_l2_lamb": "1-bit LAMB, direct replies, norm l2",
     "direct_unbiased_lamb": "1-bit LAMB, direct replies, norm unbiased",
     "unbiased_lamb": "1-bit LAMB, norm unbiased",
     "direct_unbiased_unlimited_lamb": "1-bit LAMB, direct replies, norm unbiased, no limit",
     "lamb_basic": "LAMB + basic 1-bit",
-    "spaced_4_lamb": "LAMB on 0/1 Adam's schedule, kappa 4",
-    "spaced_8_lamb": "LAMB on 0/1 Adam's schedule, kappa 8",
-    "spaced_16_lamb": "LAMB on 0/1 Adam's schedule, kappa 16",
 }
 STAGED: dict[str, dict[str, Any]] = {  # options, for either family
     f"{name}_{family}": options
@@ -74,8 +57,6 @@ STAGED: dict[str, dict[str, Any]] = {  # options, for either family
     for name, options in {
         "onebit": {"reply": 1, "norm": "l1"},
         "direct": {"reply": "direct", "norm": "l1"},
-        "l2": {"reply": 1, "norm": "l2"},
-        "direct_l2": {"reply": "direct", "norm": "l2"},
         "unbiased": {"reply": 1, "norm": "unbiased"},
         "direct_unbiased": {"reply": "direct", "norm": "unbiased"},
         "direct_unbiased_unlimited": {"reply": "direct", "norm": "unbiased", "update_limit": None},
@@ -86,7 +67,6 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_adam": {"reply": "direct"},
     "direct_zero_one_1_adam": {"reply": "direct", "var_update_scaler": 1},
     "direct_zero_one_2_adam": {"reply": "direct", "var_update_scaler": 2},
-    "direct_zero_one_256_adam": {"reply": "direct", "block_size": 256},
     "direct_zero_one_l2_adam": {"reply": "direct", "norm": "l2"},
     "direct_zero_one_unbiased_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_1_adam": {"reply": "direct", "norm": "unbiased", "var_update_scaler": 1},
@@ -95,19 +75,9 @@ ZERO_ONE: dict[str, dict[str, Any]] = {  # options
     "direct_zero_one_unbiased_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_beta_0_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_256_beta_25_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
-    "direct_zero_one_unbiased_last_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_last_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
     "direct_zero_one_unbiased_unlimited_adam": {"reply": "direct", "norm": "unbiased", "update_limit": None},
     "zero_one_unbiased_adam": {"reply": 1, "norm": "unbiased"},
-    "direct_zero_one_8_adam": {"reply": "direct", "var_update_scaler": 8},
-    "direct_zero_one_l2_8_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 8},
-    "direct_zero_one_l2_12_256_adam": {"reply": "direct", "norm": "l2", "var_update_scaler": 12, "block_size": 256},
-    "zero_one_l2_adam": {"reply": 1, "norm": "l2"},
-    "zero_one_2_adam": {"reply": 1, "var_update_scaler": 2},
-    "zero_one_8_adam": {"reply": 1, "var_update_scaler": 8},
-    "zero_one_16_adam": {"reply": 1, "var_update_scaler": 16},
-    "local_4_adam": {"local_step_clipper": 4},
-    "local_8_adam": {"local_step_clipper": 8},
     "local_16_unbiased_adam": {"local_step_clipper": 16, "norm": "unbiased"},
     "local_16_adam": {"local_step_clipper": 16},
 }
@@ -119,13 +89,9 @@ BETA1 = {  # where it is not the task's
     "direct_zero_one_unbiased_256_beta_25_adam": 0.25,
     "direct_zero_one_unbiased_last_beta_25_adam": 0.25,
 }
-LAST_LAYER = ("direct_zero_one_unbiased_last_adam", "direct_zero_one_unbiased_last_beta_25_adam")
-GAN_ALONE = {*BETA1, *LAST_LAYER}  # whose tasks have betas of their own, and a discriminator with a last layer
-SPACED_LAMB = {"spaced_4_lamb": 4, "spaced_8_lamb": 8, "spaced_16_lamb": 16}  # kappa
-ONE_SEED = (
-    "zero_one_2_adam", "zero_one_8_adam", "zero_one_16_adam", "local_4_adam", "local_8_adam", "local_16_unbiased_adam",
-    *SPACED_LAMB,
-)  # fmt: skip
+LAST_LAYER = ("direct_zero_one_unbiased_last_beta_25_adam",)
+GAN_ALONE = frozenset(BETA1)  # whose task has betas of its own
+ONE_SEED = ("local_16_adam", "local_16_unbiased_adam")
 EVENTS = ("x 100", "x 30")  # from the middle on; for a quarter of the steps after it
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
@@ -207,12 +173,6 @@ TASKS: dict[str, Task] = {
             steps=600, batch=64, lr={"adam": 1e-3}, chosen="set before any run of this study, as were the measures",
             accuracy=True, families=("adam",), betas=(0.5, 0.999), measure="distance of samples",
         ),
-        Samples(
-            "gan-long", "The same GAN in 1,800 steps",
-            "runs in which full-precision steps may be more, and yet a smaller share", "two epochs; else as before",
-            steps=1800, batch=64, lr={"adam": 1e-3}, chosen="that of the task before",
-            accuracy=True, families=("adam",), betas=(0.5, 0.999), measure="distance of samples",
-        ),
         Sentiment(
             "sentiment", "Fine-tuning a BERT on the sentiment of movie snippets",
             "fine-tuning on GLUE and SQuAD, with Adam as there (1-bit Adam, section 7.1; 1-bit LAMB, section 6)",
@@ -273,7 +233,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE | SPACED_LAMB | BETA1
+    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE | BETA1
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:

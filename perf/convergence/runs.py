@@ -16,12 +16,11 @@ from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import Transport
 from onebit.kernels.data.layout import WORD
-from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam, SpacedLamb
+from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
 from perf.convergence.plan import (
     BETA1,
     LAST_LAYER,
     LOCAL,
-    SPACED_LAMB,
     STAGED,
     TASKS,
     VARIANTS,
@@ -92,10 +91,6 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
             return NaiveAdam(params, **common)
         case "lamb":
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
-        case variant if variant in SPACED_LAMB:
-            return SpacedLamb(
-                params, **common, chunks=1, reply="direct", norm="l1", var_update_scaler=SPACED_LAMB[variant]
-            )
         case "lamb_basic":
             return LambBasic1Bit(params, **staged, reply=1)
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
