@@ -100,8 +100,8 @@ REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: 
     1: "onebit_{family}",
     "direct": "direct_{family}",
 }
-RANKS, EVENT = "ranks", "event"
-BROAD = (REPLY, RANKS, EVENT)  # sweeps that compare more than SWEPT, of all seeds that are there
+RANKS, EVENT, RATE = "ranks", "event", "lr"
+BROAD = (REPLY, RANKS, EVENT, RATE)  # sweeps that compare more than SWEPT, of all seeds that are there
 MORE = 3  # ranks
 DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
     2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
@@ -252,7 +252,7 @@ def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
         case "freeze":
             return {"10 %": {"freeze": 0.1}, "standard": {}, "50 %": {"freeze": 0.5}, "auto": {"freeze": "auto"}}
         case "lr":
-            return {"x 0.5": {"lr": 0.5}, "x 1": {}, "x 2": {"lr": 2.0}}
+            return {"x 0.5": {"lr": 0.5}, "x 1": {}, "x 2": {"lr": 2.0}, "x 4": {"lr": 4.0}}
     raise ValueError(f"sweep {sweep!r}: choose among {(MAIN, *SWEEPS)}")
 
 
@@ -286,6 +286,8 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case "event":
             found = [(v, label) for label in labels for v in (*task.families, *DEFAULTS[2])]
             found += [(v, labels[0]) for v in UNLIMITED]
+        case "lr":
+            found = [(v, label) for label in labels for v in (*task.families, *DEFAULTS[2])]
         case _:
             found = [(v, label) for v in SWEPT for label in labels]
     return [(v, label) for v, label in found if family_of(v) in task.families]

@@ -16,6 +16,7 @@ from perf.convergence.plan import (
     EVENT,
     MAIN,
     MORE,
+    RATE,
     SWEEPS,
     TASKS,
     VARIANTS,
@@ -119,7 +120,7 @@ def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
 
 def broad_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
     """A row a point and variant. Differences are to the baseline at that point, or to that of the first."""
-    point = "gradients" if sweep == EVENT else "ranks"
+    point = {EVENT: "gradients", RATE: "learning rate"}.get(sweep, "ranks")
     head = [
         point,
         "optimizer",
