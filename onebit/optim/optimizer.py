@@ -127,7 +127,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.leave_out_buckets: Callable[[bool], None] = _has_none  # DDP's, in the coming backward pass
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.pay_off = PayOff(device)
-        self.watch = Watch(chosen.check_every, chosen.on_divergence)
+        self.watch = Watch(chosen.check_every)
         self._process_group, self._node_group = process_group, node_group
         self._build()
 

@@ -20,7 +20,6 @@ from onebit.optim.param_groups import COMPRESS, beta_of
 from onebit.warning import warn
 
 ZeroVariance = Literal["floor", "hold"]
-OnDivergence = Literal["raise", "broadcast"]
 AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
@@ -56,7 +55,6 @@ class OptionArguments(TypedDict, total=False):
     master_weights: bool
     overlap: bool
     check_every: int
-    on_divergence: OnDivergence
     gradient_dtype: torch.dtype | None
     foreach: bool | None
     capturable: bool | None
@@ -113,9 +111,8 @@ class Options:
     overlap: bool = _option(
         False, "in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled."
     )
-    check_every: int = _option(1000, "steps between two checks that all ranks hold the same bits, 0 for none.")
-    on_divergence: OnDivergence = _option(
-        "raise", 'where they do not: "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.'
+    check_every: int = _option(
+        1000, "steps between two checks that all ranks hold the same bits, a DivergenceError on each if not; 0: none."
     )
     gradient_dtype: torch.dtype | None = _option(
         None,
@@ -173,8 +170,6 @@ class Options:
                 f"check_every={self.check_every!r}: it is the number of steps between two checks that all ranks hold "
                 f"the same bits, and must be a whole number; 0 never checks"
             )
-        if not is_one_of(self.on_divergence, get_args(OnDivergence)):
-            raise ValueError(f"on_divergence={self.on_divergence!r}: it must be one of {get_args(OnDivergence)}")
         if self.gradient_dtype is not None and not _is_16_bits(self.gradient_dtype):
             raise ValueError(
                 f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in stage 1, "

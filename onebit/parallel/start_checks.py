@@ -52,7 +52,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
     o, groups = setup.options, setup.groups
     names = (
         "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "update_limit",
-        "master_weights", "overlap", "check_every", "on_divergence",
+        "master_weights", "overlap", "check_every",
     )  # fmt: skip
     of_groups = ("lr", "betas", "eps", "weight_decay", COMPRESS)
     return {
