@@ -129,7 +129,7 @@ def _layout(source: Source) -> str:
 
 _WORDS = (
     "demo", "tune", "plan", "--help", "-h", "--optimizer", "adam", "lamb", "--ranks", "2", "64", "65", "1", "0", "-1",
-    "--steps", "10", "10001", "400", "--seed", "2147483648", "1gbit", "100mbit", "--codec", "--out",
+    "--steps", "10", "10001", "400", "--seed", "2147483648", "1gbit", "100mbit", "--out",
     "a.png", "a.exe", ".", "", "a", "--device", "cpu", "cuda", "cuda:99", "cuda:-1", "meta", "mps", "auto", "--dtype",
     "float32", "float64", "--elements", "2**24", "2**99", "99**99", "1_000", "1e6", "--", "--elements=", "--out=x.png",
     "--ran", "@file", "%s", "{}", "\u0663", "\udc80", "é", "\n", "-",
