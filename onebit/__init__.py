@@ -17,7 +17,6 @@ from onebit.optim.zero_one import ZeroOneAdam
 from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
-from onebit.report.history import History
 
 if TYPE_CHECKING:
     from onebit.checkpoint.room import make_room
@@ -29,7 +28,6 @@ __all__ = [
     "CompressedAllReduce",
     "DivergenceError",
     "Field",
-    "History",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitOptimizer",
