@@ -11,6 +11,7 @@ from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
+from onebit.optim.freeze import FreezeRule
 from onebit.optim.lamb import OneBitLamb
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.zero_one import ZeroOneAdam
@@ -28,6 +29,7 @@ __all__ = [
     "CompressedAllReduce",
     "DivergenceError",
     "Field",
+    "FreezeRule",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitOptimizer",

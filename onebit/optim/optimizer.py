@@ -623,7 +623,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             zero_variance = self.setup.options.zero_variance
             stages = self.current.stages
             asked = stages.rule.freeze_step
-            at_once = asked != "auto" and asked < stages.steps == stages.steps_before
+            at_once = asked is not None and asked < stages.steps == stages.steps_before
             found = stages.steps, at_once, zeros, zero_variance, self.current.ddp_averages
             self.after_step.append(partial(report_freeze, *found))
 
