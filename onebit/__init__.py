@@ -11,13 +11,13 @@ from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
+from onebit.optim.freeze import FreezeRule
 from onebit.optim.lamb import OneBitLamb
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.zero_one import ZeroOneAdam
 from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
-from onebit.report.history import History
 
 if TYPE_CHECKING:
     from onebit.checkpoint.room import make_room
@@ -29,7 +29,7 @@ __all__ = [
     "CompressedAllReduce",
     "DivergenceError",
     "Field",
-    "History",
+    "FreezeRule",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitOptimizer",

@@ -21,7 +21,7 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FreezeRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
+from onebit.optim.freeze import StageRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
@@ -60,8 +60,8 @@ class Adam(Algorithm):
         state.rename("exp_avg_sq", DENOMINATOR)
         return without
 
-    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
-        return VarianceRule(options.freeze_step, options.freeze_threshold, window)
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> StageRule:
+        return VarianceRule(options.fixed_freeze_step, options.freeze_rule.threshold, window)
 
     def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
         check_variance(states, steps)

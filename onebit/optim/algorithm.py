@@ -23,7 +23,7 @@ from onebit.kernels.data.hyper import Hyper
 from onebit.optim import param_groups
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FixedStep, FreezeRule
+from onebit.optim.freeze import FixedStep, StageRule
 from onebit.optim.options import Options
 from onebit.optim.param_groups import Group
 from onebit.optim.reducer import MomentumReducer
@@ -98,9 +98,9 @@ class Algorithm(ABC):
         """A param group's numbers at step number `step`, of which the first is 1."""
         return param_groups.hyper_of(group, step, bias_correction)
 
-    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
-        """When stage 1 ends. window: steps between what freeze_step="auto" compares."""
-        return FixedStep(options.freeze_step, window)
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> StageRule:
+        """When stage 1 ends. window: steps between what a FreezeRule compares."""
+        return FixedStep(options.fixed_freeze_step, window)
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         """What passes work in, for the layout as it is now."""

@@ -1,8 +1,9 @@
 """When stage 1 ends, and what is kept of its variance.
 
     freeze_step = t          after t steps
-    freeze_step = "auto"     after the first step t >= 2 D with min(r, 1/r) >= threshold,
-                             r = ||vhat_t||_1 / ||vhat_(t-D)||_1,  D = 1 / (1 - beta2)
+    freeze_step = FreezeRule(threshold, D)     after the first step t >= 2 D with min(r, 1/r) >= threshold,
+                             r = ||vhat_t||_1 / ||vhat_(t-D)||_1,  D = 1 / (1 - beta2) where None is given
+    freeze_step = "auto"     FreezeRule()
 
 1-bit Adam (Tang et al. 2021), section 7.1, gives r >= threshold, which a variance that still grows from zero meets at
 once. LAMB has a rule of its own (onebit.optim.lamb).
@@ -15,28 +16,54 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.hyper import Hyper
 from onebit.log import tell
 from onebit.optim.flat_state import FlatState
-from onebit.optim.options import ZeroVariance
 from onebit.warning import warn
 
 AddParts = Callable[[Tensor], Tensor]
+ZeroVariance = Literal["floor", "hold"]
+MOST_STEPS = 2**31
 
 
-class FreezeRule(ABC):
+@dataclass(frozen=True)
+class FreezeRule:
+    """Ends stage 1 when what it compares has hardly changed over a window.
+
+    threshold: how close to 1 the ratio has to be. window: steps between what is compared; None takes 1 / (1 - beta2).
+    """
+
+    threshold: float = 0.96
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_finite(self.threshold) or not 0 < self.threshold < 1:
+            raise ValueError(
+                f"FreezeRule: threshold={self.threshold!r}: it bounds the ratio of two variances from below and must "
+                f"lie between 0 and 1; the papers use 0.96"
+            )
+        if self.window is not None and not is_whole(self.window, least=1, most=MOST_STEPS):
+            raise ValueError(
+                f"FreezeRule: window={self.window!r}: it is the number of steps between the two variances that are "
+                f"compared, 1 or more; None takes 1 / (1 - beta2)"
+            )
+
+
+class StageRule(ABC):
     """Compares numbers of a step with those of `window` steps before. They are the same on every rank, and so is the
     decision."""
 
     what = ""
 
-    def __init__(self, freeze_step: int | Literal["auto"], threshold: float, window: int, comparisons: int) -> None:
-        """comparisons: how often numbers are kept in a window."""
+    def __init__(self, freeze_step: int | None, threshold: float, window: int, comparisons: int) -> None:
+        """freeze_step: None where the comparison decides. comparisons: how often numbers are kept in a window."""
         self.freeze_step, self.threshold, self.window = freeze_step, threshold, window
         self._stride = -(-window // comparisons)
         self._trace: deque[list[float]] = deque(maxlen=-(-window // self._stride) + 1)
@@ -59,11 +86,11 @@ class FreezeRule(ABC):
 
     @property
     def automatic(self) -> bool:
-        return self.freeze_step == "auto"
+        return self.freeze_step is None
 
     def due(self, step: int) -> bool:
         """Whether stage 1 ends after step `step`, the last one added."""
-        if self.freeze_step != "auto":
+        if self.freeze_step is not None:
             return step >= self.freeze_step
         return step >= 2 * self.window and self.ratio is not None and self._stable(self.ratio)
 
@@ -87,11 +114,11 @@ class FreezeRule(ABC):
         self.ratio = self._compare(self._trace[-1], self._trace[0]) if full else None
 
 
-class FixedStep(FreezeRule):
+class FixedStep(StageRule):
     """For an algorithm without a rule of its own: stage 1 ends after `freeze_step` steps."""
 
-    def __init__(self, freeze_step: int | Literal["auto"], window: int) -> None:
-        if freeze_step == "auto":
+    def __init__(self, freeze_step: int | None, window: int) -> None:
+        if freeze_step is None:
             raise ValueError('freeze_step="auto": this optimizer has no rule for it. Pass the number of steps')
         super().__init__(freeze_step, 0.0, window, comparisons=1)
 
@@ -108,10 +135,10 @@ class FixedStep(FreezeRule):
         return False
 
 
-class VarianceRule(FreezeRule):
+class VarianceRule(StageRule):
     """1-bit Adam's: the size of the variance."""
 
-    def __init__(self, freeze_step: int | Literal["auto"], threshold: float, window: int) -> None:
+    def __init__(self, freeze_step: int | None, threshold: float, window: int) -> None:
         super().__init__(freeze_step, threshold, window, comparisons=window)
         self.what = f"the variance's ratio (stage 2 begins within {1 - threshold:.4g} of 1)"
 

@@ -28,7 +28,7 @@ from onebit.optim.adam import DENOMINATOR, nonzero, sum_squares
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FreezeRule, check_variance, raise_to_floor_, variance_to_denominator_
+from onebit.optim.freeze import StageRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import LARGEST_FLOAT, OptionArguments, Options, shows_options
@@ -156,7 +156,8 @@ class Lamb(Algorithm):
 
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> CoefficientRule:
         numels = [n for state in states for n in state.whole_numels]
-        return CoefficientRule(options.freeze_step, options.freeze_threshold, window, self.coeff_beta, numels)
+        threshold = options.freeze_rule.threshold
+        return CoefficientRule(options.fixed_freeze_step, threshold, window, self.coeff_beta, numels)
 
     def check_freeze(self, states: Sequence[FlatState], steps: int) -> None:
         if not any(bool((state["coefficient_steps"] > 0).any()) for state in states):
@@ -213,7 +214,7 @@ def _momentum_scaling(state: FlatState) -> Tensor:
     return torch.where(rms > 0, rms.mean() / rms, 1.0).float()
 
 
-class CoefficientRule(FreezeRule):
+class CoefficientRule(StageRule):
     """Stage 1 ends when parameters with 95 % of the elements have stable coefficients: c_avg changed by less than
     1 - threshold over a window. Compared 16 times a window, which is what has to be remembered."""
 
@@ -221,7 +222,7 @@ class CoefficientRule(FreezeRule):
 
     def __init__(
         self,
-        freeze_step: int | Literal["auto"],
+        freeze_step: int | None,
         threshold: float,
         window: int,
         coeff_beta: float,

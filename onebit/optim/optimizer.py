@@ -128,7 +128,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.leave_out_buckets: Callable[[bool], None] = _has_none  # DDP's, in the coming backward pass
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.pay_off = PayOff(device)
-        self.watch = Watch(chosen.check_every, chosen.on_divergence)
+        self.watch = Watch(chosen.check_every)
         self._process_group, self._node_group = process_group, node_group
         self._build()
 
@@ -628,7 +628,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             zero_variance = self.setup.options.zero_variance
             stages = self.current.stages
             asked = stages.rule.freeze_step
-            at_once = asked != "auto" and asked < stages.steps == stages.steps_before
+            at_once = asked is not None and asked < stages.steps == stages.steps_before
             found = stages.steps, at_once, zeros, zero_variance, self.current.ddp_averages
             self.after_step.append(partial(report_freeze, *found))
 

@@ -16,15 +16,14 @@ from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Scale, check_scale
+from onebit.optim.freeze import MOST_STEPS, FreezeRule, ZeroVariance
 from onebit.optim.param_groups import COMPRESS, beta_of
 from onebit.warning import warn
 
-ZeroVariance = Literal["floor", "hold"]
-OnDivergence = Literal["raise", "broadcast"]
+FreezeStep = int | Literal["auto"] | FreezeRule
 AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
-_MOST_STEPS = 2**31
 
 MASK = "mask"  # of a param group: see onebit.optim.held
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
@@ -41,9 +40,7 @@ _OF_ADAMW = {"decoupled_weight_decay"} | _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.k
 class OptionArguments(TypedDict, total=False):
     """What every optimizer takes beside its own arguments, for type checkers and editors."""
 
-    freeze_step: int | Literal["auto"]
-    freeze_threshold: float
-    freeze_window: int | None
+    freeze_step: FreezeStep
     bias_correction: bool
     zero_variance: ZeroVariance
     variance_floor: float
@@ -56,7 +53,6 @@ class OptionArguments(TypedDict, total=False):
     master_weights: bool
     overlap: bool
     check_every: int
-    on_divergence: OnDivergence
     gradient_dtype: torch.dtype | None
     foreach: bool | None
     capturable: bool | None
@@ -74,11 +70,9 @@ def _option(default: Any, description: str) -> Any:
 class Options:
     """The choices that hold for a whole optimizer; those of a param group stay in the group."""
 
-    freeze_step: int | Literal["auto"] = _option(
-        "auto", 'the last step of stage 1, or "auto": when the optimizer\'s rule finds it stable.'
+    freeze_step: FreezeStep = _option(
+        "auto", 'the last step of stage 1, or a FreezeRule, which ends it when it is stable; "auto": FreezeRule().'
     )
-    freeze_threshold: float = _option(0.96, 'how close to 1 the ratio has to be for freeze_step="auto".')
-    freeze_window: int | None = _option(None, "steps between what the rule compares; None takes 1 / (1 - beta2).")
     bias_correction: bool = _option(True, "as torch.optim.AdamW; False for the papers' BertAdam.")
     zero_variance: ZeroVariance = _option(
         "floor",
@@ -113,9 +107,8 @@ class Options:
     overlap: bool = _option(
         False, "in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled."
     )
-    check_every: int = _option(1000, "steps between two checks that all ranks hold the same bits, 0 for none.")
-    on_divergence: OnDivergence = _option(
-        "raise", 'where they do not: "raise" a DivergenceError on every rank, or "broadcast" what most ranks hold.'
+    check_every: int = _option(
+        1000, "steps between two checks that all ranks hold the same bits, a DivergenceError on each if not; 0: none."
     )
     gradient_dtype: torch.dtype | None = _option(
         None,
@@ -135,21 +128,21 @@ class Options:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}{other}: {known}")
         return cls(**arguments)
 
+    @property
+    def fixed_freeze_step(self) -> int | None:
+        """The last step of stage 1, where no rule finds it."""
+        return None if isinstance(self.freeze_step, (str, FreezeRule)) else self.freeze_step
+
+    @property
+    def freeze_rule(self) -> FreezeRule:
+        return self.freeze_step if isinstance(self.freeze_step, FreezeRule) else FreezeRule()
+
     def __post_init__(self) -> None:
-        if not is_one_of(self.freeze_step, ("auto",)) and not is_whole(self.freeze_step, least=0, most=_MOST_STEPS):
+        by_rule = isinstance(self.freeze_step, FreezeRule) or is_one_of(self.freeze_step, ("auto",))
+        if not by_rule and not is_whole(self.freeze_step, least=0, most=MOST_STEPS):
             raise ValueError(
-                f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, or "
-                f'"auto". Papers use 15 to 25 % of all steps'
-            )
-        if not is_finite(self.freeze_threshold, LARGEST_FLOAT) or not 0 < self.freeze_threshold < 1:
-            raise ValueError(
-                f"freeze_threshold={self.freeze_threshold!r}: it bounds the ratio of two variances from below and "
-                f"must lie between 0 and 1; the papers use 0.96"
-            )
-        if self.freeze_window is not None and not is_whole(self.freeze_window, least=1, most=_MOST_STEPS):
-            raise ValueError(
-                f"freeze_window={self.freeze_window!r}: it is the number of steps between the two variances that "
-                f"are compared, 1 or more; None takes 1 / (1 - beta2)"
+                f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, "
+                f'"auto", or an onebit.FreezeRule. Papers use 15 to 25 % of all steps'
             )
         if not is_one_of(self.zero_variance, get_args(ZeroVariance)):
             raise ValueError(f"zero_variance={self.zero_variance!r}: it must be one of {get_args(ZeroVariance)}")
@@ -168,13 +161,11 @@ class Options:
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
-        if not is_whole(self.check_every, least=0, most=_MOST_STEPS):
+        if not is_whole(self.check_every, least=0, most=MOST_STEPS):
             raise ValueError(
                 f"check_every={self.check_every!r}: it is the number of steps between two checks that all ranks hold "
                 f"the same bits, and must be a whole number; 0 never checks"
             )
-        if not is_one_of(self.on_divergence, get_args(OnDivergence)):
-            raise ValueError(f"on_divergence={self.on_divergence!r}: it must be one of {get_args(OnDivergence)}")
         if self.gradient_dtype is not None and not _is_16_bits(self.gradient_dtype):
             raise ValueError(
                 f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in stage 1, "
@@ -301,7 +292,7 @@ def check_sharded(options: Options, without_nodes: bool) -> None:
 def warn_if_early(options: Options, beta2: float) -> None:
     """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
     steps = round(1 / (1 - beta2))
-    if not options.bias_correction and options.freeze_step != "auto" and 0 < options.freeze_step < steps:
+    if not options.bias_correction and 0 < (options.fixed_freeze_step or 0) < steps:
         warn(
             f"freeze_step={options.freeze_step} without bias correction freezes a variance that is still growing from "
             f"zero: with beta2={beta2:g} it takes about {steps} steps to reach its size, and stage 2 would take too "

@@ -18,7 +18,7 @@ from onebit.kernels.data.wire import Norm
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FreezeRule
+from onebit.optim.freeze import StageRule
 from onebit.optim.options import Options
 
 
@@ -62,13 +62,13 @@ class Setup:
     @property
     def window(self) -> int:
         """Steps between what the freeze rule compares."""
-        return self.options.freeze_window or round(1 / (1 - self.beta2))
+        return self.options.freeze_rule.window or round(1 / (1 - self.beta2))
 
     @property
     def beta2(self) -> float:
         return max(param_groups.betas_of(group)[1] for group in self.groups)
 
-    def freeze_rule(self, states: Sequence[FlatState]) -> FreezeRule:
+    def freeze_rule(self, states: Sequence[FlatState]) -> StageRule:
         return self.algorithm.freeze_rule(self.options, self.window, [s for s in states if s.compressed])
 
     def flat_states(self, chunks: Sequence[int] = ()) -> list[FlatState]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from onebit.kernels.data.upload import capturing
 from onebit.log import tell
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FreezeRule
+from onebit.optim.freeze import StageRule
 
 logger = logging.getLogger("onebit")
 MOST_SHORTENED = 0.5  # of the elements, of a step that need not be told of
@@ -50,7 +50,7 @@ class Stages:
     """Counts steps taken and skipped on the device, and asks the freeze rule when stage 1 ends."""
 
     def __init__(
-        self, rule: FreezeRule, device: torch.device, *, steps: int = 0, skipped: int = 0, compressing: bool = False
+        self, rule: StageRule, device: torch.device, *, steps: int = 0, skipped: int = 0, compressing: bool = False
     ) -> None:
         self.rule, self.compressing = rule, compressing
         self.steps = steps  # taken, as far as the host knows: all but the last one

@@ -32,7 +32,7 @@ from onebit.optim.adam import Adam
 from onebit.optim.algorithm import Kind, LocalSteps
 from onebit.optim.fields import LEAST_ROOT, MOMENTUM, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import FixedStep, FreezeRule
+from onebit.optim.freeze import FixedStep, StageRule
 from onebit.optim.limit import USUAL
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.options import OptionArguments, Options, shows_options
@@ -163,7 +163,7 @@ class ZeroOne(Adam):
         for i, beta2 in enumerate(beta2s):
             state.view(VARIANCE.name, i).mul_(self.schedule.weight(steps, beta2) / (1 - beta2**steps))
 
-    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> FreezeRule:
+    def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> StageRule:
         return AfterDenseStart(self.schedule, window)
 
     def hyper(self, group: Group, step: int, bias_correction: bool) -> Hyper:
@@ -273,7 +273,7 @@ class ZeroOneAdam(OneBitOptimizer):
         "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
     """
 
-    without_options: ClassVar[frozenset[str]] = frozenset({"freeze_step", "freeze_threshold", "freeze_window"})
+    without_options: ClassVar[frozenset[str]] = frozenset({"freeze_step"})
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
     orders = [(p, order) for state in current.states for p, order in zip(state.params, state.orders, strict=True)]
     permuted = [f"parameter {setup.name_of(p)} {order}" for p, order in orders if order is not None]
     o, groups = setup.options, setup.groups
+    rule = str(replace(o.freeze_rule, window=current.stages.rule.window))
     names = (
-        "freeze_step", "freeze_threshold", "bias_correction", "zero_variance", "variance_floor", "update_limit",
-        "master_weights", "overlap", "check_every", "on_divergence",
+        "bias_correction", "zero_variance", "variance_floor", "update_limit",
+        "master_weights", "overlap", "check_every",
     )  # fmt: skip
     of_groups = ("lr", "betas", "eps", "weight_decay", COMPRESS)
     return {
@@ -65,7 +67,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         "masks": held.checksum(current.states),
         "memory order": _short([", ".join(permuted) or "contiguous"]),
         "dtypes": " ".join(str(state.dtype) for state in current.states),
-        "freeze_window": current.stages.rule.window,
+        "freeze_step": rule if o.fixed_freeze_step is None else o.fixed_freeze_step,
         "steps": current.stages.steps,
         "stage": 1 + current.stages.compressing,
     }

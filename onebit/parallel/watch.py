@@ -1,4 +1,4 @@
-"""Now and then: do all ranks still hold the same bits? A difference is an error on every rank, or is repaired on all.
+"""Now and then: do all ranks still hold the same bits? A difference is an error on every rank.
 
 Ranks that hold the same parameters and average the same messages move alike, bit for bit. A bit that flips in one
 rank's memory, or on its way to one rank, ends that, and nothing else would show it: each rank trains on, on a model of
@@ -12,18 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from onebit.collectives.agreement import Mismatch, all_gather_values, find_mismatches, listed
+from onebit.collectives.agreement import Mismatch, find_mismatches, listed
 from onebit.collectives.transport.protocol import Ranks
-from onebit.optim.options import OnDivergence
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
-from onebit.warning import warn
-
-REPAIR_BYTES = 2**20  # bytes of a rank's message in a repair: all ranks' messages are in memory at once
-_COUNT = "the count of steps"
 
 
 class DivergenceError(RuntimeError):
@@ -33,9 +27,8 @@ class DivergenceError(RuntimeError):
 class Watch:
     """Counts the calls of `step`, which are the same on all ranks, and compares after every `every` of them."""
 
-    def __init__(self, every: int, on_divergence: OnDivergence) -> None:
-        self._every, self._on_divergence = every, on_divergence
-        self._calls, self._due = 0, False
+    def __init__(self, every: int) -> None:
+        self._every, self._calls, self._due = every, 0, False
 
     def check(self, setup: Setup, current: Snapshot) -> None:
         """At the end of a step. A collective call where a check is due; between two exchanges of local steps it waits
@@ -46,30 +39,24 @@ class Watch:
         if not self._due or not current.synchronized or transport.size == 1:
             return
         self._due = False
-        failed = self._compare(transport, setup, current)
+        failed = _compare(transport, setup, current)
         others = "the replicas of another part of the parameters do not hold the same bits: their error says which"
         setup.topology.raise_together(failed, setup.device, others)
 
-    def _compare(self, transport: Ranks, setup: Setup, current: Snapshot) -> DivergenceError | None:
-        """What to raise, if anything; what differs is repaired where that is wanted and possible."""
-        tensors = dict(shared_tensors(setup, current))
-        found = find_mismatches(transport, list(tensors.values()), "comparing the ranks' state (all-gather)")
-        if not found:
-            return None
-        names, steps = list(tensors), int(current.stages.counts[0])
-        difference = f"after {steps} steps the ranks do not hold the same bits: {_description(names, found, transport)}"
-        obstacle = _obstacle(names, found)
-        if self._on_divergence == "raise" or obstacle:
-            advice = obstacle or 'Or go on with what most ranks hold: on_divergence="broadcast"'
-            return DivergenceError(f"{difference}. Load the last checkpoint on all ranks. {advice}")
-        for i, one in found.items():
-            repair(transport, tensors[names[i]], one)
-        if transport.rank == 0:
-            warn(
-                f"{difference}. They were given what most ranks hold. If it comes again, look at their memory and "
-                f"network"
-            )
+
+def _compare(transport: Ranks, setup: Setup, current: Snapshot) -> DivergenceError | None:
+    """What to raise, if anything."""
+    tensors = dict(shared_tensors(setup, current))
+    found = find_mismatches(transport, list(tensors.values()), "comparing the ranks' state (all-gather)")
+    if not found:
         return None
+    text = _description(list(tensors), found, transport)
+    if not all(one.majority for one in found.values()):
+        text += ". No values are held by more than half of the ranks, which alone would show who is right"
+    steps = int(current.stages.counts[0])
+    return DivergenceError(
+        f"after {steps} steps the ranks do not hold the same bits: {text}. Load the last checkpoint on all ranks"
+    )
 
 
 def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tensor]]:
@@ -84,16 +71,7 @@ def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tenso
                     yield f"{field.name} of parameter {name}", state.elements_of(state[field.name], i)
     for part in current.parts:
         yield from ((f"{k} of all {part.state.dtype} parameters", v) for k, v in part.shared_tensors())
-    yield _COUNT, current.stages.counts
-
-
-def repair(transport: Ranks, tensor: Tensor, mismatch: Mismatch) -> None:
-    """Give `tensor` on the ranks that differ the bits of a usual one, in pieces: a collective call."""
-    own = tensor.data.view(-1).view(torch.uint8)  # .data: what is written is no change by the user
-    for piece in own.split(REPAIR_BYTES):
-        everyone = all_gather_values(transport, piece, "repairing what differs (all-gather)")
-        if transport.rank in mismatch.ranks:
-            piece.copy_(everyone[mismatch.usual])
+    yield "the count of steps", current.stages.counts
 
 
 def _description(names: Sequence[str], found: Mapping[int, Mismatch], of: Ranks) -> str:
@@ -104,12 +82,3 @@ def _description(names: Sequence[str], found: Mapping[int, Mismatch], of: Ranks)
         ranks = listed(sorted({rank for i in others for rank in found[i].ranks}), of)
         text += f", and {len(others)} more tensors differ on {ranks} (the first is {names[others[0]]})"
     return text
-
-
-def _obstacle(names: Sequence[str], found: Mapping[int, Mismatch]) -> str:
-    """Why no rank can be given what others hold, if so."""
-    if not all(one.majority for one in found.values()):
-        return "No values are held by more than half of the ranks, which alone would show who is right"
-    if any(names[i] == _COUNT for i in found):
-        return "The ranks have not even taken the same steps"
-    return ""

@@ -52,7 +52,7 @@ steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a f
 threads of one process that run the real passes and send the real messages. A loss is that of the validation data after
 the last step, mean and standard deviation over seeds, which decide the model's start and the data's order. "Difference"
 is between runs of the same seed. "Within": the mean is at most that of the baseline plus the baseline's standard
-deviation. Every run in the folder counts. Where `freeze_step="auto"`, `freeze_window` is 5 % of the steps. Where
+deviation. Every run in the folder counts. Where `freeze_step` is a `FreezeRule`, its window is 5 % of the steps. Where
 nothing else is said messages come back in 1 bit, as in the papers (`reply=1`), and scales are mean sizes (`norm="l1"`);
 by default two ranks exchange messages directly, and scales are unbiased.
 

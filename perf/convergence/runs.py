@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
+from onebit import FreezeRule, OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import Transport
 from onebit.kernels.data.layout import WORD
@@ -64,8 +64,8 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
     betas = (BETA1.get(run.variant, beta1), beta2)
     plainly: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": betas}
     common = {**plainly, "process_group": transport}
-    window = max(1, run.steps // 20) if run.freeze == "auto" else None
-    staged = {**common, "freeze_step": run.freeze, "freeze_window": window, "chunks": 1}
+    freeze_step = FreezeRule(window=max(1, run.steps // 20)) if run.freeze == "auto" else run.freeze
+    staged = {**common, "freeze_step": freeze_step, "chunks": 1}
     match run.variant:
         case "adam" | "beta_25_adam" | "beta_0_adam":
             plain = torch.optim.AdamW(params, **plainly)

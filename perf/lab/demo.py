@@ -53,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = Settings().ranks
     parser.add_argument("--hosts", type=host_count, default=default, dest="ranks", help="the same as --ranks")
     arguments = parser.parse_args(argv)
-    if arguments.codec:
-        parser.error("--codec needs no network: onebit demo --codec")
     return exit_status("perf.lab.demo", lambda: run(arguments))
 
 

@@ -31,10 +31,10 @@ from tests.fuzz.mutate import ERRORS, Source, junk, pick
 _SENSIBLE: dict[str, tuple[Any, ...]] = {
     "lr": (1e-3, 0, 0.1, torch.tensor(1e-2)), "betas": ((0.9, 0.999), [0.0, 0.0], (0.5, 0.9)), "eps": (1e-8, 0.0, 1.0),
     "weight_decay": (0.0, 0.1), "bias_correction": (True, False), "master_weights": (True, False),
-    "freeze_step": (0, 1, 2, "auto"), "freeze_threshold": (0.96, 0.5), "freeze_window": (None, 1, 3, 17),
+    "freeze_step": (0, 1, 2, "auto", onebit.FreezeRule(0.5), onebit.FreezeRule(window=3)),
     "zero_variance": ("floor", "hold"), "variance_floor": (0.0, 0.01, 1.0), "scale": ("block", "tensor"),
     "norm": ("auto", "l1", "l2", "unbiased"), "block_size": (32, 64, 2048), "chunks": (1, 2, 3, "auto"),
-    "overlap": (False, True), "check_every": (0, 1, 1000), "on_divergence": ("raise", "broadcast"),
+    "overlap": (False, True), "check_every": (0, 1, 1000),
     "gradient_dtype": (None, torch.bfloat16, torch.float16),
 }  # fmt: skip
 _LAMB: dict[str, tuple[Any, ...]] = {
@@ -129,7 +129,7 @@ def _layout(source: Source) -> str:
 
 _WORDS = (
     "demo", "tune", "plan", "--help", "-h", "--optimizer", "adam", "lamb", "--ranks", "2", "64", "65", "1", "0", "-1",
-    "--steps", "10", "10001", "400", "--seed", "2147483648", "1gbit", "100mbit", "--codec", "--out",
+    "--steps", "10", "10001", "400", "--seed", "2147483648", "1gbit", "100mbit", "--out",
     "a.png", "a.exe", ".", "", "a", "--device", "cpu", "cuda", "cuda:99", "cuda:-1", "meta", "mps", "auto", "--dtype",
     "float32", "float64", "--elements", "2**24", "2**99", "99**99", "1_000", "1e6", "--", "--elements=", "--out=x.png",
     "--ran", "@file", "%s", "{}", "\u0663", "\udc80", "é", "\n", "-",

@@ -74,7 +74,8 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
         if one(False, False, True):
             options |= {"local_step_scaler": one(1, 2), "local_step_clipper": one(2, 4)}
     else:
-        options |= {"freeze_step": one(1, 2, 4, 7, 30, "auto"), "freeze_window": 2, "bias_correction": one(True, False)}
+        rule = onebit.FreezeRule(window=2)
+        options |= {"freeze_step": one(1, 2, 4, 7, 30, rule), "bias_correction": one(True, False)}
     if wrapper == "fsdp":
         options["overlap"] = False
     return {

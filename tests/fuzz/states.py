@@ -22,7 +22,7 @@ from tests.checkpoints import Run, forge, put_manifest
 from tests.fuzz.mutate import ERRORS, Source, junk, mutate, mutated_bytes, pick
 from tests.onebit.runs import Case, adamw_state, bits, snapshot
 
-AUTO = {"freeze_step": "auto", "freeze_window": 1, "freeze_threshold": 0.5}
+AUTO = {"freeze_step": onebit.FreezeRule(0.5, window=1)}
 SMALL = ((3, 5), (33,), (2,))
 CASES = [
     Case(kind, shapes=SMALL, dtype=dtype, options={"freeze_step": 2, "betas": (0.9, 0.95), **options}, groups=groups)

@@ -70,7 +70,6 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (demo.main, "--rate=fast", "'fast' is no rate from 1mbit to 100gbit"),
         (demo.main, "--rate=unshaped", "is no rate"),
         (demo.main, "--rate=1gbit --hosts=1", "not a number of hosts"),
-        (demo.main, "--rate=1gbit --codec", "--codec needs no network"),
         (kernels.main, "--device=toaster", "toaster"),
         (kernels.main, "--device=cpu --block-size=33 --elements=4096", "block_size"),
         (methods.main, "--models=huge", "huge"),

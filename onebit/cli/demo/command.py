@@ -1,16 +1,14 @@
-"""`onebit demo`: an optimizer and its 1-bit forms train the same model on ranks of this machine; or the codec alone."""
+"""`onebit demo`: an optimizer and its 1-bit forms train the same model on ranks of this machine."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 from onebit.cli.arguments import whole_number_from
-from onebit.cli.demo import codec as demo_codec
 from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.ranks import DemoError, Launcher, lines_of
 from onebit.cli.demo.train import RATE, Settings, parse_line
@@ -34,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=whole_number_from(0, 2**31), default=defaults.seed, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--codec", action="store_true", help="show the 1-bit codec instead, in a few seconds")
     parser.add_argument(
         "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
     )
@@ -45,18 +42,12 @@ def run(
 ) -> None:
     """Train, print the table, write the plot. launcher: see `lines_of`. bandwidth: of its links, for the launcher."""
     start, out = time.perf_counter(), arguments.out
-    draw: Callable[[Path], None]
     drawable = _check_plot(out)
-    if arguments.codec:
-        found = demo_codec.measure()
-        text, draw = demo_codec.describe(found), partial(demo_codec.plot, found)
-    else:
-        record = train(settings_of(arguments, bandwidth), progress, launcher)
-        text, draw = demo_report.describe(record), partial(demo_report.plot, record)
-    print(text)
+    record = train(settings_of(arguments, bandwidth), progress, launcher)
+    print(demo_report.describe(record))
     if drawable:
         with _writing(out):
-            draw(out)
+            demo_report.plot(record, out)
     print(f"\nPlot: {out}" if drawable else "\nNo plot: matplotlib is not installed. For one: pip install matplotlib")
     print(f"Took {time.perf_counter() - start:.0f} s")
 

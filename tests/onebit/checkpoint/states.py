@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import onebit
 from tests import oracle
 from tests.checkpoints import Run
 from tests.onebit.runs import bits, frozen_name, run, same, snapshot, take
@@ -23,7 +24,7 @@ from tests.wire import signed
 
 FIVE = ((7, 9), (33,), (2,), (130,), (400,))  # shapes of what two levels share
 TWO_GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
-AUTO = {"freeze_step": "auto", "freeze_window": 3, "freeze_threshold": 0.7, "betas": (0.9, 0.95)}
+AUTO = {"freeze_step": onebit.FreezeRule(0.7, window=3), "betas": (0.9, 0.95)}
 
 
 def other_parameters(case):

@@ -306,7 +306,7 @@ def test_a_state_of_other_dtypes_changes_nothing_and_moments_fit_any():
 def test_arguments_of_a_wrong_type_are_refused_by_name():
     odd = [torch.zeros(3), torch.zeros(0), np.zeros(3), 10**400, nan, [1]]
     of_lamb = ("coeff_beta", "min_coeff", "factor_max", "factor_threshold", "ratio")
-    of_adam = ("freeze_step", "freeze_window", "zero_variance", "scale", "norm", "chunks", "variance_floor")
+    of_adam = ("freeze_step", "zero_variance", "scale", "norm", "chunks", "variance_floor")
     for kind, names, values in (
         (onebit.OneBitLamb, of_lamb, [*odd, None, "x"]),
         (onebit.OneBitAdam, of_adam, [*odd, 2**63]),

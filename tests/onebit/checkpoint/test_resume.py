@@ -233,11 +233,14 @@ def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
 
 def test_lambs_coefficients_of_before_a_group_was_added_are_not_saved():
     params = [nn.Parameter(torch.ones(40)) for _ in range(3)]
-    optimizer = onebit.OneBitLamb(params[:2], lr=1e-3, freeze_window=32)
+    options = {"lr": 1e-3, "freeze_step": onebit.FreezeRule(window=32)}
+    optimizer = onebit.OneBitLamb(params[:2], **options)
     steps_of(params[:2], optimizer, *[1.0] * 20)
     optimizer.add_param_group({"params": params[2:]})
     steps_of(params, optimizer, *[1.0] * 5)
-    again = onebit.OneBitLamb([{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_window=32)
+    again = onebit.OneBitLamb(
+        [{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_step=onebit.FreezeRule(window=32)
+    )
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(40):
         steps_of(params, optimizer, 1.0)

@@ -1,7 +1,5 @@
-"""`onebit demo`: what its runs come to, a command that ends with all of its ranks whatever happens, and the codec."""
+"""`onebit demo`: what its runs come to, and a command that ends with all of its ranks whatever happens."""
 
-import contextlib
-import io
 import json
 import os
 import queue
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from onebit.cli import main as cli
-from onebit.cli.demo import codec
+from onebit.cli.demo import command as demo
 from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
 from onebit.cli.demo.ranks import DemoError, Process, lines_of
@@ -183,58 +181,9 @@ def test_the_text_is_split_and_the_model_sees_no_future():
     assert loss_of(model, windows).item() == pytest.approx(torch.tensor(text.letters).log().item(), rel=0.1)
 
 
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory):
-    """`onebit demo --codec` on small layers: what it found, what it printed, and the plot's path."""
-    out, found = tmp_path_factory.mktemp("codec") / "plot.png", []
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
-        measure = codec.measure
-        patch.setattr(codec, "NUMEL", 2**16)
-        patch.setattr(codec, "measure", lambda: found.append(measure()) or found[0])
-        assert cli.main(["demo", "--codec", "--out", str(out)]) == 0
-    return found[0], text.getvalue(), out
-
-
-def test_the_codecs_numbers_are_right(coded):
-    found, n = coded[0], 3 * 2**16
-    assert found.values == n
-    # Header, a scale a block, a bit a value.
-    assert found.message_bytes == 16 + 4 * n // 2048 + n // 8
-    # sqrt(1 - 2/pi) for normal values, whatever the layer's scale.
-    assert found.block_errors == pytest.approx([0.6028] * 3, abs=0.005)
-    # One scale s for all: the error relative to a layer of deviation d is sqrt(1 - 2 (s/d) sqrt(2/pi) + (s/d)^2).
-    s = (2 / torch.pi) ** 0.5 * sum(codec.TYPICAL) / 3
-    exact = [(1 - 2 * s / d * (2 / torch.pi) ** 0.5 + (s / d) ** 2) ** 0.5 for d in codec.TYPICAL]
-    assert found.tensor_errors == pytest.approx(exact, rel=0.01)
-    # Feedback loses nothing.
-    assert len(found.with_feedback) == len(found.without_feedback) == codec.STEPS
-    assert found.with_feedback[0] == pytest.approx(found.without_feedback[0])
-    assert found.with_feedback[-1] < 0.1 < 0.3 < found.without_feedback[-1]
-    assert found.with_feedback[49] < 0.7 * found.with_feedback[24]
-    assert found.without_feedback[49] > 0.9 * found.without_feedback[24]
-
-
-def test_the_codecs_numbers_are_printed_and_plotted(coded):
-    found, text, out = coded
-    for number in (found.message_bytes, 4 * found.values, 2 * found.values):
-        assert f"{number:,}" in text
-    for number in (*found.block_errors, *found.tensor_errors, *(found.with_feedback[t - 1] for t in codec.SHOWN)):
-        assert f"{number:.3f}" in text
-    pytest.importorskip("matplotlib")
-    assert out.read_bytes().startswith(PNG) and str(out) in text
-
-
-def test_what_the_codec_leaves_out_is_the_residual():
-    one, values = codec.Codec([1000], "block"), torch.randn(30, 1000, generator=torch.Generator().manual_seed(1))
-    arrived = sum(one([row])[0] for row in values)
-    torch.testing.assert_close(values.sum(0) - arrived, one.residual.value[:1000], rtol=1e-4, atol=1e-4)
-    one.forget()
-    assert one.residual.value.abs().max() == 0
-
-
-def test_demo_without_matplotlib_says_so(coded, tmp_path, capsys, monkeypatch):
+def test_demo_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(codec, "measure", lambda: coded[0])
-    assert cli.main(["demo", "--codec", "--out", str(tmp_path / "plot.png")]) == 0
+    monkeypatch.setattr(demo, "train", lambda *_: record())
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.png")]) == 0
     assert "pip install matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "plot.png").exists()

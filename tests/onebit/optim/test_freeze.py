@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import onebit
+from onebit import FreezeRule
 from tests import oracle
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
@@ -179,7 +180,7 @@ def test_a_variance_that_grows_from_zero_is_not_frozen():
 @pytest.mark.parametrize(("threshold", "window"), [(0.99, None), (0.96, 7), (0.9, 31)])
 def test_the_threshold_and_the_window_can_be_chosen(threshold, window):
     case = RISING.but(shapes=((8000,),))
-    found = traced(0, 1, options(case, freeze_threshold=threshold, freeze_window=window))
+    found = traced(0, 1, options(case, freeze_step=FreezeRule(threshold, window)))
     assert_frozen_by_the_rule([found], window or WINDOW, threshold)
     assert found.frozen != traced(0, 1, case).frozen
 
@@ -354,22 +355,27 @@ AUTO = {  # ranks, case, window, the end of the last growth that counts
     "4 % may go on": (1, GROWING.but(until=(50, 200, 50)), 20, 50),
     "6 % may not": (3, GROWING.but(until=(30, 30, 80)), 20, 80),
     "shrinking": (1, GROWING.but(growth=(-0.01, -0.01, -0.01), until=(60, 0, 0)), 20, 60),
-    "another threshold": (1, options(UP_TO_50, freeze_threshold=0.9), 20, 50),
-    "another window": (2, options(UP_TO_50, freeze_window=9), 9, 50),
-    "16 comparisons a window": (1, options(UP_TO_50, freeze_window=16), 16, 50),
-    "two steps a comparison": (1, options(GROWING.but(until=(60, 60, 60)), freeze_window=32), 32, 60),
-    "a window of strides": (1, options(UP_TO_50, freeze_window=33, coeff_beta=0.5), 33, 50),
+    "another threshold": (1, options(UP_TO_50, freeze_step=FreezeRule(0.9)), 20, 50),
+    "another window": (2, options(UP_TO_50, freeze_step=FreezeRule(window=9)), 9, 50),
+    "16 comparisons a window": (1, options(UP_TO_50, freeze_step=FreezeRule(window=16)), 16, 50),
+    "two steps a comparison": (
+        1,
+        options(GROWING.but(until=(60, 60, 60)), freeze_step=FreezeRule(window=32)),
+        32,
+        60,
+    ),
+    "a window of strides": (1, options(UP_TO_50, freeze_step=FreezeRule(window=33), coeff_beta=0.5), 33, 50),
 }
 
 
 @pytest.mark.parametrize("name", AUTO)
 def test_stage_1_ends_when_the_coefficients_are_stable(name):
     size, case, window, stable_from = AUTO[name]
-    numels, threshold = [int(np.prod(shape)) for shape in case.shapes], case.options.get("freeze_threshold", 0.96)
+    numels, rule = [int(np.prod(shape)) for shape in case.shapes], case.options.get("freeze_step", FreezeRule())
     found = simulation.on_ranks(size, traced, case)
     for each in found:
         steps = range(1, len(each.measured) + 1)
-        shares = [stable_share(each.measured, numels, step, window, threshold) for step in steps]
+        shares = [stable_share(each.measured, numels, step, window, rule.threshold) for step in steps]
         assert_frozen_by(each, window, shares, lambda share: share >= 0.95)
         assert each.end == found[0].end
     [early] = [text for text in found[0].messages if "at the earliest" in text]
@@ -383,7 +389,7 @@ def test_stage_1_ends_when_the_coefficients_are_stable(name):
 def test_a_model_without_elements_stays_in_stage_1():
     """A rank's shard of a model may hold nothing."""
     params = [nn.Parameter(torch.zeros(0))]
-    optimizer = onebit.OneBitLamb(params, freeze_window=2)
+    optimizer = onebit.OneBitLamb(params, freeze_step=FreezeRule(window=2))
     for _ in range(8):
         params[0].grad = torch.zeros(0)
         optimizer.step()

@@ -29,8 +29,6 @@ WRONG: list[Any] = [  # the option, values, and what the message says, with the 
     ("eps", [-1e-8, nan], "eps={}", "finite", "0 or more", "denominator"),
     ("weight_decay", [-0.1, inf], "weight_decay={}", "finite", "0 or more"),
     ("freeze_step", [-1, 1.5, "soon", True, None], "freeze_step={}", "stage 1", "whole number", '"auto"'),
-    ("freeze_threshold", [0.0, 1.0, 4, nan, "high"], "freeze_threshold={}", "between 0 and 1", "0.96"),
-    ("freeze_window", [0, 2.5], "freeze_window={}", "1 or more", "None"),
     ("zero_variance", ["alive"], "zero_variance={}", "floor", "hold"),
     ("scale", ["row"], "scale", "{}", "block", "tensor"),
     ("norm", ["l3"], "norm", "{}", "l1", "l2", "unbiased"),
@@ -70,6 +68,18 @@ def test_a_wrong_option_is_refused_at_once(kind, row):
             assert_message(caught, *(part.replace("{}", repr(value)) for part in parts))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "parts"),
+    [("threshold", [0.0, 1.0, 4, nan, inf, "high", None], ("between 0 and 1", "0.96")),
+     ("window", [0, 2.5, True, 2**40, "long"], ("1 or more", "None"))],
+)  # fmt: skip
+def test_a_freeze_rule_that_cannot_be_is_refused(name, values, parts):
+    for value in values:
+        with pytest.raises(ValueError) as caught:
+            onebit.FreezeRule(**{name: value})
+        assert_message(caught, f"{name}={value!r}", *parts)
+
+
 @kinds
 def test_an_unknown_keyword_is_a_type_error(kind):
     with pytest.raises(TypeError, match="freeze_steps"):
@@ -83,7 +93,8 @@ def test_values_at_the_limits_are_accepted(kind):
     for own in (
         {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0},
         {"lr": torch.tensor(1e-3), "betas": [0.9, 0.99]},
-        {"freeze_step": 0, "freeze_threshold": 0.5, "freeze_window": 1, "chunks": 3},
+        {"freeze_step": onebit.FreezeRule(0.5, window=1), "chunks": 3},
+        {"freeze_step": 0},
         {"block_size": 32, "zero_variance": "hold", "scale": "tensor", "norm": "l2"},
         {"block_size": 8192, "bias_correction": False, "master_weights": False, "weight_decay": 1},
     ):

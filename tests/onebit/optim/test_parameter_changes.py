@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import onebit
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, assert_message, bits, build, kinds, on_ranks, parameters, run, same, snapshot
 from tests.ranks import group
@@ -52,7 +53,7 @@ def test_the_last_step_before_a_group_is_added_is_measured_without_it():
     ratios = []
     for added in (False, True):
         params = [nn.Parameter(torch.ones(40, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
-        optimizer = build("OneBitAdam", params, betas=(0.9, 0.5), freeze_window=1)
+        optimizer = build("OneBitAdam", params, betas=(0.9, 0.5), freeze_step=onebit.FreezeRule(window=1))
         for step in range(3):
             if added and step == 2:
                 optimizer.add_param_group({"params": parameters((4,)), "betas": (0.9, 0.999)})

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import onebit
 from tests.onebit.runs import assert_message, bits, build, on_ranks, parameters
 from tests.ranks import group
 
@@ -36,9 +37,8 @@ DIFFERENT = [
     ({"eps": 1e-6}, ["eps", "1e-06", "1e-08"]),
     ({"weight_decay": 0.1}, ["weight_decay", "0.1", "0.0"]),
     ({"freeze_step": 6}, ["freeze_step", "6", "5"]),
-    ({"freeze_step": "auto"}, ["freeze_step", "auto", "5"]),
-    ({"freeze_threshold": 0.9}, ["freeze_threshold", "0.9", "0.96"]),
-    ({"freeze_window": 7}, ["freeze_window", "7", "1000"]),
+    ({"freeze_step": "auto"}, ["freeze_step", "FreezeRule(threshold=0.96, window=1000)", "5"]),
+    ({"freeze_step": onebit.FreezeRule(0.9)}, ["freeze_step", "FreezeRule(threshold=0.9, window=1000)", "5"]),
     ({"bias_correction": False, "freeze_step": 5}, ["bias_correction", "False", "True"]),
     ({"zero_variance": "hold"}, ["zero_variance", "hold", "floor"]),
     ({"scale": "tensor"}, ["scale", "tensor", "block"]),
@@ -63,6 +63,21 @@ def test_every_rank_names_the_rank_that_differs_and_the_option(rank, size, kind,
         caught = error_of_the_first_step(rank, kind, which, own)
         assert_message(caught, f"rank {which} has", *parts, "Give every rank the same")
         assert str(caught.value).startswith("the ranks do not agree"), own
+
+
+@on_ranks(2)
+def test_two_freeze_rules_are_one_where_they_mean_the_same(rank):
+    with pytest.raises(ValueError) as caught:
+        step_with(rank, onebit.FreezeRule(window=7 + rank))
+    assert_message(caught, "rank 1 has freeze_step", "window=8)' where rank 0", "window=7)'")
+    step_with(rank, ("auto", onebit.FreezeRule(window=1000))[rank])
+
+
+def step_with(rank, freeze_step):
+    params = parameters((5,))
+    optimizer = build("OneBitAdam", params, freeze_step=freeze_step, process_group=group())
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
 
 
 @pytest.mark.parametrize(("kind", "size", "which"), [("OneBitAdam", 3, 0), ("OneBitLamb", 2, 1), ("ZeroOneAdam", 3, 2)])
