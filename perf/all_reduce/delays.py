@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from perf.all_reduce.measure import Row
 from perf.lab.rates import PAYLOAD, rate_bits, rtt_seconds
-from perf.targets import Limit
+from perf.targets import Target
 
 MOST = 3.0  # round trips: of a small call, and of a large one beyond its bytes' time
 SMALL, LARGE = 2**18, 25_000_000  # elements
@@ -33,11 +33,11 @@ def line(row: Row) -> str:
     return f"1 bit, {row.hosts} hosts, {row.rate}, {row.elements:,} elements: {trips:.1f} round trips a call{less}"
 
 
-def targets(row: Row) -> list[Limit]:
+def targets(row: Row) -> list[Target]:
     where = f"({row.hosts} hosts, {row.rate}, {row.elements:,} elements)"
     trips, beyond = round_trips(row), beyond_bytes(row)
     if row.elements == SMALL and trips is not None:
-        return [Limit(f"round trips a call {where}", trips, MOST)]
+        return [Target(f"round trips a call {where}", trips, MOST, at_most=True)]
     if row.elements == LARGE and beyond is not None:
-        return [Limit(f"round trips a call beyond its bytes' time {where}", beyond, MOST)]
+        return [Target(f"round trips a call beyond its bytes' time {where}", beyond, MOST, at_most=True)]
     return []

@@ -16,7 +16,7 @@ from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, TWO_LEVELS, Row, by_
 from perf.lab.rates import rate_and_rtt, rate_bits, rtt_seconds
 from perf.records import machine, slug, write_record
 from perf.tables import cell
-from perf.targets import Target, as_json, check_status
+from perf.targets import Target, as_json
 
 STANDARD = {
     "hosts": [4],
@@ -184,7 +184,7 @@ def _about(arguments: argparse.Namespace, group: dict[str, Any], load: float | N
     }
 
 
-def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> int:
+def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> None:
     """The table, the targets, the record and the plot."""
     where = f"{group['device']}, {os.cpu_count()} cores, {group['backend']}, threads a rank: {group['threads']}"
     several = any(row.each > 1 for row in rows)
@@ -202,4 +202,3 @@ def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any]
     print(f"\n{path}")
     draw = two_levels.plot if several else plot
     plots.draw_if_possible(lambda: [draw(rows, where, path.with_suffix(".png"))])
-    return check_status("perf.all_reduce", reached, arguments.check)

@@ -55,7 +55,6 @@ from perf.lab.rates import UNSHAPED, clock_option
 from perf.lab.workers import print_progress, print_result, run_worker, run_workers
 from perf.ranks import require_group
 from perf.records import load_average
-from perf.targets import check_status
 from perf.train_step.measure import Publish, Row, Run, run_rank
 from perf.train_step.plots import draw
 from perf.train_step.report import STANDARD, Record, about, link_for, loss_table, missing, record_name, table
@@ -137,25 +136,21 @@ def on_lab(
     return found
 
 
-def report(arguments: argparse.Namespace, record: Record) -> int:
+def report(record: Record) -> None:
     """Tables, targets, plots of what there is."""
-    if not record.rows and not record.runs:
-        return int(arguments.check)
     about = record.about
     where = f"{about['device']}, {about['cpu_count']} cores, {about['ranks']} ranks, {about['backend']}"
     print(f"{where}, {about['elements']:,} elements, load before: {about['load_before']}\n")
     for text in (table(record.rows), loss_table(record.rows, record.runs)):
         print(text)
-    reached = record.targets()
-    print("".join(f"\n{target}" for target in reached))
+    print("".join(f"\n{target}" for target in record.targets()))
     record.save()
     print(f"\n{record.path}")
     plots.draw_if_possible(lambda: draw(record, where))
-    return check_status("perf.train_step", reached, arguments.check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1: a failure (what was found is kept), or with --check a missed target. 2: impossible here."""
+    """Exit status 1: a failure (what was found is kept). 2: impossible here."""
     arguments = parse_arguments(argv)
     return exit_status("perf.train_step", lambda: run(arguments))
 
@@ -172,10 +167,10 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.runs = missing(arguments, record) if arguments.train else []
     status = exit_status("perf.train_step", lambda: _measure(arguments, record, progress), lost="no more figures")
     progress.clear()
-    if status == CANNOT_MEASURE or not (arguments.lab or record.changed):  # of a group rank 0 alone has the results
-        return status
-    missed = report(arguments, record)
-    return status or missed
+    there = record.changed or arguments.lab and record.rows  # of a group rank 0 alone has the results
+    if there and status != CANNOT_MEASURE:
+        report(record)
+    return status
 
 
 def _measure(arguments: argparse.Namespace, record: Record, progress: Progress) -> int:
@@ -242,7 +237,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds for one network of the lab")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     add_out(parser, "the record and the plots")
     parser.add_argument("--name", help="of the record, after the machine's (default: made of the options that differ)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank of --lab

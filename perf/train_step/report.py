@@ -17,7 +17,7 @@ from onebit.kernels.tuning.machine import device_name, provenance
 from perf.lab.rates import PAYLOAD, rate_bits
 from perf.records import cpu_name, machine, read_record, slug, write_record
 from perf.tables import cell
-from perf.targets import Limit, Target, as_json
+from perf.targets import Target, as_json
 from perf.train_step.measure import Row, Run
 from perf.train_step.variants import BASELINE, OURS, POWERSGD, SPACED, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
 
@@ -142,7 +142,10 @@ def report_targets(rows: Sequence[Row]) -> list[Target]:
         if row.reported and row.seconds
     ]
     what = "times the time of a step in the optimizer's report, or its inverse"
-    return [Limit(f"{what} (farthest of {len(apart)}: {max(apart)[1]})", max(apart)[0], APART)] if apart else []
+    if not apart:
+        return []
+    farthest, of = max(apart)
+    return [Target(f"{what} (farthest of {len(apart)}: {of})", farthest, APART, at_most=True)]
 
 
 def network_bound(group: Group) -> bool:

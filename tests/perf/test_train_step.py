@@ -307,15 +307,6 @@ def test_what_was_found_before_the_end_is_kept_and_shown(lab, tmp_path, capsys):
         path.unlink()
 
 
-def test_a_missed_target_is_an_error_only_with_check(lab, capsys):
-    slow = [*ROWS[:3], row(OURS, 3.0)]
-    for rows, status, says in ((ROWS, 0, "met"), (slow, 1, "missed"), (ROWS[:2], 1, "no target speaks")):
-        assert lab(rows) == 0
-        assert lab(rows, "--check") == status
-        captured = capsys.readouterr()
-        assert says in captured.out + captured.err
-
-
 @pytest.mark.netlab
 def test_in_the_lab_bytes_are_the_interfaces_and_a_link_gives_the_share(lab_available, tmp_path, monkeypatch):
     tried = []
