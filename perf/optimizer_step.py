@@ -2,9 +2,9 @@
 
     python -m perf.optimizer_step [--rounds 15] [--out perf/results]
 
-One process and one thread on a CPU, no group: nothing is sent. In every round each optimizer takes one step, in turn; a time is the
-median over rounds, a ratio that of two medians. "8 ranks, local work" is what one of 8 ranks does in a step of stage 2:
-scan and compress everything, average an eighth of it from 8 messages, update everything.
+One process and one thread on a CPU, no group: nothing is sent. In every round each optimizer takes one step, in turn; a
+time is the median over rounds, a ratio that of two medians. "8 ranks, local work" is what one of 8 ranks does in a step
+of stage 2: scan and compress everything, average an eighth of it from 8 messages, update everything.
 """
 
 from __future__ import annotations

@@ -14,13 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives import CompressedAllReduce
-from onebit.collectives.averaging import average_slices
-from onebit.collectives.exchange import Chunk, Server
 from onebit.collectives.reply import AskedReply
-from onebit.collectives.transport.protocol import Transport
-from onebit.kernels.data.hyper import Hyper, hyper_table
-from onebit.kernels.data.pointers import Pointers
 from perf.command import WrongResult
+from perf.lab.workers import Publish
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
 
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,7 +39,7 @@ class Row:
     calls: tuple[float, ...] = ()  # seconds of each, the slowest rank's
     bytes: float | None = None  # sent a call, by the host that sends most
     chunks: int | None = None
-    phases: dict[str, float] | None = None  # seconds of each alone, unpipelined
+    phases: dict[str, float] | None = None  # seconds of each alone, in the records of perf.cluster
     error: str | None = None
     each: int = 1  # ranks a host
 
@@ -106,15 +102,14 @@ class TimedKind:
 def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
     """The rows of one size; with several ranks a host also those of two levels. A collective call.
 
-    how: the command's chunks, repeats, in_a_row, phases and direct.
+    how: the command's chunks, repeats, in_a_row and direct.
     """
     replies: dict[str, AskedReply] = {ONE_BIT: 1, **({DIRECT: "direct"} if how.direct else {})}
     replies |= {TWO_LEVELS: "auto"} if ranks.each > 1 else {}
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     source = torch.randn(elements, generator=generator, device=ranks.device)
-    phase_repeats = how.repeats if how.phases else 0
     found: list[TimedKind | Row] = [
-        *(_compressed(ranks, kind, reply, source, how.chunks, phase_repeats) for kind, reply in replies.items()),
+        *(_compressed(ranks, kind, reply, source, how.chunks) for kind, reply in replies.items()),
         *(_uncompressed(ranks, kind, source) for kind in KINDS),
     ]
     kinds = [kind for kind in found if isinstance(kind, TimedKind)]
@@ -122,9 +117,7 @@ def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
     return [next(rows) if isinstance(kind, TimedKind) else kind for kind in found]
 
 
-def _compressed(
-    ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any, phase_repeats: int
-) -> TimedKind:
+def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any) -> TimedKind:
     elements = source.numel()
     ranks.progress(f"{elements:,} elements: checking results")
     node_group = "auto" if kind == TWO_LEVELS else None
@@ -135,8 +128,7 @@ def _compressed(
 
     def finished(row: Row) -> Row:
         check_same(ranks, x, "after the timed calls")
-        phases = _phases(ranks, average, x, phase_repeats) if phase_repeats else None
-        return replace(row, chunks=average.chunks, phases=phases)
+        return replace(row, chunks=average.chunks)
 
     return TimedKind(_row(ranks, elements, kind), source, x, lambda: average(x), finished)
 
@@ -190,54 +182,10 @@ def time_in_turn(ranks: Ranks, kinds: Sequence[TimedKind], repeats: int, in_a_ro
     return rows
 
 
-def _phases(ranks: Ranks, average: CompressedAllReduce, x: Tensor, repeats: int) -> dict[str, float]:
-    """Seconds of each phase alone on all ranks at once: what pipelining has to overlap."""
-    exchange, transport, node = average.prepare(), average.transport, average.topology.node
-    backend, layout = exchange.backend, exchange.layout
-    pointers, hyper = Pointers.to(layout, [x]), hyper_table([Hyper()], ranks.device)
-    flags = torch.zeros(1, dtype=torch.int32, device=ranks.device)
-
-    def scan(c: Chunk) -> tuple[str, Callable[[], object]]:
-        return "scan", lambda: backend.scan(c.slice, pointers, hyper, flags)
-
-    def of_server(c: Chunk, server: Server) -> list[tuple[str, Callable[[], object]]]:
-        return [
-            ("all-to-all", lambda: transport.all_to_all(server.received.buffer, c.sent.buffer, "gather").wait()),
-            ("average", lambda: backend.average(server.shard, server.received, server.residual, server.reply)),
-        ]
-
-    def of_node(c: Chunk, node: Transport) -> list[tuple[str, Callable[[], object]]]:
-        slices, out, own = layout.slices(c.index, node.size), c.replies.buffer.view(node.size, -1), c.arriving.buffer
-        return [
-            ("node mean", lambda: average_slices(slices, [x], [x], node)),
-            ("spread", lambda: node.all_gather(out, own.view(1, -1), "spread").wait()),
-        ]
-
-    def of_chunk(c: Chunk) -> list[tuple[str, Callable[[], object]]]:
-        return [
-            *(of_node(c, node) if node is not None else ()),
-            ("compress", lambda: backend.compress(c.slice, pointers, None, c.residual, hyper, flags, c.sent)),
-            *(of_server(c, c.server) if c.server is not None else ()),
-            ("all-gather", lambda: transport.all_gather(c.arriving.buffer, c.own_reply.buffer, "scatter").wait()),
-            ("decode", lambda: backend.decode(c.span, c.replies, pointers)),
-        ]
-
-    parts: list[tuple[str, Callable[[], object]]] = [
-        *map(scan, exchange.chunks),
-        ("agree", lambda: average.topology.everyone.all_max(flags, "agree")),
-        *(part for chunk in exchange.chunks for part in of_chunk(chunk)),
-    ]
-    runs = [ranks.slowest([ranks.seconds(run) for _, run in parts]) for _ in range(repeats)]
-    medians = [statistics.median(calls) for calls in zip(*runs, strict=True)]
-    names = dict.fromkeys(name for name, _ in parts)
-    return {n: sum(s for s, (name, _) in zip(medians, parts, strict=True) if name == n) for n in names}
-
-
-def run_rank(arguments: argparse.Namespace, show: Show) -> tuple[list[Row], dict[str, Any], int]:
-    """Measure on this process's group: the rows, which are the same on all ranks, what group it is, and our rank."""
+def run_rank(arguments: argparse.Namespace, show: Show, publish: Publish) -> None:
+    """Measure on this process's group; on rank 0 `publish` gets what is found, first what group it is."""
     with process_group(arguments, show, arguments.each) as ranks:
         group = describe_group(ranks)
-        rows = []
-        for elements in arguments.elements:
-            rows += measure(ranks, elements, arguments)
-        return rows, group, ranks.rank
+        found = [group, *(row for elements in arguments.elements for row in measure(ranks, elements, arguments))]
+        for each in found if ranks.rank == 0 else ():
+            publish(each)

@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from onebit.cli.demo.model import Text, loss_of
 from onebit.collectives.transport import transport_for
 from onebit.optim.optimizer import OneBitOptimizer
 from perf.command import WrongResult
+from perf.lab.workers import Publish
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
 from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant, timed_variants
 
@@ -75,9 +76,6 @@ class Run:
     def of(cls, fields: Mapping[str, Any]) -> Run:
         """From JSON."""
         return cls(**{**fields, "curve": tuple((step, loss) for step, loss in fields["curve"])})
-
-
-Publish = Callable[[Row | Run | dict[str, Any]], None]  # rows, runs, and a description of the group
 
 
 class Clock:
@@ -245,7 +243,7 @@ def run_rank(arguments: argparse.Namespace, show: Show, publish: Publish) -> Non
     """Time or train on this process's group; on rank 0 `publish` gets what is found, as it comes."""
     with process_group(arguments, show) as ranks:
         try:
-            _run(arguments, ranks, publish if ranks.rank == 0 else lambda found: None)
+            _run(arguments, ranks, publish if ranks.rank == 0 else lambda _: None)
         finally:
             gc.collect()  # a model that outlives its group ends Gloo's threads with the lock that they wait for
 

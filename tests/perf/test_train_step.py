@@ -22,7 +22,7 @@ from perf.train_step.measure import Bench, Clock
 from perf.train_step.report import link_for
 from perf.train_step.variants import OURS, VARIANTS, Shape, TimedTransport, Trainee, Variant, timed_variants
 from tests.limits import HUNG
-from tests.perf.train_step_rows import ABOUT, ROWS, row
+from tests.perf.train_step_rows import ABOUT, ROWS
 from tests.ranks import run_ranks_once
 
 CPU = torch.device("cpu")
