@@ -12,10 +12,11 @@ A time is the slowest rank's, the median of several calls after one that does no
 take turns, so that what slows the machine for a while slows all of them. Bytes are those of all these calls by the
 interface's own counter: headers, acknowledgements and barriers are in it. They are read where each host of the lab, or
 elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; what the ranks of a
-host send each other does not pass the host's interface. Results are checked before the timed calls and after: a wrong
-one gets no figure. In the lab chunks="auto" measures every network anew; its links let 64 KiB through at once, which
-flatters messages that are not much larger, below 2**20 elements: with --in-a-row 50 a time is a fiftieth of that of
-fifty calls after one barrier, which do not fit into that.
+host send each other does not pass the host's interface. There are no figures where ranks end with other results.
+
+In the lab chunks="auto" measures every network anew. Its links let 64 KiB through at once, which flatters messages that
+are not much larger, below 2**20 elements: with --in-a-row 50 a time is a fiftieth of that of fifty calls after one
+barrier, which do not fit into that.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Bench:
         transport = TimedTransport(self.clock.mark)
         trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, transport)
         timings: list[tuple[float, list[float]]] = []
-        bytes_sent: list[float | None] = []
+        sent = 0.0
         first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
         for step in itertools.count():
             self.ranks.progress(f"{variant.title}, {len(timings)} of {repeats} steps timed")
@@ -181,16 +181,17 @@ class Bench:
             self.ranks.barrier()
             if counts:
                 timings.append(found)
-                bytes_sent.append(self.ranks.bytes_a_call(before, self.ranks.bytes_sent(), 1))
+                sent += self.ranks.bytes_sent() - before
             if len(timings) == repeats:
                 break
         self.check(variant, trainee)
-        sent = None if None in bytes_sent else statistics.fmean(bytes_sent)  # type: ignore[arg-type]
         calls = self.ranks.slowest([seconds for seconds, _ in timings])
         forward, step_alone = self.mean([parts for _, parts in timings]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
-        row = Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent)
+        row = Row(
+            rate, name, seconds, calls, forward, rest, exchanged, step_alone, self.ranks.most_bytes(sent / repeats)
+        )
         if self.ranks.one_clock:  # barriers take round trips, which the report counts
             return row
         return replace(row, reported=trainee.reported_seconds(variant.times), verdict=trainee.verdict())
