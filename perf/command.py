@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from onebit.cli.arguments import CommandError, whole_number
 from onebit.collectives import CollectiveError
@@ -23,17 +20,6 @@ FAILED, CANNOT_MEASURE, INTERRUPTED = 1, 2, 130  # exit statuses
 
 class WrongResult(Exception):
     """What is measured does not compute what it is to compute: it gets no figure."""
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """On a CPU, and as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def exit_status(command: str, run: Callable[[], int], lost: str = "no figures") -> int:

@@ -26,7 +26,7 @@ from onebit.cli.progress import Progress
 from onebit.kernels import backend
 from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.workload import Workload
-from perf.command import add_out, exit_status, make_folder, torch_threads
+from perf.command import add_out, exit_status, make_folder
 from perf.records import machine, slug, write_record
 from perf.targets import Target, as_json
 
@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=whole_number, default=15, help="steps in a median (default: %(default)s)")
     add_out(parser, "the record")
     arguments = parser.parse_args(argv)
-    with torch_threads(1):
-        return exit_status("perf.optimizer_step", lambda: run(arguments))
+    torch.set_num_threads(1)
+    return exit_status("perf.optimizer_step", lambda: run(arguments))
 
 
 def _parameters(numels: Sequence[int], device: torch.device) -> list[Tensor]:

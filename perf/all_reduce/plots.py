@@ -44,9 +44,9 @@ def _speed_ups(groups: Sequence[dict[str, Row]]) -> list[plots.Draw]:
                 speeds.setdefault(label, []).append((bits / 1e9, ratio))
     if not speeds:
         return []
-    shown = plots.lines(f"Speed-up, {largest:,} elements", "link, Gbit/s", "times as fast as", speeds, logy=False)
     goals = [((rate_bits(rate) or 0) / 1e9, x) for rate, x in SPEED.items()] if largest == LARGE else []
-    return [plots.with_targets(shown, goals, "target, fp32, 4 hosts")]
+    title, goal = f"Speed-up, {largest:,} elements", "target, fp32, 4 hosts"
+    return [plots.lines(title, "link, Gbit/s", "times as fast as", speeds, logy=False, goals=goals, goal=goal)]
 
 
 def plot_levels(rows: Sequence[Row], title: str, path: Path) -> Path:

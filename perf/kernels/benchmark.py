@@ -24,7 +24,7 @@ from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.timing import median_seconds
 from onebit.kernels.tuning.workload import Workload
 from perf import plots
-from perf.command import add_out, exit_status, make_folder, torch_threads
+from perf.command import add_out, exit_status, make_folder
 from perf.records import machine, slug, write_record
 from perf.targets import Target, as_json
 
@@ -125,8 +125,8 @@ def record_name(setting: Setting, threads: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2: this can't be measured here."""
     arguments = _parser().parse_args(argv)
-    with torch_threads(arguments.threads):
-        return exit_status("perf.kernels", lambda: run(arguments))
+    torch.set_num_threads(arguments.threads)
+    return exit_status("perf.kernels", lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -129,10 +129,6 @@ class Run:
             raise TimeoutError("\n".join([what, *running]))
         return self.ranks
 
-    def kill(self, rank: int) -> None:
-        """SIGKILL everything on this rank's host."""
-        signal_all(self._namespaces[rank : rank + 1], signal.SIGKILL)
-
     def running(self) -> bool:
         return any(rank.process.poll() is None for rank in self.ranks)
 

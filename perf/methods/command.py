@@ -36,10 +36,10 @@ from perf.methods.plan import (
     rows_to_measure,
     to_train,
 )
-from perf.methods.record import Record, record_path
-from perf.methods.report import write_report
+from perf.methods.report import record_path, write_report
 from perf.records import RESULTS, load_average, machine
 from perf.train_step import benchmark
+from perf.train_step.record import Record
 
 AT_ONCE = 4  # runs of the same ranks: it takes seconds to start these
 OUT, PAGE = RESULTS / "methods", Path("docs/methods.md")

@@ -29,10 +29,10 @@ from perf.methods.plan import (
     mean_loss,
     tried,
 )
-from perf.methods.record import Record, record_path
 from perf.tables import markdown
 from perf.train_step.measure import Run
 from perf.train_step.plots import SHOWN_FROM
+from perf.train_step.record import Record
 from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
 from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED, VARIANTS
 
@@ -81,6 +81,10 @@ def page(out: Path, docs: Path) -> str:
     if not sections:
         raise CommandError(f"--out {str(out)!r} has no record of a comparison: measure first, without --report")
     return "\n".join([INTRODUCTION, *sections])
+
+
+def record_path(out: Path, model: str, hosts: int) -> Path:
+    return out / f"{model}-{hosts}-hosts.json"
 
 
 def records(out: Path) -> list[tuple[Record, str]]:

@@ -55,14 +55,25 @@ from perf.ranks import require_group
 from perf.records import load_average
 from perf.train_step.measure import Row, Run, run_rank
 from perf.train_step.plots import draw
-from perf.train_step.report import STANDARD, Record, about, link_for, loss_table, missing, record_name, table
+from perf.train_step.record import StepRecord
+from perf.train_step.report import (
+    STANDARD,
+    about,
+    link_for,
+    loss_table,
+    missing,
+    record_name,
+    table,
+    targets,
+    with_settings,
+)
 from perf.train_step.variants import BASELINE, VARIANTS
 
 WORKER = ("-m", "perf.train_step")  # what a host of the lab runs
 PASSED_ON = ("device", "width", "layers", "batch", "repeats", "steps", "freeze", "lr", "clip", "timeout")  # to ranks
 
 
-def run_lab(arguments: argparse.Namespace, record: Record, progress: Progress) -> None:
+def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> None:
     """One process a host for every rate, or for all training runs."""
     progress.show(f"{arguments.hosts} hosts: setting up the network")
     with NetworkLab(arguments.hosts) as lab:
@@ -100,14 +111,14 @@ def on_lab(
     run_workers(lab, argv, arguments.timeout, progress, kinds, publish)
 
 
-def report(record: Record) -> None:
+def report(record: StepRecord) -> None:
     """Tables, targets, plots of what there is."""
     about = record.about
     where = f"{about['device']}, {about['cpu_count']} cores, {about['ranks']} ranks, {about['backend']}"
     print(f"{where}, {about['elements']:,} elements, load before: {about['load_before']}\n")
     for text in (table(record.rows), loss_table(record.rows, record.runs)):
         print(text)
-    print("".join(f"\n{target}" for target in record.targets()))
+    print("".join(f"\n{target}" for target in targets(record.rows)))
     record.save()
     print(f"\n{record.path}")
     plots.draw_if_possible(lambda: draw(record, where))
@@ -127,8 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.lab:
         require_group()
     make_folder(arguments.out)
-    record = Record(arguments.out / f"{record_name(arguments)}.json", about(arguments, load))
-    arguments.runs = missing(arguments, record) if arguments.train else []
+    record = StepRecord(arguments.out / f"{record_name(arguments)}.json", about(arguments, load))
+    if arguments.train:
+        record.runs = with_settings(arguments, record.runs)
+        arguments.runs = missing(arguments, record.runs)
     status = exit_status("perf.train_step", lambda: _measure(arguments, record, progress), lost="no more figures")
     progress.clear()
     there = record.changed or (arguments.lab and record.rows)  # of a group rank 0 alone has the results
@@ -137,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _measure(arguments: argparse.Namespace, record: Record, progress: Progress) -> int:
+def _measure(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> int:
     if arguments.lab:
         run_lab(arguments, record, progress)
     else:

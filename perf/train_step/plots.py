@@ -8,7 +8,8 @@ from typing import Any
 from perf import plots
 from perf.lab.rates import rate_and_rtt, rate_bits
 from perf.train_step.measure import Row
-from perf.train_step.report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
+from perf.train_step.record import Record
+from perf.train_step.report import Group, by_rate, faster, seconds_after, timed, timed_curves
 from perf.train_step.variants import BASELINE, UNCOMPRESSED, VARIANTS
 
 LIKE_OTHERS = ("bf16", "adam-1", "adam-1-bf16", "adam-2-bf16", "lamb-1")  # in bytes: left out of curves over rates

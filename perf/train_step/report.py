@@ -6,8 +6,6 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -15,9 +13,9 @@ from onebit.cli.arguments import pick_device
 from onebit.kernels.tuning.machine import device_name, provenance
 from perf.command import differing
 from perf.lab.rates import PAYLOAD, rate_bits
-from perf.records import cpu_name, machine, read_record, slug, write_record
+from perf.records import cpu_name, machine, slug
 from perf.tables import cell
-from perf.targets import Target, as_json
+from perf.targets import Target
 from perf.train_step.measure import Row, Run
 from perf.train_step.variants import BASELINE, OURS, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
 
@@ -37,40 +35,8 @@ Group = Mapping[str, Row]  # of one rate, by variant
 Curves = dict[str, list[tuple[int, float]]]  # (step, loss) by variant
 
 
-class Record:
-    """What was found so far, in a file after each addition. Training runs of an earlier command stay in it."""
-
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self.path, self.about, self._of_rows = path, dict(about), about
-        self.rows: list[Row] = []
-        self.runs: list[Run] = []
-        self.changed = False
-        self._kept = True  # rows are still those of an earlier command
-        if path.exists():
-            before = read_record(path)
-            self.about |= before
-            self.rows = [Row.of(row) for row in before["rows"]]
-            self.runs = [Run.of(run) for run in before["runs"]]
-
-    def add(self, found: Row | Run | Mapping[str, Any]) -> None:
-        self.changed = True
-        if isinstance(found, Row):
-            if self._kept:
-                self.rows, self._kept = [], False
-                self.about |= self._of_rows
-            self.rows.append(found)
-        elif isinstance(found, Run):
-            self.runs.append(found)
-        else:
-            self.about.update(found)
-        self.save()
-
-    def save(self) -> None:
-        rows, runs = ([asdict(x) for x in these] for these in (self.rows, self.runs))
-        write_record(self.path, {**self.about, "targets": as_json(self.targets()), "rows": rows, "runs": runs})
-
-    def targets(self) -> list[Target]:
-        return [*speed_targets(self.rows), *report_targets(self.rows)]
+def targets(rows: Sequence[Row]) -> list[Target]:
+    return [*speed_targets(rows), *report_targets(rows)]
 
 
 def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
@@ -242,10 +208,13 @@ def record_name(arguments: argparse.Namespace) -> str:
     )
 
 
-def missing(arguments: argparse.Namespace, record: Record) -> list[tuple[str, int]]:
-    """Training runs that the record lacks; those of other settings leave it."""
+def with_settings(arguments: argparse.Namespace, runs: Sequence[Run]) -> list[Run]:
     settings = (arguments.steps, arguments.freeze, arguments.lr, arguments.clip)
-    record.runs = [run for run in record.runs if (run.steps, run.freeze, run.lr, run.clip) == settings]
-    there = {(run.variant, run.seed) for run in record.runs}
+    return [run for run in runs if (run.steps, run.freeze, run.lr, run.clip) == settings]
+
+
+def missing(arguments: argparse.Namespace, runs: Sequence[Run]) -> list[tuple[str, int]]:
+    """Training runs that are not among these."""
+    there = {(run.variant, run.seed) for run in runs}
     every = [(name, seed) for seed in range(arguments.seeds) for name in TRAINED if name in arguments.variants]
     return [run for run in every if run not in there]

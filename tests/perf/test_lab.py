@@ -161,7 +161,7 @@ def test_unchecked_survivors_go_on(lab, script):
     until(lambda: len(lines) == 3)
     with pytest.raises(RuntimeError, match=r"call its wait\(\) or stop\(\) first"):
         lab.start(script(SLEEP))
-    run.kill(1)
+    os.kill(pids_on(lab.namespaces[1:2])[0], signal.SIGKILL)
     ranks = run.wait(timeout=HUNG, check=False)
     assert [rank.code for rank in ranks] == [0, -signal.SIGKILL, 0]
     assert [rank.output for rank in ranks] == ["ready\ndone\n", "ready\n", "ready\ndone\n"]

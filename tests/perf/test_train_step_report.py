@@ -10,7 +10,7 @@ from perf.train_step import report, volume
 from perf.train_step.benchmark import parse_arguments
 from perf.train_step.measure import Row
 from perf.train_step.plots import draw
-from perf.train_step.report import Record
+from perf.train_step.record import StepRecord
 from perf.train_step.variants import OURS, TRAINED
 from tests.perf.train_step_rows import ABOUT, ROWS, RUNS, row, run
 
@@ -82,32 +82,29 @@ def test_curves_are_means_over_seeds():
 
 def test_a_record_keeps_every_addition_and_the_runs_of_before(tmp_path):
     path = tmp_path / "record.json"
-    record = Record(path, ABOUT)
+    record = StepRecord(path, ABOUT)
     for i, thing in enumerate([*ROWS[:2], *RUNS], 1):
         record.add(thing)
-        there = Record(path, ABOUT)
+        there = StepRecord(path, ABOUT)
         assert len(there.rows) + len(there.runs) == i
     assert (there.rows, there.runs) == (ROWS[:2], RUNS)
-    there = Record(path, {**ABOUT, "load_before": 9})
+    there = StepRecord(path, {**ABOUT, "load_before": 9})
     there.add(RUNS[0])
-    assert Record(path, {}).about["load_before"] == 0.5  # of the rows
+    assert StepRecord(path, {}).about["load_before"] == 0.5  # of the rows
     there.runs.pop()
     there.add(ROWS[3])  # of a new command: rows are measured together
-    assert Record(path, {}).about["load_before"] == 9
-    assert (Record(path, {}).rows, Record(path, {}).runs) == ([ROWS[3]], RUNS)
-    assert Record(path, {}).about["device"] == "Some CPU"
+    assert StepRecord(path, {}).about["load_before"] == 9
+    assert (StepRecord(path, {}).rows, StepRecord(path, {}).runs) == ([ROWS[3]], RUNS)
+    assert StepRecord(path, {}).about["device"] == "Some CPU"
 
 
-def test_runs_that_are_there_are_not_repeated(tmp_path):
+def test_runs_that_are_there_are_not_repeated():
     arguments = parse_arguments(["--lab", "--train", "--steps=100", "--freeze=20", "--lr=1e-3", "--seeds=2"])
-    record = Record(tmp_path / "record.json", ABOUT)
-    record.runs = list(RUNS)
     lacking = [(name, 0) for name in TRAINED if name not in {run.variant for run in RUNS}]
     assert ("powersgd-4", 0) in lacking and ("zero-one", 0) in lacking
-    assert report.missing(arguments, record) == [*lacking, *((name, 1) for name in TRAINED)]
-    assert record.runs == RUNS
-    arguments.steps = 50
-    assert len(report.missing(arguments, record)) == 2 * len(TRAINED) and record.runs == []
+    assert report.missing(arguments, RUNS) == [*lacking, *((name, 1) for name in TRAINED)]
+    others = [replace(RUNS[0], **other) for other in ({"steps": 50}, {"freeze": 9}, {"lr": 1.0}, {"clip": 1.0})]
+    assert report.with_settings(arguments, [*RUNS, *others]) == RUNS
 
 
 def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
@@ -125,7 +122,7 @@ def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
 
 def test_every_panel_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    record = Record(tmp_path / "record.json", ABOUT)
+    record = StepRecord(tmp_path / "record.json", ABOUT)
     record.rows, record.runs = [*ROWS, Row("25mbit", "bf16", error="no bf16")], RUNS
     assert "was not measured: no bf16" in report.table(record.rows)
     made = draw(record, "title")
