@@ -98,17 +98,6 @@ def check_same(ranks: Ranks, x: Tensor, when: str) -> None:
         raise WrongResult(f"the ranks' results of {x.numel():,} elements differ {when}")
 
 
-def unsupported(like: Tensor) -> str | None:
-    """The backend's error if it can't add this dtype: raised on every rank, before anything is sent."""
-    try:
-        dist.all_reduce(torch.zeros_like(like[:1]))
-    except (RuntimeError, ValueError, TypeError) as error:
-        if isinstance(error, dist.DistError):
-            raise
-        return str(error).strip().splitlines()[0]
-    return None
-
-
 def require_group() -> None:
     """CommandError where there is no process group and no launcher's environment to make one from."""
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:

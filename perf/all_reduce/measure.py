@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch import Tensor
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.reply import AskedReply
 from perf.lab.workers import Publish
-from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
+from perf.ranks import Ranks, Show, check_same, describe_group, process_group
 
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ONE_BIT = "1 bit"
@@ -36,13 +37,13 @@ class Row:
     bytes: float | None = None  # sent a call, by the host that sends most
     chunks: int | None = None
     phases: dict[str, float] | None = None  # seconds of each alone, in the records of perf.cluster
-    error: str | None = None
     each: int = 1  # ranks a host
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """From JSON."""
-        return cls(**{**fields, "calls": tuple(fields["calls"])})
+        """From a record, which may say more."""
+        own = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+        return cls(**{**own, "calls": tuple(fields["calls"])})
 
 
 def by_kind(rows: Sequence[Row]) -> list[dict[str, Row]]:
@@ -73,13 +74,9 @@ def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
     replies |= {TWO_LEVELS: "auto"} if ranks.each > 1 else {}
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     source = torch.randn(elements, generator=generator, device=ranks.device)
-    found: list[TimedKind | Row] = [
-        *(_compressed(ranks, kind, reply, source, how.chunks) for kind, reply in replies.items()),
-        *(_uncompressed(ranks, kind, source) for kind in KINDS),
-    ]
-    kinds = [kind for kind in found if isinstance(kind, TimedKind)]
-    rows = iter(time_in_turn(ranks, kinds, how.repeats, how.in_a_row, f"{elements:,} elements"))
-    return [next(rows) if isinstance(kind, TimedKind) else kind for kind in found]
+    kinds = [_compressed(ranks, kind, reply, source, how.chunks) for kind, reply in replies.items()]
+    kinds += [_uncompressed(ranks, kind, source) for kind in KINDS]
+    return time_in_turn(ranks, kinds, how.repeats, how.in_a_row, f"{elements:,} elements")
 
 
 def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any) -> TimedKind:
@@ -100,12 +97,10 @@ def _row(ranks: Ranks, elements: int, kind: str) -> Row:
     return Row(ranks.size // ranks.each, None, elements, kind, each=ranks.each)
 
 
-def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> TimedKind | Row:
-    row, inputs = _row(ranks, source.numel(), kind), source.to(KINDS[kind])
-    if error := unsupported(inputs):
-        return replace(row, error=error)
+def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> TimedKind:
+    inputs = source.to(KINDS[kind])
     x = torch.empty_like(inputs)
-    return TimedKind(row, inputs, x, lambda: dist.all_reduce(x))
+    return TimedKind(_row(ranks, source.numel(), kind), inputs, x, lambda: dist.all_reduce(x))
 
 
 def time_in_turn(ranks: Ranks, kinds: Sequence[TimedKind], repeats: int, in_a_row: int, what: str) -> list[Row]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from onebit.collectives.transport import transport_for
 from onebit.optim.optimizer import OneBitOptimizer
 from perf.command import WrongResult
 from perf.lab.workers import Publish
-from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
+from perf.ranks import Ranks, Show, check_same, describe_group, process_group
 from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant, timed_variants
 
 FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
@@ -44,14 +45,13 @@ class Row:
     all_reduce: float = 0.0
     step: float = 0.0
     bytes: float | None = None  # sent a step, by the rank that sends most
-    reported: float | None = None  # seconds of such a step by the optimizer's own report, on the first rank
-    verdict: str | None = None  # of that report, where it compares
     error: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """From JSON."""
-        return cls(**{**fields, "calls": tuple(fields["calls"])})
+        """From a record, which may say more."""
+        own = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+        return cls(**{**own, "calls": tuple(fields["calls"])})
 
     @property
     def share(self) -> float:
@@ -164,7 +164,7 @@ class Bench:
     def measure(self, name: str, repeats: int, clip: float = 0.0) -> Row:
         """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
         variant, rate = VARIANTS[name], None
-        if error := variant.impossible or unsupported(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
+        if error := variant.impossible:
             return Row(rate, name, error=error)
         rest = self.local_backward(repeats)
         transport = TimedTransport(self.clock.mark)
@@ -189,12 +189,8 @@ class Bench:
         forward, step_alone = self.mean([parts for _, parts in timings]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
-        row = Row(
-            rate, name, seconds, calls, forward, rest, exchanged, step_alone, self.ranks.most_bytes(sent / repeats)
-        )
-        if self.ranks.one_clock:  # barriers take round trips, which the report counts
-            return row
-        return replace(row, reported=trainee.reported_seconds(variant.times), verdict=trainee.verdict())
+        sent_a_step = self.ranks.most_bytes(sent / repeats)
+        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent_a_step)
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""

@@ -30,13 +30,8 @@ STANDARD: dict[str, Any] = {
 }
 SHARES = (0.91, 0.94)  # of the all-reduce in the step: the papers' Ethernet rows
 SPEED_TARGET = 5.5  # times the baseline's speed, where its share is one of these
-APART = 1.1  # times: the optimizer's report against what is measured here
 Group = Mapping[str, Row]  # of one rate, by variant
 Curves = dict[str, list[tuple[int, float]]]  # (step, loss) by variant
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return [*speed_targets(rows), *report_targets(rows)]
 
 
 def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
@@ -78,8 +73,6 @@ def table(rows: Sequence[Row]) -> str:
             ratio = faster(row, baseline) if baseline else None
             sent = cell(row.bytes, "12.3f", 1e-6)
             lines.append(f"{where} | {times} | {row.share:10.1%} | {sent} | {cell(ratio, '8.2f')}")
-    said = [f"{VARIANTS[row.variant].title}, {row.rate or '-'}: {row.verdict}" for row in rows if row.verdict]
-    lines += ["", "What the optimizer's own report says of steps like these:", *said] if said else []
     return "\n".join(lines)
 
 
@@ -87,7 +80,7 @@ def faster(row: Row, than: Row) -> float | None:
     return than.seconds / row.seconds if row.seconds and than.seconds else None
 
 
-def speed_targets(rows: Sequence[Row]) -> list[Target]:
+def targets(rows: Sequence[Row]) -> list[Target]:
     """Where the baseline's all-reduce takes the papers' share."""
     found = []
     for rate, group in by_rate(rows):
@@ -96,20 +89,6 @@ def speed_targets(rows: Sequence[Row]) -> list[Target]:
             of = f"{VARIANTS[OURS].title}, {rate}, where all-reduce takes {baseline.share:.1%} of {BASELINE}'s"
             found.append(Target(f"as fast a step as {BASELINE}'s ({of})", ratio, SPEED_TARGET))
     return found
-
-
-def report_targets(rows: Sequence[Row]) -> list[Target]:
-    """Where the optimizer's own report and this benchmark are farthest apart."""
-    apart = [
-        (max(row.reported / row.seconds, row.seconds / row.reported), f"{VARIANTS[row.variant].title}, {row.rate}")
-        for row in rows
-        if row.reported and row.seconds
-    ]
-    what = "times the time of a step in the optimizer's report, or its inverse"
-    if not apart:
-        return []
-    farthest, of = max(apart)
-    return [Target(f"{what} (farthest of {len(apart)}: {of})", farthest, APART, at_most=True)]
 
 
 def timed(group: Group, variant: str) -> bool:

@@ -71,19 +71,6 @@ class Trainee:
             return optimizer.schedule.kind if optimizer.compressing else "dense"
         return optimizer.kind if isinstance(optimizer, LocalSGD) else "dense"
 
-    def reported_seconds(self, kind: str | None) -> float | None:
-        """Of a step, by the optimizer's own report: of the compressed ones, if there are any, or of this kind."""
-        if not isinstance(self.optimizer, OneBitOptimizer) or kind == "sync":  # which counts as one of 1 bit
-            return None
-        report = self.optimizer.report()
-        kinds = {"full": report.uncompressed, "1 bit": report.compressed, "local": report.local}
-        return kinds[kind or ("1 bit" if self.compressing() else "full")].seconds
-
-    def verdict(self) -> str | None:
-        """Of the optimizer's own report, where steps of both kinds were timed."""
-        report = self.optimizer.report() if isinstance(self.optimizer, OneBitOptimizer) else None
-        return None if report is None or report.speed_up is None else report.verdict
-
     def clip(self, norm: float) -> None:
         """The gradients of the coming step."""
         if isinstance(self.optimizer, OneBitOptimizer):

@@ -71,7 +71,7 @@ def test_a_run_in_the_lab(lab_available, tmp_path):
     assert record["versions"]["torch"] == torch.__version__ and record["cpu"] and "load_before" in record
     for r in record["rows"]:
         assert (r["hosts"], r["rate"], r["elements"], len(r["calls"])) == (2, "1gbit", 2**21, 2)
-        assert min(r["calls"]) <= r["seconds"] <= max(r["calls"]) and r["error"] is None
+        assert min(r["calls"]) <= r["seconds"] <= max(r["calls"])
     compressed = record["rows"][0]
     assert compressed["chunks"] in (1, 2, 4, 8)
     pytest.importorskip("matplotlib")
@@ -113,34 +113,19 @@ def test_a_wrong_result_in_the_lab_gets_no_figure(lab_available, tmp_path, monke
     assert not captured.out and not any(out.iterdir())
 
 
-def refusing(rank, size, arguments):
-    """On the group that is there, which refuses bf16."""
-    right = measure.dist.all_reduce
-
-    def refuse(tensor, *args, **kwargs):
-        if tensor.dtype == torch.bfloat16:
-            raise RuntimeError("Invalid scalar type")
-        return right(tensor, *args, **kwargs)
-
-    measure.dist.all_reduce = refuse
-    try:
-        return benchmark.main(arguments)
-    finally:
-        measure.dist.all_reduce = right
+def main_on_a_group(rank, size, arguments):
+    return benchmark.main(arguments)
 
 
-def test_it_measures_on_the_group_it_finds_and_estimates_nothing_that_it_refuses(tmp_path):
+def test_it_measures_on_the_group_it_finds(tmp_path):
     arguments = ["--device=cpu", "--elements=1000,50_000", "--repeats=2", "--chunks=2", f"--out={tmp_path}"]
-    assert run_ranks(8, refusing, arguments) == [0] * 8
+    assert run_ranks(8, main_on_a_group, arguments) == [0] * 8
     (path,) = tmp_path.glob("*.json")
     assert path.name.endswith("-gloo-8-ranks-elements-1000-50000-chunks-2.json")
     record = json.loads(path.read_text())
     assert not record["lab"] and record["ranks"] == 8 and record["targets"] == []
     assert [r["chunks"] for r in record["rows"] if r["kind"] == ONE_BIT] == [2, 2]
-    for r in record["rows"]:
-        assert r["rate"] is None and r["bytes"] is None  # no interface of their own
-        refused = r["kind"] == "bf16"
-        assert (r["error"] == "Invalid scalar type") == (r["seconds"] is None) == refused
+    assert all(r["rate"] is None and r["bytes"] is None for r in record["rows"])  # no interface of their own
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="needs Linux's counters")
@@ -196,12 +181,17 @@ def test_targets_of_two_levels():
 
 def test_the_table_has_a_line_for_each_kind():
     delayed = [replace(r, rate="100mbit+50ms", seconds=0.125, bytes=0.956e6) for r in FAST]
-    lines = table([*FAST, *NODES, *delayed, replace(FAST[3], hosts=2, error="no bf16"), replace(FAST[1], hosts=2)])
+    lines = table(
+        [
+            *FAST,
+            *NODES,
+            *delayed,
+        ]
+    )
     shown = [" ".join(line.replace("|", "").split()) for line in lines.splitlines()[1:]]
     assert shown[0] == "4 1gbit 25,000,000 - 1 bit 112.50 11.20 5.000 30.00 - -"
     assert shown[5] == "2 x 4 1gbit 4,194,304 2 1 bit, two levels 140.00 1.93 0.540 54.44 - -"
     assert shown[9] == "4 100mbit+50ms 25,000,000 - 1 bit 125.00 1.00 0.956 1.00 2.5 0.9"
-    assert shown[13].endswith("no bf16")
 
 
 def test_plots_show_every_rate_and_what_is_there(tmp_path, monkeypatch):

@@ -219,26 +219,6 @@ def test_each_wait_is_timed(monkeypatch):
     assert transport.waits == [(0.0, 1.0), (6.0, 8.0)]
 
 
-def test_the_report_is_asked_for_steps_of_the_same_kind():
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = OneBitAdam([weight], freeze_step=5)
-    trainee = Trainee(None, optimizer, lambda: optimizer.compressing)
-    assert trainee.verdict() is None
-    weight.grad = torch.ones(4)
-    for step in range(10):
-        optimizer.step()
-        if step == 4:
-            assert trainee.reported_seconds(None) == optimizer.report().uncompressed.seconds
-    found = optimizer.report()
-    assert found.compressed.seconds != found.uncompressed.seconds
-    expected = {None: found.compressed.seconds, "full": found.uncompressed.seconds, "local": found.local.seconds}
-    for kind, seconds in {**expected, "sync": None}.items():
-        assert trainee.reported_seconds(kind) == seconds
-    assert trainee.verdict() == found.verdict
-    adamw = Trainee(None, torch.optim.AdamW([weight]), lambda: False)
-    assert adamw.reported_seconds(None) is adamw.verdict() is None
-
-
 def test_gradients_are_clipped_as_each_optimizer_has_it():
     for build in (OneBitAdam, torch.optim.AdamW):
         weight = torch.nn.Parameter(torch.zeros(4))
