@@ -96,11 +96,11 @@ def test_folders_labs_and_links_of_benchmarks_of_the_network(of, tmp_path, monke
 def sections(monkeypatch, tmp_path):
     """A function that has `bench` run these scripts as its sections."""
 
-    def use(**scripts):
+    def use(seconds=60, **scripts):
         made = []
         for name, script in scripts.items():
             (tmp_path / f"{name}.py").write_text(script)
-            made.append(Section(name, name.title(), (name,), 60))
+            made.append(Section(name, name.title(), (name,), seconds))
         monkeypatch.setattr(bench, "SECTIONS", tuple(made))
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -121,20 +121,18 @@ def test_targets_are_read_from_the_record_that_a_section_writes(sections, tmp_pa
     assert bench.main(["--out", str(out), "--check"]) == 1
 
 
-def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(sections, tmp_path, capsys, monkeypatch):
+def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(sections, tmp_path, capsys):
+    for script, seconds, status, says in (
+        ("import sys; sys.exit(2)", 60, 0, "it cannot run here"),
+        ("import sys; sys.exit(1)", 60, 1, "it failed (exit status 1)"),
+        ("import time; time.sleep(60)", 1, 1, "stopped after 1 s"),
+    ):
+        sections(seconds, first=script)
+        assert bench.main(["--out", str(tmp_path)]) == status
+        assert f"first      not measured: {says}" in capsys.readouterr().out
     sections(first="import sys; sys.exit(2)", second=WRITES)
-    assert bench.main(["--out", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "first      not measured: it cannot run here" in text and "4.0  met" in text
+    assert bench.main(["--out", str(tmp_path)]) == 0 and "4.0  met" in capsys.readouterr().out
     assert bench.main(["--out", str(tmp_path), "--check"]) == 1
-    sections(first=WRITES, second="import sys; sys.exit(1)")
-    assert bench.main(["--out", str(tmp_path)]) == 1
-    assert "second     not measured: it failed (exit status 1)" in capsys.readouterr().out
-    assert bench.main(["--out", str(tmp_path), "--only", "first"]) == 0
-    sections(slow="import time; time.sleep(60)")
-    monkeypatch.setattr(bench, "SECTIONS", (Section("slow", "Slow", ("slow",), 1),))
-    assert bench.main(["--out", str(tmp_path)]) == 1
-    assert "stopped after 1 s" in capsys.readouterr().out
 
 
 def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sections, tmp_path, monkeypatch):
@@ -170,22 +168,18 @@ def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
     assert all(each in names for each in ("bf16", "train_step", "profile", "trace")), names
 
 
-def test_a_wrong_stage_and_no_gpu_are_failures_of_the_script(tmp_path):
-    wrong = run("--rehearse", "--out", tmp_path, "nothing")
-    assert wrong.returncode == 2 and "check, kernels, ranks" in wrong.stderr
-    assert "--rehearse" in run().stdout
-    if not torch.cuda.is_available():
-        done = run("--out", tmp_path, "check")
-        assert done.returncode == 2 and "no GPU" in done.stderr
-
-
-def test_checks_that_run_beside_each_other_measure_no_kernel(tmp_path):
+def test_checks_measure_no_kernel_and_a_wrong_stage_or_no_gpu_is_an_error(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "ran with ONEBIT_TUNE=$ONEBIT_TUNE: $*"\n')
     python.chmod(0o755)
     run("--out", tmp_path, "check", python=python)
     ran = [line for line in (tmp_path / "gpu-check.log").read_text().splitlines() if " pytest " in line]
     assert len(ran) > 5 and all(line.startswith("ran with ONEBIT_TUNE=0: -m pytest") for line in ran)
+    wrong = run("--rehearse", "--out", tmp_path, "nothing")
+    assert wrong.returncode == 2 and "check, kernels, ranks" in wrong.stderr
+    if not torch.cuda.is_available():
+        done = run("--out", tmp_path, "check")
+        assert done.returncode == 2 and "no GPU" in done.stderr
 
 
 def test_the_summary_has_what_was_missed(tmp_path):
