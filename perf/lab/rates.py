@@ -48,6 +48,13 @@ def rtt_seconds(link: str | None) -> float | None:
     return float(match[1]) / 1e3
 
 
+def link_title(link: str) -> str:
+    """For people: "1 Gbit/s", "100 Mbit/s, 50ms"."""
+    bits, rtt = rate_bits(link), rate_and_rtt(link)[1]
+    rate = UNSHAPED if bits is None else f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+    return f"{rate}, {rtt}" if rtt else rate
+
+
 def _says(link: str | None) -> str:
     return (
         f'{link!r} is no link: write a rate from 1mbit to 100gbit or "unshaped", and behind it a round trip from 1ms '
