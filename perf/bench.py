@@ -14,62 +14,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from onebit.kernels.tuning.machine import provenance
 from perf.command import CANNOT_MEASURE, add_out, list_of, make_folder, one_of
 from perf.records import cpu_name, read_record, write_record
-from perf.targets import Target, from_json
+from perf.targets import Target, targets_of
 
 ROOT = Path(__file__).resolve().parents[1]
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A benchmark: how to run it, how long it takes at most, and how to read targets from its record."""
+    """A benchmark: how to run it, and how long it takes at most."""
 
     name: str
     title: str
     command: tuple[str, ...]  # after `python -m`
     seconds: int  # more than it takes on two cores; then it is stopped
-    read: Callable[[Record], list[Target]]
-
-
-def of_kernels(record: Record) -> list[Target]:
-    found = [
-        Target(f"{row['name']}: percent of a copy's bytes a second", row["percent_of_copy"], row["target_percent"])
-        for row in record["passes"]
-        if row["target_percent"] is not None
-    ]
-    if step := record.get("bert_large_step"):
-        ratios = {"AdamW(fused)'s": (step["times_faster_than_adamw_fused"], 1.0)}
-        ratios["the eager operations'"] = (step["times_faster_than_eager"], 8.0)
-        found += [Target(f"step of BERT-Large: times {whose} speed", *each) for whose, each in ratios.items()]
-    return found
-
-
-def of_targets(record: Record) -> list[Target]:
-    """Of a record that has its targets worked out."""
-    return [from_json(each) for each in record["targets"]]
 
 
 STEP = ("--name=bench", "--rates=1gbit", "--variants=fp32,fp16,adam-2,adam-2-overlap")  # what the targets need
 # A benchmark of `make bench` is one line here.
 SECTIONS = (
-    Section("kernels", "Every pass against a plain copy", ("perf.kernels",), 120, of_kernels),
-    Section("optimizer", "A whole step on one rank beside AdamW's", ("perf.optimizer_step",), 120, of_targets),
-    Section(
-        "network",
-        "The all-reduce in the network lab",
-        ("perf.all_reduce", "--lab", "--repeats=3"),
-        540,
-        of_targets,
-    ),
-    Section("step", "A training step in the network lab", ("perf.train_step", "--lab", *STEP), 480, of_targets),
+    Section("kernels", "Every pass against a plain copy", ("perf.kernels",), 120),
+    Section("optimizer", "A whole step on one rank beside AdamW's", ("perf.optimizer_step",), 120),
+    Section("network", "The all-reduce in the network lab", ("perf.all_reduce", "--lab", "--repeats=3"), 540),
+    Section("step", "A training step in the network lab", ("perf.train_step", "--lab", *STEP), 480),
 )
 
 
@@ -87,7 +60,7 @@ def run(section: Section, out: Path) -> tuple[list[Target], str]:
     if status:
         return [], "it cannot run here" if status == CANNOT_MEASURE else f"it failed (exit status {status})"
     fresh = [path for path, at in _written(out).items() if before.get(path) != at]
-    found = [reached for path in sorted(fresh) for reached in section.read(read_record(path))]
+    found = [target for path in sorted(fresh) for target in targets_of(read_record(path))]
     return found, "" if found else "its record has no target"
 
 
@@ -103,11 +76,11 @@ def _end(started: subprocess.Popen[bytes]) -> None:
 
 def table(targets: Sequence[tuple[str, Target]], missing: dict[str, str]) -> str:
     """Of pairs of a section's name and its target."""
-    width = max((len(t.what) for _, t in targets), default=20)
+    width = max((len(t.title) for _, t in targets), default=20)
     lines = [f"{'section':<10} {'target':<{width}} {'needed':>8} {'measured':>9}"]
     for name, t in targets:
         verdict = "met" if t.met else "missed"
-        lines.append(f"{name:<10} {t.what:<{width}} {t.needed:>8.3g} {t.shown:>9}  {verdict}")
+        lines.append(f"{name:<10} {t.title:<{width}} {t.needed:>8.3g} {t.shown:>9}  {verdict}")
     return "\n".join([*lines, *(f"{name:<10} not measured: {why}" for name, why in missing.items())])
 
 
@@ -143,7 +116,7 @@ def save(path: Path, targets: Sequence[tuple[str, Target]], missing: dict[str, s
     same = {name: before.get(name) for name in about} == about
     kept = [target for target in before["targets"] if target["section"] not in run] if same else []
     found = [
-        {"section": name, "what": t.what, "needed": t.needed, "measured": t.reached, "met": t.met, "measured_on": day}
+        {"section": name, "what": t.title, "needed": t.needed, "measured": t.reached, "met": t.met, "measured_on": day}
         for name, t in targets
     ]
     write_record(path, {**about, "missing": missing, "targets": found + kept})

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onebit.cli.arguments import CommandError
+from onebit.cli.arguments import CommandError, whole_number
 from onebit.collectives import CollectiveError
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.processes import RankFailed
-from perf.lab.rates import UNSHAPED, link_of, parse_rate, parse_rtt
+from perf.lab.rates import parse_link
 from perf.records import RESULTS
 
 FAILED, CANNOT_MEASURE, INTERRUPTED = 1, 2, 130  # exit statuses
@@ -23,17 +20,6 @@ FAILED, CANNOT_MEASURE, INTERRUPTED = 1, 2, 130  # exit statuses
 
 class WrongResult(Exception):
     """What is measured does not compute what it is to compute: it gets no figure."""
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """On a CPU, and as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def exit_status(command: str, run: Callable[[], int], lost: str = "no figures") -> int:
@@ -85,47 +71,41 @@ def host_count(text: str) -> int:
     return hosts
 
 
-def shaped_rate(text: str) -> str:
-    rate = text.strip().lower()
+def link(text: str) -> str:
     try:
-        parse_rate(rate)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is no rate from 1mbit to 100gbit: write "100mbit"') from None
-    return rate
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def link_rate(text: str) -> str:
-    """A rate, or that the link is not shaped."""
-    return UNSHAPED if text.strip().lower() == UNSHAPED else shaped_rate(text)
+def options_of(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """For the ranks of the lab, as they were given here."""
+    values = {name: getattr(arguments, name) for name in names}
+    texts = {name: ",".join(map(str, v)) if isinstance(v, list) else v for name, v in values.items()}
+    return [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
 
 
-def round_trip(text: str) -> str | None:
-    """Between two hosts, or None for no added delay."""
-    rtt = text.strip().lower()
-    try:
-        parse_rtt(None if rtt == "none" else rtt)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is no round trip from 1ms to 100ms: write "50ms"') from None
-    return None if rtt == "none" else rtt
-
-
-def add_links(parser: argparse.ArgumentParser) -> None:
-    """--rates and --rtt, which `join_links` makes one, and --one-clock, of the ranks of the lab's delayed links."""
-    parser.add_argument("--one-clock", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--rates", type=list_of(link_rate), help="of the lab's links: 100mbit,1gbit,unshaped")
+def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
+    """Options of what is measured on ranks: in the lab, or on a group that is there."""
+    parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
+    parser.add_argument("--rates", type=list_of(link), help="of the lab's links: 100mbit,1gbit,100mbit+50ms,unshaped")
     parser.add_argument(
-        "--rtt", type=list_of(round_trip), help="round trip of the lab's links, or one a rate: 50ms or none,10ms,50ms"
+        "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; lab: cpu)"
     )
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
+    parser.add_argument("--timeout", type=whole_number, default=timeout, help="seconds for one network of the lab")
+    for name in ("--worker", "--one-clock"):  # a rank of --lab, and of one with round trips
+        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
 
 
-def join_links(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """`rates` become links, as records have them, and `rtt` goes."""
-    rtts = arguments.rtt or [None]
-    if len(rtts) not in (1, len(arguments.rates)):
-        parser.error(f"--rtt has {len(rtts)} round trips for {len(arguments.rates)} rates: give one, or one a rate")
-    rtts = rtts * len(arguments.rates) if len(rtts) == 1 else rtts
-    arguments.rates = [link_of(rate, rtt) for rate, rtt in zip(arguments.rates, rtts, strict=True)]
-    del arguments.rtt
+def differing(arguments: argparse.Namespace, standard: Mapping[str, Any]) -> list[str]:
+    """For a record's name: each option that is not as in the standard run, and its value."""
+    words = []
+    for name, usual in standard.items():
+        if (value := getattr(arguments, name)) != usual:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [name.replace("_", " "), *map(str, values)]
+    return words
 
 
 def refuse_idle(

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, by stages that fit ten minutes each, the most important first:
 #     check      the kernels' tests on the device, in parallel; compute-sanitizer on odd sizes, where it is installed
-#     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works
+#     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works; an
+#                optimizer's step beside AdamW's
 #     ranks      2 and 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
 #     step       a training step of two ranks over NCCL: on links of 1 and 10 Gbit/s, where root, ip and tc are there; else
 #                on loopback, which tells if it is right, and is no figure for a network
@@ -73,6 +74,7 @@ kernels() {
     run kernels-bf16 "$python" -m perf.kernels --device "$device" --dtype bfloat16 --out "$out/bf16" "${size[@]}"
     has ncu && run ncu ncu --set basic --launch-skip 40 --launch-count 40 "$python" -m perf.kernels --device cuda \
         --repeats 2 --out "$links"
+    [ "$rehearse" ] || run optimizer "$python" -m perf.optimizer_step --device "$device" --out "$out"
 }
 ranks() {
     local only=(-m gpu)

@@ -60,11 +60,19 @@ class Styles:
 
 
 def lines(
-    title: str, xlabel: str, ylabel: str, curves: Mapping[str, Sequence[tuple[float, float]]], logy: bool = True
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    logy: bool = True,
+    goals: Sequence[tuple[float, float]] = (),
+    goal: str = "",
 ) -> Draw:
-    """A panel of curves over a logarithmic axis."""
+    """A panel of curves over a logarithmic axis, with values to reach and what they are called."""
 
     def draw(axes: Any) -> None:
+        if goals:
+            axes.scatter(*zip(*goals, strict=True), marker="_", s=500, color=TARGET, label=goal, zorder=3)
         styles = Styles()
         for name, points in curves.items():
             color, style = styles.of(name)
@@ -106,17 +114,6 @@ def bars(title: str, ylabel: str, values: Mapping[str, float], notes: Mapping[st
         axes.set(title=title, ylabel=ylabel)
 
     return draw
-
-
-def with_targets(draw: Draw, points: Sequence[tuple[float, float]], label: str) -> Draw:
-    """The panel with the values to reach."""
-
-    def drawn(axes: Any) -> None:
-        if points:
-            axes.scatter(*zip(*points, strict=True), marker="_", s=500, color=TARGET, label=label, zorder=3)
-        draw(axes)
-
-    return drawn
 
 
 def stacked(title: str, xlabel: str, parts: Mapping[str, Mapping[str, float]], notes: Mapping[str, str]) -> Draw:

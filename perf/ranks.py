@@ -73,20 +73,20 @@ class Ranks:
         self.synchronize()
         return time.perf_counter() - start
 
-    def bytes_sent(self) -> int | None:
-        """The counter of this host's interface; None where other ranks than its `each` may use it."""
+    def bytes_sent(self) -> float:
+        """The counter of this host's interface; nan where other ranks than its `each` may use it."""
         names = (os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL"))
         name = next((name for name in names if name), None)
         counters = Path("/proc/net/dev")
         if name is None or os.environ.get("LOCAL_WORLD_SIZE") != str(self.each) or not counters.exists():
-            return None
+            return math.nan
         line = re.search(rf"^\s*{re.escape(name)}:(.*)$", counters.read_text(encoding="ascii"), re.MULTILINE)
-        return int(line[1].split()[8]) if line else None
+        return float(line[1].split()[8]) if line else math.nan
 
-    def bytes_a_call(self, before: int | None, after: int | None, calls: int) -> float | None:
-        """Sent by the host that sends most, between two counts; None where hosts have no counter. A collective call."""
-        (sent,) = self.slowest([math.nan if before is None or after is None else (after - before) / calls])
-        return None if math.isnan(sent) else sent
+    def most_bytes(self, sent: float) -> float | None:
+        """Of the host that has sent most; None where hosts have no counter. A collective call."""
+        (most,) = self.slowest([sent])
+        return None if math.isnan(most) else most
 
 
 def check_same(ranks: Ranks, x: Tensor, when: str) -> None:
@@ -96,17 +96,6 @@ def check_same(ranks: Ranks, x: Tensor, when: str) -> None:
     most = ranks.maximum(torch.tensor([number, -number]))
     if most[0] != -most[1]:
         raise WrongResult(f"the ranks' results of {x.numel():,} elements differ {when}")
-
-
-def unsupported(like: Tensor) -> str | None:
-    """The backend's error if it can't add this dtype: raised on every rank, before anything is sent."""
-    try:
-        dist.all_reduce(torch.zeros_like(like[:1]))
-    except (RuntimeError, ValueError, TypeError) as error:
-        if isinstance(error, dist.DistError):
-            raise
-        return str(error).strip().splitlines()[0]
-    return None
 
 
 def require_group() -> None:

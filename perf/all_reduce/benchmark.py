@@ -1,6 +1,6 @@
 """The compressed all-reduce against torch.distributed's in fp32, fp16 and bf16: time, and bytes on the wire.
 
-    python -m perf.all_reduce --lab [--hosts 4] [--rates 100mbit,1gbit,10gbit] [--rtt 10ms] [--elements 2**20]
+    python -m perf.all_reduce --lab [--hosts 4] [--rates 100mbit,1gbit,100mbit+50ms] [--elements 2**20]
     python -m perf.all_reduce --lab --each 4 [--hosts 2]
     torchrun ... -m perf.all_reduce [--elements 2**28]
 
@@ -12,19 +12,18 @@ A time is the slowest rank's, the median of several calls after one that does no
 take turns, so that what slows the machine for a while slows all of them. Bytes are those of all these calls by the
 interface's own counter: headers, acknowledgements and barriers are in it. They are read where each host of the lab, or
 elsewhere each rank, has an interface for itself, named by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; what the ranks of a
-host send each other does not pass the host's interface. Results are checked before the timed calls and after: a wrong
-one gets no figure. In the lab chunks="auto" measures every network anew; its links let 64 KiB through at once, which
-flatters messages that are not much larger, below 2**20 elements: with --in-a-row 50 a time is a fiftieth of that of
-fifty calls after one barrier, which do not fit into that.
-With --rtt links have a round trip as well, "100mbit+50ms" in tables and records, which the lab has checked.
+host send each other does not pass the host's interface. There are no figures where ranks end with other results.
+
+In the lab chunks="auto" measures every network anew. Its links let 64 KiB through at once, which flatters messages that
+are not much larger, below 2**20 elements: with --in-a-row 50 a time is a fiftieth of that of fifty calls after one
+barrier, which do not fit into that.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from onebit.cli.arguments import whole_number
@@ -32,78 +31,61 @@ from onebit.cli.progress import Progress
 from perf.all_reduce.measure import Row, run_rank
 from perf.all_reduce.report import STANDARD, report, standard
 from perf.command import (
-    add_links,
     add_out,
+    add_ranks,
     exit_status,
     host_count,
-    join_links,
     list_of,
     make_folder,
+    options_of,
     refuse_idle,
     set_defaults,
 )
 from perf.lab.network import NetworkLab
-from perf.lab.rates import clock_option
 from perf.lab.workers import print_progress, print_result, run_worker, run_workers
 from perf.ranks import require_group
 from perf.records import load_average
 
 WORKER = ("-m", "perf.all_reduce")  # what a host of the lab runs
-PASSED_ON = ("each", "chunks", "repeats", "in_a_row", "timeout")  # to the ranks of the lab
+PASSED_ON = ("device", "each", "elements", "chunks", "repeats", "in_a_row", "timeout")  # to the ranks of the lab
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """A rank of the lab."""
-    rows, group, rank = run_rank(arguments, print_progress)
-    if rank == 0:
-        print_result(json.dumps({"rows": [asdict(row) for row in rows], "group": group}))
-
-
-def run_lab(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
-    """Every network in turn, one process a rank."""
-    rows: list[Row] = []
-    group: dict[str, Any] = {}
+def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
+    """Every network in turn, one process a rank: rows, and descriptions of the groups."""
+    found: list[Any] = []
+    direct = ["--direct"] * arguments.direct
+    argv = [*WORKER, "--worker", *options_of(arguments, PASSED_ON), *direct]
     for hosts in arguments.hosts:
         progress.show(f"{hosts} hosts: setting up the network")
         with NetworkLab(hosts, each=arguments.each) as lab:
             for rate in arguments.rates:
                 lab.set_link(rate)
-                found, group = _on_lab(lab, rate, arguments, progress)
-                rows += found
-    progress.clear()
-    return rows, group
-
-
-def _on_lab(
-    lab: NetworkLab, rate: str, arguments: argparse.Namespace, progress: Progress
-) -> tuple[list[Row], dict[str, Any]]:
-    options = {"elements": ",".join(map(str, arguments.elements))}
-    options |= {name: getattr(arguments, name) for name in PASSED_ON}
-    argv = [*WORKER, "--worker", "--device=cpu"]
-    argv += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    argv += ["--phases"] * arguments.phases + ["--direct"] * arguments.direct
-    argv += clock_option(rate)
-    results: list[str] = []
-    run_workers(lab, argv, f"{lab.hosts} hosts, {rate}", arguments.timeout, progress, results.append)
-    found = json.loads(results[0])
-    return [replace(Row.of(row), rate=rate) for row in found["rows"]], found["group"]
+                own: list[Any] = []
+                run_workers(lab, argv, arguments.timeout, progress, {"Row": Row.of}, own.append)
+                found += [replace(each, rate=rate) if isinstance(each, Row) else each for each in own]
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.worker:
-        return run_worker(lambda: work(arguments))
+        return run_worker(lambda: run_rank(arguments, print_progress, print_result))
     load, progress = load_average(), Progress()
     make_folder(arguments.out)
+    found: list[Any] = []
     if arguments.lab:
-        return report(arguments, *run_lab(arguments, progress), load)
-    require_group()
-    rows, group, rank = run_rank(arguments, progress.show)
+        found = run_lab(arguments, progress)
+    else:
+        require_group()
+        run_rank(arguments, progress.show, found.append)
     progress.clear()
-    return 0 if rank else report(arguments, rows, group, load)
+    if found:  # of a group rank 0 alone has them
+        group, *_ = (each for each in found if isinstance(each, dict))
+        report(arguments, [each for each in found if isinstance(each, Row)], group, load)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1: no figures, or with --check a missed target. 2: this can't be measured here."""
+    """Exit status 1: no figures. 2: this can't be measured here."""
     arguments = parse_arguments(argv)
     return exit_status("perf.all_reduce", lambda: run(arguments))
 
@@ -116,12 +98,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates", "rtt"), in_group=("device", "backend"))
-    set_defaults(arguments, {"device": "auto", "each": 1})
+        refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("backend",))
+    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto", "each": 1})
     if arguments.direct and arguments.each > 1:
         parser.error("--direct: only with one rank a host")
     set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})
-    join_links(parser, arguments)
     return arguments
 
 
@@ -129,22 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
     )
-    parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
+    add_ranks(parser, timeout=1800)
     parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
     parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
-    add_links(parser)
     parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
     parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")
     parser.add_argument("--in-a-row", type=whole_number, default=1, help="calls that are timed as one (default: 1)")
-    parser.add_argument("--phases", action="store_true", help="also each phase of the compressed one alone")
     parser.add_argument("--direct", action="store_true", help='also with reply="direct", with one rank a host')
-    parser.add_argument("--device", help="without --lab: auto, cpu or cuda (default: auto)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
-    parser.add_argument(
-        "--timeout", type=whole_number, default=1800, help="seconds for one network of the lab, or for one call"
-    )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     add_out(parser, "the record and the plot")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank of --lab
     return parser

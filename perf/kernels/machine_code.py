@@ -150,19 +150,6 @@ def loads_in_a_row(path: Sequence[Instruction]) -> int:
     return longest
 
 
-def bytes_in_flight(path: Sequence[Instruction]) -> int:
-    """The most bytes of tiles that a thread has asked for and not yet waited for."""
-    waiting: dict[str, int] = {}
-    tiles, most = loads_of_tiles(path), 0
-    for number, each in enumerate(path):
-        done = {waiting[register] for register in each.read() if register in waiting}
-        waiting = {register: load for register, load in waiting.items() if load not in done}
-        if number in tiles and each.bytes > 1:
-            waiting |= dict.fromkeys(each.written(), number)
-        most = max(most, 4 * len(waiting))
-    return most
-
-
 def cycles(path: Sequence[Instruction]) -> int:
     """Cycles from a warp's first instruction to its last, alone."""
     now, ready = 0, dict[str, int]()

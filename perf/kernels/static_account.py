@@ -5,9 +5,8 @@
 Registers and spills are ptxas' report. Accesses are PTX's global loads and stores by their width in bytes. Occupancy is
 the share of a multiprocessor's 64 warps that registers and shared memory leave room for. The rest is read from the
 machine code that a warp runs for a whole, aligned block (`perf.kernels.machine_code`): instructions over the elements
-that a thread works on; barriers; how many loads wait for one another in a row until the last tile is there; the bytes
-of tiles that a thread has in flight at most; and the cycles that a warp would take alone. `python -m
-perf.kernels.prediction` makes a speed of these.
+that a thread works on; barriers; how many loads wait for one another in a row until the last tile is there; and the
+cycles that a warp would take alone. `python -m perf.kernels.prediction` makes a speed of these.
 
 With --check nothing is written: exit status 1 if a kernel is worse than the record. Compilers differ, so numbers are
 compared where Triton's version is the record's; elsewhere no kernel may spill, or have fewer 16-byte accesses.
@@ -54,7 +53,6 @@ class Row:
     instructions_per_element: float
     barriers: int
     loads_in_a_row: int
-    bytes_in_flight: int  # a thread
     cycles: int
     occupancy: float
 
@@ -124,7 +122,7 @@ def compare(rows: Sequence[Row], record: dict[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    figures = f"{'instr/elem':>10} {'barriers':>8} {'in a row':>8} {'in flight':>9} {'cycles':>6} {'occupancy':>9}"
+    figures = f"{'instr/elem':>10} {'barriers':>8} {'in a row':>8} {'cycles':>6} {'occupancy':>9}"
     head = f"{'kernel':<24} {'pass':<16} {'warps':>5} {'regs':>5} {'spilled':>7} {'shared':>6}"
     lines = [f"{head} {'loads':>12} {'stores':>12} {figures}"]
     for i, r in enumerate(rows):
@@ -134,7 +132,7 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{r.kernel:<24} {r.name:<16} {r.warps:>5} {r.registers:>5} {r.spilled:>7} {r.shared:>6} {loads:>12} "
             f"{stores:>12} {r.instructions_per_element:>10.1f} {r.barriers:>8} {r.loads_in_a_row:>8} "
-            f"{r.bytes_in_flight:>9} {r.cycles:>6} {r.occupancy:>9.0%}"
+            f"{r.cycles:>6} {r.occupancy:>9.0%}"
         )
     return "\n".join(lines)
 
@@ -171,7 +169,7 @@ def _row(name: str, variant: str, launch: Launch) -> Row:
         name, compiled.kernel, variant, warps, made.registers, made.spilled, compiled.shared,
         accesses(ptx, "ld"), accesses(ptx, "st"),
         round(len(path) / elements, 2), sum(each.kind == "BAR" for each in path), machine_code.loads_in_a_row(path),
-        machine_code.bytes_in_flight(path), machine_code.cycles(path),
+        machine_code.cycles(path),
         occupancy(made.registers, warps, compiled.shared),
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Bytes of device memory that a step moves, an element, in each way of running it.
 
-    python -m perf.kernels.step_bytes [--ranks 8]
+    python -m perf.kernels.step_bytes
 
 Computed from what each pass reads and writes. The collectives' own reads and writes are left out of all rows; DDP's
 copies into its buckets and back are not (gradient_as_bucket_view=True spares AdamW and stage 1 those).
@@ -8,13 +8,9 @@ copies into its buckets and back are not (gradient_as_bucket_view=True spares Ad
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
-
-from onebit.cli.arguments import whole_number_from
 from onebit.kernels.passes import bytes_per_element
 
+RANKS = 8
 ADAMW = 7 * 4  # g, m, v, x read; m, v, x written
 BUCKETS = 4 * 4  # every gradient read and written twice
 PACKED = 4 * 4  # averaged without DDP, over NCCL, which divides: put together and put back
@@ -56,19 +52,12 @@ def rows(ranks: int, direct: bool = False) -> list[tuple[str, float]]:
     ]
 
 
-def table(ranks: int) -> str:
-    lines = [f"| bytes an element, {ranks} ranks | replies of 1 bit | direct |", "| --- | --- | --- |"]
-    direct = dict(rows(ranks, True))
-    lines += [f"| {name} | {moved:.1f} | {direct[name]:.1f} |" for name, moved in rows(ranks)]
+def table() -> str:
+    lines = [f"| bytes an element, {RANKS} ranks | replies of 1 bit | direct |", "| --- | --- | --- |"]
+    direct = dict(rows(RANKS, True))
+    lines += [f"| {name} | {moved:.1f} | {direct[name]:.1f} |" for name, moved in rows(RANKS)]
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.kernels.step_bytes", description="Bytes a step moves.")
-    parser.add_argument("--ranks", type=whole_number_from(1, 2**20), default=8)
-    print(table(parser.parse_args(argv).ranks))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(table())

@@ -14,7 +14,7 @@ from onebit.cli.demo import command as demo
 from onebit.cli.demo.ranks import DemoError, Process
 from onebit.cli.demo.train import Settings
 from onebit.cli.progress import Progress
-from perf.command import exit_status, host_count, shaped_rate
+from perf.command import exit_status, host_count, link
 from perf.lab.workers import search_path
 
 HOURS = 4  # that a training may take
@@ -29,7 +29,7 @@ class LabProcess(Process):
 
 def launch(settings: Settings, command: list[str], lines: queue.Queue[str]) -> Process:
     """A launcher of the demo (onebit.cli.demo.ranks): `python -m command` on every host."""
-    options = {"hosts": settings.ranks, "rate": settings.bandwidth, "launcher": "env", "timeout": HOURS * 3600}
+    options = {"hosts": settings.ranks, "rate": settings.bandwidth, "timeout": HOURS * 3600}
     argv = ["perf.lab", *(f"--{name}={value}" for name, value in options.items()), "--", "-m", *command]
     return LabProcess("the network lab", argv, {"PYTHONPATH": search_path()}, lines)
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m perf.lab.demo", description="The demo's training over links of a given rate, root on Linux."
     )
-    parser.add_argument("--rate", type=shaped_rate, required=True, help="of every link, both ways, such as 100mbit")
+    parser.add_argument("--rate", type=link, required=True, help="of every link, both ways, such as 100mbit")
     demo.add_arguments(parser)
     default = Settings().ranks
     parser.add_argument("--hosts", type=host_count, default=default, dest="ranks", help="the same as --ranks")

@@ -9,10 +9,11 @@ rest, as tbf counts 1514 bytes for 1448 of payload. The burst, which an idle lin
 64 KiB (one GSO packet) and 0.5 ms at the rate: without the latter 10 Gbit/s falls to 3. The queue holds 20
 ms, at least 1 MiB. TCP runs reno, which every kernel has, whatever the machine's default.
 
-With `rtt` the hosts are not on the bridge: a router (perf.lab.router) hands on what comes out of each link to the one
-that it goes to, half the round trip later, for few kernels have netem. Queues then hold a round trip, and TCP's buffers
-may grow to 64 MiB: the sender keeps rate times round trip until it is acknowledged. Round trips and rates are measured
-when such a link is set, and one that is not within 10 % of what was asked is refused: see perf.lab.delay.
+Where links have a round trip the hosts are not on the bridge: a router (perf.lab.router) hands on what comes out of
+each link to the one that it goes to, half the round trip later, for few kernels have netem. Queues then hold a round
+trip, and TCP's buffers may grow to 64 MiB: the sender keeps rate times round trip until it is acknowledged. Round trips
+and rates are measured when such a link is set, and one that is not within 10 % of what was asked is refused: see
+perf.lab.delay.
 
 `bytes_sent` reads eth0's tx_bytes: payload and headers, where a GSO packet of up to 64 KiB counts one header.
 IPv6 is off on eth0, so that an idle link stays silent.
@@ -39,7 +40,7 @@ from perf.lab.delay import DelayingRouter, WrongLink, check_rates, reach_round_t
 from perf.lab.link_check import Host
 from perf.lab.namespaces import LabUnavailable, check_available, execute, new_prefix, remove, sweep_stale
 from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, set_handlers
-from perf.lab.rates import parse_rate, parse_rtt, rate_and_rtt
+from perf.lab.rates import UNSHAPED, parse_link, rate_bits, rtt_seconds
 
 INTERFACE = "eth0"
 MOST_EACH = 64
@@ -54,8 +55,8 @@ log = logging.getLogger("perf.lab")
 class NetworkLab:
     """Namespaces joined by links of a rate, and of a round trip; a context manager that removes them again."""
 
-    def __init__(self, hosts: int = 4, rate: str | None = None, each: int = 1, rtt: str | None = None) -> None:
-        """rate: of each link, both ways. each: ranks a host. rtt: between any two hosts, "1ms" to "100ms"."""
+    def __init__(self, hosts: int = 4, link: str = UNSHAPED, each: int = 1) -> None:
+        """link: of every host, both ways, as records have it ("1gbit", "100mbit+50ms"). each: ranks a host."""
         if not 2 <= hosts <= 64:
             raise ValueError(f"hosts is {hosts}: a network lab has 2 to 64 hosts")
         if not 1 <= each <= MOST_EACH:
@@ -64,7 +65,7 @@ class NetworkLab:
         self.hosts, self.each = hosts, each
         self.bridge = f"{prefix}-bridge"
         self.namespaces = [f"{prefix}-host{host}" for host in range(hosts)]
-        self._bits, self._rtt = parse_rate(rate), parse_rtt(rtt)
+        self.link = parse_link(link)
         self._router: DelayingRouter | None = None
         self._buffers: list[str] = []  # of TCP, before there was a delay
         self._former: dict[int, Any] = {}
@@ -79,8 +80,7 @@ class NetworkLab:
         try:
             with held_signals():
                 self._build()
-            if self._rtt is not None:
-                self._start_delay()
+            self.set_link(self.link)
         except BaseException as error:
             self.close()
             if not isinstance(error, RuntimeError) or isinstance(error, WrongLink):
@@ -110,31 +110,18 @@ class NetworkLab:
         """`start`, with its options, then `Run.wait`."""
         return self.start(argv, **options).wait(timeout, check)
 
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        launcher: str = "torchrun",
-        env: Mapping[str, str] | None = None,
-        on_line: OnLine | None = None,
-    ) -> Run:
-        """Start `python argv` (a script, or "-m" and a module; arguments) on every host; rank k is on host k // each.
+    def start(self, argv: Sequence[str], env: Mapping[str, str] | None = None, on_line: OnLine | None = None) -> Run:
+        """Start `python argv` (a script, or "-m" and a module; arguments) with torchrun's variables, `each` on a host.
 
-        "torchrun" starts one agent a host, with a static rendezvous on host 0. "env" starts the ranks
-        directly, with torchrun's variables, in half the time. `on_line(rank, line)` gets output as it comes, in
-        which torchrun's agents mix their own lines: mark yours. With several ranks a host an agent has the output of
-        its ranks, and `rank` is the number of its host.
+        Rank k is on host k // each. `on_line(rank, line)` gets output as it comes.
         """
-        if launcher not in ("torchrun", "env"):
-            raise ValueError(f'launcher is {launcher!r}: it is "torchrun" or "env"')
         if self._run is not None and self._run.running():
             raise RuntimeError("a run is still on these hosts: call its wait() or stop() first")
         self._runs += 1
-        started = 1 if launcher == "torchrun" else self.each  # processes a host
-        launches = [self._launch(launcher, k, argv, env or {}) for k in range(self.hosts * started)]
+        variables = [self._variables(rank, env or {}) for rank in range(self.hosts * self.each)]
         with held_signals():
-            namespaces = [self.namespaces[k // started] for k in range(len(launches))]
-            self._run = Run(namespaces, launches, on_line, self._check_router)
+            namespaces = [self.namespaces[rank // self.each] for rank in range(len(variables))]
+            self._run = Run([sys.executable, *argv], namespaces, variables, on_line, self._check_router)
         return self._run
 
     def address(self, host: int) -> str:
@@ -146,21 +133,15 @@ class NetworkLab:
         links = [json.loads(execute("ip", "-n", name, *show))[0] for name in self.namespaces]
         return [int(link["stats64"]["tx"]["bytes"]) for link in links]
 
-    def set_rate(self, rate: str | None) -> None:
-        """Shape every link anew, both ways; None takes the shaping off. Traffic may be under way."""
-        former, self._bits = self._bits, parse_rate(rate)
-        if former is not None or self._bits is not None:
-            self._shape()
-
     def set_link(self, link: str) -> None:
-        """Every link anew, as records have it ("1gbit", "unshaped", "100mbit+50ms"), while no run is on the hosts.
+        """Every link anew, while no run is on the hosts.
 
         WrongLink where there is a round trip, and it or the rate is not what was asked.
         """
-        rate, rtt = rate_and_rtt(link)
-        self._rtt = parse_rtt(rtt)
-        self.set_rate(rate)
-        if self._rtt is not None:
+        former, self.link = self.link, parse_link(link)
+        if rate_bits(former) is not None or rate_bits(self.link) is not None:
+            self._shape()
+        if rtt_seconds(self.link) is not None:
             self._start_delay()
         elif self._router is not None:
             self._end_delay()
@@ -178,24 +159,17 @@ class NetworkLab:
             raise ValueError(f"host is {host}: this lab's hosts are 0 to {self.hosts - 1}")
         return host
 
-    def _launch(
-        self, launcher: str, rank: int, argv: Sequence[str], env: Mapping[str, str]
-    ) -> tuple[list[str], dict[str, str]]:
-        port = str(29500 + self._runs % 1000)
+    def _variables(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
+        """Of a rank's process."""
+        host, local = divmod(rank, self.each)
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
         interface |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-        host = rank if launcher == "torchrun" else rank // self.each
         interface["NCCL_HOSTID"] = f"{self.bridge}-{host}"  # else NCCL refuses two ranks on one GPU
-        common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ONEBIT_QUIET": "1", **os.environ, **interface}
-        if launcher == "torchrun":
-            agent = f"-m torch.distributed.run --nnodes={self.hosts} --node-rank={rank} --nproc-per-node={self.each}"
-            rendezvous = f"--master-addr={self.address(0)} --master-port={port} --local-addr={self.address(rank)}"
-            return [sys.executable, *agent.split(), *rendezvous.split(), *argv], {**common, **env}
-        local = rank % self.each
         own = {"RANK": rank, "WORLD_SIZE": self.hosts * self.each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.each}
         own |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": self.hosts}  # hosts of a lab have one name and one boot id
-        master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}
-        return [sys.executable, *argv], {**common, **{name: str(n) for name, n in own.items()}, **master, **env}
+        master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(29500 + self._runs % 1000)}
+        common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ONEBIT_QUIET": "1", **os.environ, **interface}
+        return {**common, **{name: str(n) for name, n in own.items()}, **master, **env}
 
     def _build(self) -> None:
         began, logged = time.monotonic(), False
@@ -219,8 +193,6 @@ class NetworkLab:
             if not logged and time.monotonic() - began > 1:
                 logged = True
                 log.info("setting up %d hosts ...", self.hosts)
-        if self._bits is not None:
-            self._shape()
 
     def _start_delay(self) -> None:
         """Take the hosts off the bridge and put the router between them; check what links they have then."""
@@ -261,8 +233,8 @@ class NetworkLab:
             raise WrongLink(f"the delaying router ended with status {self._router.ended}: its links are gone")
 
     def _check_links(self) -> None:
-        assert self._router is not None and self._rtt is not None
-        rtt, bits = self._rtt, self._bits
+        rtt, bits = rtt_seconds(self.link), rate_bits(self.link)
+        assert self._router is not None and rtt is not None
         hosts = [Host(name, self.address(host)) for host, name in enumerate(self.namespaces)]
         pings = max(5, min(25, round(0.25 / rtt)))
         try:
@@ -275,12 +247,12 @@ class NetworkLab:
             raise WrongLink(f"the lab's hosts do not reach each other: {error}") from error
 
     def _shape(self) -> None:
-        command = "qdisc del dev {} root"
-        if self._bits is not None:
-            burst = 65536 + self._bits // 8 // 2000  # bytes: a GSO packet, 0.5 ms
-            queue = max(self._rtt or 0.0, 0.02)  # seconds
-            limit = burst + max(round(self._bits / 8 * queue), 1 << 20)  # bytes
-            command = f"qdisc replace dev {{}} root tbf rate {self._bits}bit burst {burst}b limit {limit}b"
+        command, bits = "qdisc del dev {} root", rate_bits(self.link)
+        if bits is not None:
+            burst = 65536 + bits // 8 // 2000  # bytes: a GSO packet, 0.5 ms
+            queue = max(rtt_seconds(self.link) or 0.0, 0.02)  # seconds
+            limit = burst + max(round(bits / 8 * queue), 1 << 20)  # bytes
+            command = f"qdisc replace dev {{}} root tbf rate {bits}bit burst {burst}b limit {limit}b"
         ports = [command.format(f"host{host}") for host in range(self.hosts)]
         execute("tc", "-n", self.bridge, "-batch", "-", lines=ports)
         for name in self.namespaces:

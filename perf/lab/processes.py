@@ -78,18 +78,19 @@ class Run:
 
     def __init__(
         self,
+        argv: Sequence[str],
         namespaces: Sequence[str],
-        launches: Sequence[tuple[list[str], dict[str, str]]],
+        variables: Sequence[dict[str, str]],
         on_line: OnLine | None,
         check_links: Callable[[], None],
     ) -> None:
-        """`check_links` raises where the network is gone."""
+        """`argv` in each namespace with its variables; `check_links` raises where the network is gone."""
         self.ranks: list[Rank] = []
         self._check_links = check_links
         self._namespaces = namespaces
         self._readers: list[threading.Thread] = []
         one_at_a_time = threading.Lock()
-        for rank, (argv, env) in enumerate(launches):
+        for rank, env in enumerate(variables):
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self._namespaces[rank], *argv],
                 env=env,
@@ -127,10 +128,6 @@ class Run:
             what = f"the run did not end in {timeout:g} s: raise `timeout`, or see why it hangs"
             raise TimeoutError("\n".join([what, *running]))
         return self.ranks
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL everything on this rank's host."""
-        signal_all(self._namespaces[rank : rank + 1], signal.SIGKILL)
 
     def running(self) -> bool:
         return any(rank.process.poll() is None for rank in self.ranks)

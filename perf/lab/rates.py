@@ -1,4 +1,4 @@
-"""Links of the lab: how rates and round trips are written, and what of a rate is payload.
+"""Links of the lab: how they are written, and what of a rate is payload.
 
 A link in options and records is "1gbit", "unshaped", or with a round trip "100mbit+50ms", "unshaped+10ms".
 """
@@ -11,54 +11,52 @@ UNSHAPED = "unshaped"
 PAYLOAD = 0.956  # of a link's rate; measured, see perf.lab.network
 
 
-def parse_rate(rate: str | None) -> int | None:
-    """Bits per second of "100mbit", "2.5gbit", ...; None, an unshaped link, stays None."""
-    if rate is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.strip().lower())
-    bits = round(float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]) if match else 0
-    if not 1_000_000 <= bits <= 100_000_000_000:
-        raise ValueError(
-            f"rate {rate!r} is not a link rate from 1mbit to 100gbit: "
-            'write a number and a unit, as "100mbit" or "2.5gbit", or None for an unshaped link'
-        )
-    return bits
-
-
-def parse_rtt(rtt: str | None) -> float | None:
-    """Seconds of "1ms" to "100ms"; None, without added delay, stays None."""
-    if rtt is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", rtt.strip().lower())
-    milliseconds = float(match[1]) if match else 0.0
-    if not 1 <= milliseconds <= 100:
-        raise ValueError(
-            f'rtt {rtt!r} is not a round trip from 1ms to 100ms: write "50ms", or None for a link without added delay'
-        )
-    return milliseconds / 1e3
-
-
-def link_of(rate: str, rtt: str | None) -> str:
-    """As records have it."""
-    return rate if rtt is None else f"{rate}+{rtt}"
+def parse_link(text: str) -> str:
+    """As records have it; ValueError where it is none."""
+    link = text.strip().lower()
+    bits, rtt = rate_bits(link), rtt_seconds(link)
+    if not (bits is None or 1e6 <= bits <= 100e9) or not (rtt is None or 1e-3 <= rtt <= 0.1):
+        raise ValueError(_says(text))
+    return link
 
 
 def rate_and_rtt(link: str | None) -> tuple[str | None, str | None]:
-    """The arguments of NetworkLab for a link as records have it; None stands for one that is not known."""
-    rate, _, rtt = (link or UNSHAPED).partition("+")
-    return None if rate == UNSHAPED else rate, rtt or None
-
-
-def clock_option(link: str) -> list[str]:
-    """Of a worker on such links: their barriers would leave ranks a round trip apart."""
-    return ["--one-clock"] if rtt_seconds(link) else []
+    """The parts of a link as records have it, None where there is none; None stands for a link that is not known."""
+    rate, plus, rtt = (link or UNSHAPED).partition("+")
+    return None if rate == UNSHAPED else rate, rtt if plus else None
 
 
 def rate_bits(link: str | None) -> int | None:
     """Bits per second of a link as records have it; None where it is not shaped."""
-    return parse_rate(rate_and_rtt(link)[0])
+    rate = rate_and_rtt(link)[0]
+    if rate is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
+    if not match:
+        raise ValueError(_says(link))
+    return round(float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]])
 
 
 def rtt_seconds(link: str | None) -> float | None:
     """Of a link as records have it; None where no delay was added."""
-    return parse_rtt(rate_and_rtt(link)[1])
+    rtt = rate_and_rtt(link)[1]
+    if rtt is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", rtt)
+    if not match:
+        raise ValueError(_says(link))
+    return float(match[1]) / 1e3
+
+
+def link_title(link: str) -> str:
+    """For people: "1 Gbit/s", "100 Mbit/s, 50ms"."""
+    bits, rtt = rate_bits(link), rate_and_rtt(link)[1]
+    rate = UNSHAPED if bits is None else f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+    return f"{rate}, {rtt}" if rtt else rate
+
+
+def _says(link: str | None) -> str:
+    return (
+        f'{link!r} is no link: write a rate from 1mbit to 100gbit or "unshaped", and behind it a round trip from 1ms '
+        'to 100ms if it has one, as "2.5gbit" or "100mbit+50ms"'
+    )

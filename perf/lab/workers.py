@@ -1,30 +1,36 @@
 """A benchmark's ranks on the hosts of a lab: what they print in marked lines, and how the benchmark reads it.
 
-A worker prints progress and results on rank 0; any rank prints what is wrong with a result before it ends.
+Rank 0 prints progress and what was found; any rank prints what is wrong with a result before it ends.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from onebit.cli.progress import Progress
 from perf.command import FAILED, WrongResult
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
+from perf.lab.rates import rtt_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRESS, RESULT, WRONG = "@progress ", "@result ", "@wrong "
+Publish = Callable[[Any], None]  # gets dataclasses, and descriptions, which are dicts
 
 
 def print_progress(text: str) -> None:
     print(PROGRESS + text, flush=True)
 
 
-def print_result(text: str) -> None:
-    print(RESULT + text, flush=True)
+def print_result(found: Any) -> None:
+    fields = found if isinstance(found, dict) else asdict(found)
+    print(RESULT + json.dumps([type(found).__name__, fields]), flush=True)
 
 
 def run_worker(run: Callable[[], object]) -> int:
@@ -45,16 +51,18 @@ def search_path() -> str:
 def run_workers(
     lab: NetworkLab,
     argv: Sequence[str],
-    network: str,
     timeout: float,
     progress: Progress,
-    on_result: Callable[[str], None] = lambda text: None,
+    kinds: Mapping[str, Callable[[Any], Any]] | None = None,
+    publish: Publish = lambda found: None,
 ) -> None:
-    """Run `python argv` on every host; `on_result` gets what rank 0 prints with `print_result`, as it comes.
+    """Run `python argv` on every host; `publish` gets what rank 0 prints with `print_result`, as it comes.
 
-    WrongResult or RankFailed where a rank ends with an error.
+    kinds: what makes a result of its fields, by the name of its class. WrongResult or RankFailed where a rank ends with
+    an error. On links with a round trip ranks share a clock: their barriers would leave them a round trip apart.
     """
     wrong: list[str] = []
+    network = f"{lab.hosts} hosts, {lab.link}"
 
     def on_line(rank: int, line: str) -> None:
         if line.startswith(WRONG):
@@ -62,12 +70,14 @@ def run_workers(
         elif rank == 0 and line.startswith(PROGRESS):
             progress.show(f"{network}: {line.removeprefix(PROGRESS)}")
         elif rank == 0 and line.startswith(RESULT):
-            on_result(line.removeprefix(RESULT))
+            kind, fields = json.loads(line.removeprefix(RESULT))
+            publish({"dict": dict, **(kinds or {})}[kind](fields))
 
     progress.show(f"{network}: starting the ranks")
+    clock = ["--one-clock"] if rtt_seconds(lab.link) else []
     with tempfile.TemporaryDirectory(prefix="onebit-lab-") as cache:  # chunks="auto" measures every network anew
         env = {"PYTHONPATH": search_path(), "ONEBIT_CACHE_DIR": cache}
         try:
-            lab.run(argv, timeout=timeout, launcher="env", env=env, on_line=on_line)
+            lab.run([*argv, *clock], timeout=timeout, env=env, on_line=on_line)
         except RankFailed as error:
             raise (WrongResult(f"{network}: {wrong[0]}") if wrong else error) from error

@@ -1,7 +1,6 @@
 """Every method that people would use, on links between racks and sites: which has trained a model first?
 
-    python -m perf.methods [--models narrow,wide] [--hosts 2,4] [--links 55mbit,100mbit+50ms] [--seeds 3]
-    python -m perf.methods --only losses [--minutes 30]      or: --only times
+    python -m perf.methods [--models narrow,wide] [--hosts 2,4] [--seeds 3]
     python -m perf.methods --report                          tables and plots of what is there, nothing is run
 
 Needs root on Linux: networks are made on this machine (perf.lab). Steps are timed on each of the links, and models are
@@ -16,7 +15,6 @@ interrupted goes on where it was. The report is written to docs/methods.md.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,12 +36,11 @@ from perf.methods.plan import (
     rows_to_measure,
     to_train,
 )
-from perf.methods.record import Record, record_path
-from perf.methods.report import write_report
+from perf.methods.report import record_path, write_report
 from perf.records import RESULTS, load_average, machine
 from perf.train_step import benchmark
+from perf.train_step.record import Record
 
-LOSSES, TIMES = "losses", "times"
 AT_ONCE = 4  # runs of the same ranks: it takes seconds to start these
 OUT, PAGE = RESULTS / "methods", Path("docs/methods.md")
 
@@ -53,8 +50,7 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, model: str, hosts: int, progress: Progress) -> None:
         self.record = Record(record_path(arguments.out, model, hosts))
-        self.hosts, self._seeds, self._methods = hosts, arguments.seeds, arguments.methods
-        self._progress, self._ends = progress, time.monotonic() + 60 * (arguments.minutes or 1e6)
+        self.hosts, self._seeds, self._progress = hosts, arguments.seeds, progress
         mine = (STEPS, FREEZE, CLIP)  # runs of other settings leave the record
         self.record.runs = [run for run in self.record.runs if (run.steps, run.freeze, run.clip) == mine]
         shape = MODELS[model]
@@ -63,30 +59,23 @@ class Comparison:
         self._options = [f"--{name}={value}" for name, value in options.items()]
         self._about = {"lab": True, **machine(), **options, **provenance()}
 
-    def measure_times(self, links: Sequence[str]) -> None:
-        with NetworkLab(self.hosts) as lab:
-            for link in links:
-                left = rows_to_measure(self.record.rows, link)
-                if left and self._time_left:
-                    lab.set_link(link)
-                    self.record.add({**self._about, "load_before": load_average()})
-                    self._run(lab, link, [f"--variants={','.join(left)}"])
+    def measure_times(self, lab: NetworkLab) -> None:
+        for link in LINKS:
+            if left := rows_to_measure(self.record.rows, link):
+                lab.set_link(link)
+                self.record.add({**self._about, "load_before": load_average()})
+                self._run(lab, [f"--variants={','.join(left)}"])
 
-    def train(self) -> None:
-        """As long as there is time: what runs when it is over ends."""
-        with NetworkLab(self.hosts) as lab:
-            while self._time_left and (left := next(to_train(self.record.runs, self._methods, self._seeds), None)):
-                self.record.add(self._about)
-                runs = ",".join(f"{name}:{seed}" for name, seed in left.runs[:AT_ONCE])
-                self._run(lab, UNSHAPED, ["--train", f"--runs={runs}", f"--lr={left.lr}"])
+    def train(self, lab: NetworkLab) -> None:
+        lab.set_link(UNSHAPED)
+        while left := next(to_train(self.record.runs, METHODS, self._seeds), None):
+            self.record.add(self._about)
+            runs = ",".join(f"{name}:{seed}" for name, seed in left.runs[:AT_ONCE])
+            self._run(lab, ["--train", f"--runs={runs}", f"--lr={left.lr}"])
 
-    def _run(self, lab: NetworkLab, link: str, what: list[str]) -> None:
+    def _run(self, lab: NetworkLab, what: list[str]) -> None:
         arguments = benchmark.parse_arguments(["--lab", f"--hosts={self.hosts}", *self._options, *what])
-        benchmark.on_lab(lab, link, what, arguments, self._progress, self.record.add)
-
-    @property
-    def _time_left(self) -> bool:
-        return time.monotonic() < self._ends
+        benchmark.on_lab(lab, what, arguments, self._progress, self.record.add)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,12 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         for model in arguments.models:
             for hosts in arguments.hosts:
                 comparison = Comparison(arguments, model, hosts, progress)
-                if arguments.only != LOSSES:
-                    comparison.measure_times(arguments.links)
-                if arguments.only != TIMES:
-                    comparison.train()
+                with NetworkLab(hosts) as lab:
+                    comparison.measure_times(lab)
+                    comparison.train(lab)
         progress.clear()
-    print(write_report(arguments.out, arguments.docs))
+    print(write_report(arguments.out, PAGE if arguments.out == OUT else arguments.out / PAGE.name))
     return 0
 
 
@@ -115,15 +103,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.methods", description="Which method has trained first?")
     parser.add_argument("--models", type=list_of(one_of("model", list(MODELS))), default=list(MODELS))
     parser.add_argument("--hosts", type=list_of(host_count), default=list(HOSTS), help="of the lab (default: 2,4)")
-    parser.add_argument("--links", type=list_of(one_of("link", LINKS)), default=list(LINKS), help=", ".join(LINKS))
-    parser.add_argument("--methods", type=list_of(one_of("method", METHODS)), default=list(METHODS), help="to train")
     parser.add_argument("--seeds", type=whole_number, default=3, help="runs of each method (default: %(default)s)")
-    parser.add_argument("--only", choices=(LOSSES, TIMES), help="what is measured (default: both)")
-    parser.add_argument("--minutes", type=whole_number, help="of each model, after which no further run begins")
     parser.add_argument("--report", action="store_true", help="only tables and plots of what is there")
-    add_out(parser, "records and plots", OUT)
-    parser.add_argument("--docs", type=Path, help=f"the page to write (default: {PAGE})")
-    arguments = parser.parse_args(argv)
-    if arguments.docs is None:
-        arguments.docs = PAGE if arguments.out == OUT else arguments.out / "methods.md"
-    return arguments
+    add_out(parser, "records, plots and, where it is another than this, the page", OUT)
+    return parser.parse_args(argv)

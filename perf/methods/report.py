@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
-from typing import Any
 
 from onebit.cli.arguments import CommandError
 from onebit.report.plots import available
 from perf import plots
-from perf.lab.rates import rate_and_rtt, rate_bits
+from perf.lab.rates import link_title
 from perf.methods.plan import (
     ADAM_LR,
     CLIP,
@@ -29,12 +28,12 @@ from perf.methods.plan import (
     mean_loss,
     tried,
 )
-from perf.methods.record import Record, record_path
 from perf.tables import markdown
 from perf.train_step.measure import Run
-from perf.train_step.plots import SHOWN_FROM
+from perf.train_step.plots import loss_panel, title_of
+from perf.train_step.record import Record
 from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
-from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED, VARIANTS
+from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED
 
 MOST_HOSTS = 64  # of a lab
 OVER_TIME, TO_COMMON_LOSS = "validation loss over time", "seconds to the common loss"  # what plots show
@@ -81,6 +80,10 @@ def page(out: Path, docs: Path) -> str:
     if not sections:
         raise CommandError(f"--out {str(out)!r} has no record of a comparison: measure first, without --report")
     return "\n".join([INTRODUCTION, *sections])
+
+
+def record_path(out: Path, model: str, hosts: int) -> Path:
+    return out / f"{model}-{hosts}-hosts.json"
 
 
 def records(out: Path) -> list[tuple[Record, str]]:
@@ -133,10 +136,6 @@ def groups(record: Record) -> dict[str, Group]:
     }
 
 
-def title_of(method: str) -> str:
-    return VARIANTS[method].title.replace(", stage 2", "")
-
-
 def losses_table(record: Record) -> str:
     head = ["", "learning rate", "loss", "seeds", "MB a rank sends", "times fewer than fp32"]
     sent = _bytes_of_runs(record)
@@ -185,12 +184,6 @@ def steps_table(networks: Mapping[str, Group]) -> str:
         "(`tests/perf/test_torchft.py`), and so was not trained again."
     )
     return markdown(["", *map(link_title, networks)], lines, numbers=range(1, 9)[: len(networks)]) + f"\n\n{notes}"
-
-
-def link_title(link: str) -> str:
-    rate, rtt = rate_and_rtt(link)
-    bits = rate_bits(rate) or 0
-    return f"{bits / 1e9:g} Gbit/s" * (bits >= 1e9) + f"{bits / 1e6:g} Mbit/s" * (bits < 1e9) + f", {rtt}" * bool(rtt)
 
 
 def common_loss(runs: Sequence[Run]) -> float:
@@ -276,22 +269,9 @@ def draw(record: Path, title: str, networks: Mapping[str, Group], runs: Sequence
 
 
 def _loss_panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:
-    """Mean curves over seeds, each with its last loss."""
-
-    def panel(axes: Any) -> None:
-        styles = plots.Styles()
-        for method, curve in curves(runs).items():
-            if timed(group, method):
-                shown = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * STEPS]
-                points = [(seconds_after(group, method, FREEZE, step), loss) for step, loss in shown]
-                color, style = styles.of(title_of(method))
-                label = f"{title_of(method)}: {curve[-1][1]:.3f}"
-                axes.plot(*zip(*points, strict=True), style, label=label, color=color)
-        axes.set(title=link_title(link), xlabel="seconds", ylabel="validation loss", xscale="log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=6)
-
-    return panel
+    """Mean curves over seeds."""
+    own = {method: curve for method, curve in curves(runs).items() if timed(group, method)}
+    return loss_panel(link_title(link), own, lambda name, step: seconds_after(group, name, FREEZE, step), scale="log")
 
 
 def _bars_panel(link: str, group: Group, runs: Sequence[Run]) -> plots.Draw:

@@ -1,13 +1,12 @@
 """The parts of a training step: DDP in fp32, fp16, bf16 and with PowerSGD's hook, 1-bit Adam and LAMB in both stages.
 
-    python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit] [--rtt 10ms | --share 0.925]
+    python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit+10ms] [--share 0.925]
     python -m perf.train_step --lab --train [--steps 300] [--seeds 3]
     torchrun ... -m perf.train_step
 
 The first needs root on Linux: it builds a network of hosts on this machine (perf.lab), starts a rank in each
 and times a causal transformer's step at every rate. One more rate is chosen by itself: that at which the fp16
-all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial; with --rtt links
-have a round trip as well, and no rate is chosen. The second trains
+all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial. The second trains
 the variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give both
 the same options): steps times the seconds of a step that the first has measured, since links only decide how long a
 step takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has.
@@ -28,10 +27,9 @@ figure.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from onebit.cli.arguments import whole_number
@@ -39,62 +37,50 @@ from onebit.cli.progress import Progress
 from perf import plots
 from perf.command import (
     CANNOT_MEASURE,
-    add_links,
     add_out,
+    add_ranks,
     exit_status,
     host_count,
-    join_links,
     list_of,
     make_folder,
     one_of,
+    options_of,
     refuse_idle,
     set_defaults,
 )
 from perf.lab.network import NetworkLab
-from perf.lab.rates import UNSHAPED, clock_option
-from perf.lab.workers import print_progress, print_result, run_worker, run_workers
+from perf.lab.rates import UNSHAPED
+from perf.lab.workers import Publish, print_progress, print_result, run_worker, run_workers
 from perf.ranks import require_group
 from perf.records import load_average
-from perf.targets import check_status
-from perf.train_step.measure import Publish, Row, Run, run_rank
+from perf.train_step.measure import Row, Run, run_rank
 from perf.train_step.plots import draw
-from perf.train_step.report import STANDARD, Record, about, link_for, loss_table, missing, record_name, table
+from perf.train_step.record import StepRecord
+from perf.train_step.report import (
+    STANDARD,
+    about,
+    link_for,
+    loss_table,
+    missing,
+    record_name,
+    table,
+    targets,
+    with_settings,
+)
 from perf.train_step.variants import BASELINE, VARIANTS
 
 WORKER = ("-m", "perf.train_step")  # what a host of the lab runs
-PASSED_ON = (
-    "width",
-    "layers",
-    "batch",
-    "repeats",
-    "steps",
-    "freeze",
-    "lr",
-    "clip",
-    "timeout",
-)  # to the ranks of the lab
+PASSED_ON = ("device", "width", "layers", "batch", "repeats", "steps", "freeze", "lr", "clip", "timeout")  # to ranks
 
 
-def _publish(found: Row | Run | dict[str, Any]) -> None:
-    """By a rank of the lab."""
-    fields = found if isinstance(found, dict) else asdict(found)
-    print_result(json.dumps({type(found).__name__: fields}))
-
-
-def parse_result(text: str) -> Row | Run | dict[str, Any]:
-    ((kind, fields),) = json.loads(text).items()
-    kinds: dict[str, Callable[[Any], Any]] = {"Row": Row.of, "Run": Run.of, "dict": dict}
-    return kinds[kind](fields)
-
-
-def run_lab(arguments: argparse.Namespace, record: Record, progress: Progress) -> None:
+def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> None:
     """One process a host for every rate, or for all training runs."""
     progress.show(f"{arguments.hosts} hosts: setting up the network")
     with NetworkLab(arguments.hosts) as lab:
         if arguments.train:
             if arguments.runs:
                 runs = ",".join(f"{name}:{seed}" for name, seed in arguments.runs)
-                on_lab(lab, UNSHAPED, ["--train", f"--runs={runs}"], arguments, progress, record.add)
+                on_lab(lab, ["--train", f"--runs={runs}"], arguments, progress, record.add)
             return
         rates = list(arguments.rates)
         if arguments.share:
@@ -102,7 +88,7 @@ def run_lab(arguments: argparse.Namespace, record: Record, progress: Progress) -
             record.about["share_rate"] = rates[0]
         for rate in rates:
             lab.set_link(rate)
-            on_lab(lab, rate, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record.add)
+            on_lab(lab, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record.add)
 
 
 def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) -> str:
@@ -110,52 +96,36 @@ def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) ->
     rate = UNSHAPED
     for _ in range(2):
         lab.set_link(rate)
-        row = on_lab(lab, rate, [f"--variants={BASELINE}"], arguments, progress)[-1]
-        rate = link_for(arguments.share, row)
+        found: list[Any] = []
+        on_lab(lab, [f"--variants={BASELINE}"], arguments, progress, found.append)
+        rate = link_for(arguments.share, found[-1])
     return rate
 
 
 def on_lab(
-    lab: NetworkLab,
-    rate: str,
-    what: Sequence[str],
-    arguments: argparse.Namespace,
-    progress: Progress,
-    publish: Publish = lambda found: None,
-) -> list[Any]:
-    """What the ranks find at this rate; `publish` gets it as it comes."""
-    found: list[Any] = []
-
-    def on_result(text: str) -> None:
-        result = parse_result(text)
-        found.append(replace(result, rate=rate) if isinstance(result, Row) else result)
-        publish(found[-1])
-
-    options = [f"--{name}={getattr(arguments, name)}" for name in PASSED_ON]
-    argv = [*WORKER, "--worker", f"--device={arguments.device}", *options, *what, *clock_option(rate)]
-    run_workers(lab, argv, f"{lab.hosts} hosts, {rate}", arguments.timeout, progress, on_result)
-    return found
+    lab: NetworkLab, what: Sequence[str], arguments: argparse.Namespace, progress: Progress, publish: Publish
+) -> None:
+    """`publish` gets what the ranks find on these links, as it comes."""
+    argv = [*WORKER, "--worker", *options_of(arguments, PASSED_ON), *what]
+    kinds = {"Row": lambda fields: replace(Row.of(fields), rate=lab.link), "Run": Run.of}
+    run_workers(lab, argv, arguments.timeout, progress, kinds, publish)
 
 
-def report(arguments: argparse.Namespace, record: Record) -> int:
+def report(record: StepRecord) -> None:
     """Tables, targets, plots of what there is."""
-    if not record.rows and not record.runs:
-        return int(arguments.check)
     about = record.about
     where = f"{about['device']}, {about['cpu_count']} cores, {about['ranks']} ranks, {about['backend']}"
     print(f"{where}, {about['elements']:,} elements, load before: {about['load_before']}\n")
     for text in (table(record.rows), loss_table(record.rows, record.runs)):
         print(text)
-    reached = record.targets()
-    print("".join(f"\n{target}" for target in reached))
+    print("".join(f"\n{target}" for target in targets(record.rows)))
     record.save()
     print(f"\n{record.path}")
     plots.draw_if_possible(lambda: draw(record, where))
-    return check_status("perf.train_step", reached, arguments.check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1: a failure (what was found is kept), or with --check a missed target. 2: impossible here."""
+    """Exit status 1: a failure (what was found is kept). 2: impossible here."""
     arguments = parse_arguments(argv)
     return exit_status("perf.train_step", lambda: run(arguments))
 
@@ -163,22 +133,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """What was measured before an error is reported."""
     if arguments.worker:
-        return run_worker(lambda: run_rank(arguments, print_progress, _publish))
+        return run_worker(lambda: run_rank(arguments, print_progress, print_result))
     load, progress = load_average(), Progress()
     if not arguments.lab:
         require_group()
     make_folder(arguments.out)
-    record = Record(arguments.out / f"{record_name(arguments)}.json", about(arguments, load))
-    arguments.runs = missing(arguments, record) if arguments.train else []
+    record = StepRecord(arguments.out / f"{record_name(arguments)}.json", about(arguments, load))
+    if arguments.train:
+        record.runs = with_settings(arguments, record.runs)
+        arguments.runs = missing(arguments, record.runs)
     status = exit_status("perf.train_step", lambda: _measure(arguments, record, progress), lost="no more figures")
     progress.clear()
-    if status == CANNOT_MEASURE or not (arguments.lab or record.changed):  # of a group rank 0 alone has the results
-        return status
-    missed = report(arguments, record)
-    return status or missed
+    there = record.changed or (arguments.lab and record.rows)  # of a group rank 0 alone has the results
+    if there and status != CANNOT_MEASURE:
+        report(record)
+    return status
 
 
-def _measure(arguments: argparse.Namespace, record: Record, progress: Progress) -> int:
+def _measure(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> int:
     if arguments.lab:
         run_lab(arguments, record, progress)
     else:
@@ -205,15 +177,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "rtt", "share"), in_group=("backend",))
+        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
     if not 0 <= arguments.clip < math.inf:
         parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
-    if arguments.rtt and arguments.share:
-        parser.error("--share: links that it chooses have no round trip; leave out --rtt")
-    set_defaults(arguments, {"share": 0.0} if arguments.rtt else {})
     set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
     set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
-    join_links(parser, arguments)
     arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
     return arguments
 
@@ -223,9 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_step", description="The parts of a training step, compressed and not."
     )
-    parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
+    add_ranks(parser, timeout=3600)
     parser.add_argument("--hosts", type=host_count, help="of the lab (default: 4)")
-    add_links(parser)
     parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
     parser.add_argument("--variants", type=list_of(variant), default=STANDARD["variants"], help=", ".join(VARIANTS))
     for name, what in (("width", "of the model"), ("layers", "of the model"), ("batch", "windows a rank")):
@@ -237,14 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=number, default=1, help="training runs of each variant (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="of training (default: %(default)s)")
     parser.add_argument("--clip", type=float, default=0.0, help="norm of gradients in training; 0: any (default)")
-    parser.add_argument(
-        "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; --lab: cpu)"
-    )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
-    parser.add_argument("--timeout", type=number, default=3600, help="seconds for one network of the lab")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     add_out(parser, "the record and the plots")
     parser.add_argument("--name", help="of the record, after the machine's (default: made of the options that differ)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank of --lab
     parser.add_argument("--runs", type=list_of(_run), default=[], help=argparse.SUPPRESS)  # variant:seed, of a rank
     return parser

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from onebit.cli.demo.model import Text, loss_of
 from onebit.collectives.transport import transport_for
 from onebit.optim.optimizer import OneBitOptimizer
 from perf.command import WrongResult
-from perf.ranks import Ranks, Show, check_same, describe_group, process_group, unsupported
+from perf.lab.workers import Publish
+from perf.ranks import Ranks, Show, check_same, describe_group, process_group
 from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant, timed_variants
 
 FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
@@ -43,14 +45,13 @@ class Row:
     all_reduce: float = 0.0
     step: float = 0.0
     bytes: float | None = None  # sent a step, by the rank that sends most
-    reported: float | None = None  # seconds of such a step by the optimizer's own report, on the first rank
-    verdict: str | None = None  # of that report, where it compares
     error: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """From JSON."""
-        return cls(**{**fields, "calls": tuple(fields["calls"])})
+        """From a record, which may say more."""
+        own = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+        return cls(**{**own, "calls": tuple(fields["calls"])})
 
     @property
     def share(self) -> float:
@@ -75,9 +76,6 @@ class Run:
     def of(cls, fields: Mapping[str, Any]) -> Run:
         """From JSON."""
         return cls(**{**fields, "curve": tuple((step, loss) for step, loss in fields["curve"])})
-
-
-Publish = Callable[[Row | Run | dict[str, Any]], None]  # rows, runs, and a description of the group
 
 
 class Clock:
@@ -166,13 +164,13 @@ class Bench:
     def measure(self, name: str, repeats: int, clip: float = 0.0) -> Row:
         """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
         variant, rate = VARIANTS[name], None
-        if error := variant.impossible or unsupported(torch.zeros(1, dtype=variant.sends, device=self.ranks.device)):
+        if error := variant.impossible:
             return Row(rate, name, error=error)
         rest = self.local_backward(repeats)
         transport = TimedTransport(self.clock.mark)
         trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, transport)
         timings: list[tuple[float, list[float]]] = []
-        bytes_sent: list[float | None] = []
+        sent = 0.0
         first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
         for step in itertools.count():
             self.ranks.progress(f"{variant.title}, {len(timings)} of {repeats} steps timed")
@@ -183,19 +181,16 @@ class Bench:
             self.ranks.barrier()
             if counts:
                 timings.append(found)
-                bytes_sent.append(self.ranks.bytes_a_call(before, self.ranks.bytes_sent(), 1))
+                sent += self.ranks.bytes_sent() - before
             if len(timings) == repeats:
                 break
         self.check(variant, trainee)
-        sent = None if None in bytes_sent else statistics.fmean(bytes_sent)  # type: ignore[arg-type]
         calls = self.ranks.slowest([seconds for seconds, _ in timings])
         forward, step_alone = self.mean([parts for _, parts in timings]).median(0).values.tolist()
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
-        row = Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent)
-        if self.ranks.one_clock:  # barriers take round trips, which the report counts
-            return row
-        return replace(row, reported=trainee.reported_seconds(variant.times), verdict=trainee.verdict())
+        sent_a_step = self.ranks.most_bytes(sent / repeats)
+        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent_a_step)
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""
@@ -245,7 +240,7 @@ def run_rank(arguments: argparse.Namespace, show: Show, publish: Publish) -> Non
     """Time or train on this process's group; on rank 0 `publish` gets what is found, as it comes."""
     with process_group(arguments, show) as ranks:
         try:
-            _run(arguments, ranks, publish if ranks.rank == 0 else lambda found: None)
+            _run(arguments, ranks, publish if ranks.rank == 0 else lambda _: None)
         finally:
             gc.collect()  # a model that outlives its group ends Gloo's threads with the lock that they wait for
 

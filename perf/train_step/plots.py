@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from perf import plots
-from perf.lab.rates import rate_and_rtt, rate_bits
+from perf.lab.rates import link_title, rate_and_rtt, rate_bits
 from perf.train_step.measure import Row
-from perf.train_step.report import Group, Record, by_rate, faster, seconds_after, timed, timed_curves
+from perf.train_step.record import Record
+from perf.train_step.report import Curves, Group, by_rate, faster, seconds_after, timed, timed_curves
 from perf.train_step.variants import BASELINE, UNCOMPRESSED, VARIANTS
 
 LIKE_OTHERS = ("bf16", "adam-1", "adam-1-bf16", "adam-2-bf16", "lamb-1")  # in bytes: left out of curves over rates
@@ -25,13 +27,21 @@ def draw(record: Record, title: str) -> list[Path]:
             *(parts_panel(rate, group) for rate, group in shown),
         ],
         record.path.with_name(f"{record.path.stem}-loss.png"): [
-            loss_panel(record, rate, group) for rate, group in shown if record.runs and timed(group, UNCOMPRESSED)
+            _losses(record, rate, group) for rate, group in shown if record.runs and timed(group, UNCOMPRESSED)
         ],
     }
     made = {path: own for path, own in panels.items() if own}
     for path, own in made.items():
         plots.save(path, own, title)
     return list(made)
+
+
+def _losses(record: Record, rate: str | None, group: Group) -> plots.Draw:
+    freeze = record.runs[0].freeze
+    title = f"Validation loss over time{_at(rate)}"
+    return loss_panel(
+        title, timed_curves(group, record.runs), lambda name, step: seconds_after(group, name, freeze, step)
+    )
 
 
 def throughput_panel(record: Record) -> plots.Draw:
@@ -57,24 +67,23 @@ def parts_of(row: Row) -> dict[str, float]:
     return {"forward": row.forward, "backward": row.backward, "step": row.step, "all-reduce": row.all_reduce}
 
 
-def loss_panel(record: Record, rate: str | None, group: Group) -> plots.Draw:
-    """The mean over seeds; up to the freeze no variant compresses."""
+def title_of(variant: str) -> str:
+    """Of a whole run."""
+    return VARIANTS[variant].title.replace(", stage 2", "")
+
+
+def loss_panel(title: str, curves: Curves, seconds: Callable[[str, int], float], scale: str = "linear") -> plots.Draw:
+    """Curves of variants, each with its last loss; `seconds` of a variant after so many steps."""
 
     def panel(axes: Any) -> None:
-        freeze = record.runs[0].freeze
         styles = plots.Styles()
-        for name, curve in timed_curves(group, record.runs).items():
-            own = [(step, loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
-            times = [seconds_after(group, name, freeze, step) for step, _ in own]
-            title = VARIANTS[name].title
-            color, style = styles.of(title)
-            label = f"{title.replace(', stage 2', '')}: {own[-1][1]:.3f}"
-            axes.plot(times, [loss for _, loss in own], style, marker=".", label=label, color=color)
-        frozen = seconds_after(group, UNCOMPRESSED, freeze, freeze)
-        axes.axvline(frozen, color="black", lw=0.8, ls=":", label="freeze after fp32")
-        axes.set(title=f"Validation loss over time{_at(rate)}", xlabel="seconds", ylabel="loss")
+        for name, curve in curves.items():
+            shown = [(seconds(name, step), loss) for step, loss in curve if step >= SHOWN_FROM * curve[-1][0]]
+            color, style = styles.of(title_of(name))
+            axes.plot(*zip(*shown, strict=True), style, label=f"{title_of(name)}: {curve[-1][1]:.3f}", color=color)
+        axes.set(title=title, xlabel="seconds", ylabel="validation loss", xscale=scale)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
+        axes.legend(fontsize=7)
 
     return panel
 
@@ -85,9 +94,4 @@ def _note(row: Row, baseline: Row | None) -> str:
 
 
 def _at(rate: str | None) -> str:
-    bits = rate_bits(rate)
-    if bits is None:
-        return f", {rate}" if rate else ""
-    rtt = rate_and_rtt(rate)[1]
-    shown = f", {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f", {bits / 1e6:g} Mbit/s"
-    return shown + (f", {rtt}" if rtt else "")
+    return f", {link_title(rate)}" if rate else ""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from onebit.cli.arguments import pick_device
 from onebit.kernels.tuning.machine import device_name, provenance
+from perf.command import differing
 from perf.lab.rates import PAYLOAD, rate_bits
-from perf.records import cpu_name, machine, read_record, slug, write_record
+from perf.records import cpu_name, machine, slug
 from perf.tables import cell
-from perf.targets import Limit, Target, as_json
+from perf.targets import Target
 from perf.train_step.measure import Row, Run
-from perf.train_step.variants import BASELINE, OURS, POWERSGD, SPACED, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.train_step.variants import BASELINE, OURS, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -32,47 +30,8 @@ STANDARD: dict[str, Any] = {
 }
 SHARES = (0.91, 0.94)  # of the all-reduce in the step: the papers' Ethernet rows
 SPEED_TARGET = 5.5  # times the baseline's speed, where its share is one of these
-APART = 1.1  # times: the optimizer's report against what is measured here
-RUN_TARGET, SOONER = 4.4, 1.5  # there, of a whole run of 0/1 Adam: against the baseline, and to PowerSGD's last loss
 Group = Mapping[str, Row]  # of one rate, by variant
 Curves = dict[str, list[tuple[int, float]]]  # (step, loss) by variant
-
-
-class Record:
-    """What was found so far, in a file after each addition. Training runs of an earlier command stay in it."""
-
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self.path, self.about, self._of_rows = path, dict(about), about
-        self.rows: list[Row] = []
-        self.runs: list[Run] = []
-        self.changed = False
-        self._kept = True  # rows are still those of an earlier command
-        if path.exists():
-            before = read_record(path)
-            self.about |= before
-            self.rows = [Row.of(row) for row in before["rows"]]
-            self.runs = [Run.of(run) for run in before["runs"]]
-
-    def add(self, found: Row | Run | Mapping[str, Any]) -> None:
-        self.changed = True
-        if isinstance(found, Row):
-            if self._kept:
-                self.rows, self._kept = [], False
-                self.about |= self._of_rows
-            self.rows.append(found)
-        elif isinstance(found, Run):
-            self.runs.append(found)
-        else:
-            self.about.update(found)
-        self.save()
-
-    def save(self) -> None:
-        rows, runs = ([asdict(x) for x in these] for these in (self.rows, self.runs))
-        write_record(self.path, {**self.about, "targets": as_json(self.targets()), "rows": rows, "runs": runs})
-
-    def targets(self) -> list[Target]:
-        rows, runs = self.rows, self.runs
-        return [*speed_targets(rows), *run_targets(rows, runs), *loss_targets(rows, runs), *report_targets(rows)]
 
 
 def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
@@ -114,8 +73,6 @@ def table(rows: Sequence[Row]) -> str:
             ratio = faster(row, baseline) if baseline else None
             sent = cell(row.bytes, "12.3f", 1e-6)
             lines.append(f"{where} | {times} | {row.share:10.1%} | {sent} | {cell(ratio, '8.2f')}")
-    said = [f"{VARIANTS[row.variant].title}, {row.rate or '-'}: {row.verdict}" for row in rows if row.verdict]
-    lines += ["", "What the optimizer's own report says of steps like these:", *said] if said else []
     return "\n".join(lines)
 
 
@@ -123,61 +80,14 @@ def faster(row: Row, than: Row) -> float | None:
     return than.seconds / row.seconds if row.seconds and than.seconds else None
 
 
-def speed_targets(rows: Sequence[Row]) -> list[Target]:
+def targets(rows: Sequence[Row]) -> list[Target]:
     """Where the baseline's all-reduce takes the papers' share."""
     found = []
     for rate, group in by_rate(rows):
         baseline, ours = group.get(BASELINE), group.get(OURS)
-        if baseline and ours and network_bound(group) and (ratio := faster(ours, baseline)):
+        if baseline and ours and SHARES[0] <= baseline.share <= SHARES[1] and (ratio := faster(ours, baseline)):
             of = f"{VARIANTS[OURS].title}, {rate}, where all-reduce takes {baseline.share:.1%} of {BASELINE}'s"
             found.append(Target(f"as fast a step as {BASELINE}'s ({of})", ratio, SPEED_TARGET))
-    return found
-
-
-def report_targets(rows: Sequence[Row]) -> list[Target]:
-    """Where the optimizer's own report and this benchmark are farthest apart."""
-    apart = [
-        (max(row.reported / row.seconds, row.seconds / row.reported), f"{VARIANTS[row.variant].title}, {row.rate}")
-        for row in rows
-        if row.reported and row.seconds
-    ]
-    what = "times the time of a step in the optimizer's report, or its inverse"
-    return [Limit(f"{what} (farthest of {len(apart)}: {max(apart)[1]})", max(apart)[0], APART)] if apart else []
-
-
-def network_bound(group: Group) -> bool:
-    """Whether the baseline's all-reduce takes the papers' share of its step."""
-    baseline = group.get(BASELINE)
-    return baseline is not None and SHARES[0] <= baseline.share <= SHARES[1]
-
-
-def run_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
-    """A whole run of 0/1 Adam against the baseline's, where that waits for the network."""
-    found = []
-    for rate, group in by_rate(rows):
-        if network_bound(group) and SPACED in timed_curves(group, runs):
-            steps, freeze = runs[0].steps, runs[0].freeze
-            ratio = steps * (group[BASELINE].seconds or math.nan) / seconds_after(group, SPACED, freeze, steps)
-            what = f"as fast a run of {steps} steps as {BASELINE}'s ({VARIANTS[SPACED].title}, {rate})"
-            found.append(Target(what, ratio, RUN_TARGET))
-    return found
-
-
-def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
-    """How much sooner 1-bit Adam and 0/1 Adam have the loss that PowerSGD ends with; 0 where they never have it."""
-    found = []
-    for rate, group in by_rate(rows):
-        curves = timed_curves(group, runs)
-        for other, ours in itertools.product(POWERSGD, (OURS, *TRAIN_AS, SPACED)):
-            if other not in curves or ours not in curves:
-                continue
-            last, loss = curves[other][-1]
-            reached = next((step for step, own in curves[ours] if own <= loss), None)
-            freeze = runs[0].freeze
-            theirs = seconds_after(group, other, freeze, last)
-            ratio = theirs / seconds_after(group, ours, freeze, reached) if reached else 0.0
-            what = f"as soon as {VARIANTS[other].title} at the loss that it ends with ({VARIANTS[ours].title}, {rate})"
-            found.append(Target(what, ratio, SOONER if ours == SPACED and network_bound(group) else 1.0))
     return found
 
 
@@ -270,22 +180,20 @@ def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
 
 def record_name(arguments: argparse.Namespace) -> str:
     """The record's file name: the machine, and its own name or in what it differs from the standard run."""
-    parts = ["train_step", cpu_name() if arguments.lab else device_name(pick_device(arguments.device))]
-    if arguments.name:
-        parts += [arguments.name]
-    else:
-        parts += [] if arguments.lab else [str(arguments.backend or "group")]
-        for name in STANDARD if arguments.lab else ("variants", "width", "layers", "batch"):
-            value = getattr(arguments, name)
-            if value != STANDARD[name]:
-                parts += [name, *(map(str, value) if isinstance(value, list) else [str(value)])]
-    return slug(*parts)
+    machine = cpu_name() if arguments.lab else device_name(pick_device(arguments.device))
+    group = [] if arguments.lab else [str(arguments.backend or "group")]
+    return slug(
+        "train_step", machine, *([arguments.name] if arguments.name else [*group, *differing(arguments, STANDARD)])
+    )
 
 
-def missing(arguments: argparse.Namespace, record: Record) -> list[tuple[str, int]]:
-    """Training runs that the record lacks; those of other settings leave it."""
+def with_settings(arguments: argparse.Namespace, runs: Sequence[Run]) -> list[Run]:
     settings = (arguments.steps, arguments.freeze, arguments.lr, arguments.clip)
-    record.runs = [run for run in record.runs if (run.steps, run.freeze, run.lr, run.clip) == settings]
-    there = {(run.variant, run.seed) for run in record.runs}
+    return [run for run in runs if (run.steps, run.freeze, run.lr, run.clip) == settings]
+
+
+def missing(arguments: argparse.Namespace, runs: Sequence[Run]) -> list[tuple[str, int]]:
+    """Training runs that are not among these."""
+    there = {(run.variant, run.seed) for run in runs}
     every = [(name, seed) for seed in range(arguments.seeds) for name in TRAINED if name in arguments.variants]
     return [run for run in every if run not in there]

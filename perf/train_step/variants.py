@@ -35,6 +35,7 @@ NEVER = 10**9  # a freeze step that no run reaches
 WEIGHT_DECAY = 0.01
 ONE_BUCKET_MB = 2**20
 Mark = Callable[[], Any]
+Kinds = Callable[[int, int], list[str]]
 Model = DistributedDataParallel
 
 
@@ -70,19 +71,6 @@ class Trainee:
             return optimizer.schedule.kind if optimizer.compressing else "dense"
         return optimizer.kind if isinstance(optimizer, LocalSGD) else "dense"
 
-    def reported_seconds(self, kind: str | None) -> float | None:
-        """Of a step, by the optimizer's own report: of the compressed ones, if there are any, or of this kind."""
-        if not isinstance(self.optimizer, OneBitOptimizer) or kind == "sync":  # which counts as one of 1 bit
-            return None
-        report = self.optimizer.report()
-        kinds = {"full": report.uncompressed, "1 bit": report.compressed, "local": report.local}
-        return kinds[kind or ("1 bit" if self.compressing() else "full")].seconds
-
-    def verdict(self) -> str | None:
-        """Of the optimizer's own report, where steps of both kinds were timed."""
-        report = self.optimizer.report() if isinstance(self.optimizer, OneBitOptimizer) else None
-        return None if report is None or report.speed_up is None else report.verdict
-
     def clip(self, norm: float) -> None:
         """The gradients of the coming step."""
         if isinstance(self.optimizer, OneBitOptimizer):
@@ -117,7 +105,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer of onebit, or of DiLoCo
     times: str | None = None  # only steps of this kind
     parts: Mapping[str, str] = field(default_factory=dict)  # where a run's steps differ: by kind, the variant timed
-    kinds: Callable[[int, int], list[str]] | None = None  # of the first so many steps of a run, with this freeze
+    kinds: Kinds | None = None  # of the first so many steps of a run, with this freeze
 
     @property
     def compresses(self) -> bool:
@@ -172,6 +160,7 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
 
 
 POWERSGD_SOONER = 7  # PowerSGD needs no variance to freeze: after a seventh of the steps that 1-bit Adam waits
+RANKS = (1, 4, 16)  # of PowerSGD's matrices
 ADAMW, HALF, BRAIN = torch.optim.AdamW, torch.float16, torch.bfloat16
 IN_BF16 = {"gradient_dtype": BRAIN}
 L1 = {"norm": "l1"}  # as the records have it
@@ -196,8 +185,12 @@ def local_kinds(steps: int, freeze: int) -> list[str]:
     return [algorithm.kind(step) for step in range(1, steps + 1)]
 
 
-def diloco_kinds(steps: int, freeze: int) -> list[str]:
-    return ["local" if step % 16 else "sync" for step in range(1, steps + 1)]
+def diloco(title: str, optimizer: type[LocalSGD], outer: str) -> Variant:
+    def kinds(steps: int, freeze: int) -> list[str]:
+        return ["local" if step % 16 else "sync" for step in range(1, steps + 1)]
+
+    parts = {"local": "diloco-alone", "sync": outer}
+    return Variant(f"{title}, every 16 steps", optimizer, parts=parts, kinds=kinds)
 
 
 def powersgd_soon(rank: int) -> Variant:
@@ -207,108 +200,64 @@ def powersgd_soon(rank: int) -> Variant:
         full = variant.last_full(freeze)
         return ["full" if step <= full else "low rank" for step in range(1, steps + 1)]
 
+    parts = {"full": "fp32", "low rank": f"powersgd-{rank}"}
     variant = Variant(
-        f"PowerSGD, rank {rank}, soon",
-        ADAMW,
-        rank=rank,
-        sooner=POWERSGD_SOONER,
-        parts={"full": "fp32", "low rank": f"powersgd-{rank}"},
-        kinds=kinds,
+        f"PowerSGD, rank {rank}, soon", ADAMW, rank=rank, sooner=POWERSGD_SOONER, parts=parts, kinds=kinds
     )
     return variant
+
+
+def one_bit_adam(title: str, before: str = "adam-1", **options: Any) -> Variant:
+    """Stage 2."""
+    sends = options.get("gradient_dtype", torch.float32)
+    return Variant(f"1-bit Adam{title}", OneBitAdam, sends=sends, stage=2, before=before, options={**L1, **options})
+
+
+def zero_one_adam(
+    title: str, options: Mapping[str, Any], times: str | None = None, kinds: Kinds | None = None
+) -> Variant:
+    parts = ZERO_ONE if kinds else {}
+    own = {"sends": BRAIN, "stage": 2, "options": options, "times": times, "parts": parts, "kinds": kinds}
+    return Variant(f"0/1 Adam, bf16{title}", ZeroOneAdam, **own)
 
 
 VARIANTS: dict[str, Variant] = {
     "fp32": Variant("fp32", ADAMW),
     "fp16": Variant("fp16", ADAMW, default_hooks.fp16_compress_hook, HALF),
     "bf16": Variant("bf16", ADAMW, bf16_hook, BRAIN),
-    "powersgd-1": Variant("PowerSGD, rank 1", ADAMW, rank=1),
-    "powersgd-4": Variant("PowerSGD, rank 4", ADAMW, rank=4),
-    "powersgd-16": Variant("PowerSGD, rank 16", ADAMW, rank=16),
-    "powersgd-1-soon": powersgd_soon(1),
-    "powersgd-4-soon": powersgd_soon(4),
-    "powersgd-16-soon": powersgd_soon(16),
+    **{f"powersgd-{rank}": Variant(f"PowerSGD, rank {rank}", ADAMW, rank=rank) for rank in RANKS},
+    **{f"powersgd-{rank}-soon": powersgd_soon(rank) for rank in RANKS},
     "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam, options=L1),
-    "adam-2": Variant("1-bit Adam, stage 2", OneBitAdam, stage=2, before="adam-1", options=L1),
-    "adam-2-reply-1": Variant(
-        "1-bit Adam, stage 2, `reply=1`", OneBitAdam, stage=2, before="adam-1", options={"reply": 1, **L1}
-    ),
-    "adam-2-overlap": Variant(
-        "1-bit Adam, stage 2, overlap", OneBitAdam, stage=2, before="adam-1", options={"overlap": True, **L1}
-    ),
+    "adam-2": one_bit_adam(", stage 2"),
+    "adam-2-reply-1": one_bit_adam(", stage 2, `reply=1`", reply=1),
+    "adam-2-overlap": one_bit_adam(", stage 2, overlap", overlap=True),
     "adam-1-bf16": Variant("1-bit Adam, bf16, stage 1", OneBitAdam, sends=BRAIN, options=MEAN_SIZE),
-    "adam-2-bf16": Variant(
-        "1-bit Adam, bf16, stage 2", OneBitAdam, sends=BRAIN, stage=2, before="adam-1-bf16", options=MEAN_SIZE
-    ),
+    "adam-2-bf16": one_bit_adam(", bf16, stage 2", "adam-1-bf16", **IN_BF16),
     "lamb-1": Variant("1-bit LAMB, stage 1", OneBitLamb, options=L1),
     "lamb-2": Variant("1-bit LAMB, stage 2", OneBitLamb, stage=2, before="lamb-1", options=L1),
-    "zero-one-full": Variant(
-        "0/1 Adam, bf16, full step", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON, times="full"
-    ),
-    "zero-one-bit": Variant("0/1 Adam, bf16, 1 bit", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON, times="1 bit"),
-    "zero-one-alone": Variant(
-        "0/1 Adam, bf16, local step", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON_LOCAL, times="local"
-    ),
-    "zero-one-sync": Variant(
-        "0/1 Adam, bf16, sync", ZeroOneAdam, sends=BRAIN, stage=2, options=SOON_LOCAL, times="sync"
-    ),
-    "zero-one": Variant(
-        "0/1 Adam, bf16", ZeroOneAdam, sends=BRAIN, stage=2, options=MEAN_SIZE, parts=ZERO_ONE, kinds=zero_one_kinds
-    ),
-    "zero-one-local": Variant(
-        "0/1 Adam, bf16, local steps",
-        ZeroOneAdam,
-        sends=BRAIN,
-        stage=2,
-        options={**LOCAL, **MEAN_SIZE},
-        parts=ZERO_ONE,
-        kinds=local_kinds,
-    ),
-    "zero-one-unbiased": Variant(  # timed as with mean sizes: messages are as long
-        "0/1 Adam, bf16, norm unbiased",
-        ZeroOneAdam,
-        sends=BRAIN,
-        stage=2,
-        options=UNBIASED,
-        parts=ZERO_ONE,
-        kinds=zero_one_kinds,
-    ),
+    "zero-one-full": zero_one_adam(", full step", SOON, "full"),
+    "zero-one-bit": zero_one_adam(", 1 bit", SOON, "1 bit"),
+    "zero-one-alone": zero_one_adam(", local step", SOON_LOCAL, "local"),
+    "zero-one-sync": zero_one_adam(", sync", SOON_LOCAL, "sync"),
+    "zero-one": zero_one_adam("", MEAN_SIZE, kinds=zero_one_kinds),
+    "zero-one-local": zero_one_adam(", local steps", {**LOCAL, **MEAN_SIZE}, kinds=local_kinds),
+    # timed as with mean sizes: messages are as long
+    "zero-one-unbiased": zero_one_adam(", norm unbiased", UNBIASED, kinds=zero_one_kinds),
     "diloco-alone": Variant("DiLoCo-like, local step", DiLoCo, options={"every": 3}, times="local"),
     "diloco-sync": Variant("DiLoCo-like, outer step", DiLoCo, options={"every": 3}, times="sync"),
-    "diloco": Variant(
-        "DiLoCo-like, every 16 steps",
-        DiLoCo,
-        parts={"local": "diloco-alone", "sync": "diloco-sync"},
-        kinds=diloco_kinds,
-    ),
+    "diloco": diloco("DiLoCo-like", DiLoCo, "diloco-sync"),
     "torchft-sync": Variant("DiLoCo, torchft's, outer step", TorchftDiLoCo, options={"every": 3}, times="sync"),
-    "torchft": Variant(
-        "DiLoCo, torchft's, every 16 steps",
-        TorchftDiLoCo,
-        parts={"local": "diloco-alone", "sync": "torchft-sync"},
-        kinds=diloco_kinds,
-    ),
+    "torchft": diloco("DiLoCo, torchft's", TorchftDiLoCo, "torchft-sync"),
 }
-UNCOMPRESSED, BASELINE, OURS, SPACED = "fp32", "fp16", "adam-2", "zero-one"
-POWERSGD = ("powersgd-1", "powersgd-4")
-TRAINED = (
-    UNCOMPRESSED,
-    BASELINE,
-    "bf16",
-    *POWERSGD,
-    "powersgd-16",
-    "powersgd-1-soon",
-    "powersgd-4-soon",
-    "powersgd-16-soon",
-    OURS,
-    "adam-2-reply-1",
-    "adam-2-bf16",
-    "lamb-2",
-    SPACED,
-    "zero-one-local",
-    "zero-one-unbiased",
-    "diloco",
-)  # of which losses
+UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
+OF_OTHERS = (
+    "adam-1",
+    "adam-1-bf16",
+    "adam-2-overlap",
+    "lamb-1",
+    "torchft",
+)  # stages, and what has the losses of others
+TRAINED = tuple(name for name, variant in VARIANTS.items() if not variant.times and name not in OF_OTHERS)
 TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another time
 
 

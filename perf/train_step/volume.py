@@ -1,8 +1,8 @@
 """End-to-end volume of 1-bit Adam: bytes of a whole run by the interfaces' counters, against the papers' formula.
 
-    python -m perf.train_step.volume [--hosts 2] [--elements 4_000_000] [--steps 50] [--share 0.2]      root on Linux
+    python -m perf.train_step.volume [--out perf/results]      root on Linux
 
-Each run takes the same steps on a network lab's hosts, of which it keeps `share` in stage 1; 1-bit Adam once with the
+Each run takes the same steps on a network lab's hosts, the first of them in stage 1; 1-bit Adam once with the
 replies that it takes by itself, and once with reply=1, the papers'. What an uncompressed run
 sends over what 1-bit Adam sends is compared with 1 / (w + (1 - w) / bits), w the share of stage 1, bits the size of a
 gradient (1-bit Adam, Tang et al. 2021, section 7.1). Counters include headers, acknowledgements and each run's start.
@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 import onebit
-from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
 from onebit.collectives.averaging import average_
 from onebit.collectives.reply import AskedReply
 from onebit.collectives.transport import transport_for
 from onebit.kernels.tuning.machine import provenance
-from perf.command import exit_status, host_count
+from perf.command import add_out, exit_status, make_folder
 from perf.lab.network import NetworkLab
 from perf.lab.workers import run_workers
 from perf.records import RESULTS, cpu_name, write_record
@@ -35,6 +34,8 @@ from perf.tables import markdown
 
 DTYPES = {32: torch.float32, 16: torch.float16}
 RUNS: dict[str, AskedReply | None] = {"uncompressed": None, "onebit_adam": "auto", "onebit_adam, reply=1": 1}
+HOSTS, ELEMENTS, STEPS, FREEZE_STEP = 2, 4_000_000, 50, 10
+TIMEOUT = 600  # seconds that a run may take
 TOLERANCE = 0.05
 RECORD = RESULTS / "volume.json"
 
@@ -62,23 +63,20 @@ def take_steps(run: str, bits: int, freeze_step: int, elements: int, steps: int)
     dist.destroy_process_group()
 
 
-def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def measure(progress: Progress) -> dict[str, Any]:
     """Bytes that all hosts have sent, of each run."""
-    freeze_step = round(arguments.share * arguments.steps)
     sent = {}
-    with NetworkLab(arguments.hosts) as lab:
+    with NetworkLab(HOSTS) as lab:
         for bits in DTYPES:
             for number, name in enumerate(RUNS):
                 before = sum(lab.bytes_sent())
-                numbers = (number, bits, freeze_step, arguments.elements, arguments.steps)
+                numbers = (number, bits, FREEZE_STEP, ELEMENTS, STEPS)
                 argv = ("-m", "perf.train_step.volume", "--worker", ",".join(map(str, numbers)))
-                run_workers(lab, argv, f"{name}, gradients of {bits} bits", arguments.timeout, progress)
+                run_workers(lab, argv, TIMEOUT, progress)
                 sent[f"{name} {bits}"] = sum(lab.bytes_sent()) - before
     progress.clear()
-    return {
-        "hosts": arguments.hosts, "elements": arguments.elements, "steps": arguments.steps, "freeze_step": freeze_step,
-        "sent": sent, "cpu": cpu_name(), **provenance(),
-    }  # fmt: skip
+    about = {"hosts": HOSTS, "elements": ELEMENTS, "steps": STEPS, "freeze_step": FREEZE_STEP, "sent": sent}
+    return {**about, "cpu": cpu_name(), **provenance()}
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, float, float]]:
@@ -101,11 +99,11 @@ def table(record: dict[str, Any]) -> str:
     return markdown(["gradients", "formula", "measured", "difference", "within 5 %"], lines)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    record = measure(arguments, Progress())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_record(arguments.out, record)
-    print(f"{table(record)}\n{arguments.out}")
+def run(out: Path) -> int:
+    make_folder(out)
+    record = measure(Progress())
+    write_record(out / RECORD.name, record)
+    print(f"{table(record)}\n{out / RECORD.name}")
     return int(any(abs(found / expected - 1) > TOLERANCE for _, expected, found in rows(record)))
 
 
@@ -114,21 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_step.volume", description="Bytes of a whole run by the counters."
     )
-    parser.add_argument("--hosts", type=host_count, default=2)
-    parser.add_argument("--elements", type=whole_number, default=4_000_000)
-    parser.add_argument("--steps", type=whole_number, default=50)
-    parser.add_argument("--share", type=float, default=0.2, help="of the steps in stage 1 (default: 0.2)")
-    parser.add_argument("--timeout", type=whole_number, default=600, help="seconds a run may take")
-    parser.add_argument("--out", type=Path, default=RECORD)
+    add_out(parser, "the record")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
         number, *numbers = map(int, arguments.worker.split(","))
         take_steps(list(RUNS)[number], *numbers)
         return 0
-    if not 0 < arguments.share < 1:
-        parser.error(f"--share {arguments.share}: the share of the steps in stage 1 lies between 0 and 1")
-    return exit_status("perf.train_step.volume", lambda: run(arguments))
+    return exit_status("perf.train_step.volume", lambda: run(arguments.out))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
 
 
 def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
-    run = lab.start(_arguments(kind, folder, fault), launcher="env")
+    run = lab.start(_arguments(kind, folder, fault))
     try:
         stop = time.monotonic() + HUNG
         while not (folder / "struck").exists():
@@ -139,7 +139,7 @@ def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
     finally:
         run.stop()
         lab.link_up(fault.victim)
-    lab.run(_arguments(kind, folder, fault, strikes=False), timeout=HUNG, launcher="env")
+    lab.run(_arguments(kind, folder, fault, strikes=False), timeout=HUNG)
 
 
 def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:

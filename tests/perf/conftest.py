@@ -34,20 +34,20 @@ def lab_available() -> None:
 
 @pytest.fixture(scope="session")
 def delay_available(lab_available: None) -> None:
-    with built(2, rtt="20ms"):
+    with built(2, link="unshaped+20ms"):
         pass
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[NetworkLab]:
-    with built(hosts=3, rate="100mbit") as made:
+    with built(hosts=3, link="100mbit") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[NetworkLab]:
     """Two hosts of two ranks."""
-    with built(hosts=2, rate="100mbit", each=2) as made:
+    with built(hosts=2, link="100mbit", each=2) as made:
         yield made
 
 

@@ -41,7 +41,6 @@ def count(server, senders):  # bytes of all senders
     return total[0]
 """
 SLEEP = "print('ready', flush=True)\ntime.sleep(3600)"
-TO_RANK_0 = "if rank == 1:\n    send(0, 1_000_000)\nelif rank == 0:\n    print(count(listen(), 1))\n"
 
 
 def left_behind(pid: int) -> list[str]:

@@ -18,37 +18,35 @@ from perf.lab.command import main
 from perf.lab.namespaces import LabUnavailable, sweep_stale
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
-from perf.lab.rates import link_of, parse_rate, parse_rtt, rate_and_rtt, rate_bits, rtt_seconds
+from perf.lab.rates import parse_link, rate_and_rtt, rate_bits, rtt_seconds
 from tests.limits import HUNG
 from tests.perf.hosts import SLEEP, incoming, left_behind, outgoing, pids_on, until
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_rates_round_trips_and_links_of_records_are_parsed():
-    rates = {"100mbit": 10**8, "1gbit": 10**9, "2.5Gbit": 25 * 10**8, "5000kbit": 5 * 10**6, None: None}
-    assert {rate: parse_rate(rate) for rate in rates} == rates
-    rtts = {"50ms": 0.05, "1ms": 0.001, "100MS": 0.1, "2.5ms": 0.0025, None: None}
-    assert {rtt: parse_rtt(rtt) for rtt in rtts} == pytest.approx(rtts)
-    for rate in ("", "100", "fast", "1 gbyte", "-1gbit", "0mbit", "999kbit", "200gbit", "1e3mbit"):
-        with pytest.raises(ValueError, match=r"is not a link rate .* as \"100mbit\""):
-            parse_rate(rate)
-    for rtt in ("", "50", "0.5ms", "101ms", "1s", "fast", "-1ms", "1e1ms"):
-        with pytest.raises(ValueError, match=r"is not a round trip from 1ms to 100ms: write \"50ms\""):
-            NetworkLab(2, rtt=rtt)
-    assert link_of("100mbit", "50ms") == "100mbit+50ms" and link_of("unshaped", None) == "unshaped"
-    assert rate_and_rtt("100mbit+50ms") == ("100mbit", "50ms") and rate_and_rtt("unshaped+1ms") == (None, "1ms")
-    assert (rate_bits("100mbit+50ms"), rtt_seconds("100mbit+50ms")) == (10**8, 0.05)
-    assert (rate_bits("1gbit"), rtt_seconds("1gbit")) == (10**9, None)
+def test_links_of_options_and_records_are_parsed():
+    for link, bits, rtt in (
+        ("100mbit", 10**8, None),
+        ("2.5Gbit", 25 * 10**8, None),
+        ("5000kbit+100MS", 5 * 10**6, 0.1),
+        ("1gbit+2.5ms", 10**9, 0.0025),
+        ("unshaped", None, None),
+        ("unshaped+1ms", None, 0.001),
+    ):
+        parsed = parse_link(link)
+        assert parsed == link.lower() and (rate_bits(parsed), rtt_seconds(parsed)) == (bits, pytest.approx(rtt))
     assert rate_bits(None) is rtt_seconds(None) is None
-
-
-def test_bad_arguments_are_refused():
+    assert rate_and_rtt("100mbit+50ms") == ("100mbit", "50ms") and rate_and_rtt("unshaped+1ms") == (None, "1ms")
+    rates = ("100", "fast", "1 gbyte", "-1gbit", "0mbit", "999kbit", "200gbit", "1e3mbit")
+    rtts = ("", "50", "0.5ms", "101ms", "1s", "fast", "-1ms", "1e1ms")
+    for link in (*rates, *(f"1gbit+{rtt}" for rtt in rtts)):
+        with pytest.raises(ValueError, match="is no link: write a rate from 1mbit to 100gbit"):
+            NetworkLab(2, link)
     for says, call in (
         ("2 to 64 hosts", partial(NetworkLab, hosts=1)),
         ("1 to 64 ranks", partial(NetworkLab, hosts=2, each=0)),
         ("1 to 64 ranks", partial(NetworkLab, hosts=2, each=65)),
-        ("launcher is 'mpi'", partial(NetworkLab(hosts=2).start, ["script.py"], launcher="mpi")),
         ("hosts are 0 to 1", partial(NetworkLab(hosts=2).link_down, 2)),
     ):
         with pytest.raises(ValueError, match=says):
@@ -96,16 +94,16 @@ else:
 @pytest.mark.netlab
 def test_both_directions_are_shaped(lab, script):
     """All that two hosts exchange with a third passes one shaper, which holds packets back; rates change any time."""
-    rates = (("20mbit", "tbf", 20e6), (None, "noqueue", None), ("2gbit", "tbf", 2e9), ("100mbit", "tbf", 100e6))
+    rates = (("20mbit", "tbf", 20e6), ("unshaped", "noqueue", None), ("2gbit", "tbf", 2e9), ("100mbit", "tbf", 100e6))
     for rate, kind, bits in rates:
-        lab.set_rate(rate)
+        lab.set_link(rate)
         for host in range(3):
             for found in (incoming(lab, host), outgoing(lab, host)):
                 assert (found["kind"], found["rate"]) == (kind, bits and bits / 8)
     for body, shaper in ((FAN_IN, incoming), (FAN_OUT, outgoing)):
         for _ in range(5):  # a busy machine may send more slowly than the link
             before = shaper(lab, 0)
-            ranks = lab.run(script(body), timeout=HUNG, launcher="env")
+            ranks = lab.run(script(body), timeout=HUNG)
             after = shaper(lab, 0)
             assert sum(int(rank.output) for rank in ranks if rank.output) == 6_000_000
             assert after["bytes"] - before["bytes"] >= 6_000_000
@@ -115,46 +113,34 @@ def test_both_directions_are_shaped(lab, script):
             pytest.fail("the shaper has held nothing back")
 
 
-PLACE = """
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-with socket.create_server((f"10.77.0.{int(os.environ['GROUP_RANK']) + 1}", 0)):  # an address of this namespace alone
-    os.write(1, f"place {' '.join(os.environ[name] for name in names)}\\n".encode())  # at once: agents mix lines
-"""
-PLACES = ["place 0 4 0 2 0", "place 1 4 1 2 0", "place 2 4 0 2 1", "place 3 4 1 2 1"]
-
-
-@pytest.mark.netlab
-def test_ranks_know_their_host(lab, nodes, script):
-    for of, places in ((nodes, PLACES), (lab, [f"place {k} 3 0 1 {k}" for k in range(3)])):
-        ranks = of.run(script(PLACE), timeout=HUNG, launcher="env")
-        assert [rank.output for rank in ranks] == [f"{place}\n" for place in places]
-
-
-@pytest.mark.netlab
-def test_torchrun_starts_a_group_across_hosts(nodes, script):
-    group = """
+GROUP = """
 import torch
 import torch.distributed as dist
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+with socket.create_server((f"10.77.0.{int(os.environ['GROUP_RANK']) + 1}", 0)):  # an address of this namespace alone
+    print("place", *(os.environ[name] for name in names), flush=True)
 dist.init_process_group("gloo")
 total = torch.full((1_000_000,), float(rank))
 dist.all_reduce(total)
-told = f"sum {total[0].item()} {os.environ['OMP_NUM_THREADS']} {os.environ['NCCL_HOSTID']}\\n"
-os.write(1, told.encode())
+print("sum", total[0].item(), os.environ["OMP_NUM_THREADS"], os.environ["NCCL_HOSTID"], flush=True)
 dist.barrier()
 if rank == 2:
     raise ValueError("no such gradient")
 time.sleep(3600)
 """
-    before, lines = nodes.bytes_sent(), {0: [], 1: []}
-    with pytest.raises(RankFailed, match=r"^rank 1 failed"):  # the agent of that host
-        nodes.run(script(PLACE + group), timeout=HUNG, on_line=lambda host, line: lines[host].append(line.strip()))
-    assert any("no such gradient" in line for line in lines[1])
-    for host in range(2):
-        assert sorted(line for line in lines[host] if line.startswith("place")) == PLACES[2 * host : 2 * host + 2]
-        assert lines[host].count(f"sum 6.0 1 {nodes.bridge}-{host}") == 2
+
+
+@pytest.mark.netlab
+def test_ranks_know_their_host_and_are_a_group_until_one_fails(nodes, script):
+    before, lines = nodes.bytes_sent(), {rank: [] for rank in range(4)}
+    with pytest.raises(RankFailed, match=r"(?s)^rank 2 failed with status 1; .*no such gradient"):
+        nodes.run(script(GROUP), timeout=HUNG, on_line=lambda rank, line: lines[rank].append(line))
+    for rank, said in lines.items():
+        assert said[0] == f"place {rank} 4 {rank % 2} 2 {rank // 2}"
+        assert f"sum 6.0 1 {nodes.bridge}-{rank // 2}" in said
     for after, first in zip(nodes.bytes_sent(), before, strict=True):
         assert 4e6 * 2 * 3 / 4 < after - first < 4e6 * 2 * 3 / 4 * 1.1  # a ring of four ranks enters a host once
-    assert not pids_on(nodes.namespaces)  # torchrun's workers have sessions of their own
+    assert not pids_on(nodes.namespaces)
 
 
 @pytest.mark.netlab
@@ -162,7 +148,7 @@ def test_what_stays_in_a_host_is_not_counted(nodes, script):
     """A megabyte to rank 0's address from rank 1, which is on its host, and from rank 3, which is not."""
     body = "if rank % 2:\n    send(0, 1_000_000)\nelif rank == 0:\n    print(count(listen(), 2))\n"
     before = nodes.bytes_sent()
-    assert nodes.run(script(body), timeout=HUNG, launcher="env")[0].output == "2000000\n"
+    assert nodes.run(script(body), timeout=HUNG)[0].output == "2000000\n"
     sent = [after - first for after, first in zip(nodes.bytes_sent(), before, strict=True)]
     assert sent[0] < 100_000 and 1_000_000 < sent[1] < 1_050_000
 
@@ -171,22 +157,22 @@ def test_what_stays_in_a_host_is_not_counted(nodes, script):
 def test_unchecked_survivors_go_on(lab, script):
     lines = []
     body = "print('ready', flush=True)\ntime.sleep(3600 if rank == 1 else 1.5)\nprint('done')"
-    run = lab.start(script(body), launcher="env", on_line=lambda rank, line: lines.append(line))
+    run = lab.start(script(body), on_line=lambda rank, line: lines.append(line))
     until(lambda: len(lines) == 3)
     with pytest.raises(RuntimeError, match=r"call its wait\(\) or stop\(\) first"):
         lab.start(script(SLEEP))
-    run.kill(1)
+    os.kill(pids_on(lab.namespaces[1:2])[0], signal.SIGKILL)
     ranks = run.wait(timeout=HUNG, check=False)
     assert [rank.code for rank in ranks] == [0, -signal.SIGKILL, 0]
     assert [rank.output for rank in ranks] == ["ready\ndone\n", "ready\n", "ready\ndone\n"]
-    lab.start(script(SLEEP), launcher="env").stop()
+    lab.start(script(SLEEP)).stop()
     assert not pids_on(lab.namespaces)
 
 
 @pytest.mark.netlab
 def test_a_hanging_rank_is_ended_and_named(lab, script):
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    run = lab.start(script("if rank == 2:\n    " + (stubborn + SLEEP).replace("\n", "\n    ")), launcher="env")
+    run = lab.start(script("if rank == 2:\n    " + (stubborn + SLEEP).replace("\n", "\n    ")))
     until(lambda: run.ranks[2].lines and all(rank.process.poll() is not None for rank in run.ranks[:2]))
     with pytest.raises(TimeoutError, match=r"(?s)did not end in 0\.2 s.*rank 2 was still running.*ready") as caught:
         run.wait(timeout=0.2)
@@ -200,7 +186,7 @@ def test_an_exception_leaves_nothing(lab, script):
     with pytest.raises(ZeroDivisionError), NetworkLab(hosts=2) as second:  # beside another lab
         lines = []
         asked = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked to end', flush=True)))\n"
-        run = second.start(script(asked + SLEEP), launcher="env", on_line=lambda rank, line: lines.append(line))
+        run = second.start(script(asked + SLEEP), on_line=lambda rank, line: lines.append(line))
         until(lambda: len(lines) == 2)
         assert len(pids_on(second.namespaces)) == 2
         assert 1 / 0
@@ -211,13 +197,13 @@ def test_an_exception_leaves_nothing(lab, script):
 
 
 @pytest.mark.netlab
-@pytest.mark.parametrize("rtt", [(), ["--rtt=20ms"]])
+@pytest.mark.parametrize("rtt", ["", "+20ms"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_nothing(lab, script, number, rtt, request):
     """What a killed lab leaves, the next one sweeps; its router ends by itself."""
     if rtt:
         request.getfixturevalue("delay_available")
-    options = ["--hosts=2", "--rate=100mbit", *rtt, "--launcher=env", "--", *script(SLEEP)]
+    options = ["--hosts=2", f"--rate=100mbit{rtt}", "--", *script(SLEEP)]
     command = [sys.executable, "-m", "perf.lab", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         late = threading.Timer(HUNG, process.kill)
@@ -230,8 +216,8 @@ def test_a_signal_leaves_nothing(lab, script, number, rtt, request):
         names, ours = left_behind(process.pid), left_behind(os.getpid())
         ranks = pids_on(names)
         routers = pids_on([name for name in names if name.endswith("bridge")])
-        assert (len(names), len(ranks), len(routers)) == (3, 2 + len(rtt), len(rtt))
-        assert ("round trips of 20ms" in "".join(seen)) == bool(rtt)
+        assert (len(names), len(ranks), len(routers)) == (3, 2 + bool(rtt), bool(rtt))
+        assert f"links of 100mbit{rtt};" in "".join(seen)
         process.send_signal(number)
         output = process.communicate(timeout=HUNG)[0]
     if number == signal.SIGKILL:
@@ -248,7 +234,7 @@ def test_a_signal_leaves_nothing(lab, script, number, rtt, request):
 @pytest.mark.netlab
 def test_the_command_line_reports_and_a_failed_rank_ends_the_run(lab, capfd, script):
     fails = "if '--fail' in sys.argv:\n    sys.exit('bad input') if rank == 1 else time.sleep(3600)\n"
-    shared, ours = ["--hosts=2", "--launcher=env", "--", *script(fails)], left_behind(os.getpid())
+    shared, ours = ["--hosts=2", "--", *script(fails)], left_behind(os.getpid())
     assert main(shared) == 0
     assert main([*shared, "--fail"]) == 1
     captured = capfd.readouterr()

@@ -8,7 +8,8 @@ import pytest
 
 from perf.methods import command, plan, report
 from perf.methods.plan import ADAM_LR, FREEZE, LAMB_LR, METHODS, STEPS, all_timed
-from perf.methods.record import Record, record_path
+from perf.methods.report import record_path
+from perf.train_step.record import Record
 from perf.train_step.variants import VARIANTS
 from tests.perf.train_step_rows import ABOUT, row, run
 

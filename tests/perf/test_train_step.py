@@ -22,7 +22,7 @@ from perf.train_step.measure import Bench, Clock
 from perf.train_step.report import link_for
 from perf.train_step.variants import OURS, VARIANTS, Shape, TimedTransport, Trainee, Variant, timed_variants
 from tests.limits import HUNG
-from tests.perf.train_step_rows import ABOUT, ROWS, row
+from tests.perf.train_step_rows import ABOUT, ROWS
 from tests.ranks import run_ranks_once
 
 CPU = torch.device("cpu")
@@ -219,26 +219,6 @@ def test_each_wait_is_timed(monkeypatch):
     assert transport.waits == [(0.0, 1.0), (6.0, 8.0)]
 
 
-def test_the_report_is_asked_for_steps_of_the_same_kind():
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = OneBitAdam([weight], freeze_step=5)
-    trainee = Trainee(None, optimizer, lambda: optimizer.compressing)
-    assert trainee.verdict() is None
-    weight.grad = torch.ones(4)
-    for step in range(10):
-        optimizer.step()
-        if step == 4:
-            assert trainee.reported_seconds(None) == optimizer.report().uncompressed.seconds
-    found = optimizer.report()
-    assert found.compressed.seconds != found.uncompressed.seconds
-    expected = {None: found.compressed.seconds, "full": found.uncompressed.seconds, "local": found.local.seconds}
-    for kind, seconds in {**expected, "sync": None}.items():
-        assert trainee.reported_seconds(kind) == seconds
-    assert trainee.verdict() == found.verdict
-    adamw = Trainee(None, torch.optim.AdamW([weight]), lambda: False)
-    assert adamw.reported_seconds(None) is adamw.verdict() is None
-
-
 def test_gradients_are_clipped_as_each_optimizer_has_it():
     for build in (OneBitAdam, torch.optim.AdamW):
         weight = torch.nn.Parameter(torch.zeros(4))
@@ -305,15 +285,6 @@ def test_what_was_found_before_the_end_is_kept_and_shown(lab, tmp_path, capsys):
         (path,) = tmp_path.glob("train_step-*.json")
         assert len(json.loads(path.read_text())["rows"]) == 5
         path.unlink()
-
-
-def test_a_missed_target_is_an_error_only_with_check(lab, capsys):
-    slow = [*ROWS[:3], row(OURS, 3.0)]
-    for rows, status, says in ((ROWS, 0, "met"), (slow, 1, "missed"), (ROWS[:2], 1, "no target speaks")):
-        assert lab(rows) == 0
-        assert lab(rows, "--check") == status
-        captured = capsys.readouterr()
-        assert says in captured.out + captured.err
 
 
 @pytest.mark.netlab

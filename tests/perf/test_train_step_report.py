@@ -10,8 +10,8 @@ from perf.train_step import report, volume
 from perf.train_step.benchmark import parse_arguments
 from perf.train_step.measure import Row
 from perf.train_step.plots import draw
-from perf.train_step.report import Record
-from perf.train_step.variants import OURS, SPACED, TRAINED
+from perf.train_step.record import StepRecord
+from perf.train_step.variants import OURS, TRAINED
 from tests.perf.train_step_rows import ABOUT, ROWS, RUNS, row, run
 
 
@@ -29,14 +29,14 @@ def test_a_link_is_chosen_by_the_share_that_it_makes():
 
 def test_the_share_and_the_speed_that_it_asks_for():
     assert row("fp16", 4.0, share=0.93).share == pytest.approx(0.93)
-    (met,) = report.speed_targets(ROWS)
+    (met,) = report.targets(ROWS)
     assert (met.reached, met.needed, met.met) == (pytest.approx(4 / 0.7), 5.5, True)
     assert "25mbit, where all-reduce takes 93.0% of fp16's" in str(met)
-    (missed,) = report.speed_targets([*ROWS[:3], row(OURS, 0.8)])
+    (missed,) = report.targets([*ROWS[:3], row(OURS, 0.8)])
     assert not missed.met
     for share in (0.90, 0.95):
-        assert report.speed_targets([row("fp16", 4.0, share=share), ROWS[3]]) == []
-    assert report.speed_targets([ROWS[1], replace(ROWS[3], rate="1gbit")]) == []
+        assert report.targets([row("fp16", 4.0, share=share), ROWS[3]]) == []
+    assert report.targets([ROWS[1], replace(ROWS[3], rate="1gbit")]) == []
 
 
 def test_time_is_that_of_both_stages():
@@ -58,84 +58,40 @@ def test_time_is_that_of_both_stages():
     assert report.seconds_after(lucky, OURS, 20, 10) == 10 * 8.0
 
 
-def test_sooner_at_the_loss_that_powersgd_ends_with():
-    (target,) = report.loss_targets(ROWS, RUNS)
-    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.7)) and target.met  # at step 50
-    sooner = row("adam-2-overlap", 0.6)  # trains as OURS does, bit for bit, and has no run of its own
-    _, target = report.loss_targets([*ROWS, sooner], RUNS)
-    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.6)) and "overlap" in target.what
-    assert "overlap" in report.loss_table([*ROWS, sooner], RUNS)
-    assert "overlap" not in report.loss_table(ROWS, RUNS)
-    never = [*RUNS[:2], run(OURS, [4.5, 3.0, 2.8, 2.7, 2.6])]
-    assert [t.reached for t in report.loss_targets(ROWS, never)] == [0]
-    slow = [*ROWS[:3], row(OURS, 3.0), ROWS[4]]
-    assert [t.met for t in report.loss_targets(slow, RUNS)] == [False]
-    for rows, runs in ((ROWS[1:], RUNS), (ROWS[:4], RUNS), (ROWS, RUNS[:2]), ([], RUNS), (ROWS, [])):
-        assert report.loss_targets(rows, runs) == []
-
-
-def test_the_optimizers_own_report_is_held_against_the_benchmark():
-    near, far = row(OURS, 0.7, reported=0.72), row("adam-1", 9.0, reported=8.0)
-    (target,) = report.report_targets([*ROWS, near])
-    assert target.reached == pytest.approx(0.72 / 0.7) and target.met and "of 1:" in str(target)
-    (target,) = report.report_targets([near, far])
-    assert target.reached == pytest.approx(9 / 8) and not target.met and "1-bit Adam, stage 1, 25mbit" in str(target)
-    assert report.report_targets(ROWS) == []
-    said = "no gain; 1-bit steps take 1.10 times as long as uncompressed ones"
-    text = report.table([*ROWS, row("zero-one-bit", 0.6, verdict=said)])
-    assert text.splitlines()[-1] == f"0/1 Adam, bf16, 1 bit, 25mbit: {said}"
-    assert "report" not in report.table(ROWS)
-
-
-def test_a_run_of_spaced_steps_against_the_baselines():
-    kinds = {"zero-one-full": 4.0, "zero-one-bit": 0.5, "zero-one-alone": 0.25, "zero-one-sync": 0.75}
-    rows = [*ROWS, *(row(name, seconds, share=0.5) for name, seconds in kinds.items())]
-    runs = [*RUNS, run(SPACED, [4.5, 3.0, 2.5, 2.2, 2.0])]
-    seconds = report.seconds_after({r.variant: r for r in rows}, SPACED, 20, 100)
-    (target,) = report.run_targets(rows, runs)
-    assert (target.reached, target.needed) == (pytest.approx(100 * 4.0 / seconds), 4.4)
-    *_, sooner = report.loss_targets(rows, runs)
-    assert "0/1 Adam" in sooner.what and sooner.needed == 1.5
-    fast = [replace(r, rate="1gbit", all_reduce=0.1) for r in rows]
-    assert report.run_targets(fast, runs) == [] == report.run_targets(rows, RUNS)
-    assert [t.needed for t in report.loss_targets(fast, runs)] == [1.0, 1.0]
-
-
 def test_curves_are_means_over_seeds():
     runs = [run(OURS, [4.0, 2.0]), run(OURS, [5.0, 3.0], seed=1), run("fp32", [4.0, 1.0])]
     assert report.mean_curves(runs) == {OURS: [(0, 4.5), (100, 2.5)], "fp32": [(0, 4.0), (100, 1.0)]}
     text = report.loss_table(ROWS, runs)
     assert "2.5000   2.0000   3.0000" in text and text.splitlines()[-1].split()[-1] == "800"
+    assert "overlap" not in text  # which trains as OURS does, bit for bit, and has no run of its own
+    assert "overlap" in report.loss_table([*ROWS, row("adam-2-overlap", 0.6)], runs)
 
 
 def test_a_record_keeps_every_addition_and_the_runs_of_before(tmp_path):
     path = tmp_path / "record.json"
-    record = Record(path, ABOUT)
+    record = StepRecord(path, ABOUT)
     for i, thing in enumerate([*ROWS[:2], *RUNS], 1):
         record.add(thing)
-        there = Record(path, ABOUT)
+        there = StepRecord(path, ABOUT)
         assert len(there.rows) + len(there.runs) == i
     assert (there.rows, there.runs) == (ROWS[:2], RUNS)
-    there = Record(path, {**ABOUT, "load_before": 9})
+    there = StepRecord(path, {**ABOUT, "load_before": 9})
     there.add(RUNS[0])
-    assert Record(path, {}).about["load_before"] == 0.5  # of the rows
+    assert StepRecord(path, {}).about["load_before"] == 0.5  # of the rows
     there.runs.pop()
     there.add(ROWS[3])  # of a new command: rows are measured together
-    assert Record(path, {}).about["load_before"] == 9
-    assert (Record(path, {}).rows, Record(path, {}).runs) == ([ROWS[3]], RUNS)
-    assert Record(path, {}).about["device"] == "Some CPU"
+    assert StepRecord(path, {}).about["load_before"] == 9
+    assert (StepRecord(path, {}).rows, StepRecord(path, {}).runs) == ([ROWS[3]], RUNS)
+    assert StepRecord(path, {}).about["device"] == "Some CPU"
 
 
-def test_runs_that_are_there_are_not_repeated(tmp_path):
+def test_runs_that_are_there_are_not_repeated():
     arguments = parse_arguments(["--lab", "--train", "--steps=100", "--freeze=20", "--lr=1e-3", "--seeds=2"])
-    record = Record(tmp_path / "record.json", ABOUT)
-    record.runs = list(RUNS)
     lacking = [(name, 0) for name in TRAINED if name not in {run.variant for run in RUNS}]
     assert ("powersgd-4", 0) in lacking and ("zero-one", 0) in lacking
-    assert report.missing(arguments, record) == [*lacking, *((name, 1) for name in TRAINED)]
-    assert record.runs == RUNS
-    arguments.steps = 50
-    assert len(report.missing(arguments, record)) == 2 * len(TRAINED) and record.runs == []
+    assert report.missing(arguments, RUNS) == [*lacking, *((name, 1) for name in TRAINED)]
+    others = [replace(RUNS[0], **other) for other in ({"steps": 50}, {"freeze": 9}, {"lr": 1.0}, {"clip": 1.0})]
+    assert report.with_settings(arguments, [*RUNS, *others]) == RUNS
 
 
 def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
@@ -153,7 +109,7 @@ def test_a_record_is_named_after_the_machine_and_its_options(monkeypatch):
 
 def test_every_panel_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    record = Record(tmp_path / "record.json", ABOUT)
+    record = StepRecord(tmp_path / "record.json", ABOUT)
     record.rows, record.runs = [*ROWS, Row("25mbit", "bf16", error="no bf16")], RUNS
     assert "was not measured: no bf16" in report.table(record.rows)
     made = draw(record, "title")
@@ -183,8 +139,8 @@ def test_what_is_made_of_counters() -> None:
 @pytest.mark.netlab
 @pytest.mark.timeout(1200)  # its hosts share the cores with other tests
 def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(volume, "DTYPES", {32: torch.float32})
-    out = tmp_path / "volume.json"
-    assert volume.main(["--elements=600_000", "--steps=10", f"--out={out}"]) == 0, capsys.readouterr()
-    sent = json.loads(out.read_text())["sent"]
+    for name, value in {"DTYPES": {32: torch.float32}, "ELEMENTS": 600_000, "STEPS": 10, "FREEZE_STEP": 2}.items():
+        monkeypatch.setattr(volume, name, value)
+    assert volume.main([f"--out={tmp_path}"]) == 0, capsys.readouterr()
+    sent = json.loads((tmp_path / "volume.json").read_text())["sent"]
     assert sent["uncompressed 32"] > 2 * 600_000 * 4 * 10  # two hosts, 2 (N - 1) / N of the gradient each

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,3 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_out(parser, "the record and the traces")
     arguments = parser.parse_args(argv)
     return exit_status("perf.profile", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Plots of the all-reduce benchmark: time, speed-up and bytes, and one level beside two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from perf import plots
+from perf.all_reduce.measure import KINDS, ONE_BIT, TWO_LEVELS, Row, by_kind
+from perf.all_reduce.targets import LARGE, SPEED, SPEED_HOSTS, faster, least_fp32
+from perf.lab.rates import rate_and_rtt, rate_bits
+
+Curves = dict[str, list[tuple[float, float]]]
+LEAST = "fp32, least"
+TITLES = {ONE_BIT: "1 bit, one level"}  # of kinds, where two levels stand beside them
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
+    """Time against size, speed-up against bandwidth, bytes on the wire: each as far as it was measured."""
+    groups = by_kind(rows)
+    own = [group[ONE_BIT] for group in groups]
+    hosts = SPEED_HOSTS if any(row.hosts == SPEED_HOSTS for row in own) else own[-1].hosts
+    rate = "1gbit" if any(row.rate == "1gbit" for row in own) else own[-1].rate
+    sizes = [group for group in groups if (group[ONE_BIT].hosts, group[ONE_BIT].rate) == (hosts, rate)]
+    times = {kind: [(g[kind].elements, 1e3 * s) for g in sizes if (s := g[kind].seconds)] for kind in (*KINDS, ONE_BIT)}
+    where = f"{hosts} ranks" + (f", {rate}" if rate else "")
+    panels = [plots.lines(f"Time, {where}", "elements", "milliseconds", times), *_speed_ups(groups)]
+    biggest = sizes[-1]
+    sent = {kind: nbytes for kind in (*KINDS, ONE_BIT) if (nbytes := biggest[kind].bytes)}
+    if ONE_BIT in sent:
+        panels.append(_bytes(f"Bytes on the wire, {biggest[ONE_BIT].elements:,} elements", sent, sent[ONE_BIT]))
+    return plots.save(path, panels, title)
+
+
+def _speed_ups(groups: Sequence[dict[str, Row]]) -> list[plots.Draw]:
+    """Of the largest size; a panel where links are shaped."""
+    largest = max(group[ONE_BIT].elements for group in groups)
+    speeds: Curves = {}
+    for group in groups:
+        row, bits = group[ONE_BIT], rate_bits(group[ONE_BIT].rate)
+        for kind in ("fp32", "fp16"):
+            if bits and row.elements == largest and (ratio := faster(row, group[kind])):
+                label = ", ".join(filter(None, (kind, f"{row.hosts} hosts", rate_and_rtt(row.rate)[1])))
+                speeds.setdefault(label, []).append((bits / 1e9, ratio))
+    if not speeds:
+        return []
+    goals = [((rate_bits(rate) or 0) / 1e9, x) for rate, x in SPEED.items()] if largest == LARGE else []
+    title, goal = f"Speed-up, {largest:,} elements", "target, fp32, 4 hosts"
+    return [plots.lines(title, "link, Gbit/s", "times as fast as", speeds, logy=False, goals=goals, goal=goal)]
+
+
+def plot_levels(rows: Sequence[Row], title: str, path: Path) -> Path:
+    """Time against the links' rate, a panel a size; bytes over a host's link of the largest."""
+    last = by_kind(rows)[-1][TWO_LEVELS]
+    groups = [group for group in by_kind(rows) if group[TWO_LEVELS].hosts == last.hosts]
+    panels = []
+    for elements in sorted({group[TWO_LEVELS].elements for group in groups}):
+        times: Curves = {}
+        for row in (group[kind] for group in groups for kind in ("fp32", "fp16", ONE_BIT, TWO_LEVELS)):
+            if row.elements == elements and row.seconds and (bits := rate_bits(row.rate)):
+                times.setdefault(TITLES.get(row.kind, row.kind), []).append((bits / 1e9, 1e3 * row.seconds))
+        if times:
+            where = f"{last.hosts} hosts of {last.each} ranks, {elements:,} elements"
+            panels.append(plots.lines(where, "link, Gbit/s", "milliseconds", times))
+    biggest = max(reversed(groups), key=lambda group: group[TWO_LEVELS].elements)
+    own = biggest[TWO_LEVELS]
+    if own.bytes:
+        sent = {"fp32": biggest["fp32"].bytes, LEAST: least_fp32(own), TITLES[ONE_BIT]: biggest[ONE_BIT].bytes}
+        values = {name.replace(", ", ",\n"): x for name, x in {**sent, TWO_LEVELS: own.bytes}.items() if x}
+        panels.append(_bytes(f"Bytes over a host's link, {own.elements:,} elements, {own.rate}", values, own.bytes))
+    return plots.save(path, panels, title)
+
+
+def _bytes(title: str, sent: dict[str, float], own: float) -> plots.Draw:
+    megabytes = {name: 1e-6 * nbytes for name, nbytes in sent.items()}
+    notes = {name: f"{1e-6 * nbytes:.3g} MB\n{nbytes / own:.1f} x" for name, nbytes in sent.items()}
+    return plots.bars(title, "MB a call", megabytes, notes)

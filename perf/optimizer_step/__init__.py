@@ -1,1 +1,0 @@
-"""`optimizer.step` on one rank, beside torch's."""

@@ -1,1 +1,0 @@
-"""One device's training step: time, memory and traces."""

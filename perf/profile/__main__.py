@@ -1,5 +1,0 @@
-import sys
-
-from perf.profile.benchmark import main
-
-sys.exit(main())
