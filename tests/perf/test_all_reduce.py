@@ -224,6 +224,7 @@ def test_a_record_has_its_name_and_its_targets(tmp_path, monkeypatch, capsys):
     for rows, options, says, name in (
         (FAST, [], ": met", ""),
         ([replace(r, seconds=1.0) for r in FAST], [], "missed", ""),
+        (FAST, ["--direct", "--in-a-row=20"], ": met", "-in-a-row-20-direct"),
         (NODES, ["--each=4"], "31.1", "-4-ranks-a-host"),
         (NODES, ["--each=4", "--hosts=3"], "31.1", "-4-ranks-a-host-hosts-3"),
     ):
