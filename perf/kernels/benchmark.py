@@ -25,6 +25,7 @@ from onebit.kernels.tuning.timing import median_seconds
 from onebit.kernels.tuning.workload import Workload
 from perf import plots
 from perf.command import add_out, exit_status, make_folder
+from perf.kernels import local_step
 from perf.records import machine, slug, write_record
 from perf.targets import Target, as_json
 
@@ -142,6 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
     reached = targets(rows)
     record: dict[str, Any] = _about(setting, arguments)
     record |= {"copy_gb_per_s": copy, "passes": [asdict(r) for r in rows]}
+    if device.type == "cuda":
+        record["bert_large_step"] = local_step.measure(device, setting.repeats)
+        print(f"\n{local_step.table(record['bert_large_step'])}")
+        reached += local_step.targets(record["bert_large_step"])
     print(*(f"\n{target}" for target in reached), sep="")
     path = arguments.out / f"{record_name(setting, arguments.threads)}.json"
     write_record(path, {**record, "targets": as_json(reached)})

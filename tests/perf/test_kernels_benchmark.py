@@ -9,7 +9,7 @@ from onebit import OneBitAdam, OneBitLamb
 from onebit.cli.progress import Progress
 from onebit.kernels.passes import PASSES
 from perf import optimizer_step as whole_step
-from perf.kernels import benchmark, step_bytes
+from perf.kernels import benchmark, local_step, step_bytes
 from perf.optimizer_step import FOREACH, FUSED, LOCAL, STAGE_1, STAGE_2, Row
 from perf.targets import targets_of
 from tests.test_structure import ROOT
@@ -51,6 +51,8 @@ def test_targets_are_the_standard_runs(monkeypatch):
     row = benchmark.Row("compress", 1, 1.0, 1.0, 64.0, 65.0)
     assert [(t.reached, t.met) for t in benchmark.targets([row])] == [(0.64, False)]
     assert benchmark.TARGETS["cuda"] == dict.fromkeys(PASSES, 90)
+    step = {"milliseconds": {"onebit": 2.0, "adamw_fused": 3.0, "eager": 15.0}}
+    assert [(t.reached, t.met) for t in local_step.targets(step)] == [(1.5, True), (7.5, False)]
 
 
 def test_records_of_other_settings_have_other_names():
@@ -59,6 +61,45 @@ def test_records_of_other_settings_have_other_names():
     names = [*(benchmark.record_name(each, 1) for each in settings), benchmark.record_name(settings[0], 2)]
     assert len(set(names)) == len(names)
     assert all(name.startswith(names[0]) and name.replace("-", "").isalnum() for name in names)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_eager_step_is_1_bit_adam(ranks):
+    """Against Algorithm 1 with one scale (l2) a message; every rank sends what this one does."""
+    numels = local_step.bert_large()
+    assert (len(numels), sum(numels)) == (302, 336_226_108)
+    torch.manual_seed(0)
+    params = [torch.randn(n, requires_grad=True) for n in (5, 40, 100)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    eager = local_step.EagerOneBitAdam(params, ranks)
+    size = len(eager.exp_avg)
+    m, e, server = torch.zeros(size), torch.zeros(size), torch.zeros(size // ranks)
+    x = torch.cat([p.detach().clone() for p in params])
+    g = torch.nn.functional.pad(torch.cat([p.grad for p in params]), (0, eager.padding))
+
+    def one_bit(values):
+        return values.square().mean().sqrt() * torch.where(values >= 0, 1.0, -1.0)
+
+    for _ in range(3):
+        c = 0.9 * m + 0.1 * g + e
+        e = c - one_bit(c)
+        reply = one_bit(one_bit(c).view(ranks, -1).mean(0) + server)
+        server = one_bit(c).view(ranks, -1).mean(0) + server - reply
+        m = reply.repeat(ranks)
+        x = x - 1e-3 * (m[: len(x)] / (1 + 1e-8) + 0.01 * x)
+        eager.step()
+    torch.testing.assert_close(torch.cat([p.detach() for p in params]), x)
+    torch.testing.assert_close(eager.exp_avg, m)
+    torch.testing.assert_close(eager.residual, e)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_local_step_on_a_gpu():
+    step = local_step.measure(torch.device("cuda", 0), repeats=2, numels=[5, 3000, 100_000])
+    assert step["parameters"] == 3 and all(ms > 0 for ms in step["milliseconds"].values())
+    assert "adamw" in local_step.table(step)
 
 
 def test_the_bytes_of_a_step_are_those_of_its_passes_and_what_lies_between():
