@@ -118,7 +118,7 @@ def report(record: StepRecord) -> None:
     print(f"{where}, {about['elements']:,} elements, load before: {about['load_before']}\n")
     for text in (table(record.rows), loss_table(record.rows, record.runs)):
         print(text)
-    print("".join(f"\n{target}" for target in targets(record.rows)))
+    print("".join(f"\n{target}" for target in targets(record.rows, record.runs)))
     record.save()
     print(f"\n{record.path}")
     plots.draw_if_possible(lambda: draw(record, where))

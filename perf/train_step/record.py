@@ -61,5 +61,5 @@ class StepRecord(Record):
         super().add(found)
 
     def save(self) -> None:
-        self.about["targets"] = as_json(targets(self.rows))
+        self.about["targets"] = as_json(targets(self.rows, self.runs))
         super().save()

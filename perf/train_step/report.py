@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from perf.records import cpu_name, machine, slug
 from perf.tables import cell
 from perf.targets import Target
 from perf.train_step.measure import Row, Run
-from perf.train_step.variants import BASELINE, OURS, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
+from perf.train_step.variants import BASELINE, OURS, POWERSGD, SPACED, TRAIN_AS, TRAINED, UNCOMPRESSED, VARIANTS
 
 STANDARD: dict[str, Any] = {
     "hosts": 4,
@@ -30,6 +31,7 @@ STANDARD: dict[str, Any] = {
 }
 SHARES = (0.91, 0.94)  # of the all-reduce in the step: the papers' Ethernet rows
 SPEED_TARGET = 5.5  # times the baseline's speed, where its share is one of these
+RUN_TARGET, SOONER = 4.4, 1.5  # there, of a whole run of 0/1 Adam: against the baseline, and to PowerSGD's last loss
 Group = Mapping[str, Row]  # of one rate, by variant
 Curves = dict[str, list[tuple[int, float]]]  # (step, loss) by variant
 
@@ -80,14 +82,54 @@ def faster(row: Row, than: Row) -> float | None:
     return than.seconds / row.seconds if row.seconds and than.seconds else None
 
 
-def targets(rows: Sequence[Row]) -> list[Target]:
+def targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
+    return [*speed_targets(rows), *run_targets(rows, runs), *loss_targets(rows, runs)]
+
+
+def speed_targets(rows: Sequence[Row]) -> list[Target]:
     """Where the baseline's all-reduce takes the papers' share."""
     found = []
     for rate, group in by_rate(rows):
         baseline, ours = group.get(BASELINE), group.get(OURS)
-        if baseline and ours and SHARES[0] <= baseline.share <= SHARES[1] and (ratio := faster(ours, baseline)):
+        if baseline and ours and network_bound(group) and (ratio := faster(ours, baseline)):
             of = f"{VARIANTS[OURS].title}, {rate}, where all-reduce takes {baseline.share:.1%} of {BASELINE}'s"
             found.append(Target(f"as fast a step as {BASELINE}'s ({of})", ratio, SPEED_TARGET))
+    return found
+
+
+def network_bound(group: Group) -> bool:
+    """Whether the baseline's all-reduce takes the papers' share of its step."""
+    baseline = group.get(BASELINE)
+    return baseline is not None and SHARES[0] <= baseline.share <= SHARES[1]
+
+
+def run_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
+    """A whole run of 0/1 Adam against the baseline's, where that waits for the network."""
+    found = []
+    for rate, group in by_rate(rows):
+        if network_bound(group) and SPACED in timed_curves(group, runs):
+            steps, freeze = runs[0].steps, runs[0].freeze
+            ratio = steps * (group[BASELINE].seconds or math.nan) / seconds_after(group, SPACED, freeze, steps)
+            what = f"as fast a run of {steps} steps as {BASELINE}'s ({VARIANTS[SPACED].title}, {rate})"
+            found.append(Target(what, ratio, RUN_TARGET))
+    return found
+
+
+def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
+    """How much sooner 1-bit Adam and 0/1 Adam have the loss that PowerSGD ends with; 0 where they never have it."""
+    found = []
+    for rate, group in by_rate(rows):
+        curves = timed_curves(group, runs)
+        for other, ours in itertools.product(POWERSGD, (OURS, *TRAIN_AS, SPACED)):
+            if other not in curves or ours not in curves:
+                continue
+            last, loss = curves[other][-1]
+            reached = next((step for step, own in curves[ours] if own <= loss), None)
+            freeze = runs[0].freeze
+            theirs = seconds_after(group, other, freeze, last)
+            ratio = theirs / seconds_after(group, ours, freeze, reached) if reached else 0.0
+            what = f"as soon as {VARIANTS[other].title} at the loss that it ends with ({VARIANTS[ours].title}, {rate})"
+            found.append(Target(what, ratio, SOONER if ours == SPACED and network_bound(group) else 1.0))
     return found
 
 

@@ -249,7 +249,8 @@ VARIANTS: dict[str, Variant] = {
     "torchft-sync": Variant("DiLoCo, torchft's, outer step", TorchftDiLoCo, options={"every": 3}, times="sync"),
     "torchft": diloco("DiLoCo, torchft's", TorchftDiLoCo, "torchft-sync"),
 }
-UNCOMPRESSED, BASELINE, OURS = "fp32", "fp16", "adam-2"
+UNCOMPRESSED, BASELINE, OURS, SPACED = "fp32", "fp16", "adam-2", "zero-one"
+POWERSGD = ("powersgd-1", "powersgd-4")  # whose last loss ours are to reach sooner
 OF_OTHERS = (
     "adam-1",
     "adam-1-bf16",
