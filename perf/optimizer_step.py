@@ -4,8 +4,8 @@
 
 One process, and one thread on a CPU; no group: nothing is sent. In every round each optimizer takes ten steps on a GPU,
 which hides the host's work behind the device's, and one on a CPU, in turn; a time is the median over rounds, a ratio
-that of two medians. "8 ranks, local work" is what one of 8 ranks does in a step
-of stage 2: scan and compress everything, average an eighth of it from 8 messages, update everything.
+that of two medians. "8 ranks, local work" is what one of 8 ranks does in a step of stage 2: scan and compress
+everything (with mean sizes as scales), average an eighth of it from 8 messages, update everything.
 """
 
 from __future__ import annotations

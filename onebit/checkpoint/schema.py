@@ -49,7 +49,7 @@ from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-VERSION = 1
+VERSION = 2
 
 Saved = Mapping[str, Any]  # one parameter's
 

@@ -4,7 +4,7 @@ the watch over the ranks, overlap with backward.
     stage 1    full_step          on the averaged gradient
     freeze     on_freeze          what stage 2 keeps of the state of stage 1
     stage 2    kind says of each step what it is
-               compressed_step    m = reducer.all_reduce(...), then the update
+               compressed_step    m is reducer.replies, averaged already
                spaced_full_step   on the averaged gradient
                local_steps        on each rank's own gradient, between two exchanges
 

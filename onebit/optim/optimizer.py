@@ -173,7 +173,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @property
     def freeze_ratio(self) -> float | None:
-        """What freeze_step="auto" compares, None while there is none. Adam: ||vhat||_1 over what it was a window
+        """What the freeze rule compares, None while there is none. Adam: ||vhat||_1 over what it was a window
         earlier. LAMB: the share of elements whose coefficients were stable over a window."""
         return self.current.stages.rule.ratio
 

@@ -118,8 +118,8 @@ class Stages:
         """With the first step: where stage 1 ends by itself, and not soon."""
         if self._measures:
             logger.warning(
-                'freeze_step="auto": stage 1 ends by itself, after step %d at the earliest. A run of fewer steps never '
-                "compresses: give it freeze_step=N, 15 to 25 %% of its steps, or ZeroOneAdam, which needs none",
+                "stage 1 ends by itself, after step %d at the earliest. A run of fewer steps never compresses: give it "
+                "freeze_step=N, 15 to 25 %% of its steps, or ZeroOneAdam, which needs none",
                 2 * self.rule.window,
             )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
     orders = [(p, order) for state in current.states for p, order in zip(state.params, state.orders, strict=True)]
     permuted = [f"parameter {setup.name_of(p)} {order}" for p, order in orders if order is not None]
     o, groups = setup.options, setup.groups
-    rule = str(replace(o.freeze_rule, window=current.stages.rule.window))
+    rule = f"FreezeRule(threshold={o.freeze_rule.threshold}, window={current.stages.rule.window})"
     names = (
         "bias_correction", "zero_variance", "variance_floor", "update_limit",
         "master_weights", "overlap", "check_every",

@@ -42,7 +42,7 @@ class FrozenAdam(torch.optim.AdamW):
     def __init__(self, params: Iterable[Any], *, freeze: int, process_group: Any = None, **options: Any) -> None:
         super().__init__(params, **options)
         self.freeze, self.steps_done, self._transport = freeze, 0, transport_for(process_group)
-        self._d: dict[Tensor, Tensor] = {}
+        self.denominators: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -53,12 +53,13 @@ class FrozenAdam(torch.optim.AdamW):
             return super().step()
         for group, p in params:
             (beta1, beta2), state = group["betas"], self.state[p]
-            if p not in self._d:
+            if p not in self.denominators:
                 v = state["exp_avg_sq"] / (1 - beta2**self.freeze)
-                v = torch.where(v == 0, v.sum() / (v != 0).sum(), v.clamp(min=FLOOR * v.mean()))
-                self._d[p] = 1 / (v.sqrt() + group["eps"])
+                mean = v.sum() / (v != 0).sum().clamp(min=1)  # of those that have one
+                v = torch.where(v == 0, mean, v.clamp(min=FLOOR * mean))
+                self.denominators[p] = torch.where(v == 0, 0.0, 1 / (v.sqrt() + group["eps"]))
             m = state["exp_avg"].lerp_(p.grad, 1 - beta1)
-            p.sub_(m * self._d[p] + group["weight_decay"] * p, alpha=group["lr"])
+            p.sub_(m * self.denominators[p] + group["weight_decay"] * p, alpha=group["lr"])
         return None
 
 

@@ -154,12 +154,12 @@ def over_ranks(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.
 
     def panel(axes: Any) -> None:
         baseline, labels = next(iter(runs.values())).get(family, {}), list(runs)
-        kinds = {kind: [v for of in DEFAULTS.values() for v in of if family_of(v) == family and kind in v]
-                 for kind in ("zero_one", "unbiased")}  # fmt: skip
-        kinds["unbiased"] = [v for v in kinds["unbiased"] if v not in kinds["zero_one"]]
-        for names in filter(None, kinds.values()):
-            at = [(i, differences_between(runs[label][v], baseline)) for i, label in enumerate(labels) for v in names
-                  if v in runs[label]]  # fmt: skip
+        for names in zip(*DEFAULTS.values(), strict=True):  # of one optimizer
+            found = [(i, differences_between(runs[label].get(v, {}), baseline))
+                     for i, label in enumerate(labels) for v in names if family_of(v) == family]  # fmt: skip
+            at = [(i, off) for i, off in found if off]
+            if not at:
+                continue
             title = VARIANTS[names[0]].partition(",")[0]
             (line,) = axes.plot([i for i, _ in at], [mean(off) for _, off in at], label=title)
             for i, off in at:
@@ -171,7 +171,8 @@ def over_ranks(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.
         axes.set_xticks(range(len(labels)), labels)
         axes.set(title=VARIANTS[family], xlabel="ranks", ylabel="loss, less the baseline's")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
 
     return panel
 

@@ -49,9 +49,10 @@ Written by `python -m perf.convergence` from the runs in `{out}`; with `--report
 
 Optimizers of a task share the model's start, the data's order and the schedule (linear warmup over a tenth of the
 steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a family the learning rate. Ranks are
-threads of one process that run the real passes and send the real messages. A loss is that of the validation data after
-the last step, mean and standard deviation over seeds, which decide the model's start and the data's order. "Difference"
-is between runs of the same seed. "Within": the mean is at most that of the baseline plus the baseline's standard
+threads of one process that run the real passes and send the real messages (in runs before 2026-11-26 processes over
+Gloo, which adds more than two numbers in another order). A loss is that of the validation data after the last step,
+mean and standard deviation over seeds, which decide the model's start and the data's order. "Difference" is between
+runs of the same seed. "Within": the mean is at most that of the baseline plus the baseline's standard
 deviation. Every run in the folder counts. Where `freeze_step` is a `FreezeRule`, its window is 5 % of the steps. Where
 nothing else is said messages come back in 1 bit, as in the papers (`reply=1`), and scales are mean sizes (`norm="l1"`);
 by default two ranks exchange messages directly, and scales are unbiased.
@@ -253,8 +254,8 @@ def conclusion(out: Path, ranks: int) -> str:
         ours, plain, is_loss = runs[variant], runs[family_of(variant)], TASKS[task].measure == LOSS
         close.append(within(ours, plain) == "yes")
         losses += [(mean(differences(ours, plain)), f"{name_of(variant)}, {TASKS[task].title}")] if is_loss else []
-        if is_loss and "naive_adam_start" in runs:
-            naive[task] = mean(differences(runs["naive_adam_start"], runs["adam"]))
+        if is_loss and (pairs := differences(runs.get("naive_adam_start", {}), runs.get("adam", {}))):
+            naive[task] = mean(pairs)
     if not losses:
         return "No optimizer has been run with its defaults on a seed of its baseline yet."
     worst, where = max(losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ Show = Callable[[int, float], None]  # steps done, training loss
 WEIGHT_DECAY = 0.01
 LR_WARMUP = 0.1  # of the steps
 VALIDATIONS, RECORDS = 10, 50  # a run
+BUILDING = threading.Lock()  # torch changes a class when its first optimizer is built
 OURS = {"adam": OneBitAdam, "lamb": OneBitLamb}
 
 
@@ -92,7 +94,7 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
         case "lamb":
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
         case "lamb_basic":
-            return LambBasic1Bit(params, **staged, reply=1)
+            return LambBasic1Bit(params, **staged, reply=1, norm="l1")
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
 
 
@@ -144,7 +146,8 @@ def validate(task: Task, model: nn.Module, valid: Items, transport: Transport) -
 def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, show: Show) -> dict[str, Any]:
     """The record of a run."""
     task = TASKS[run.task]
-    optimizers = [build(run, part, transport) for part in task.parts(model)]
+    with BUILDING:
+        optimizers = [build(run, part, transport) for part in task.parts(model)]
     optimizer = optimizers[0]
     for each in optimizers if run.event else ():
         each.register_step_pre_hook(lambda each, *_: enlarge_gradients(each, event_factor(run, step)))

@@ -7,22 +7,25 @@ They run the real passes and send the real messages, so that 32 ranks fit a mach
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport import Done, LocalTransport, Work
+from onebit.collectives.transport import Done, LocalTransport, Transport, Work
+from perf.lab.processes import RankFailed
 
 Result = TypeVar("Result")
+HUNG = 900.0  # seconds that a rank waits for the others
 
 
 class _Meeting:
     """Where ranks hand tensors to each other: all come before one reads, all have read before one goes on."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
+        self.barrier = threading.Barrier(size, timeout=HUNG)
         self.handed: list[Tensor] = [torch.empty(0)] * size
 
 
@@ -44,6 +47,12 @@ class VirtualRank(LocalTransport):
     def all_sum(self, values: Tensor, phase: str) -> Work:
         return self._exchange(values.clone(), lambda handed: values.copy_(sum(handed[1:], start=handed[0])))
 
+    def duplicate(self) -> Transport:
+        raise NotImplementedError("virtual ranks have one order of collectives: no overlap")
+
+    def split(self, color: int) -> Transport:
+        raise NotImplementedError("virtual ranks are one group: no two levels")
+
     def wait_for_all(self) -> None:
         self._meeting.barrier.wait()
 
@@ -56,18 +65,18 @@ class VirtualRank(LocalTransport):
 
 
 def run_ranks(size: int, work: Callable[[VirtualRank], Result]) -> list[Result]:
-    """What `work` returned on each rank. Where one fails all end, and its error is raised."""
+    """What `work` returned on each rank. RankFailed where one fails or leaves the others waiting: all end."""
     meeting = _Meeting(size)
     results: dict[int, Result] = {}
-    errors: list[BaseException] = []
+    failed: list[str] = []
 
     def run(rank: int) -> None:
         try:
             results[rank] = work(VirtualRank(rank, size, meeting))
         except threading.BrokenBarrierError:
-            pass  # of another rank's error
-        except BaseException as error:
-            errors.append(error)
+            pass  # another rank's error says why
+        except BaseException:
+            failed.append(f"rank {rank}: {traceback.format_exc()}")
             meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
@@ -79,6 +88,6 @@ def run_ranks(size: int, work: Callable[[VirtualRank], Result]) -> list[Result]:
     except BaseException:  # Ctrl-C
         meeting.barrier.abort()
         raise
-    if errors:
-        raise errors[0]
+    if len(results) < size:
+        raise RankFailed("\n".join(failed) or "ranks did not come to the same collectives")
     return [results[rank] for rank in range(size)]

@@ -144,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.runs = missing(arguments, record.runs)
     status = exit_status("perf.train_step", lambda: _measure(arguments, record, progress), lost="no more figures")
     progress.clear()
-    there = record.changed or (arguments.lab and record.rows)  # of a group rank 0 alone has the results
+    found = record.rows or record.runs
+    there = record.changed or (arguments.lab and found)  # of a group rank 0 alone has the results
     if there and status != CANNOT_MEASURE:
         report(record)
     return status

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from perf.convergence import ablations
 from tests import oracle
@@ -80,3 +81,17 @@ def test_frozen_and_naive_adam_are_adam_before_and_frozen_adam_is_so_after(found
         for of in found:
             for a, b in zip(of[name], expected, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_adam_gives_a_coordinate_without_a_variance_the_mean_of_the_others():
+    params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = ablations.FrozenAdam(params, freeze=2, lr=1e-2)
+    for step in range(1, 4):
+        values = [torch.tensor([0.0, 2.0, 2.0, 2e-3]), torch.zeros(3)]
+        for p, g in zip(params, values, strict=True):
+            p.grad = g if step < 3 else torch.ones_like(p)
+        optimizer.step()
+    d, nothing = (optimizer.denominators[p] for p in params)
+    mean = (4 + 4 + 4e-6) / 3
+    assert d.tolist() == pytest.approx([mean**-0.5, 0.5, 0.5, (0.01 * mean) ** -0.5], rel=1e-4)
+    assert not nothing.any() and torch.equal(params[1].detach(), torch.ones(3) * (1 - 1e-4) ** 3)

@@ -15,7 +15,7 @@ import torch
 from onebit.cli.progress import Progress
 from onebit.collectives.transport import LocalTransport
 from perf import plots
-from perf.convergence import data, gan, records, report, study
+from perf.convergence import data, gan, records, report, study, virtual
 from perf.convergence.data import DataMissing
 from perf.convergence.launch import launch
 from perf.convergence.models import ResNet8
@@ -23,6 +23,7 @@ from perf.convergence.plan import BETA1, GAN_ALONE, LAST_LAYER, MAIN, ONE_SEED, 
 from perf.convergence.runs import batch_of, build, enlarge_gradients, event_factor, lr_at, share
 from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import run_ranks as run_virtual_ranks
+from perf.lab.processes import RankFailed
 from perf.records import read_record
 from tests.onebit import runs as training
 from tests.onebit.runs import Case, bits, kinds, same, snapshot
@@ -209,7 +210,7 @@ def test_virtual_ranks_compute_what_processes_do(kind, options):
         assert same(own, other)
 
 
-def test_a_rank_that_fails_ends_the_run(tmp_path):
+def test_a_rank_that_fails_ends_the_run(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
 
@@ -218,8 +219,11 @@ def test_a_rank_that_fails_ends_the_run(tmp_path):
             raise KeyError("rank 1's")
         transport.wait_for_all()
 
-    with pytest.raises(KeyError, match="rank 1's"):
+    with pytest.raises(RankFailed, match=r"(?s)rank 1: .*KeyError: .rank 1's"):
         run_virtual_ranks(3, fail)
+    monkeypatch.setattr(virtual, "HUNG", 1.0)
+    with pytest.raises(RankFailed, match="the same collectives"):
+        run_virtual_ranks(2, lambda transport: transport.rank and transport.wait_for_all())
 
 
 def test_an_event_enlarges_the_gradients_of_its_steps():

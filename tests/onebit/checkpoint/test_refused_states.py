@@ -41,7 +41,7 @@ FOREIGN = {
     "a group too few": (("param_groups",), lambda groups: groups[:1], "groups"),
     "a parameter too few": ((*GROUP, "params"), lambda keys: keys[:-1], "groups"),
     "a parameter twice": ((*GROUP, "params"), [0, 0], "twice"),
-    "a later version": ((*NUMBERS, "version"), 2, r"version 2 .*this onebit reads 1: load it with the onebit that"),
+    "a later version": ((*NUMBERS, "version"), 3, r"version 3 .*this onebit reads 2: load it with the onebit that"),
     "no version": ((*NUMBERS, "version"), None, "version None"),
     "a version that is a bool": ((*NUMBERS, "version"), True, "version True"),
     "maximize": ((*GROUP, "maximize"), True, "maximize"),
@@ -262,7 +262,7 @@ def test_merge_states_refuses_damaged_states():
         (ONE, None, "number 1 is not of the parameters"),
         (("state",), [], "state is not a dict"),
         ((*NUMBERS, "steps"), 5, "number 1 has steps 5 where the first has 6"),
-        ((*NUMBERS, "version"), 2, "version 2"),
+        ((*NUMBERS, "version"), 3, "version 3"),
     ):
         with pytest.raises(BOTH, match=match):
             onebit.merge_states([good, changed(good, path, value)])

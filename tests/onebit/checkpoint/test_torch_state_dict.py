@@ -253,13 +253,13 @@ def test_what_make_room_refuses_and_what_is_refused_after_it(tmp_path):
         k: {f"other.{n}": v for n, v in own.items()} if isinstance(own, dict) else own for k, own in by_name.items()
     }
     another = snapshot(saved.state_dict())
-    another["param_groups"][0]["onebit"]["version"] = 2
+    another["param_groups"][0]["onebit"]["version"] = 3
     for source, error, match in (
         (tmp_path / "nowhere", ValueError, "holds no checkpoint"),
         (3, TypeError, "not a int"),
         ({"optimizer": adamw.state_dict()}, ValueError, "no onebit optimizer's"),
         (renamed, ValueError, "called by other names"),
-        ({"optimizer": another}, ValueError, "version 2"),
+        ({"optimizer": another}, ValueError, "version 3"),
     ):
         with pytest.raises(error, match=match):
             onebit.make_room(source, model, optimizer)
