@@ -13,13 +13,17 @@ FUZZ_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What each stamp says is installed.
+EXTRAS_demo := perf
+EXTRAS_installed := test,check,perf,mpi
+EXTRAS_release := release
 
-.PHONY: help demo test test-all check types format bench fuzz clean
+.PHONY: help demo test test-all check types format bench fuzz docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP)  ## train with 1 bit and without, side by side; DEMO_ARGS="--optimizer lamb"
+demo: .venv/.demo  ## train with 1 bit and without, side by side; DEMO_ARGS="--optimizer lamb"
 	@mkdir -p build
 	@$(BIN)/onebit demo --out build/onebit-demo.png $(DEMO_ARGS)
 
@@ -54,10 +58,19 @@ fuzz: $(STAMP)  ## 100,000 cases of random and mutated input: only documented er
 	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 	@$(BIN)/python -m tests.fuzz.runs
 
-clean:  ## remove .venv, caches and build outputs
-	rm -rf .venv build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+docs: .venv/.demo .venv/.release  ## build the site of docs/ into build/site; a link that leads nowhere is an error
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
 
-$(STAMP): pyproject.toml constraints.txt
+dist: $(STAMP) .venv/.release  ## build what is published into dist/, and run the README's ten lines from it
+	@rm -rf dist
+	@$(BIN)/python -m build -q --outdir dist
+	@$(BIN)/python -m pytest -q tests/test_package.py
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf .venv build dist onebit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "error: $(PYTHON) not found. Install Python 3.10 or later, or name one: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -66,8 +79,10 @@ $(STAMP): pyproject.toml constraints.txt
 	    { echo "error: this Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "Making .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "Installing onebit, PyTorch and the test tools into .venv: once, a minute or two on a fast connection"
+
+.venv/.%: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection"
 	@$(BIN)/python -m pip --disable-pip-version-check install --no-input $(PIP_ARGS) \
-	    -c constraints.txt -e '.[test,check,perf,mpi]'
-	@touch $(STAMP)
+	    -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@
 	@echo "Installed"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onebit import collectives, kernels
 from onebit.checkpoint.merge import merge_states
 from onebit.checkpoint.to_adamw import adamw_state
 from onebit.collectives import CollectiveError, CompressedAllReduce
@@ -43,6 +45,15 @@ __all__ = [
     "onebit_hook",
     "save",
 ]
+
+_FOLDER = Path(__file__).parent
+for _part in (kernels, collectives):  # inside the package or, in a checkout, beside it
+    _place = Path(_part.__path__[0]).parent
+    if _place not in (_FOLDER, _FOLDER.parent):
+        raise ImportError(
+            f"onebit is loaded from {_FOLDER} and {_part.__name__} from {_place}: two checkouts are mixed. Take one of "
+            f"them out of PYTHONPATH, or install the one that you mean with pip install -e"
+        )
 
 _LATE = {
     "load": "onebit.checkpoint.save_load",

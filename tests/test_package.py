@@ -117,3 +117,12 @@ def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
     printed = run(python, *ranks, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH="")
     assert printed.count(str(tmp_path / "venv")) == 2
     assert "demo" in run(onebit, "--help", cwd=tmp_path, PYTHONPATH="")
+
+
+def test_two_checkouts_are_not_mixed(tmp_path: Path) -> None:
+    """PYTHONPATH brings `onebit` of another checkout, and the editable install its kernels."""
+    shutil.copytree(ROOT / "onebit", tmp_path / "onebit", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", "import onebit"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HUNG)
+    assert done.returncode == 1 and "two checkouts are mixed" in done.stderr and str(ROOT) in done.stderr

@@ -1,0 +1,73 @@
+"""The site of these pages: `make docs` builds it into build/site, and fails where a link leads nowhere.
+
+Sphinx with MyST and Furo: what PyTorch's own projects are built with, and kept up; Material for MkDocs has ended.
+"""
+
+import re
+import shutil
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+import onebit
+
+project = "onebit"
+author = "The onebit developers"
+version = release = version_of("onebit")
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+root_doc = "README"
+html_theme = "furo"
+html_title = f"onebit {version}"
+myst_heading_anchors = 3  # links within pages
+default_role = "literal"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+
+ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ")
+PAGES = {
+    "Use": ["usage", "options", "troubleshooting", "clusters", "run_time", "planning", "tuning"],
+    "Judge": ["performance", "comparison", "methods", "convergence", "reliability", "cluster_model"],
+    "Build": ["api", "coming_from_deepspeed", "own_optimizer", "contributing"],
+}
+
+
+def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """The first page gets the list of all: a directive in README.md would stand there as it is on other sites."""
+    if page == root_doc:
+        for caption, pages in PAGES.items():
+            source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```\n"])
+    source[0] = source[0].replace("](../CONTRIBUTING.md", "](contributing.md")
+
+
+def show_as_written(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
+    """A paragraph that begins with `name:` describes arguments, each from its name to the next. An indented one is
+    code."""
+    shown, inside = [""], False
+    for line in lines:
+        begins = ARGUMENT.match(line)
+        inside = bool(begins) or (inside and bool(line))
+        if begins:
+            shown += ["", f"``{begins[1]}``", f"    {line[begins.end() :]}"]
+        elif inside:
+            shown.append(f"    {line.strip()}")
+        else:
+            shown += ["::", ""] if line.startswith(" ") and not shown[-1] else []
+            shown.append(line)
+    lines[:] = shown
+
+
+def finish(app: Sphinx, failed: Exception | None) -> None:
+    """Every public name has its entry; servers look for a page that is called index."""
+    there = {entry[0] for entry in app.env.get_domain("py").get_objects()}
+    if failed is None and (lacks := [name for name in onebit.__all__ if f"onebit.{name}" not in there]):
+        raise ExtensionError(f"api.md has no entry for {', '.join(lacks)}")
+    if failed is None:
+        shutil.copy(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("build-finished", finish)
+    app.connect("source-read", add_contents)
+    app.connect("autodoc-process-docstring", show_as_written)
