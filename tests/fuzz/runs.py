@@ -2,8 +2,8 @@
 
 Random runs: an optimizer, a wrapper, dtypes, options, gradients that are missing or not finite, clipping, accumulation,
 a GradScaler; saved after a random step, in a random way, and loaded into new objects. Each goes on as the run that was
-not interrupted, bit for bit, or was refused on all ranks. A case follows from (seed, number) alone. Exit status 1 where
-one did not.
+not interrupted, bit for bit, or was refused on all ranks, and its collectives are as NCCL asks. A case follows from
+(seed, number) alone. Exit status 1 where one did not.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.optim.sharding import local
+from tests.fuzz import collectives
 from tests.onebit.runs import OPTIMIZERS, bits, nodes_of
 from tests.ranks import RanksError, group, run_ranks, run_ranks_once
 
@@ -168,20 +169,21 @@ def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
     return f"goes on, {'compressing' if run.optimizer.compressing else 'in stage 1'}"
 
 
-def work(rank: int, size: int, seed: int, numbers: list[int], folder: str) -> list[str]:
-    """Of each case what came of it; what begins with WRONG is."""
+def work(rank: int, size: int, seed: int, numbers: list[int], folder: str) -> list[tuple[str, collectives.Seen]]:
+    """Of each case what came of it, which is wrong where it begins with WRONG, and the collectives."""
     logging.getLogger("onebit").setLevel(logging.ERROR)
     os.environ["ONEBIT_QUIET"] = "1"
     found = []
     for number in numbers:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), collectives.recorded() as seen:
             warnings.simplefilter("ignore")
             try:
-                found.append(resumed(rank, drawn(seed, number), f"{folder}/{number}"))
+                came = resumed(rank, drawn(seed, number), f"{folder}/{number}")
             except (ValueError, TypeError) as error:
-                found.append(f"refused: {error!s:.40}")
+                came = f"refused: {error!s:.40}"
             except Exception:
-                found.append(f"WRONG {traceback.format_exc()}")
+                came = f"WRONG {traceback.format_exc()}"
+        found.append((came, seen))
     return found
 
 
@@ -204,11 +206,13 @@ def run_all(seed: int, numbers: range, folder: Path, until: float = float("inf")
                 wrong.append(f"among cases {batch}: {error}")
                 continue
             for number, of_ranks in zip(batch, zip(*answers, strict=True), strict=True):
-                came[of_ranks[0].partition(":")[0]] += 1
-                odd = next((each for each in of_ranks if each.startswith("WRONG")), None)
-                if odd or len(set(of_ranks)) > 1:
+                ends = [end for end, _ in of_ranks]
+                came[ends[0].partition(":")[0]] += 1
+                odd = [end for end in ends if end.startswith("WRONG")][:1] or (ends if len(set(ends)) > 1 else [])
+                odd += collectives.faults([seen for _, seen in of_ranks])
+                if odd:
                     again = f"python -m tests.fuzz.runs --seed {seed} --first {number} --cases 1"
-                    wrong.append(f"case {number} ({again}): {drawn(seed, number)}\n{odd or of_ranks}")
+                    wrong.append("\n".join([f"case {number} ({again}): {drawn(seed, number)}", *odd]))
             print(f"{sum(came.values()):,} of {len(numbers):,}, {len(wrong)} wrong", file=sys.stderr, flush=True)
     return came, wrong
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from onebit.collectives.transport import TorchTransport
 from tests.fuzz import __main__ as command
-from tests.fuzz import runs
+from tests.fuzz import collectives, runs
 from tests.fuzz.__main__ import TARGETS, Fuzzer
 from tests.fuzz.mutate import Source
+from tests.ranks import group, run_ranks
 
 CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400}
 
@@ -41,6 +46,36 @@ def test_a_random_run_that_goes_on_elsewhere_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runs, "group", lambda: None)
     with pytest.raises(AssertionError, match="ends elsewhere"):
         runs.resumed(0, case, str(tmp_path))
+
+
+def collectives_of(rank: int, size: int, fault: str) -> collectives.Seen:
+    transport, works = TorchTransport(group()), []
+    with collectives.recorded() as seen:
+        values = {"strides": torch.zeros(4, 4).t(), "alignment": torch.zeros(9)[1:]}.get(fault, torch.zeros(8))
+        with contextlib.suppress(ValueError, RuntimeError):
+            works.append(transport.all_sum(values, f"phase {rank if fault == 'order' else 0}"))
+        if fault == "threads":
+            other = threading.Thread(target=lambda: transport.all_sum(torch.zeros(8), "of a thread").wait())
+            other.start()
+            other.join()
+        for work in works:
+            work.wait()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("none", ""),
+        ("order", "phase 0 on rank 0, all_sum torch.float32 [8], phase 1 on rank 1"),
+        ("strides", "is not contiguous"),
+        ("alignment", "begins 4 bytes off"),
+        ("threads", "another thread has a collective of this group under way"),
+    ],
+)
+def test_what_nccl_would_not_take_is_found(fault: str, text: str) -> None:
+    found = collectives.faults(run_ranks(2, collectives_of, fault))
+    assert bool(found) == bool(text) and all(text in each for each in found)
 
 
 class Bad:
