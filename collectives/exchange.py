@@ -1,12 +1,12 @@
-"""What every way of exchanging messages has: a flat space cut into chunks, a residual, messages, and their counting.
+"""The base of both exchanges of messages: a flat space cut into chunks, a residual, messages, and byte counts.
 
-Two ways: `two_phases`, in which a rank averages a shard for all and compresses the mean once more, and `direct`, in
-which every rank's message goes to all. Both are pipelined over chunks: while one is on the network, the next is
-compressed. All collectives start in `run`, in one order, which is the same on all ranks.
+`two_phases`: each rank averages a shard for all ranks, and compresses the mean once more. `direct`: each rank's message
+goes to all ranks. Both run a pipeline over chunks: while one chunk is on the network, the next chunk is compressed.
+`run` starts all collectives, in one order, which is the same on all ranks.
 
-With two levels a node is one rank to the network. A chunk is cut in slices, one a rank of the node. A rank compresses
-and exchanges its own slice alone, with the ranks of the same place on the other nodes, and what comes back is spread
-over the node, as bits. Each way is the same on a slice as it is on a chunk.
+With two levels a node is one rank to the network. A chunk is cut in slices, one for each rank of the node. A rank
+compresses its slice, and exchanges the slice with the ranks of the same place on the other nodes. The ranks of the node
+pass the replies on to one another, as bits. Both exchanges treat a slice as they treat a chunk.
 """
 
 from __future__ import annotations

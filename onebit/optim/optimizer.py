@@ -68,9 +68,9 @@ _TIMED_AS: dict[Kind, Timed] = {"full": "uncompressed", "1 bit": "1 bit", "local
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
-    """Subclasses hand over their algorithm, their param groups' defaults, and the options of every optimizer.
+    """Subclasses pass their algorithm, the defaults of their param groups, and the options of every optimizer.
 
-    setup: what stays while it trains. current: where the run has come to.
+    setup: all that stays the same during training. current: all that training changes.
     """
 
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step

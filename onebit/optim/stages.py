@@ -97,7 +97,7 @@ class Stages:
             self._readback.start(torch.cat([self.counts.double(), self.left_out.double(), of_limit, *numbers]))
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
-        """Whether there was a step to read of, and it was taken. beta2s: 0 where the variance is not bias-corrected."""
+        """Whether the last step was taken. False if no step is left to read. beta2s: 0 without bias correction."""
         numbers = self._readback.finish()
         if numbers is None:
             return False

