@@ -80,8 +80,8 @@ def instructions(listing: str) -> list[Instruction]:
     return [each for each in found if each.name != "NOP"]
 
 
-def whole_block_path(code: Sequence[Instruction], messages: int = 1) -> list[Instruction]:
-    """What a warp runs for a whole block, which is in so many messages if there is a loop over them."""
+def whole_block_path(code: Sequence[Instruction], bytes_of_messages: int = 1) -> list[Instruction]:
+    """What a warp runs for a whole block. A loop over messages loads so many of their bytes."""
     loop = _loop_over_messages(code)
     index = {each.address: i for i, each in enumerate(code)}
     best: dict[int, tuple[tuple[int, int], int | None]] = {}  # of each instruction: what is still to come, and the next
@@ -106,8 +106,7 @@ def whole_block_path(code: Sequence[Instruction], messages: int = 1) -> list[Ins
         return path
     before = [each for each in path if each.address < loop[0].address]
     after = [each for each in path if each.address > loop[-1].address]
-    loads = 2 * messages  # a thread has two times 4 elements of a block
-    return before + loop * -(-loads // _bit_loads(loop)) + after
+    return before + loop * -(-bytes_of_messages // _bit_loads(loop)) + after
 
 
 def _loop_over_messages(code: Sequence[Instruction]) -> list[Instruction]:

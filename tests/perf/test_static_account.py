@@ -168,9 +168,9 @@ def test_the_path_of_a_whole_block_takes_the_wide_access_and_no_detour():
 
 
 def test_a_loop_over_messages_counts_as_often_as_it_runs():
-    for messages in (1, 2, 8):
-        path = whole_block_path(instructions(LOOP), messages)
-        assert names(path).count("LDG.E.U8") == 2 * messages
+    for loads in (2, 4, 16):
+        path = whole_block_path(instructions(LOOP), loads)
+        assert names(path).count("LDG.E.U8") == loads
         assert names(path)[-2:] == ["STG.E.128", "EXIT"]
 
 
