@@ -176,6 +176,14 @@ def pack(bit, out, length, TILE: tl.constexpr):
 
 
 @triton.jit
+def load_bytes(bits, length, TILE: tl.constexpr):
+    """A tile of packed bits, 8 a byte; past the block they may be anything."""
+    i = tl.arange(0, TILE // 8)
+    inside = tl.minimum(i, length // 8 - ACCESS + i % ACCESS)
+    return tl.load(tl.max_contiguous(tl.multiple_of(bits + inside, ACCESS), ACCESS))
+
+
+@triton.jit
 def load_bits(bits, length, TILE: tl.constexpr):
     """A tile of packed bits; past the block they may be anything. Every element's thread loads the byte that its bit is
     in."""
@@ -199,21 +207,35 @@ def bits_in(message, word, of_shard, TENSOR: tl.constexpr):
 
 
 @triton.jit
+def transposed(x):
+    """8 bytes as a square of bits, mirrored: bit j of byte i becomes bit i of byte j."""
+    t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AA
+    x = x ^ t ^ (t << 7)
+    t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCC
+    x = x ^ t ^ (t << 14)
+    t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0
+    return x ^ t ^ (t << 28)
+
+
+@triton.jit
 def sum_of_messages(
     message, place, word, of_shard, row_bytes, count, length, TILE: tl.constexpr, TENSOR: tl.constexpr
 ):  # fmt: skip
-    """A block summed over `count` messages, in their order. Two are read at a time; a second that is missing adds 0."""
-    total = tl.zeros((TILE,), tl.float32)
-    for i in range(0, count, 2):
-        more = i + 1 < count
-        one = message + tl.cast(i, tl.uint32).to(tl.int64) * row_bytes
-        two = one + tl.where(more, row_bytes, 0)
-        first = tl.load(scale_in(one, place, TENSOR))
-        second = tl.load(scale_in(two, place, TENSOR), mask=more, other=0.0)
-        first_bits = load_bits(bits_in(one, word, of_shard, TENSOR), length, TILE)
-        second_bits = load_bits(bits_in(two, word, of_shard, TENSOR), length, TILE)
-        total += signed(first_bits, first)
-        total += signed(second_bits, second)
+    """A block summed over `count` messages, in their order. The first 8 have 256 sums, one for each choice of signs."""
+    i, signs = tl.arange(0, TILE), tl.arange(0, 256)
+    sums = tl.zeros((256,), tl.float32)
+    bits = tl.zeros((TILE // 8,), tl.uint64)  # of 8 elements a byte of each message
+    for r in tl.static_range(8):
+        its = message + tl.minimum(count - 1, r).to(tl.int64) * row_bytes
+        scale = tl.load(scale_in(its, place, TENSOR))
+        sums += signed((signs >> r) & 1 != 0, scale if r == 0 else tl.where(r < count, scale, 0.0))
+        bits |= load_bytes(bits_in(its, word, of_shard, TENSOR), length, TILE).to(tl.uint64) << (8 * r)
+    half = tl.gather(transposed(bits), i // 8, 0) >> (8 * (i & 4)).to(tl.uint64)
+    total = tl.gather(sums, (half >> (8 * (i % 4)).to(tl.uint64)).to(tl.int32) & 255, 0)
+    for r in range(8, count):
+        its = message + tl.cast(r, tl.uint32).to(tl.int64) * row_bytes
+        scale = tl.load(scale_in(its, place, TENSOR))
+        total += signed(load_bits(bits_in(its, word, of_shard, TENSOR), length, TILE), scale)
     return total
 
 

@@ -35,7 +35,6 @@ from perf.records import read_record, write_record
 TARGET = "sm_90"
 WIDE = 16  # bytes: the widest access
 MESSAGES = 8  # that average adds up
-ACCESS = 4  # elements of a thread in a row, for which it loads a byte of each message
 # A multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, technical specifications).
 REGISTERS, REGISTER_UNIT, WARPS, PROGRAMS, SHARED, SHARED_UNIT = 65_536, 256, 64, 32, 227 * 1024, 1024
 
@@ -164,9 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _row(name: str, variant: str, launch: Launch) -> Row:
     compiled = aot.compile_launch(launch, TARGET)
     made, ptx, warps = aot.assembled(compiled), compiled.asm["ptx"], launch.config.warps
-    elements = launch.config.blocks_per_program * launch.arguments["TILE"] // (32 * warps)  # of a thread
-    code = machine_code.instructions(made.listing)
-    path = machine_code.whole_block_path(code, MESSAGES * elements // ACCESS)
+    path = machine_code.whole_block_path(machine_code.instructions(made.listing))
+    elements = launch.config.blocks_per_program * launch.arguments["TILE"] / (32 * warps)
     return Row(
         name, compiled.kernel, variant, warps, made.registers, made.spilled, compiled.shared,
         accesses(ptx, "ld"), accesses(ptx, "st"),
