@@ -48,6 +48,7 @@ def compress_kernel(
             shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
             block_value = value + start
             kept = tiles.load_flat(block_value, length, TILE)
+            its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
             if before is not None:
                 tiles.store_flat(before + start, kept, length, TILE)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
@@ -58,7 +59,6 @@ def compress_kernel(
                 tiles.write_header(message, flag, fingerprint, shard_blocks)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
@@ -99,13 +99,13 @@ def average_kernel(
             word = tl.load(row + tiles.B_WORD)
             block_value = value + start
             kept = tiles.load_flat(block_value, length, TILE)
+            its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
             if before is not None:
                 tiles.store_flat(before + start, kept, length, TILE)
             _, _, _, valid = tiles.locate(row, length, parameter_table)
             if block == 0:
                 tiles.write_header(messages, flag, fingerprint, shard_blocks)
             if flag == 0:
-                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 total = tiles.sum_of_messages(
                     received, block, word, blocks, received_bytes, ranks, length, TILE, IN_TENSOR
                 )

@@ -167,12 +167,42 @@ def signed(positive, scale):
 
 
 @triton.jit
-def pack(bit, out, length, TILE: tl.constexpr):
-    """Store a tile of bits, each 0 or 1 as int32: 8 a byte, the first in the lowest place."""
-    eight = tl.reshape(bit, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
-    byte = tl.sum(eight, axis=1).to(tl.uint8)
+def pack(bit, TILE: tl.constexpr):
+    """A tile of bits, 8 a byte, the first in the lowest place: a tile of bytes, as int32."""
+    weight = tl.where(bit, 1 << (tl.arange(0, TILE) % 8), 0)
+    return tl.sum(tl.reshape(weight, (TILE // 8, 8)), axis=1)
+
+
+@triton.jit
+def unpack(byte, TILE: tl.constexpr):
+    """The bits of a tile of bytes."""
+    i = tl.arange(0, TILE)
+    half = tl.gather(byte, i // 8, 0) >> (i & 4)  # a thread has 4 elements in a row: their places in it are constants
+    return (half >> (i % 4)) & 1 != 0
+
+
+@triton.jit
+def store_bytes(out, byte, length, TILE: tl.constexpr):
     i = tl.arange(0, TILE // 8)
-    tl.store(out + i, byte, mask=i < length // 8)
+    tl.store(out + i, byte.to(tl.uint8), mask=i < length // 8)
+
+
+@triton.jit
+def counting(live, valid, TILE: tl.constexpr):
+    """A tile of bytes: the elements that count are valid, and have a bit in `live` if there is one."""
+    i = 8 * tl.arange(0, TILE // 8)
+    byte = tl.full((TILE // 8,), 255, tl.int32) if live is None else live.to(tl.int32)
+    if valid < TILE:
+        byte &= (1 << tl.minimum(tl.maximum(valid - i, 0), 8)) - 1
+    return byte
+
+
+@triton.jit
+def how_many(byte):
+    """How many bits a tile of bytes has."""
+    byte -= (byte >> 1) & 0x55
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    return tl.sum((byte + (byte >> 4)) & 0x0F, axis=0)
 
 
 @triton.jit
@@ -310,10 +340,12 @@ def residual(kept, scale, TENSOR: tl.constexpr):
 
 @triton.jit
 def counted_only(x, live, valid, TILE: tl.constexpr):
-    """x, and 0 for an element that does not count: past the valid ones, or with no bit in `live`."""
+    """x, and 0 for an element that does not count."""
     if live is not None:
         x = tl.where(live, x, tl.zeros_like(x))
-    return valid_only(x, valid, TILE)
+    else:
+        x = valid_only(x, valid, TILE)
+    return x
 
 
 @triton.jit
@@ -322,12 +354,12 @@ def encode(
     TILE: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
-    c = counted_only(c, live, valid, TILE)
-    positive = c >= 0
+    byte = counting(live, valid, TILE)
+    its_live = None if live is None else unpack(byte, TILE)
+    c = counted_only(c, its_live, valid, TILE)
+    store_bytes(bits, pack(c >= 0, TILE) & byte, length, TILE)
     total = tl.sum(c * c if NORM == L2 else tl.abs(c), axis=0)
-    count = valid
-    if live is not None:
-        count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
+    count = valid if live is None else how_many(byte)
     if TENSOR:
         tl.store(partial, total)
         tl.store(counted, count)
@@ -335,9 +367,8 @@ def encode(
     else:
         s = unbiased_scale(tl.sum(c * c, axis=0), total, count) if NORM == UNBIASED else mean_scale(total, count, NORM)
         tl.store(scale, s)
-        left = counted_only(c - signed(positive, s), live, valid, TILE)
+        left = counted_only(c - tl.where(c < 0, -s, s), its_live, valid, TILE)
     store_flat(value, left, length, TILE)
-    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
 
 
 @triton.jit
