@@ -24,6 +24,7 @@ from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import (
     TYPES,
+    WIDE,
     encoding_arguments,
     launch,
     momentum_arguments,
@@ -127,7 +128,7 @@ def average_kernel(
 def decode_kernel(
     block_table, parameter_table, addresses, first_block, first_word, first_shard, blocks, messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
-    COPIES: tl.constexpr,
+    COPIES: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -140,7 +141,7 @@ def decode_kernel(
             flag = tiles.flag_of(message, row_bytes, COPIES)
             x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
             x = tl.where(flag == 0, x, float("nan"))
-            tiles.store_tile(base, x, writable, wide, TILE)
+            tiles.store_tile(base, x, writable, wide, TILE, IN_A_ROW)
 
 
 def compress(
@@ -195,5 +196,6 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
         **replies_arguments(span, messages),
         "addresses": out.addresses,
         "OUT": TYPES[out.dtype],
+        "IN_A_ROW": WIDE // out.dtype.itemsize,
     }
     launch(decode_kernel, span.count, arguments, messages.buffer, out.dtype)

@@ -17,6 +17,7 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import NORMS, Format, Messages
 from onebit.kernels.tuning import tuner
 
+WIDE = 16  # bytes: the widest access
 MOST_WARPS = 16  # of a program: 1024 threads where a warp has 64
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -11,13 +11,11 @@ by element with a mask. A kernel loads all its tiles before it decodes any bits 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import struct
-
 import triton
 import triton.language as tl
 
 from onebit.kernels.data import layout, wire
-from onebit.kernels.data.hyper import COLUMNS, LARGEST, Hyper
+from onebit.kernels.data.hyper import COLUMNS, Hyper
 
 _column = Hyper._fields.index
 H_COLUMNS = tl.constexpr(COLUMNS)
@@ -41,7 +39,6 @@ B_PLACE = tl.constexpr(_field("place"))
 B_WORD = tl.constexpr(_field("word"))
 B_OF_SHARD = tl.constexpr(_field("of_shard"))
 WORD = tl.constexpr(layout.WORD)
-LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack("<f", LARGEST), "little"))
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
 HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
@@ -103,28 +100,28 @@ def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
-def _wide(base, TILE: tl.constexpr):
-    return tl.max_contiguous(tl.multiple_of(base + tl.arange(0, TILE), 16), ACCESS)
+def _wide(base, TILE: tl.constexpr, IN_A_ROW: tl.constexpr = ACCESS):
+    return tl.max_contiguous(tl.multiple_of(base + tl.arange(0, TILE), 16), IN_A_ROW)
 
 
 @triton.jit
-def load_tile(base, valid, wide, TILE: tl.constexpr):
+def load_tile(base, valid, wide, TILE: tl.constexpr, IN_A_ROW: tl.constexpr = ACCESS):
     """A block of a parameter or gradient, 0 past the valid elements."""
     i = tl.arange(0, TILE)
     if wide:
-        x = tl.load(_wide(base, TILE))
+        x = tl.load(_wide(base, TILE, IN_A_ROW))
     else:
         x = tl.load(base + i, mask=i < valid, other=0)
     return x.to(tl.float32)
 
 
 @triton.jit
-def store_tile(base, x, valid, wide, TILE: tl.constexpr):
+def store_tile(base, x, valid, wide, TILE: tl.constexpr, IN_A_ROW: tl.constexpr = ACCESS):
     """Store the valid elements."""
     i = tl.arange(0, TILE)
     x = x.to(base.dtype.element_ty)
     if wide:
-        tl.store(_wide(base, TILE), x)
+        tl.store(_wide(base, TILE, IN_A_ROW), x)
     else:
         tl.store(base + i, x, mask=i < valid)
 
