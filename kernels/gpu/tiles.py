@@ -1,11 +1,12 @@
 """Functions on one block's values, shared by the Triton kernels: the maths here, the addressing there.
 
 A tile holds one block: TILE is block_size rounded up to a power of two. Each thread reads and writes 4 elements at a
-time. A block of flat state starts at a multiple of 32 elements and is a multiple of 32 long, so that its tile is
-accessed so however short it is: nothing past the block is read or written. Where it lies is in the block's row of the
-table, which a kernel reads first. Flat tiles are loaded before anything is known of the block's parameter. Parameters
-and gradients are accessed 4 elements at a time where the block is whole and the address 16-byte aligned, else element
-by element with a mask. A kernel loads all its tiles before it decodes any bits or adds anything up.
+time, or 8 where a kernel has no tiles but of 16 bits. A block of flat state starts at a multiple of 32 elements and is
+a multiple of 32 long, so that its tile is accessed so however short it is: nothing past the block is read or written.
+Where it lies is in the block's row of the table, which a kernel reads first. Flat tiles are loaded before anything is
+known of the block's parameter. Parameters and gradients are accessed so where the block is whole and the address
+16-byte aligned, else element by element with a mask. A kernel loads all its tiles before it decodes any bits or adds
+anything up. Predicates of elements do not live across sums and divisions: there are too few registers for them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -45,6 +46,7 @@ HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
 ALIGN = tl.constexpr(wire.ALIGN)
 MOST = tl.constexpr(wire.MOST)
 L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l2", "unbiased"))
+NO_PART = tl.constexpr(2.0**100)  # what an element that does not count is divided by: the inverse's square is 0 in fp32
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in, nor how parts of buffers lie of which
@@ -246,20 +248,22 @@ def transposed(x):
 
 @triton.jit
 def sum_of_messages(
-    message, place, word, of_shard, row_bytes, count, length, TILE: tl.constexpr, TENSOR: tl.constexpr
+    message, place, word, of_shard, row_bytes, count, length,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, IN_TABLE: tl.constexpr = 8,
 ):  # fmt: skip
-    """A block summed over `count` messages, in their order. The first 8 have 256 sums, one for each choice of signs."""
+    """A block summed over `count` messages, in their order. Of the first 8 a table has 256 sums, one for each choice of
+    signs, and an element's 8 bits say which is its own. A message that is missing among the 8 adds 0."""
     i, signs = tl.arange(0, TILE), tl.arange(0, 256)
     sums = tl.zeros((256,), tl.float32)
     bits = tl.zeros((TILE // 8,), tl.uint64)  # of 8 elements a byte of each message
-    for r in tl.static_range(8):
+    for r in tl.static_range(IN_TABLE):
         its = message + tl.minimum(count - 1, r).to(tl.int64) * row_bytes
         scale = tl.load(scale_in(its, place, TENSOR))
         sums += signed((signs >> r) & 1 != 0, scale if r == 0 else tl.where(r < count, scale, 0.0))
         bits |= load_bytes(bits_in(its, word, of_shard, TENSOR), length, TILE).to(tl.uint64) << (8 * r)
     half = tl.gather(transposed(bits), i // 8, 0) >> (8 * (i & 4)).to(tl.uint64)
     total = tl.gather(sums, (half >> (8 * (i % 4)).to(tl.uint64)).to(tl.int32) & 255, 0)
-    for r in range(8, count):
+    for r in range(IN_TABLE, count):
         its = message + tl.cast(r, tl.uint32).to(tl.int64) * row_bytes
         scale = tl.load(scale_in(its, place, TENSOR))
         total += signed(load_bits(bits_in(its, word, of_shard, TENSOR), length, TILE), scale)
@@ -275,7 +279,9 @@ def decode_block(
         scale = tl.load(scale_in(message, place, TENSOR))
         m = signed(load_bits(bits_in(message, word, of_shard, TENSOR), length, TILE), scale)
     else:
-        m = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR) * (1 / COPIES)
+        IN_TABLE: tl.constexpr = COPIES if COPIES < 8 else 8
+        total = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR, IN_TABLE)
+        m = total * (1 / COPIES)
     return m
 
 
