@@ -24,6 +24,7 @@ from onebit.kernels.data.wire import Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import (
     TYPES,
+    WIDE,
     encoding_arguments,
     launch,
     momentum_arguments,
@@ -48,6 +49,7 @@ def compress_kernel(
             shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
             block_value = value + start
             kept = tiles.load_flat(block_value, length, TILE)
+            its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
             if before is not None:
                 tiles.store_flat(before + start, kept, length, TILE)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
@@ -58,7 +60,6 @@ def compress_kernel(
                 tiles.write_header(message, flag, fingerprint, shard_blocks)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
-                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
@@ -99,13 +100,13 @@ def average_kernel(
             word = tl.load(row + tiles.B_WORD)
             block_value = value + start
             kept = tiles.load_flat(block_value, length, TILE)
+            its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
             if before is not None:
                 tiles.store_flat(before + start, kept, length, TILE)
             _, _, _, valid = tiles.locate(row, length, parameter_table)
             if block == 0:
                 tiles.write_header(messages, flag, fingerprint, shard_blocks)
             if flag == 0:
-                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 total = tiles.sum_of_messages(
                     received, block, word, blocks, received_bytes, ranks, length, TILE, IN_TENSOR
                 )
@@ -127,7 +128,7 @@ def average_kernel(
 def decode_kernel(
     block_table, parameter_table, addresses, first_block, first_word, first_shard, blocks, messages, row_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
-    COPIES: tl.constexpr,
+    COPIES: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -140,7 +141,7 @@ def decode_kernel(
             flag = tiles.flag_of(message, row_bytes, COPIES)
             x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
             x = tl.where(flag == 0, x, float("nan"))
-            tiles.store_tile(base, x, writable, wide, TILE)
+            tiles.store_tile(base, x, writable, wide, TILE, IN_A_ROW)
 
 
 def compress(
@@ -195,5 +196,6 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
         **replies_arguments(span, messages),
         "addresses": out.addresses,
         "OUT": TYPES[out.dtype],
+        "IN_A_ROW": WIDE // out.dtype.itemsize,
     }
     launch(decode_kernel, span.count, arguments, messages.buffer, out.dtype)

@@ -129,11 +129,11 @@ def _squared_gradient(
     if previous is not None and COPIES == 1:
         bits = tiles.bits_in(message, word, of_shard, TENSOR)
         prev_bits = tiles.bits_in(previous, word, of_shard, TENSOR)
-        equal = tiles.load_bits(bits, length, TILE) == tiles.load_bits(prev_bits, length, TILE)
+        differ = tiles.load_bytes(bits, length, TILE) ^ tiles.load_bytes(prev_bits, length, TILE)
         m = tl.load(tiles.scale_in(message, place, TENSOR))
         m_prev = tl.load(tiles.scale_in(previous, place, TENSOR))
         of_equal, of_unequal = _gradient(m, m_prev, gamma, h), _gradient(m, -m_prev, gamma, h)
-        squared = tl.where(equal, of_equal * of_equal, of_unequal * of_unequal)
+        squared = tl.where(tiles.unpack(differ, TILE), of_unequal * of_unequal, of_equal * of_equal)
     else:
         m = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
         if previous is not None:
@@ -148,18 +148,18 @@ def _squared_gradient(
 @triton.jit
 def _largest_ratio(v, d, gamma, live, h, valid, TILE: tl.constexpr, DENOMINATOR: tl.constexpr):
     """max v_T / v over the elements that count, 0 where none does"""
-    counted = (v > 0) & (d > 0) & (tl.arange(0, TILE) < valid)
-    if live is not None:
-        counted = counted & live
+    its_live = None if live is None else tiles.unpack(tiles.counting(live, valid, TILE), TILE)
+    d = tiles.counted_only(d, its_live, valid, TILE)
+    counted = (v > 0) & (d > 0)
     if gamma is not None:
         d = d * tl.load(gamma)
-    frozen = tl.div_rn(tl.full((TILE,), 1.0, tl.float32), tl.where(counted, d, 1.0))  # sqrt(v_T) + eps
+    frozen = tl.div_rn(tl.full((TILE,), 1.0, tl.float32), tl.where(counted, d, tiles.NO_PART))  # sqrt(v_T) + eps
     if DENOMINATOR:
-        ratio = tl.div_rn(frozen, tl.sqrt_rn(v) + tl.load(h + tiles.H_EPS))
+        ratio = tl.where(counted, tl.div_rn(frozen, tl.sqrt_rn(v) + tl.load(h + tiles.H_EPS)), 0.0)
     else:
         root = tl.maximum(frozen - tl.load(h + tiles.H_EPS), 0.0)
-        ratio = tl.div_rn(root * root, tl.where(counted, v, 1.0))
-    return tl.max(tl.where(counted, ratio, 0.0), axis=0)
+        ratio = tl.div_rn(root * root, tl.where(v > 0, v, 1.0))
+    return tl.max(ratio, axis=0)
 
 
 @tiles.entry
@@ -180,11 +180,11 @@ def lamb_statistics_kernel(
             its_prev_flat = None if prev_flat is None else prev_flat + start
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             its_d = tiles.load_flat(d + start, length, TILE)
+            its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
             flag = tiles.flag_of(message, row_bytes, COPIES)
             p, group, offset, valid = tiles.locate(row, length, parameter_table)
             h = tiles.group_row(hyper, group)
             if (valid > 0) & (flag == 0):
-                its_live = None if live is None else tiles.load_bits(live + start // 8, length, TILE)
                 its_gamma = None if gamma is None else gamma + p
                 squared = _squared_gradient(
                     message, its_previous, its_prev_flat, row_bytes, place, word, of_shard, length, its_gamma, h,

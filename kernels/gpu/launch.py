@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onebit.kernels.data.layout import WORD, Span
+from onebit.kernels.data.layout import BLOCK_SIZE, WORD, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import NORMS, Format, Messages
 from onebit.kernels.tuning import tuner
 
+WIDE = 16  # bytes: the widest access
+MOST_WARPS = 16  # of a program: 1024 threads where a warp has 64
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -101,7 +103,7 @@ def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
 
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:
     """Run `kernel` over `blocks` blocks on the device of `like`."""
-    config = tuner.lookup(_name(kernel), like.device, dtype)
+    config = _for_tile(tuner.lookup(_name(kernel), like.device, dtype), arguments["TILE"])
     if _record is not None:
         _record.append(Launch(kernel, arguments, config))
         return
@@ -114,6 +116,11 @@ def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dt
         )
 
     _on_device(like, run)
+
+
+def _for_tile(config: tuner.Config, tile: int) -> tuner.Config:
+    """A config for a tile of 2048 elements, with as many more warps as this one has more elements: it would spill."""
+    return replace(config, warps=min(MOST_WARPS, config.warps * max(1, tile // BLOCK_SIZE)))
 
 
 def _on_device(like: Tensor, run: Callable[[], None]) -> None:

@@ -20,16 +20,16 @@ WORDS = 2048  # of 4 bytes, a program at a time
 
 
 @tiles.entry
-def restore_kernel(now, kept, flags, words, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
+def restore_kernel(now, kept, flags, words, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
     if tl.load(flags) != 0:
         for r in range(BLOCKS_PER_PROGRAM):
-            first = (tl.program_id(0) * BLOCKS_PER_PROGRAM + r).to(tl.int64) * BLOCK
-            i = first + tl.arange(0, BLOCK)
+            first = (tl.program_id(0) * BLOCKS_PER_PROGRAM + r).to(tl.int64) * TILE
+            i = first + tl.arange(0, TILE)
             tl.store(now + i, tl.load(kept + i, mask=i < words), mask=i < words)
 
 
 def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
     """`onebit.kernels.passes.Backend.restore` in one launch."""
     now, kept = (each.view(-1).view(torch.int32) for each in (now, kept))
-    arguments = {"now": now, "kept": kept, "flags": flags, "words": now.numel(), "BLOCK": WORDS}
+    arguments = {"now": now, "kept": kept, "flags": flags, "words": now.numel(), "TILE": WORDS}
     launch(restore_kernel, triton.cdiv(now.numel(), WORDS), arguments, now, torch.float32)

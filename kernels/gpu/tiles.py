@@ -1,23 +1,22 @@
 """Functions on one block's values, shared by the Triton kernels: the maths here, the addressing there.
 
 A tile holds one block: TILE is block_size rounded up to a power of two. Each thread reads and writes 4 elements at a
-time. A block of flat state starts at a multiple of 32 elements and is a multiple of 32 long, so that its tile is
-accessed so however short it is: nothing past the block is read or written. Where it lies is in the block's row of the
-table, which a kernel reads first. Flat tiles are loaded before anything is known of the block's parameter. Parameters
-and gradients are accessed 4 elements at a time where the block is whole and the address 16-byte aligned, else element
-by element with a mask. A kernel loads all its tiles before it decodes any bits or adds anything up.
+time, or 8 where a kernel has no tiles but of 16 bits. A block of flat state starts at a multiple of 32 elements and is
+a multiple of 32 long, so that its tile is accessed so however short it is: nothing past the block is read or written.
+Where it lies is in the block's row of the table, which a kernel reads first. Flat tiles are loaded before anything is
+known of the block's parameter. Parameters and gradients are accessed so where the block is whole and the address
+16-byte aligned, else element by element with a mask. A kernel loads all its tiles before it decodes any bits or adds
+anything up. Predicates of elements do not live across sums and divisions: there are too few registers for them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import struct
-
 import triton
 import triton.language as tl
 
 from onebit.kernels.data import layout, wire
-from onebit.kernels.data.hyper import COLUMNS, LARGEST, Hyper
+from onebit.kernels.data.hyper import COLUMNS, Hyper
 
 _column = Hyper._fields.index
 H_COLUMNS = tl.constexpr(COLUMNS)
@@ -41,13 +40,13 @@ B_PLACE = tl.constexpr(_field("place"))
 B_WORD = tl.constexpr(_field("word"))
 B_OF_SHARD = tl.constexpr(_field("of_shard"))
 WORD = tl.constexpr(layout.WORD)
-LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack("<f", LARGEST), "little"))
 FLAGS_WORD = tl.constexpr(wire.FLAGS_WORD)
 MAGIC = tl.constexpr(wire.MAGIC)
 HEADER_BYTES = tl.constexpr(4 * wire.HEADER_WORDS)
 ALIGN = tl.constexpr(wire.ALIGN)
 MOST = tl.constexpr(wire.MOST)
 L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l2", "unbiased"))
+NO_PART = tl.constexpr(2.0**100)  # what an element that does not count is divided by: the inverse's square is 0 in fp32
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in, nor how parts of buffers lie of which
@@ -103,28 +102,28 @@ def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
-def _wide(base, TILE: tl.constexpr):
-    return tl.max_contiguous(tl.multiple_of(base + tl.arange(0, TILE), 16), ACCESS)
+def _wide(base, TILE: tl.constexpr, IN_A_ROW: tl.constexpr = ACCESS):
+    return tl.max_contiguous(tl.multiple_of(base + tl.arange(0, TILE), 16), IN_A_ROW)
 
 
 @triton.jit
-def load_tile(base, valid, wide, TILE: tl.constexpr):
+def load_tile(base, valid, wide, TILE: tl.constexpr, IN_A_ROW: tl.constexpr = ACCESS):
     """A block of a parameter or gradient, 0 past the valid elements."""
     i = tl.arange(0, TILE)
     if wide:
-        x = tl.load(_wide(base, TILE))
+        x = tl.load(_wide(base, TILE, IN_A_ROW))
     else:
         x = tl.load(base + i, mask=i < valid, other=0)
     return x.to(tl.float32)
 
 
 @triton.jit
-def store_tile(base, x, valid, wide, TILE: tl.constexpr):
+def store_tile(base, x, valid, wide, TILE: tl.constexpr, IN_A_ROW: tl.constexpr = ACCESS):
     """Store the valid elements."""
     i = tl.arange(0, TILE)
     x = x.to(base.dtype.element_ty)
     if wide:
-        tl.store(_wide(base, TILE), x)
+        tl.store(_wide(base, TILE, IN_A_ROW), x)
     else:
         tl.store(base + i, x, mask=i < valid)
 
@@ -167,12 +166,50 @@ def signed(positive, scale):
 
 
 @triton.jit
-def pack(bit, out, length, TILE: tl.constexpr):
-    """Store a tile of bits, each 0 or 1 as int32: 8 a byte, the first in the lowest place."""
-    eight = tl.reshape(bit, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
-    byte = tl.sum(eight, axis=1).to(tl.uint8)
+def pack(bit, TILE: tl.constexpr):
+    """A tile of bits, 8 a byte, the first in the lowest place: a tile of bytes, as int32."""
+    weight = tl.where(bit, 1 << (tl.arange(0, TILE) % 8), 0)
+    return tl.sum(tl.reshape(weight, (TILE // 8, 8)), axis=1)
+
+
+@triton.jit
+def unpack(byte, TILE: tl.constexpr):
+    """The bits of a tile of bytes."""
+    i = tl.arange(0, TILE)
+    half = tl.gather(byte, i // 8, 0) >> (i & 4)  # a thread has 4 elements in a row: their places in it are constants
+    return (half >> (i % 4)) & 1 != 0
+
+
+@triton.jit
+def store_bytes(out, byte, length, TILE: tl.constexpr):
     i = tl.arange(0, TILE // 8)
-    tl.store(out + i, byte, mask=i < length // 8)
+    tl.store(out + i, byte.to(tl.uint8), mask=i < length // 8)
+
+
+@triton.jit
+def counting(live, valid, TILE: tl.constexpr):
+    """A tile of bytes: the elements that count are valid, and have a bit in `live` if there is one."""
+    i = 8 * tl.arange(0, TILE // 8)
+    byte = tl.full((TILE // 8,), 255, tl.int32) if live is None else live.to(tl.int32)
+    if valid < TILE:
+        byte &= (1 << tl.minimum(tl.maximum(valid - i, 0), 8)) - 1
+    return byte
+
+
+@triton.jit
+def how_many(byte):
+    """How many bits a tile of bytes has."""
+    byte -= (byte >> 1) & 0x55
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    return tl.sum((byte + (byte >> 4)) & 0x0F, axis=0)
+
+
+@triton.jit
+def load_bytes(bits, length, TILE: tl.constexpr):
+    """A tile of packed bits, 8 a byte; past the block they may be anything."""
+    i = tl.arange(0, TILE // 8)
+    inside = tl.minimum(i, length // 8 - ACCESS + i % ACCESS)
+    return tl.load(tl.max_contiguous(tl.multiple_of(bits + inside, ACCESS), ACCESS))
 
 
 @triton.jit
@@ -199,21 +236,37 @@ def bits_in(message, word, of_shard, TENSOR: tl.constexpr):
 
 
 @triton.jit
+def transposed(x):
+    """8 bytes as a square of bits, mirrored: bit j of byte i becomes bit i of byte j."""
+    t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AA
+    x = x ^ t ^ (t << 7)
+    t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCC
+    x = x ^ t ^ (t << 14)
+    t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0
+    return x ^ t ^ (t << 28)
+
+
+@triton.jit
 def sum_of_messages(
-    message, place, word, of_shard, row_bytes, count, length, TILE: tl.constexpr, TENSOR: tl.constexpr
+    message, place, word, of_shard, row_bytes, count, length,
+    TILE: tl.constexpr, TENSOR: tl.constexpr, IN_TABLE: tl.constexpr = 8,
 ):  # fmt: skip
-    """A block summed over `count` messages, in their order. Two are read at a time; a second that is missing adds 0."""
-    total = tl.zeros((TILE,), tl.float32)
-    for i in range(0, count, 2):
-        more = i + 1 < count
-        one = message + tl.cast(i, tl.uint32).to(tl.int64) * row_bytes
-        two = one + tl.where(more, row_bytes, 0)
-        first = tl.load(scale_in(one, place, TENSOR))
-        second = tl.load(scale_in(two, place, TENSOR), mask=more, other=0.0)
-        first_bits = load_bits(bits_in(one, word, of_shard, TENSOR), length, TILE)
-        second_bits = load_bits(bits_in(two, word, of_shard, TENSOR), length, TILE)
-        total += signed(first_bits, first)
-        total += signed(second_bits, second)
+    """A block summed over `count` messages, in their order. Of the first 8 a table has 256 sums, one for each choice of
+    signs, and an element's 8 bits say which is its own. A message that is missing among the 8 adds 0."""
+    i, signs = tl.arange(0, TILE), tl.arange(0, 256)
+    sums = tl.zeros((256,), tl.float32)
+    bits = tl.zeros((TILE // 8,), tl.uint64)  # of 8 elements a byte of each message
+    for r in tl.static_range(IN_TABLE):
+        its = message + tl.minimum(count - 1, r).to(tl.int64) * row_bytes
+        scale = tl.load(scale_in(its, place, TENSOR))
+        sums += signed((signs >> r) & 1 != 0, scale if r == 0 else tl.where(r < count, scale, 0.0))
+        bits |= load_bytes(bits_in(its, word, of_shard, TENSOR), length, TILE).to(tl.uint64) << (8 * r)
+    half = tl.gather(transposed(bits), i // 8, 0) >> (8 * (i & 4)).to(tl.uint64)
+    total = tl.gather(sums, (half >> (8 * (i % 4)).to(tl.uint64)).to(tl.int32) & 255, 0)
+    for r in range(IN_TABLE, count):
+        its = message + tl.cast(r, tl.uint32).to(tl.int64) * row_bytes
+        scale = tl.load(scale_in(its, place, TENSOR))
+        total += signed(load_bits(bits_in(its, word, of_shard, TENSOR), length, TILE), scale)
     return total
 
 
@@ -226,7 +279,9 @@ def decode_block(
         scale = tl.load(scale_in(message, place, TENSOR))
         m = signed(load_bits(bits_in(message, word, of_shard, TENSOR), length, TILE), scale)
     else:
-        m = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR) * (1 / COPIES)
+        IN_TABLE: tl.constexpr = COPIES if COPIES < 8 else 8
+        total = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR, IN_TABLE)
+        m = total * (1 / COPIES)
     return m
 
 
@@ -288,10 +343,12 @@ def residual(kept, scale, TENSOR: tl.constexpr):
 
 @triton.jit
 def counted_only(x, live, valid, TILE: tl.constexpr):
-    """x, and 0 for an element that does not count: past the valid ones, or with no bit in `live`."""
+    """x, and 0 for an element that does not count."""
     if live is not None:
         x = tl.where(live, x, tl.zeros_like(x))
-    return valid_only(x, valid, TILE)
+    else:
+        x = valid_only(x, valid, TILE)
+    return x
 
 
 @triton.jit
@@ -300,12 +357,12 @@ def encode(
     TILE: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Store a block's bits, its scale and what they leave out. With a tensor scale: its bits, sum and count, and c."""
-    c = counted_only(c, live, valid, TILE)
-    positive = c >= 0
+    byte = counting(live, valid, TILE)
+    its_live = None if live is None else unpack(byte, TILE)
+    c = counted_only(c, its_live, valid, TILE)
+    store_bytes(bits, pack(c >= 0, TILE) & byte, length, TILE)
     total = tl.sum(c * c if NORM == L2 else tl.abs(c), axis=0)
-    count = valid
-    if live is not None:
-        count = tl.sum(valid_only(live.to(tl.int32), valid, TILE), axis=0)
+    count = valid if live is None else how_many(byte)
     if TENSOR:
         tl.store(partial, total)
         tl.store(counted, count)
@@ -313,9 +370,8 @@ def encode(
     else:
         s = unbiased_scale(tl.sum(c * c, axis=0), total, count) if NORM == UNBIASED else mean_scale(total, count, NORM)
         tl.store(scale, s)
-        left = counted_only(c - signed(positive, s), live, valid, TILE)
+        left = counted_only(c - tl.where(c < 0, -s, s), its_live, valid, TILE)
     store_flat(value, left, length, TILE)
-    pack(counted_only(positive.to(tl.int32), live, valid, TILE), bits, length, TILE)
 
 
 @triton.jit

@@ -29,7 +29,8 @@ from onebit.kernels.gpu.launch import TYPES, launch, replies_arguments, span_arg
 @triton.jit
 def used_root(v, h, least, at_zero):
     """u"""
-    return tl.where(v != 0, tl.maximum(tl.sqrt_rn(v) * tl.load(h + tiles.H_BIAS2), least), at_zero)
+    root = tl.sqrt_rn(v)
+    return tl.where(root != 0, tl.maximum(root * tl.load(h + tiles.H_BIAS2), least), at_zero)
 
 
 @triton.jit
@@ -87,10 +88,10 @@ def zero_one_full_kernel(
                     tiles.store_tile(value + start, e + tl.load(h + tiles.H_BETA1) * m, valid, wide, TILE)
                 tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
                 counted = tiles.valid_only(v, valid, TILE)
-                bit = (counted != 0).to(tl.int32)
-                tiles.pack(bit, live + start // 8, length, TILE)
+                byte = tiles.pack(counted != 0, TILE)
+                tiles.store_bytes(live + start // 8, byte, length, TILE)
                 tl.store(sums + block, tl.sum(counted, axis=0))
-                tl.store(counts + block, tl.sum(bit, axis=0).to(tl.float32))
+                tl.store(counts + block, tiles.how_many(byte).to(tl.float32))
                 u = used_root(v, h, least, at_zero)
                 x = moved(x, direction(m, u, h), u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
@@ -138,7 +139,8 @@ def zero_one_inverses_kernel(
             p, group, _, valid = tiles.locate(row, length, parameter_table)
             h = tiles.group_row(hyper, group)
             u = used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
-            inverse = tl.where(u != 0, tl.div_rn(tl.full(u.shape, 1.0, tl.float32), u + tl.load(h + tiles.H_EPS)), 0.0)
+            divisor = tl.where(u != 0, u + tl.load(h + tiles.H_EPS), tiles.NO_PART)
+            inverse = tl.div_rn(tl.full(u.shape, 1.0, tl.float32), divisor)
             tl.store(sums + block, tl.sum(tiles.valid_only(inverse * inverse, valid, TILE), axis=0))
 
 

@@ -1,6 +1,6 @@
 """A JSON file of measured kernel shapes in the user's cache folder, shared by all of the user's processes.
 
-    {"onebit": 1, "choices": {"<device>, <kernel>, <dtype>, <versions>": {"blocks_per_program": 1, "warps": 8}, ...}}
+    {"onebit": 1, "choices": {"<device>, <kernel>, <dtype>, <versions>": {"blocks_per_program": 1, "warps": 4}, ...}}
 
 If the file cannot be read or written, or is another program's, one warning is logged and defaults are used.
 """

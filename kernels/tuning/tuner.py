@@ -32,7 +32,8 @@ logger = logging.getLogger("onebit")
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of a Triton launch: how many blocks, one after the other, and how many warps a program has."""
+    """Shape of a Triton launch: how many blocks, one after the other, and how many warps a program has. Warps are those
+    of a block of 2048 elements or fewer: `launch` gives a longer block more."""
 
     blocks_per_program: int
     warps: int
@@ -47,7 +48,7 @@ class Choice:
     saved: bool = False
 
 
-DEFAULT = Config(blocks_per_program=1, warps=8)
+DEFAULT = Config(blocks_per_program=1, warps=4)  # a thread has 16 elements of a block of 2048
 ELEMENTS = 2**26  # on an H100 the shortest pass then takes some 80 us, well above what times differ by
 FEWER = 2**24  # where there is no room for so many
 # Which pass runs a kernel. LAMB's warmup launches two.
@@ -86,7 +87,7 @@ _suspended = 0
 
 def candidates(kernel: str) -> list[Config]:
     """What a kernel may be launched with, the default first."""
-    warps = [DEFAULT.warps] if kernel in SUMMING_KERNELS else [DEFAULT.warps, 4, 16]
+    warps = [DEFAULT.warps] if kernel in SUMMING_KERNELS else [DEFAULT.warps, 8, 16]
     return [Config(b, w) for w, b in itertools.product(warps, (DEFAULT.blocks_per_program, 2, 4, 8))]
 
 

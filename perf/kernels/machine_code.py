@@ -2,7 +2,7 @@
 
 The path of a whole, aligned block is the way through the code that has the most wide accesses, and of those the
 shortest: what is left out is for the last, partial block of a parameter, for the last program to finish, and for
-divisions of numbers too small or too large. A loop over messages is in it as often as it runs.
+divisions of numbers too small or too large. So is a loop over more messages than eight.
 
 `cycles` runs one warp over this path alone: instructions start in order, one a cycle, when what they read is there.
 """
@@ -80,9 +80,8 @@ def instructions(listing: str) -> list[Instruction]:
     return [each for each in found if each.name != "NOP"]
 
 
-def whole_block_path(code: Sequence[Instruction], messages: int = 1) -> list[Instruction]:
-    """What a warp runs for a whole block, which is in so many messages if there is a loop over them."""
-    loop = _loop_over_messages(code)
+def whole_block_path(code: Sequence[Instruction]) -> list[Instruction]:
+    """What a warp runs for a whole block."""
     index = {each.address: i for i, each in enumerate(code)}
     best: dict[int, tuple[tuple[int, int], int | None]] = {}  # of each instruction: what is still to come, and the next
     for i in reversed(range(len(code))):
@@ -97,28 +96,12 @@ def whole_block_path(code: Sequence[Instruction], messages: int = 1) -> list[Ins
         reached = [(best[way][0] if way is not None else (0, 0), way) for way in ways if way is None or way in best]
         if reached:
             (wide, length), way = max(reached, key=lambda found: found[0])
-            best[i] = (wide + (each.bytes >= 8) + len(code) * (each in loop), length - 1), way
+            best[i] = (wide + (each.bytes >= 8), length - 1), way
     path, at = [], 0 if code else None
     while at is not None:
         path.append(code[at])
         at = best[at][1]
-    if not loop:
-        return path
-    before = [each for each in path if each.address < loop[0].address]
-    after = [each for each in path if each.address > loop[-1].address]
-    loads = 2 * messages  # a thread has two times 4 elements of a block
-    return before + loop * -(-loads // _bit_loads(loop)) + after
-
-
-def _loop_over_messages(code: Sequence[Instruction]) -> list[Instruction]:
-    """The loop that loads most packed bits, or nothing: a compiler may have unrolled it, and left a shorter one."""
-    ends = [(each.target, each.address) for each in code if each.target is not None and each.target <= each.address]
-    loops = [[each for each in code if start <= each.address <= end] for start, end in ends]
-    return max((loop for loop in loops if _bit_loads(loop)), key=_bit_loads, default=[])
-
-
-def _bit_loads(code: Sequence[Instruction]) -> int:
-    return sum(each.kind == "LDG" and each.bytes == 1 for each in code)
+    return path
 
 
 def loads_of_tiles(path: Sequence[Instruction]) -> set[int]:
@@ -127,7 +110,7 @@ def loads_of_tiles(path: Sequence[Instruction]) -> set[int]:
     found = set()
     for number, each in enumerate(path):
         differs = "SR_TID" in each.operands or bool(own & each.read())
-        if each.kind == "LDG" and differs and each.bytes in (1, 8, WIDE):
+        if each.kind == "LDG" and differs and each.bytes in (1, 2, 8, WIDE):
             found.add(number)
         own = own | each.written() if differs and each.kind != "R2UR" else own - each.written()
     return found

@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _row(name: str, variant: str, launch: Launch) -> Row:
     compiled = aot.compile_launch(launch, TARGET)
     made, ptx, warps = aot.assembled(compiled), compiled.asm["ptx"], launch.config.warps
-    path = machine_code.whole_block_path(machine_code.instructions(made.listing), MESSAGES)
+    path = machine_code.whole_block_path(machine_code.instructions(made.listing))
     elements = launch.config.blocks_per_program * launch.arguments["TILE"] / (32 * warps)
     return Row(
         name, compiled.kernel, variant, warps, made.registers, made.spilled, compiled.shared,

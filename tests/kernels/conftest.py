@@ -1,5 +1,7 @@
 """Memory that nobody has written yet holds NaN in every test of the kernels, and passes are cut as a case says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def fresh_memory_is_nan():
 def use_grain(monkeypatch):
     def use(case):
         """Have Triton programs take `grain` blocks, and cut CPU loops into runs of as many, on three threads."""
-        config = tuner.Config(blocks_per_program=case.grain, warps=8)
+        config = replace(tuner.DEFAULT, blocks_per_program=case.grain)
         monkeypatch.setattr(tuner, "lookup", lambda *_: config)
         monkeypatch.setattr(threads, "LEAST", case.grain * case.block_size)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

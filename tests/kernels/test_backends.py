@@ -18,6 +18,7 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import NORMS, Messages
 from onebit.kernels.gpu import tiles
 from onebit.kernels.passes import PASSES, Backend
+from onebit.kernels.tuning.workload import Workload
 from tests.kernels.cases import BF16, CASES, GPU, GRID, MASKED, ON_BACKENDS, backend
 from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy
 from tests.kernels.world import World
@@ -186,3 +187,12 @@ def test_partial_results_of_any_number_of_blocks_are_summed_compared_and_make_a_
         wanted = summed / counted[:blocks].sum().item()
         assert scale.item() == pytest.approx(np.sqrt(wanted) if norm == "l2" else wanted, rel=1e-6)
         assert copy.item() == scale.item()
+
+
+def test_more_messages_than_eight_are_summed_in_their_order_too():
+    """Of a tensor scale the residual is c, bit for bit."""
+    ours, theirs = (Workload([5000], scale="tensor", ranks=11) for _ in range(2))
+    for work, name in ((ours, "triton"), (theirs, "cpu")):
+        work.passes(backend(name))["average"].run()
+    got, want = (work.outputs()["server_residual"] for work in (ours, theirs))
+    assert got.tolist() == want.tolist()

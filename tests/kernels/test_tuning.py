@@ -20,7 +20,7 @@ from onebit.kernels.tuning.workload import Workload
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-ONE, TWO, THREE, BEST = (Config(blocks, 8) for blocks in (1, 2, 3, 4))
+ONE, TWO, THREE, BEST = (Config(blocks, tuner.DEFAULT.warps) for blocks in (1, 2, 3, 4))
 
 
 class Gpu:

@@ -167,11 +167,14 @@ def test_the_path_of_a_whole_block_takes_the_wide_access_and_no_detour():
     assert waits < cycles(path) < waits + 50
 
 
-def test_a_loop_over_messages_counts_as_often_as_it_runs():
-    for messages in (1, 2, 8):
-        path = whole_block_path(instructions(LOOP), messages)
-        assert names(path).count("LDG.E.U8") == 2 * messages
-        assert names(path)[-2:] == ["STG.E.128", "EXIT"]
+def test_loads_of_tiles_are_wide_or_of_packed_bits():
+    for name, of_a_tile in (("U8", True), ("U16", True), ("64", True), ("128", True), ("32", False)):
+        path = instructions(listing(f"S2R R0, SR_TID.X\nLDG.E.{name} R4, desc[UR4][R0.64]\nEXIT"))
+        assert machine_code.loads_of_tiles(path) == ({1} if of_a_tile else set()), name
+
+
+def test_a_loop_over_more_messages_than_there_are_is_passed_by():
+    assert names(whole_block_path(instructions(LOOP))) == ["S2R", "BRA", "STG.E.128", "EXIT"]
 
 
 def test_cycles_are_of_what_waits_for_what():
