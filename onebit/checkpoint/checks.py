@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from onebit.checkpoint.elements import Saved
 from onebit.checkpoint.names import ORDER
-from onebit.checkpoint.schema import VERSION, Saved
+from onebit.checkpoint.schema import VERSION
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size

@@ -24,14 +24,13 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onebit.checkpoint.checks import check_numbers
+from onebit.checkpoint.elements import room_for
 from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of
-from onebit.checkpoint.restore import same_cut
+from onebit.checkpoint.restore import Cut
 from onebit.checkpoint.save_load import quiet
 from onebit.checkpoint.schema import progress_of
-from onebit.checkpoint.sharded import room_for
-from onebit.optim.memory_order import order_of
+from onebit.optim.memory_order import Order
 from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.sharding import local
 from onebit.parallel.unwrap import layers_of, own_optimizer
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
@@ -43,7 +42,7 @@ class _Saved:
 
     paths: Mapping[str, tuple[str | int, ...]]
     tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
-    read: Callable[[Iterable[str]], Mapping[str, Any]]  # values that are no tensors
+    read: Callable[[Iterable[str]], Mapping[str, Any]]
 
 
 def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -57,9 +56,8 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
     saved = _of_state(source) if isinstance(source, Mapping) else _of_checkpoint(source)
     names = _names_of_parameters(model, optimizer)
     numbers = _numbers(saved, names)
-    own_alone = not numbers["compressing"] or (
-        same_cut(optimizer.setup, progress_of([{PROGRESS: numbers}])) and _same_parameters_permuted(saved, names)
-    )
+    there = Cut.of_state(numbers, _orders(saved, names, optimizer))
+    own_alone = Cut.of_run(optimizer.setup, there).keeps_residuals_of(there)
     own = residual_name(optimizer.setup.topology.place)
     own_alone = own_alone and any(_parameter_of(key, names)[1] == own for key in saved.tensors)  # else of what is there
     state: dict[Tensor, dict[str, Tensor]] = {}
@@ -97,7 +95,7 @@ def _of_checkpoint(source: Any) -> _Saved:
     tensors = {k: (m.size, m.properties.dtype) for k, m in found.items() if isinstance(m, TensorStorageMetadata)}
 
     def read(keys: Iterable[str]) -> Mapping[str, Any]:
-        values: dict[str, Any] = dict.fromkeys(keys)
+        values: dict[str, Any] = {key: room_for(*tensors[key], like=None) if key in tensors else None for key in keys}
         with quiet():
             dcp.load(values, storage_reader=reader, no_dist=True)
         return values
@@ -126,10 +124,12 @@ def _parameter_of(key: str, names: Mapping[str, Tensor]) -> tuple[Tensor | None,
     return None, name
 
 
-def _same_parameters_permuted(saved: _Saved, names: Mapping[str, Tensor]) -> bool:
-    """Whether those that are permuted in memory are those that were."""
-    there = {p for p, name in (_parameter_of(key, names) for key in saved.tensors) if name == ORDER}
-    return there == {p for p in names.values() if p.requires_grad and order_of(local(p)) is not None}
+def _orders(saved: _Saved, names: Mapping[str, Tensor], optimizer: OneBitOptimizer) -> dict[int, Order]:
+    """How permuted parameters lay in memory, by their places among all."""
+    places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    found = {key: _parameter_of(key, names) for key in saved.tensors}
+    keys = {key: places[p] for key, (p, name) in found.items() if p is not None and name == ORDER}
+    return {keys[key]: tuple(order.tolist()) for key, order in saved.read(keys).items()}
 
 
 def _ends_after(word: str, key: str) -> Iterator[str]:

@@ -31,15 +31,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from onebit.checkpoint import files
 from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
+from onebit.checkpoint.elements import room_for
 from onebit.checkpoint.extra import EXTRA, checked, packed, rank_to_read, restore, unpacked
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
 from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import CheckpointRanks
-from onebit.checkpoint.restore import same_cut
+from onebit.checkpoint.restore import Cut
 from onebit.checkpoint.schema import progress_of
-from onebit.checkpoint.sharded import room_for
 from onebit.kernels.data.checks import is_whole
-from onebit.optim.memory_order import order_of
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import local
 from onebit.parallel.unwrap import own_module, own_optimizer
@@ -145,7 +144,7 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
     paths, place = source.paths, optimizer.setup.topology.place
     found = source.read(k for k, p in paths.items() if p[1] == "param_groups" or p[-1] == ORDER)
     groups = {paths[k]: v for k, v in found.items() if paths[k][1] == "param_groups"}
-    orders = {str(paths[k][2]): v for k, v in found.items() if paths[k][-1] == ORDER and isinstance(v, Tensor)}
+    orders = {k: v for k, v in found.items() if paths[k][-1] == ORDER and isinstance(v, Tensor)}
     numbers = source.ranks.on_all(lambda: _numbers(groups))
     own_residual, own_server = residual_name(place), server_residual_name(place)
     servers = {k for k, p in paths.items() if server_rank_of(p[-1]) is not None}
@@ -154,7 +153,8 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         if (rank := rank_of(path[-1])) is not None:
             residuals.setdefault(rank, []).append(key)
     others = {k for own in residuals.values() for k in own}
-    if source.ranks.on_all(lambda: same_cut(optimizer.setup, numbers) and _same_orders(optimizer, orders)):
+    there = Cut.of_state(numbers, {int(paths[k][2]): tuple(v.flatten().tolist()) for k, v in orders.items()})
+    if Cut.of_run(optimizer.setup, there).keeps_residuals_of(there):
         others = {k for k in others if paths[k][-1] != own_residual}
         others |= {k for k in servers if paths[k][-1] != own_server}
         found |= source.read(k for k in paths if k not in found and k not in others)
@@ -162,13 +162,6 @@ def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, A
         found |= source.read(k for k in paths if k not in found and k not in others)
         found |= _mean_residuals(source, residuals, int(numbers["ranks"]), int(numbers["slices"]))
     return source.ranks.on_all(lambda: _nested({paths[k]: v for k, v in found.items()}))
-
-
-def _same_orders(optimizer: OneBitOptimizer, saved: Mapping[str, Tensor]) -> bool:
-    """Whether parameters lie in memory as they did: else blocks have other elements."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    here = {str(i): order for i, p in enumerate(params) if p.requires_grad and (order := order_of(local(p)))}
-    return here == {i: tuple(order.flatten().tolist()) for i, order in saved.items()}
 
 
 def _numbers(groups: Mapping[KeyPath, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@
                                                          dimensions by stride. Messages and what has no shape are in it
     param_groups[0]["onebit"]                            numbers: how far the run has come
 
-Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.sharded`).
+Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.elements`).
 
 `optimizer.state` has the same names, and param_groups[0]["onebit"] is there, empty: tools that walk an optimizer find
 in it whatever it saves.
@@ -39,8 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebit.checkpoint.elements import by_element
 from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
-from onebit.checkpoint.sharded import by_element
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
 from onebit.optim.fields import RESIDUAL
@@ -50,8 +50,6 @@ from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
 VERSION = 2
-
-Saved = Mapping[str, Any]  # one parameter's
 
 
 def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:

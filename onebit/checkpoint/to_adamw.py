@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_structure
-from onebit.checkpoint.elements import decoded, saved_order
-from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
-from onebit.checkpoint.schema import Saved, progress_of
-from onebit.optim.memory_order import in_shape
+from onebit.checkpoint.elements import Saved, momentum
+from onebit.checkpoint.names import PROGRESS, rank_of
+from onebit.checkpoint.schema import progress_of
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
 
@@ -83,12 +82,7 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     """fp64, in the shape of `like`."""
     if "first_momentum" in own:
         return own["first_momentum"].double()
-    if BITS in own:
-        messages = decoded(own[BITS], own[SCALES], like.numel(), int(numbers["block_size"])).double()
-        m = in_shape(messages.mean(0), like.shape, saved_order(own))
-    else:
-        parts = [value.double() for name, value in own.items() if message_of(name) is not None]
-        m = sum(parts[1:], parts[0]) / len(parts)
+    m = momentum(own, like.shape, int(numbers["block_size"])).double().mean(0)
     residuals = [value.double() for name, value in own.items() if rank_of(name) is not None]
     if residuals and not bool(m.any()) and all(e.shape == m.shape for e in residuals):
         m = sum(residuals[1:], residuals[0]) / (len(residuals) * max(beta1, torch.finfo(torch.float32).tiny))
