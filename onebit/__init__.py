@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from onebit.checkpoint.merge import merge_states
-from onebit.checkpoint.to_adamw import adamw_state
+from onebit.checkpoint.convert import adamw_state, merge_states
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
@@ -20,8 +19,7 @@ from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
 
 if TYPE_CHECKING:
-    from onebit.checkpoint.room import make_room
-    from onebit.checkpoint.save_load import load, save
+    from onebit.checkpoint.save_load import load, make_room, save
 
 __all__ = [
     "Algorithm",
@@ -46,7 +44,7 @@ __all__ = [
 
 _LATE = {
     "load": "onebit.checkpoint.save_load",
-    "make_room": "onebit.checkpoint.room",
+    "make_room": "onebit.checkpoint.save_load",
     "save": "onebit.checkpoint.save_load",
 }
 

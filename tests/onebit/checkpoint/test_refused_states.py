@@ -94,7 +94,7 @@ DAMAGED = {
     "half a node": ((*NUMBERS, "slices"), 2, "1 ranks in nodes of 2"),
     "no shards": ((*NUMBERS, "shards"), 0, "shards is 0"),
     "settings are a list": ((*NUMBERS, "settings"), [1], "settings is a dict"),
-    "fields are a list": ((*NUMBERS, "fields"), ["denominator"], "fields a string"),
+    "fields are a list": ((*NUMBERS, "fields"), ["denominator"], "fields is a string"),
     "no trace": ((*NUMBERS, "trace"), None, "no trace"),
     "trace is a list": ((*NUMBERS, "trace"), [[1.0]], "trace is no JSON"),
     "trace is cut": ((*NUMBERS, "trace"), "[[1.0]", "trace is no JSON"),

@@ -1,4 +1,6 @@
-"""The way back: a state of this library's optimizers as torch.optim.AdamW has it.
+"""States made of states: those of all ranks as one that any number of ranks can load, and as torch.optim.AdamW's.
+
+AdamW's of a state of stage 2:
 
     exp_avg       m, the mean of the last messages; what residuals hold of it (over beta1) where none came yet
     exp_avg_sq    v with  sqrt(v / (1 - beta2^t)) + eps = 1 / d,  so that AdamW divides by what stage 2 divides by
@@ -8,7 +10,7 @@ Residuals are left out: AdamW has no use for them. A coordinate that did not mov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,6 +23,31 @@ from onebit.checkpoint.names import PROGRESS, rank_of
 from onebit.checkpoint.schema import progress_of
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
+
+
+def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states that all ranks saved, one each, as one that any number of ranks can load."""
+    if not state_dicts:
+        raise ValueError("merge_states got no states: give what every rank saved")
+    for each in state_dicts:
+        check_structure(each)
+    numbers = [progress_of(s["param_groups"]) for s in state_dicts]
+    for rank, own in enumerate(numbers):
+        check_numbers(own)
+        for name in ("optimizer", "ranks", "slices", "shards", "steps", "compressing"):
+            if own.get(name) != numbers[0].get(name):
+                raise ValueError(
+                    f"the states do not belong together: number {rank} has {name} {own.get(name)!r} where the first "
+                    f"has {numbers[0].get(name)!r}. Give what the ranks of one run saved at one step"
+                )
+    keys = [s["state"].keys() for s in state_dicts]
+    if odd := next((rank for rank, own in enumerate(keys) if own != keys[0]), 0):
+        raise ValueError(f"the states do not belong together: number {odd} is not of the parameters the first is of")
+    merged = dict(state_dicts[0])
+    merged["state"] = {
+        key: dict(chain.from_iterable(s["state"][key].items() for s in state_dicts)) for key in merged["state"]
+    }
+    return merged
 
 
 def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
