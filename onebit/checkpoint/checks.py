@@ -6,6 +6,7 @@ TypeError for another kind of thing than `onebit.checkpoint.schema` or torch.opt
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.elements import Saved
-from onebit.checkpoint.names import ORDER
+from onebit.checkpoint.names import ORDER, PROGRESS
 from onebit.checkpoint.schema import VERSION
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
@@ -39,7 +40,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "chunks": (_LISTS, "a list of numbers"),
     "settings": (Mapping, "a dict"),
     "fields": (str, "a string"),
-    "trace": (_LISTS, "a list of lists of numbers"),
 }
 _OF_STAGE_2: dict[str, Callable[[Any], bool]] = {
     "reply": lambda reply: is_one_of(reply, ("direct",)) or (is_whole(reply) and reply in WAYS),
@@ -69,17 +69,21 @@ def check_structure(state_dict: object) -> None:
         raise ValueError(f"the param groups name a parameter twice: {_DAMAGED}")
 
 
-def check_numbers(numbers: Mapping[str, Any]) -> None:
+def checked_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How far the run had come: what `onebit.checkpoint.schema.progress` makes, or nothing."""
+    numbers = groups[0].get(PROGRESS, {}) if groups else {}
+    if not isinstance(numbers, Mapping):
+        raise TypeError(f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: {_DAMAGED}")
     if not numbers:
-        return
+        return {}
     version = numbers.get("version")
     if not is_whole(version, VERSION, VERSION):
         raise ValueError(
             f"the state has version {_shown(version)} of the format, this onebit reads {VERSION}: load it with the "
             f"onebit that saved it"
         )
-    if lacks := {*_WHOLE, *_KINDS, *_OF_STAGE_2, "block_size"} - numbers.keys():
+    numbers = {"settings": {}, **numbers}  # full states of torch leave out an empty dict
+    if lacks := {*_WHOLE, *_KINDS, *_OF_STAGE_2, "block_size", "trace"} - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
     for name, (least, most) in _WHOLE.items():
         whole_number(numbers[name], name, least, most)
@@ -95,14 +99,21 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
             if not is_good(numbers[name]):
                 raise ValueError(f"{name} is {_shown(numbers[name])} in the state: {_DAMAGED}")
         check_block_size(numbers["block_size"])
-    _check_trace(numbers["trace"])
+    return numbers | {"trace": _checked_trace(numbers["trace"])}
 
 
-def _check_trace(trace: Sequence[Any]) -> None:
-    if not all(isinstance(row, _LISTS) and row and all(map(is_finite, row)) for row in trace):
+def _checked_trace(text: Any) -> Any:
+    try:
+        trace = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"trace is no JSON in the state ({error!s:.60}): {_DAMAGED}") from error
+    if not isinstance(trace, list) or not all(
+        isinstance(row, list) and row and all(map(is_finite, row)) for row in trace
+    ):
         raise TypeError(f"trace is not a list of lists of numbers: {_DAMAGED}")
     if any(len(row) != len(trace[0]) for row in trace):
         raise ValueError(f"trace has rows of different lengths: {_DAMAGED}")
+    return trace
 
 
 def check_options(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.checks import check_numbers, check_options, check_structure
+from onebit.checkpoint.checks import check_options, check_structure, checked_numbers
 from onebit.checkpoint.elements import Saved, momentum
 from onebit.checkpoint.names import PROGRESS, rank_of
-from onebit.checkpoint.schema import progress_of
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
 
@@ -31,9 +30,8 @@ def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError("merge_states got no states: give what every rank saved")
     for each in state_dicts:
         check_structure(each)
-    numbers = [progress_of(s["param_groups"]) for s in state_dicts]
+    numbers = [checked_numbers(s["param_groups"]) for s in state_dicts]
     for rank, own in enumerate(numbers):
-        check_numbers(own)
         for name in ("optimizer", "ranks", "slices", "shards", "steps", "compressing"):
             if own.get(name) != numbers[0].get(name):
                 raise ValueError(
@@ -59,8 +57,7 @@ def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     check_structure(state_dict)
     groups = [dict(group) for group in state_dict["param_groups"]]
     check_options(groups)
-    numbers = progress_of(groups)
-    check_numbers(numbers)
+    numbers = checked_numbers(groups)
     groups[0].pop(PROGRESS, None)
     of = dict(chain.from_iterable(((key, group) for key in group["params"]) for group in groups))
     state = {key: _moments(key, own, numbers, of[key]) for key, own in state_dict["state"].items() if own}

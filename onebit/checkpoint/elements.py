@@ -83,7 +83,7 @@ def decoded(bits: Tensor, scales: Tensor, numel: int, size: int) -> Tensor:
 def encoded(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The reverse, where values have one magnitude a block of `size`: bits and scales of blocks."""
     numel, blocks = values.numel(), -(-values.numel() // size)
-    padded = pad(values.float(), (0, blocks * size - numel)).view(blocks, size)
+    padded = pad(values.float(), (0, blocks * size - numel), value=-0.0).view(blocks, size)  # whose bits are 0
     positive, scales = ~torch.signbit(padded), padded.abs().amax(1)
     return packed(positive.view(-1)[: int(lengths_of(numel, size).sum())]), scales
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
+from onebit.checkpoint.checks import check_options, check_own, check_structure, checked_numbers, shaped, steps_of
 from onebit.checkpoint.elements import (
     Saved,
     blocks_of_momentum,
@@ -30,7 +30,7 @@ from onebit.checkpoint.elements import (
     spread,
 )
 from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
-from onebit.checkpoint.schema import progress, progress_of
+from onebit.checkpoint.schema import progress
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
@@ -115,7 +115,7 @@ def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> 
     params = chain.from_iterable(g["params"] for g in setup.groups)
     saved = {p: _present(state_dict["state"].get(key, {})) for key, p in zip(keys, params, strict=True)}
     merged = merged_options(setup, groups)
-    numbers = _numbers(setup, progress_of(groups), saved)
+    numbers = _numbers(setup, checked_numbers(groups), saved)
     if numbers["compressing"]:
         _check_compressed_alike(setup, groups)
     betas = [betas_of(group) for group in merged]
@@ -137,26 +137,21 @@ def _present(own: Saved) -> Saved:
     return {name: value for name, value in own.items() if not isinstance(value, Mapping) or value}
 
 
+@dataclass
 class _Restoration:
     """New parts, filled from what was saved."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        numbers: Mapping[str, Any],
-        saved: Mapping[Tensor, Saved],
-        betas: Sequence[tuple[float, float]],
-    ) -> None:
-        """betas: of each param group that was saved."""
-        self._setup, self._numbers, self._saved, self._betas = setup, numbers, saved, betas
-        self._compressing = bool(numbers["compressing"])
-        self._residuals_missing = False
+    setup: Setup
+    numbers: Mapping[str, Any]
+    saved: Mapping[Tensor, Saved]
+    betas: Sequence[tuple[float, float]]  # of each param group that was saved
+    residuals_missing: bool = False
 
     def snapshot(self, dtypes: int) -> Snapshot:
         """dtypes: of the parameters that are compressed."""
-        setup, numbers = self._setup, self._numbers
-        chunks = numbers["chunks"] if self._compressing else []
-        if self._compressing and len(chunks) != dtypes:
+        setup, numbers = self.setup, self.numbers
+        chunks = numbers["chunks"] if self.numbers["compressing"] else []
+        if self.numbers["compressing"] and len(chunks) != dtypes:
             raise ValueError(
                 f"the state was saved with parameters of {len(chunks)} dtypes, here they have {dtypes}: messages of "
                 f"stage 2 are made for each. Cast the model as it was when it was saved"
@@ -165,21 +160,21 @@ class _Restoration:
         saved = [self._checked(part.state) for part in parts]
         for part, own in zip(parts, saved, strict=True):
             self._load_fields(part.state, own)
-        if self._compressing:
+        if self.numbers["compressing"]:
             self._load_stage_2([each for each in zip(parts, saved, strict=True) if each[0].state.compressed])
         for part in parts:
             part.state.scratch = setup.algorithm.scratch(part.state)
         rule = setup.freeze_rule([part.state for part in parts])
         rule.restore(numbers["trace"])
         steps, skipped = int(numbers["steps"]), int(numbers["skipped_steps"])
-        stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=self._compressing)
-        return Snapshot(parts, stages, int(numbers["wire_bytes"]), residuals_missing=self._residuals_missing)
+        stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=self.numbers["compressing"])
+        return Snapshot(parts, stages, int(numbers["wire_bytes"]), residuals_missing=self.residuals_missing)
 
     def _in_stage_2(self, state: FlatState) -> bool:
-        return self._compressing and state.compressed
+        return self.numbers["compressing"] and state.compressed
 
     def _fields(self, state: FlatState) -> tuple[Field, ...]:
-        algorithm = self._setup.algorithm
+        algorithm = self.setup.algorithm
         if not self._in_stage_2(state):
             return (*algorithm.stage_1, MASTER)
         first = (FIRST_MOMENTUM,) if algorithm.needs_previous_momentum else ()
@@ -187,30 +182,30 @@ class _Restoration:
 
     def _checked(self, state: FlatState) -> list[Saved]:
         """Of every parameter what was saved of this rank's part, as far as its fields say what that can be."""
-        fields, numbers = self._fields(state), self._setup.algorithm.numbers()
+        fields, numbers = self._fields(state), self.setup.algorithm.numbers()
         of_bits = [field.name for field in fields if field.per == "bit"]
         saved: list[Saved] = []
         for i, p in enumerate(state.params):
-            own = {name: part_of(v, None if name in numbers else p) for name, v in self._saved[p].items()}
+            own = {name: part_of(v, None if name in numbers else p) for name, v in self.saved[p].items()}
             if is_by_element(own):
                 own |= {name: packed(own[name].view(-1)) for name in of_bits if name in own}
-            elif self._in_stage_2(state) and self._setup.topology.shard is not None:
+            elif self._in_stage_2(state) and self.setup.topology.shard is not None:
                 raise ValueError(
                     "the state is one of whole parameters in stage 2, the parameters here are sharded: load it into a "
                     "model without FSDP. Or what brought it (torch's broadcast_from_rank0, say) looks only for what "
                     "this optimizer has: then call onebit.make_room first"
                 )
-            if own or self._compressing:
-                check_own(own, fields, state.shapes[i], self._setup.name_of(p))
+            if own or self.numbers["compressing"]:
+                check_own(own, fields, state.shapes[i], self.setup.name_of(p))
             saved.append(self._without_left_over(own, fields))
         return saved
 
     def _without_left_over(self, own: Saved, fields: Sequence[Field]) -> Saved:
         """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
         optimizer has beside them."""
-        if "fields" not in self._numbers:  # AdamW's
+        if "fields" not in self.numbers:  # AdamW's
             return own
-        others = {ORDER, *(field.name for field in fields)} - set(self._numbers["fields"].split())
+        others = {ORDER, *(field.name for field in fields)} - set(self.numbers["fields"].split())
         return {name: value for name, value in own.items() if name not in others}
 
     def _load_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
@@ -219,13 +214,13 @@ class _Restoration:
             if there and field is not MASTER:  # which a flat state has from the start, or does without
                 state.add(field)
         for i, own in enumerate(saved):
-            for field in list(state.fields.values()) if own or self._compressing else ():
+            for field in list(state.fields.values()) if own or self.numbers["compressing"] else ():
                 if field.saved and field.same_on_all_ranks:
                     self._load_field(state, field, i, own)
-        algorithm, steps = self._setup.algorithm, int(self._numbers["steps"])
+        algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
         state.master_is_current = all(MASTER.name in own for own in saved)
-        if "optimizer" not in self._numbers and state.compressed and steps:
-            algorithm.adopt_variance(state, steps, [self._betas[group][1] for group in state.groups])
+        if "optimizer" not in self.numbers and state.compressed and steps:
+            algorithm.adopt_variance(state, steps, [self.betas[group][1] for group in state.groups])
 
     def _load_field(self, state: FlatState, field: Field, index: int, own: Saved) -> None:
         if field.name in own:
@@ -236,27 +231,27 @@ class _Restoration:
                 saved = packed(reordered(flags, state.shapes[index], there, here))
             value.copy_(saved.view(value.shape))
         elif field.required:
-            name = self._setup.name_of(state.params[index])
+            name = self.setup.name_of(state.params[index])
             raise ValueError(
                 f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
-                f"{self._setup.name} or AdamW, or what brought it looks only for what this optimizer has: then call "
+                f"{self.setup.name} or AdamW, or what brought it looks only for what this optimizer has: then call "
                 f"onebit.make_room first"
             )
 
     def _load_stage_2(self, parts: Sequence[tuple[Part, Sequence[Saved]]]) -> None:
         """Messages and residuals of the compressed parts, each with what was saved of it."""
-        places = {p: i for i, p in enumerate(self._saved)}
+        places = {p: i for i, p in enumerate(self.saved)}
         owns = chain.from_iterable(zip(part.state.params, saved, strict=True) for part, saved in parts)
-        there = Cut.of_state(self._numbers, {places[p]: saved_order(own) for p, own in owns if ORDER in own})
-        here, place = Cut.of_run(self._setup, there), self._setup.topology.place
+        there = Cut.of_state(self.numbers, {places[p]: saved_order(own) for p, own in owns if ORDER in own})
+        here, place = Cut.of_run(self.setup, there), self.setup.topology.place
         own_residuals, same_messages = here.keeps_residuals_of(there), here.keeps_messages_of(there)
         for (part, saved), saved_chunks, chunks in zip(parts, there.chunks, here.chunks, strict=True):
             part.state.set_chunks(chunks)
             clear_fields(part.state)
-            part.start_reducer(self._setup)
+            part.start_reducer(self.setup)
             assert part.reducer is not None
             messages = _Messages.of(part.state, saved, there, saved_chunks)
-            messages.check(self._setup)
+            messages.check(self.setup)
             if own_residuals and messages.has_residuals([place]):
                 messages.add_residuals(part.reducer, [place])
             elif messages.has_residuals(messages.places):
@@ -270,11 +265,11 @@ class _Restoration:
 
     def _fold_momentum(self, part: Part, messages: _Messages) -> None:
         """What messages of another shape held goes where the next messages of this run take it from."""
-        state, algorithm = part.state, self._setup.algorithm
+        state, algorithm = part.state, self.setup.algorithm
         if USUAL.name in state:  # it is of the messages that there were
             state[USUAL.name].zero_()
-        beta1s = [self._betas[group][0] for group in state.groups]
-        field, factors = algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
+        beta1s = [self.betas[group][0] for group in state.groups]
+        field, factors = algorithm.where_momentum_goes(state, int(self.numbers["steps"]) + 1, beta1s)
         if algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
             messages.add_momentum(FIRST_MOMENTUM.name, [1.0] * len(factors))
@@ -284,13 +279,13 @@ class _Restoration:
             part.fold_momentum_again = fold
 
     def _warn_of_missing(self, ranks: int) -> None:
-        if not self._residuals_missing:
+        if not self.residuals_missing:
             warn(
                 f"the state does not hold the residuals of all {ranks} ranks that saved it, nor those of this rank for "
                 f"as many: they start from zero, and what compression had left out is lost. Save on every rank; for "
                 f"another number of ranks load onebit.merge_states of all of them"
             )
-        self._residuals_missing = True
+        self.residuals_missing = True
 
 
 @dataclass(frozen=True)
@@ -459,7 +454,6 @@ def merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[di
 
 def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved]) -> Mapping[str, Any]:
     """How far the run had come that saved the state: as it says, or as torch.optim.AdamW's does."""
-    check_numbers(numbers)
     if numbers and numbers["compressing"]:
         if numbers["optimizer"] != setup.name:
             raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it")

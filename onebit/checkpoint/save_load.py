@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onebit.checkpoint import files
-from onebit.checkpoint.checks import check_numbers
+from onebit.checkpoint.checks import checked_numbers
 from onebit.checkpoint.elements import room_for
 from onebit.checkpoint.files import Planner, Reader, check_layout, index_of, layout_of, read_index
 from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
@@ -46,7 +46,6 @@ from onebit.checkpoint.ranks import (
     unpacked_extra,
 )
 from onebit.checkpoint.restore import Cut
-from onebit.checkpoint.schema import progress_of
 from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import local
@@ -299,10 +298,9 @@ class _Source:
         groups = _nested({self._groups[key]: value for key, value in of_groups.items()})
         if sorted(groups, key=str) != sorted(range(len(groups)), key=str):
             raise ValueError("the checkpoint lacks param groups: it is damaged. Load another")
-        numbers = progress_of([groups[0]])
+        numbers = checked_numbers([groups[0]])
         if not numbers:
             raise ValueError(f"the checkpoint's first param group has no {PROGRESS!r}: it is damaged. Load another")
-        check_numbers(numbers)
         keys = _needed(self._own, numbers, self._read, self._setup)
         residuals = [key for key in keys if rank_of(self._own[key][1]) is not None]
         found = self._read(set(keys) - set(residuals)) | self._mean(residuals, int(numbers["slices"]))
@@ -432,5 +430,5 @@ def _numbers_of_tools(keys: Iterable[str], read: Read, places: Mapping[str, int]
         )
     paths = min(groups.items(), key=lambda each: each[0] != "0")[1]
     numbers = _nested({paths[key]: value for key, value in read(paths).items()})
-    check_numbers(progress_of([{PROGRESS: numbers}]))
+    checked_numbers([{PROGRESS: numbers}])
     return numbers

@@ -33,7 +33,7 @@ stores them all. A state that holds those of all ranks (`merge_states`) loads on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.elements import by_element
-from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
+from onebit.checkpoint.names import BITS, ORDER, SCALES, message_name, residual_name, server_residual_name
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
 from onebit.optim.fields import RESIDUAL
@@ -166,18 +166,3 @@ def _names_of_fields(current: Snapshot) -> set[str]:
     states = current.states
     permuted = any(order is not None for state in states for order in state.orders)
     return {name for state in states for name in _shared(state, 0)} | ({ORDER} if permuted else set())
-
-
-def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    numbers = groups[0].get(PROGRESS, {}) if groups else {}
-    if not isinstance(numbers, Mapping):
-        raise TypeError(
-            f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: it is damaged"
-        )
-    numbers = {"settings": {}, **numbers} if numbers else {}  # full states of torch leave out an empty dict
-    if "trace" in numbers:
-        try:
-            numbers["trace"] = json.loads(numbers["trace"])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"trace is no JSON in the state ({error!s:.60}): it is damaged. Load another") from error
-    return numbers
