@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,16 @@ from onebit.checkpoint.elements import (
     saved_order,
     spread,
 )
-from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
+from onebit.checkpoint.names import (
+    BITS,
+    ORDER,
+    PROGRESS,
+    SCALES,
+    message_name,
+    rank_of,
+    residual_name,
+    server_residual_name,
+)
 from onebit.checkpoint.schema import progress
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.bits import packed, unpacked
@@ -250,7 +259,7 @@ class _Restoration:
             clear_fields(part.state)
             part.start_reducer(self.setup)
             assert part.reducer is not None
-            messages = _Messages.of(part.state, saved, there, saved_chunks)
+            messages = _Messages(part.state, saved, there, saved_chunks)
             messages.check(self.setup)
             if own_residuals and messages.has_residuals([place]):
                 messages.add_residuals(part.reducer, [place])
@@ -295,12 +304,13 @@ class _Messages:
     state: FlatState
     saved: Sequence[Saved]
     cut: Cut
-    layout: Layout  # by which the state was cut
+    chunks: int
 
-    @classmethod
-    def of(cls, state: FlatState, saved: Sequence[Saved], cut: Cut, chunks: int) -> _Messages:
-        shards = cut.slices * WAYS[cut.reply].shards(cut.nodes)
-        return cls(state, saved, cut, Layout(state.numels, block_size=cut.block_size, ranks=shards, chunks=chunks))
+    @cached_property
+    def layout(self) -> Layout:
+        """By which the state was cut."""
+        shards = self.cut.slices * WAYS[self.cut.reply].shards(self.cut.nodes)
+        return Layout(self.state.numels, block_size=self.cut.block_size, ranks=shards, chunks=self.chunks)
 
     @property
     def places(self) -> Sequence[int]:
@@ -317,8 +327,8 @@ class _Messages:
     def check(self, setup: Setup) -> None:
         copies = self.cut.nodes if self.cut.reply == "direct" else 1
         rows, size = () if copies == 1 else (copies,), self.cut.block_size
-        places = [place for place in self.places if any(residual_name(place) in own for own in self.saved)]
-        spans = {place: self.spans(place) for place in places}
+        present = {place for own in self.saved for name in own if (place := rank_of(name)) in self.places}
+        spans = {place: self.spans(place) for place in present if place is not None}
         for i, own in enumerate(self.saved):
             name, shape = setup.name_of(self.state.params[i]), self.state.shapes[i]
             if is_by_element(own):
@@ -330,7 +340,7 @@ class _Messages:
                 lengths = lengths_of(self.state.numels[i], size)
                 shaped(own, BITS, (*rows, int(lengths.sum()) // 8), name, "bits")
                 shaped(own, SCALES, (*rows, len(lengths)), name, "non-negative")
-            for place in (place for place in places if residual_name(place) in own):
+            for place in (place for place in spans if residual_name(place) in own):
                 for what, its_spans in spans[place].items():
                     kept = _elements_in(its_spans, i)
                     whole = is_by_element(own) or (what == residual_name(place) and self.cut.slices == 1)
@@ -338,9 +348,11 @@ class _Messages:
                         shaped(own, what, shape if whole else (kept,), name, "finite")
 
     def has_residuals(self, places: Sequence[int]) -> bool:
-        spans = {name: self.spans(place)[name] for place in places for name in [residual_name(place)]}
-        owns = list(enumerate(self.saved))
-        return all(name in own or not _elements_in(spans[name], i) for name in spans for i, own in owns)
+        return all(
+            name in own or not _elements_in(self.spans(place)[name], i)
+            for place, name in ((place, residual_name(place)) for place in places)
+            for i, own in enumerate(self.saved)
+        )
 
     def add_residuals(self, reducer: MomentumReducer, places: Sequence[int]) -> None:
         """The mean over nodes of what these places, all or one, have left out of their slices, and what they have left

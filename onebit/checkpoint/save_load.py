@@ -74,7 +74,7 @@ def save(
     state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
     state = ranks.on_all(lambda: _plain(state))
-    if own := ranks.on_all(lambda: packed_extra(extra or {})):
+    if own := ranks.on_all(lambda: packed_extra({} if extra is None else extra)):
         state[EXTRA] = {str(ranks.rank): own}
     ranks.agree(
         layout["fingerprint"],
@@ -157,9 +157,9 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
 def _needed(own: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any], read: Read, setup: Setup) -> list[str]:
     """The keys that this rank has to load, of those of a state, each with its parameter's place and its name: of
     residuals this rank's own, where they are all that it needs, otherwise those of all."""
-    names, orders = {name for _, name in own.values()}, [key for key, (_, name) in own.items() if name == ORDER]
-    lay = {own[key][0]: tuple(v.flatten().tolist()) for key, v in read(orders).items() if isinstance(v, Tensor)}
-    there = Cut.of_state(numbers, lay)
+    names, permuted = {name for _, name in own.values()}, [key for key, (_, name) in own.items() if name == ORDER]
+    orders = {own[key][0]: tuple(v.flatten().tolist()) for key, v in read(permuted).items() if isinstance(v, Tensor)}
+    there = Cut.of_state(numbers, orders)
     mine = {residual_name(setup.topology.place), server_residual_name(setup.topology.place)}
     if not names & mine or not Cut.of_run(setup, there).keeps_residuals_of(there):
         return list(own)
