@@ -196,9 +196,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# What `save` writes
-
-
 def _begin(folder: Path, name: str, rank: int) -> None:
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,9 +232,6 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, (Tensor, str, int, float, type(None))):
         saved_bytes(value, f"{value!r:.80}")
     return value
-
-
-# What `load` reads
 
 
 def _opened(
@@ -348,8 +342,6 @@ def _room_like(value: Any) -> Any:
         return deepcopy(value)
     return torch.empty_like(value, device="cpu" if type(value) in (Tensor, nn.Parameter) else None)
 
-
-# What `make_room` finds
 
 Sizes = dict[str, tuple[torch.Size, torch.dtype]]
 
