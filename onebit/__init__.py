@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onebit import collectives, kernels
-from onebit.checkpoint.merge import merge_states
-from onebit.checkpoint.to_adamw import adamw_state
+from onebit.checkpoint.convert import adamw_state, merge_states
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
@@ -22,8 +21,7 @@ from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
 
 if TYPE_CHECKING:
-    from onebit.checkpoint.room import make_room
-    from onebit.checkpoint.save_load import load, save
+    from onebit.checkpoint.save_load import load, make_room, save
 
 __all__ = [
     "Algorithm",
@@ -57,7 +55,7 @@ for _part in (kernels, collectives):  # inside the package or, in a checkout, be
 
 _LATE = {
     "load": "onebit.checkpoint.save_load",
-    "make_room": "onebit.checkpoint.room",
+    "make_room": "onebit.checkpoint.save_load",
     "save": "onebit.checkpoint.save_load",
 }
 

@@ -6,15 +6,18 @@ TypeError for another kind of thing than `onebit.checkpoint.schema` or torch.opt
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import ORDER
-from onebit.checkpoint.schema import VERSION, Saved
+from onebit.checkpoint.elements import Saved
+from onebit.checkpoint.names import ORDER, PROGRESS
+from onebit.checkpoint.schema import VERSION
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
@@ -25,81 +28,92 @@ from onebit.optim.param_groups import COMPRESS
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
 Kind = Values | Literal["bits"]
-_NUMBERS = {
-    "optimizer", "ranks", "slices", "shards", "steps", "skipped_steps", "compressing", "chunks", "block_size", "scale",
-    "reply", "wire_bytes", "settings", "fields", "trace",
+_LISTS = (list, tuple)
+
+_WHOLE = {  # of a run's progress: the least and the most that it can be
+    "ranks": (1, MOST_RANKS), "slices": (1, MOST_RANKS), "shards": (1, MOST_RANKS), "steps": (0, _MOST),
+    "skipped_steps": (0, _MOST), "wire_bytes": (0, 2**63),
 }  # fmt: skip
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "compressing": (bool, "true or false, which says in which stage the state was saved"),
+    "optimizer": (str, "a name"),
+    "chunks": (_LISTS, "a list of numbers"),
+    "settings": (Mapping, "a dict"),
+    "fields": (str, "a string"),
+}
+_OF_STAGE_2: dict[str, Callable[[Any], bool]] = {
+    "reply": lambda reply: is_one_of(reply, ("direct",)) or (is_whole(reply) and reply in WAYS),
+    "scale": lambda scale: is_one_of(scale, get_args(Scale)),
+}
 
 
 def check_structure(state_dict: object) -> None:
     """Mappings and lists where `torch.optim.Optimizer.state_dict` has them."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"a state is a dict, not a {type(state_dict).__name__}: {_DAMAGED}")
-    if "state" not in state_dict or "param_groups" not in state_dict:
+    if not {"state", "param_groups"} <= state_dict.keys():
         names = sorted(map(str, state_dict))
         raise ValueError(f"not a state of an optimizer: it has {names}, not state and param_groups")
     state, groups = state_dict["state"], state_dict["param_groups"]
     if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
         raise TypeError(f"state is not a dict with a dict for each parameter: {_DAMAGED}")
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+    if not isinstance(groups, _LISTS) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"param_groups is not a list of dicts: {_DAMAGED}")
     for i, group in enumerate(groups):
-        if not isinstance(group.get("params"), (list, tuple)):
+        if not isinstance(group.get("params"), _LISTS):
             raise TypeError(f"param group {i} has no list of parameters: {_DAMAGED}")
-    keys = [key for group in groups for key in group["params"]]
+    keys = list(chain.from_iterable(group["params"] for group in groups))
     if not all(isinstance(key, (int, str)) for key in keys):
         raise TypeError(f"the param groups name parameters by other things than numbers and names: {_DAMAGED}")
     if len(set(keys)) < len(keys):
         raise ValueError(f"the param groups name a parameter twice: {_DAMAGED}")
 
 
-def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """How far the run had come: what `onebit.state.progress` makes, or nothing."""
+def checked_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How far the run had come: what `onebit.checkpoint.schema.progress` makes, or nothing."""
+    numbers = groups[0].get(PROGRESS, {}) if groups else {}
+    if not isinstance(numbers, Mapping):
+        raise TypeError(f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: {_DAMAGED}")
     if not numbers:
-        return
+        return {}
     version = numbers.get("version")
     if not is_whole(version, VERSION, VERSION):
         raise ValueError(
             f"the state has version {_shown(version)} of the format, this onebit reads {VERSION}: load it with the "
             f"onebit that saved it"
         )
-    if lacks := _NUMBERS - numbers.keys():
+    numbers = {"settings": {}, **numbers}  # full states of torch leave out an empty dict
+    if lacks := {*_WHOLE, *_KINDS, *_OF_STAGE_2, "block_size", "trace"} - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
-    for name, least, most in (
-        ("ranks", 1, MOST_RANKS), ("steps", 0, _MOST), ("skipped_steps", 0, _MOST), ("wire_bytes", 0, 2**63),
-    ):  # fmt: skip
+    for name, (least, most) in _WHOLE.items():
         whole_number(numbers[name], name, least, most)
-    if not isinstance(numbers["compressing"], bool) or not isinstance(numbers["optimizer"], str):
-        raise TypeError(f"the state does not say in which stage of which optimizer it was saved: {_DAMAGED}")
-    slices = whole_number(numbers["slices"], "slices", 1, MOST_RANKS)
-    whole_number(numbers["shards"], "shards", 1, MOST_RANKS)
-    if int(numbers["ranks"]) % slices:
-        raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {slices}: {_DAMAGED}")
-    if not isinstance(numbers["chunks"], (list, tuple)):
-        raise TypeError(f"chunks is a list of numbers, not {_shown(numbers['chunks'])}: {_DAMAGED}")
+    for name, (kind, words) in _KINDS.items():
+        if not isinstance(numbers[name], kind):
+            raise TypeError(f"{name} is {words}, not {_shown(numbers[name])}: {_DAMAGED}")
+    if int(numbers["ranks"]) % int(numbers["slices"]):
+        raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {_shown(numbers['slices'])}: {_DAMAGED}")
     for chunks in numbers["chunks"]:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
     if numbers["compressing"]:
-        reply = numbers["reply"]
-        if not is_one_of(reply, ("direct",)) and not (is_whole(reply) and reply in WAYS):
-            raise ValueError(f"reply is {_shown(reply)} in the state: {_DAMAGED}")
+        for name, is_good in _OF_STAGE_2.items():
+            if not is_good(numbers[name]):
+                raise ValueError(f"{name} is {_shown(numbers[name])} in the state: {_DAMAGED}")
         check_block_size(numbers["block_size"])
-        if not is_one_of(numbers["scale"], get_args(Scale)):
-            raise ValueError(f"scale is {_shown(numbers['scale'])} in the state: {_DAMAGED}")
-    if not isinstance(numbers["settings"], Mapping) or not isinstance(numbers["fields"], str):
-        raise TypeError(
-            f"settings is a dict and fields a string, not {_shown(numbers['settings'])} and "
-            f"{_shown(numbers['fields'])}: {_DAMAGED}"
-        )
-    _check_trace(numbers["trace"])
+    return numbers | {"trace": _checked_trace(numbers["trace"])}
 
 
-def _check_trace(trace: object) -> None:
-    good = isinstance(trace, (list, tuple)) and all(isinstance(row, (list, tuple)) and row for row in trace)
-    if not good or not all(is_finite(n) for row in trace for n in row):  # type: ignore[attr-defined]
+def _checked_trace(text: Any) -> Any:
+    try:
+        trace = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"trace is no JSON in the state ({error!s:.60}): {_DAMAGED}") from error
+    if not isinstance(trace, list) or not all(
+        isinstance(row, list) and row and all(map(is_finite, row)) for row in trace
+    ):
         raise TypeError(f"trace is not a list of lists of numbers: {_DAMAGED}")
-    if any(len(row) != len(trace[0]) for row in trace[1:]):  # type: ignore[index]
+    if any(len(row) != len(trace[0]) for row in trace):
         raise ValueError(f"trace has rows of different lengths: {_DAMAGED}")
+    return trace
 
 
 def check_options(groups: Sequence[Mapping[str, Any]]) -> None:

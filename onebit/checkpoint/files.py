@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder, and how it gets there whole.
+"""What lies in a checkpoint's folder, how it gets there whole, and what is read of it.
 
     checkpoint.json       which data folder holds the checkpoint; version, layout, size and sha256 of every file
     data-0123456789abcdef/
@@ -10,22 +10,43 @@ rename: a reader finds the old checkpoint or the new one, and whoever dies while
 of saves that did not end is removed by the next.
 
 sha256 finds what storage and networks do to files (1.7 GB/s on one core, measured; the ranks share the files). It is no
-signature: who can write a folder can write its checksums. What such a file could do is held down in
-`onebit.checkpoint.index`: nothing is unpickled but tensors and plain values, by torch's weights_only.
+signature: who can write a folder can write its checksums. So nothing is unpickled but tensors and plain values:
+torch.distributed.checkpoint keeps its index as a pickle, and loads values that are no tensors by
+torch.load(weights_only=False), which run whatever code a file says. Here the index is JSON, checked entry by entry, and
+every value is loaded with weights_only=True. The rest, which ranks read what, is torch's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
 from onebit.kernels.data.checks import is_whole
+from onebit.optim.setup import Setup
 
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
@@ -35,6 +56,9 @@ _PIECE = 2**22
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _NEXT = "Load another checkpoint, or copy this one anew from where it was written"
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_MOST_DIMENSIONS = 64
+_MOST = 2**62 - 1
 
 
 def new_name() -> str:
@@ -110,7 +134,16 @@ class Manifest:
     def __init__(self, folder: Path) -> None:
         path = folder / MANIFEST
         if not path.exists():
-            raise ValueError(_nothing_in(folder))
+            if (folder / ".metadata").exists():
+                raise ValueError(
+                    f"{folder} holds no optimizer that onebit.save wrote (it has no {MANIFEST}): "
+                    f"torch.distributed.checkpoint wrote it. Load it with dcp.load, if you trust its .metadata, which "
+                    f"is a pickle"
+                )
+            raise ValueError(
+                f"{folder} holds no checkpoint (it has no {MANIFEST}): was the run ended before its first save was "
+                f"whole?"
+            )
         if not path.is_file():
             raise ValueError(f"{path} is a folder, where onebit.save has written a file. {_NEXT}")
         found = read(path)
@@ -125,8 +158,12 @@ class Manifest:
         self.checksum = found.pop("checksum", None)
         if self.checksum != checksum(found):
             raise ValueError(f"{path} is damaged: its checksum is not that of its content. {_NEXT}")
-        self.data, self.files, self.layout = _checked(path, found)
-        self.folder = folder / self.data
+        given: dict[str, Any] = {name: found.get(name) for name in ("data", "files", "layout")}
+        self.data, own, self.layout = given["data"], given["files"], given["layout"]
+        good = isinstance(self.data, str) and _DATA.fullmatch(self.data) and isinstance(self.layout, dict)
+        if not good or not isinstance(own, dict) or INDEX not in own or not all(map(_is_file, own.items())):
+            raise ValueError(f"{path} is damaged: it does not list the files of a checkpoint. {_NEXT}")
+        self.folder, self.files = folder / self.data, {name: (size, digest) for name, (size, digest) in own.items()}
 
     def check_files(self, rank: int, ranks: int) -> None:
         """All are there and of their size, and those that fall to this rank hold what was written."""
@@ -136,26 +173,9 @@ class Manifest:
                 raise ValueError(f"{path} is missing from the checkpoint. {_NEXT}")
             if path.stat().st_size != size:
                 raise ValueError(f"{path} holds {path.stat().st_size} bytes, {size} were written: truncated? {_NEXT}")
-        for name in self._share(rank, ranks):
+        for name in sorted(self.files, key=lambda name: -self.files[name][0])[rank::ranks]:
             if sha256(self.folder / name) != self.files[name][1]:
                 raise ValueError(f"{self.folder / name} is damaged: its sha256 is not that of what was saved. {_NEXT}")
-
-    def _share(self, rank: int, ranks: int) -> list[str]:
-        """About as many bytes to read for every rank."""
-        loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: tuple[list[int], list[list[str]]]
-        for name, (size, _) in sorted(self.files.items(), key=lambda item: -item[1][0]):
-            least = loads.index(min(loads))
-            loads[least] += size
-            shares[least].append(name)
-        return shares[rank]
-
-
-def _checked(path: Path, found: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, str]], dict[str, Any]]:
-    data, files, layout = found.get("data"), found.get("files"), found.get("layout")
-    good = isinstance(data, str) and _DATA.fullmatch(data) and isinstance(files, dict) and isinstance(layout, dict)
-    if not good or INDEX not in files or not all(map(_is_file, files.items())):  # type: ignore[operator, union-attr]
-        raise ValueError(f"{path} is damaged: it does not list the files of a checkpoint. {_NEXT}")
-    return str(data), {name: (size, digest) for name, (size, digest) in files.items()}, layout  # type: ignore[union-attr, return-value]
 
 
 def _is_file(item: tuple[str, Any]) -> bool:
@@ -164,10 +184,160 @@ def _is_file(item: tuple[str, Any]) -> bool:
     return plain and isinstance(own, list) and len(own) == 2 and is_whole(own[0], least=0) and isinstance(own[1], str)
 
 
-def _nothing_in(folder: Path) -> str:
-    if (folder / ".metadata").exists():
-        return (
-            f"{folder} holds no optimizer that onebit.save wrote (it has no {MANIFEST}): torch.distributed.checkpoint "
-            f"wrote it. Load it with dcp.load, if you trust its .metadata, which is a pickle"
+def layout_of(model: Mapping[str, Any], setup: Setup) -> dict[str, Any]:
+    """Names, shapes and dtypes of the model, param groups, and the optimizer's options; with a fingerprint of all."""
+    made = {
+        "model": {name: _described(value) for name, value in model.items() if isinstance(value, Tensor)},
+        "groups": [[_described(p) for p in group["params"]] for group in setup.groups],
+        "optimizer": setup.name,
+        "options": {name: _plain(value) for name, value in asdict(setup.options).items()},
+        "ranks": setup.topology.everyone.size,
+    }
+    return {**made, "fingerprint": checksum(made)}
+
+
+def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """A ValueError that names the first differences. Other options, dtypes and numbers of ranks can be loaded."""
+    own, own_groups = _shapes_of(here)
+    try:
+        model, groups = _shapes_of(there)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError("the checkpoint does not say what model it is of: it is damaged. Load another") from error
+    differences = [
+        *(f"{name} is only there" for name in model if name not in own),
+        *(f"{name} is only here" for name in own if name not in model),
+        *(f"{n} has shape {model[n]} there and {own[n]} here" for n in own if model.get(n, own[n]) != own[n]),
+    ]
+    if differences:
+        more = f" and {len(differences) - 5} more differences" if len(differences) > 5 else ""
+        raise ValueError(
+            f"the checkpoint is another model's: {'; '.join(differences[:5])}{more}. Build the model as it was when it "
+            f"was saved"
         )
-    return f"{folder} holds no checkpoint (it has no {MANIFEST}): was the run ended before its first save was whole?"
+    if groups != own_groups:
+        raise ValueError(
+            f"the checkpoint has param groups of {[len(g) for g in groups]} parameters, this optimizer of "
+            f"{[len(g) for g in own_groups]}, or in another order: give it the parameters in the groups and in the "
+            f"order they were saved in"
+        )
+
+
+def _shapes_of(layout: Mapping[str, Any]) -> tuple[dict[str, list[int]], list[list[list[int]]]]:
+    """Of the model's tensors by name, and of the parameters in each group."""
+    model = {name: list(shape) for name, (_, shape) in layout["model"].items()}
+    return model, [[list(shape) for _, shape in group] for group in layout["groups"]]
+
+
+def _described(value: Tensor) -> list[Any]:
+    return [_plain(value.dtype), list(value.shape)]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds as it is, or the name of a dtype."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a value lies: what torch's reader calls _StorageInfo."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+Piece = tuple[list[int], list[int], Slice]  # of a tensor: where it begins, its size, and where it lies
+
+
+def index_of(metadata: Metadata) -> dict[str, Any]:
+    """What goes into index.json, by key: path, and dtype and size of a tensor; then where its pieces lie."""
+    index: dict[str, Any] = {}
+    for key, found in metadata.state_dict_metadata.items():
+        index[key] = {"path": list((metadata.planner_data or {})[key])}
+        places: list[tuple[Any, Any]] = [(None, ())]
+        if isinstance(found, TensorStorageMetadata):
+            index[key] |= {"dtype": _plain(found.properties.dtype), "size": list(found.size)}
+            places = [(chunk.offsets, chunk.sizes) for chunk in found.chunks]
+        lies = [(*place, metadata.storage_data[MetadataIndex(key, place[0])]) for place in places]
+        index[key]["pieces"] = [
+            [list(offsets or ()), list(sizes), at.relative_path, at.offset, at.length] for offsets, sizes, at in lies
+        ]
+    return index
+
+
+def read_index(manifest: Manifest) -> Metadata:
+    """index.json, as torch.distributed.checkpoint would have it from .metadata."""
+    path = manifest.folder / INDEX
+    index, made = read(path), Metadata({}, {}, {})
+    _require(isinstance(index, dict), path, "it is no table of entries")
+    for key, entry in index.items():
+        steps: Any = entry.get("path") if isinstance(entry, dict) else None
+        _require(isinstance(steps, list) and steps, path, f"{key!r} has no path")
+        good = all(isinstance(step, str) or is_whole(step, 0, _MOST) for step in steps)
+        _require(good, path, f"{key!r} has a path of other things than names and numbers")
+        made.planner_data[key] = tuple(steps)
+        pieces = list(_pieces(path, key, entry.get("pieces"), manifest.files))
+        if tensor := "dtype" in entry:
+            made.state_dict_metadata[key] = _tensor(path, key, entry, pieces)
+        else:
+            _require(len(pieces) == 1, path, f"{key!r} lies in {len(pieces)} places")
+            made.state_dict_metadata[key] = BytesStorageMetadata()
+        made.storage_data |= {MetadataIndex(key, offsets if tensor else None): at for offsets, _, at in pieces}
+    return made
+
+
+def _pieces(path: Path, key: str, pieces: Any, files: Mapping[str, tuple[int, str]]) -> Iterator[Piece]:
+    _require(isinstance(pieces, list) and pieces, path, f"{key!r} lies nowhere")
+    for piece in pieces:
+        _require(isinstance(piece, list) and len(piece) == 5, path, f"{key!r} lies nowhere")
+        offsets, sizes, name, start, length = piece
+        good = _are_whole(offsets) and _are_whole(sizes) and len(offsets) == len(sizes)
+        _require(good, path, f"{key!r} has a piece of no size")
+        good = isinstance(name, str) and name in files and _are_whole([start, length])
+        _require(good, path, f"{key!r} lies in no file of the checkpoint")
+        _require(start + length <= files[name][0], path, f"{key!r} lies beyond the end of {name}")
+        yield offsets, sizes, Slice(name, start, length)
+
+
+def _tensor(path: Path, key: str, entry: Mapping[str, Any], pieces: list[Piece]) -> TensorStorageMetadata:
+    dtype: Any = _DTYPES.get(str(entry["dtype"]))
+    size: Any = entry.get("size")
+    good = dtype is not None and _are_whole(size) and len(size) <= _MOST_DIMENSIONS
+    _require(good, path, f"{key!r} has no dtype or no size")
+    for offsets, sizes, at in pieces:
+        inside = len(sizes) == len(size) and all(o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True))
+        fits = inside and math.prod(sizes) * dtype.itemsize <= at.length
+        _require(fits, path, f"{key!r} has a piece that does not fit")
+    whole = sum(math.prod(sizes) for _, sizes, _ in pieces) == math.prod(size)
+    _require(whole, path, f"the pieces of {key!r} are not the whole of it")
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in pieces]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
+
+
+def _are_whole(values: Any) -> bool:
+    return isinstance(values, list) and all(is_whole(value, 0, _MOST) for value in values)
+
+
+def _require(good: Any, path: Path, otherwise: str) -> None:
+    if not good:
+        raise ValueError(f"{path} is damaged: {otherwise}. Load another checkpoint")
+
+
+class Reader(FileSystemReader):
+    """torch's, with another index than that in .metadata."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's, with weights_only=True for what is no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)

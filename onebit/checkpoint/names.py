@@ -7,8 +7,6 @@ import re
 PROGRESS = "onebit"
 BITS, SCALES = "momentum_bits", "momentum_scales"
 ORDER = "memory_order"
-DENSE = "momentum"  # of a state that was made for other shards, once it is loaded: the mean of its messages
-_MESSAGE = "momentum_of_message_"
 
 
 def residual_name(rank: int) -> str:
@@ -20,7 +18,7 @@ def server_residual_name(rank: int) -> str:
 
 
 def message_name(rank: int) -> str:
-    return f"{_MESSAGE}{rank}"
+    return f"momentum_of_message_{rank}"
 
 
 def rank_of(name: object) -> int | None:
@@ -30,10 +28,6 @@ def rank_of(name: object) -> int | None:
 
 def server_rank_of(name: object) -> int | None:
     return _number("server_residual_of_rank_", name)
-
-
-def message_of(name: object) -> int | None:
-    return _number(_MESSAGE, name)
 
 
 def _number(prefix: str, name: object) -> int | None:

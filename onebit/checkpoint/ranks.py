@@ -1,24 +1,35 @@
 """Ranks that save or load one checkpoint: what fails on one is an error on all, and none waits for ever.
 
 What they exchange is JSON in uint8 tensors: nothing that comes from another rank is unpickled here.
+
+Extra is what a run has beside model and optimizer: schedules, scalers, the place in the data, random states. Every rank
+saves its own, one value a name, as bytes: any data that torch.load(weights_only=True) reads. On another number of
+ranks, rank r reads what rank r mod (ranks that saved) has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Ranks, collective_errors
 from onebit.collectives.transport.torch import TorchTransport
+from onebit.kernels.data.checks import is_whole
+from onebit.warning import warn
 
 T = TypeVar("T")
+EXTRA = "extra"
 
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
 
@@ -62,18 +73,96 @@ class CheckpointRanks:
         phase = "saving or loading a checkpoint, which every rank does and not rank 0 alone (all-gather)"
         return all_gather_json(self._transport, self._device, value, phase)
 
+    def agree(self, value: Any, otherwise: str) -> None:
+        """A ValueError on all ranks, which says `otherwise`, where some have another value than rank 0."""
+        answers = self.all_gather(value)
+        if others := [rank for rank, each in enumerate(answers) if each != answers[0]]:
+            raise ValueError(f"ranks {others} {otherwise}")
+
     @contextmanager
-    def inside_dcp(self, what: str) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         """Around what torch.distributed.checkpoint does on all ranks: it raises on all of them what failed on one."""
+        what = "saving a checkpoint"
         try:
             with collective_errors(what, self._transport.name):
                 yield
         except CheckpointException as error:
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            kind = OSError if any(isinstance(cause, OSError) for cause in causes.values()) else ValueError
-            reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(causes.items()))
-            raise kind(f"{what} failed ({reasons})") from None
+            raise own_error(what, error, "rank {}: ") from None
+
+
+def own_error(what: str, error: CheckpointException, of_rank: str = "") -> Exception:
+    """What to raise in the place of an error of torch.distributed.checkpoint."""
+    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    kind = OSError if any(isinstance(cause, OSError) for cause in causes.values()) else ValueError
+    reasons = "; ".join(f"{of_rank.format(rank)}{type(e).__name__}: {e}" for rank, e in sorted(causes.items()))
+    return kind(f"{what} failed ({reasons})")
 
 
 def _kind(error: Exception) -> str:
     return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)
+
+
+def packed_extra(extra: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By name the bytes of what each has for its state: of objects with a state_dict that, else the value itself."""
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
+        raise TypeError("extra is a dict, by names: extra={'schedule': schedule, 'epoch': 3}")
+    values = {name: v.state_dict() if callable(getattr(v, "state_dict", None)) else v for name, v in extra.items()}
+    packed = {name: saved_bytes(value, f"extra {name!r}") for name, value in values.items()}
+    return {name: torch.from_numpy(np.frombuffer(each, dtype=np.uint8).copy()) for name, each in packed.items()}
+
+
+def unpacked_extra(name: str, value: Tensor) -> Any:
+    try:
+        return torch.load(io.BytesIO(value.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"extra {name!r} of the checkpoint is damaged ({error!s:.200}). Load another") from error
+
+
+def saved_bytes(value: Any, what: str) -> bytes:
+    """What torch.save writes. A ValueError, which says `what` it is of, where it could not be loaded."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{what} ({type(value).__name__}) could be saved and not be loaded: onebit.load unpickles no objects "
+            f"({error!s:.200}). Keep numbers, strings, tensors, and lists, tuples and dicts of them; of a NumPy array "
+            f"torch.from_numpy(array)"
+        ) from error
+    return file.getvalue()
+
+
+def checked_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What each object has for its state now. A ValueError or TypeError where one can't be given what was saved under
+    its name."""
+    for name, value in extra.items():
+        if not callable(getattr(value, "load_state_dict", None)):
+            raise TypeError(
+                f"extra {name!r} is a {type(value).__name__}, which has no load_state_dict: leave it out, and take it "
+                f"from what onebit.load returns"
+            )
+        if name not in found:
+            raise ValueError(
+                f"the checkpoint has no extra {name!r}, it has {sorted(found) or 'none'}: load without it, or load "
+                f"another checkpoint"
+            )
+    return {name: deepcopy(value.state_dict()) for name, value in extra.items() if hasattr(value, "state_dict")}
+
+
+def restore_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        if name in found:
+            value.load_state_dict(found[name])
+
+
+def rank_to_read(rank: int, saved: Any, ranks: int) -> int:
+    """Whose extra a rank of `ranks` reads, of `saved` ranks."""
+    if not is_whole(saved, 1):
+        raise ValueError(f"the checkpoint was saved by {saved!r:.80} ranks: it is damaged. Load another")
+    if saved != ranks and rank == 0:
+        warn(
+            f"extra was saved by {saved} ranks, here are {ranks}: rank r has what rank r mod {saved} saved. Random "
+            f"states and places in the data may be another's, or the same on several"
+        )
+    return rank % saved

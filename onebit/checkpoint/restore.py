@@ -1,6 +1,10 @@
 """How a saved state comes back: what `onebit.checkpoint.schema` describes, or what torch.optim.AdamW has saved.
 
-Everything is built and checked beside the present state: a state that does not fit changes nothing.
+    residuals    this rank's own bit for bit, or the mean of all
+    momentum     the same messages, or folded into the residual
+
+Which of the two is decided once, by a comparison of the `Cut` of the state with that of the run. Everything is built
+and checked beside the present state: a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -8,20 +12,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
-from onebit.checkpoint.elements import decoded, lengths_of, saved_order, scattered
-from onebit.checkpoint.names import BITS, DENSE, ORDER, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
-from onebit.checkpoint.schema import Saved, progress, progress_of
-from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
-from onebit.collectives.direct import Direct
-from onebit.collectives.exchange import Exchange
+from onebit.checkpoint.checks import check_options, check_own, check_structure, checked_numbers, shaped, steps_of
+from onebit.checkpoint.elements import (
+    Saved,
+    blocks_of_momentum,
+    is_by_element,
+    lengths_of,
+    momentum,
+    saved_order,
+    spread,
+)
+from onebit.checkpoint.names import (
+    BITS,
+    ORDER,
+    PROGRESS,
+    SCALES,
+    message_name,
+    rank_of,
+    residual_name,
+    server_residual_name,
+)
+from onebit.checkpoint.schema import progress
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
@@ -29,12 +47,12 @@ from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
-from onebit.optim.memory_order import flattened, reordered
+from onebit.optim.memory_order import Order, flattened, order_of, reordered
 from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
-from onebit.optim.sharding import part_of
+from onebit.optim.sharding import local, part_of
 from onebit.optim.snapshot import Part, Snapshot
 from onebit.optim.stages import Stages
 from onebit.warning import warn
@@ -45,6 +63,60 @@ _NOT_OPTIONS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a run cuts parameters and messages for its ranks. A load compares that of a state with that of the run."""
+
+    nodes: int
+    slices: int  # ranks a node
+    shards: int  # into which FSDP cuts parameters
+    reply: Any  # a key of WAYS
+    scale: str
+    block_size: int
+    chunks: tuple[int, ...]  # of the parameters of each dtype
+    orders: Mapping[int, Order]  # of parameters that are permuted in memory
+
+    @classmethod
+    def of_state(cls, numbers: Mapping[str, Any], orders: Mapping[int, Order]) -> Cut:
+        slices, chunks = int(numbers["slices"]), tuple(map(int, numbers["chunks"]))
+        return cls(
+            int(numbers["ranks"]) // slices, slices, int(numbers["shards"]), numbers["reply"], numbers["scale"],
+            numbers["block_size"], chunks, orders,
+        )  # fmt: skip
+
+    @classmethod
+    def of_run(cls, setup: Setup, saved: Cut) -> Cut:
+        """Of a run that is to go on from a state."""
+        options, topology = setup.options, setup.topology
+        chunks = saved.chunks if options.chunks == "auto" else (options.chunks,) * len(saved.chunks)
+        params = [(p, group) for group in setup.groups for p in group["params"]]
+        orders = {
+            i: order_of(local(p)) for i, (p, group) in enumerate(params) if p.requires_grad and is_compressed(group)
+        }
+        return cls(
+            topology.nodes, topology.slices, topology.shards, setup.way.way, options.scale, options.block_size, chunks,
+            {i: order for i, order in orders.items() if order is not None},
+        )  # fmt: skip
+
+    def keeps_residuals_of(self, saved: Cut) -> bool:
+        """Whether this rank's own residuals are all that it needs. Those of servers lie where the cut has them, or go
+        into the rank's own, where replies are direct."""
+        own, its = ((c.reply, c.block_size, c.chunks, c.orders) for c in (self, saved))
+        whole = self.slices == 1 and "direct" in (self.reply, saved.reply)
+        return self._ranks == saved._ranks and (own == its or whole)
+
+    def keeps_messages_of(self, saved: Cut) -> bool:
+        """Whether the last messages of the state are messages of this run."""
+        own, its = ((c.shards, c.reply, c.scale, c.block_size, c.orders) for c in (self, saved))
+        same_rows = self.reply != "direct" or self._ranks == saved._ranks
+        same_scales = self.scale == "block" or (self._ranks, self.chunks) == (saved._ranks, saved.chunks)
+        return own == its and same_rows and same_scales
+
+    @property
+    def _ranks(self) -> tuple[int, int, int]:
+        return self.nodes, self.slices, self.shards
+
+
 def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Snapshot]:
     """What each param group is updated with, and where the run had come to. Nothing changes."""
     groups = _checked_groups(setup, state_dict)
@@ -52,7 +124,7 @@ def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> 
     params = chain.from_iterable(g["params"] for g in setup.groups)
     saved = {p: _present(state_dict["state"].get(key, {})) for key, p in zip(keys, params, strict=True)}
     merged = merged_options(setup, groups)
-    numbers = _numbers(setup, progress_of(groups), saved)
+    numbers = _numbers(setup, checked_numbers(groups), saved)
     if numbers["compressing"]:
         _check_compressed_alike(setup, groups)
     betas = [betas_of(group) for group in merged]
@@ -74,277 +146,268 @@ def _present(own: Saved) -> Saved:
     return {name: value for name, value in own.items() if not isinstance(value, Mapping) or value}
 
 
+@dataclass
 class _Restoration:
     """New parts, filled from what was saved."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        numbers: Mapping[str, Any],
-        saved: Mapping[Tensor, Saved],
-        betas: Sequence[tuple[float, float]],
-    ) -> None:
-        """betas: of each param group that was saved."""
-        self._setup, self._numbers, self._saved, self._betas = setup, numbers, saved, betas
-        self._compressing = bool(numbers["compressing"])
-        self._residuals_missing = False
+    setup: Setup
+    numbers: Mapping[str, Any]
+    saved: Mapping[Tensor, Saved]
+    betas: Sequence[tuple[float, float]]  # of each param group that was saved
+    residuals_missing: bool = False
 
     def snapshot(self, dtypes: int) -> Snapshot:
         """dtypes: of the parameters that are compressed."""
-        setup, numbers, chunks = self._setup, self._numbers, self._numbers["chunks"]
-        if self._compressing and len(chunks) != dtypes:
+        setup, numbers = self.setup, self.numbers
+        chunks = numbers["chunks"] if self.numbers["compressing"] else []
+        if self.numbers["compressing"] and len(chunks) != dtypes:
             raise ValueError(
                 f"the state was saved with parameters of {len(chunks)} dtypes, here they have {dtypes}: messages of "
                 f"stage 2 are made for each. Cast the model as it was when it was saved"
             )
-        states = setup.flat_states(chunks if self._compressing else ())
-        parts = [self._part(state, sum(s.compressed for s in states[:i])) for i, state in enumerate(states)]
-        rule = setup.freeze_rule(states)
+        parts = [Part(state) for state in setup.flat_states(chunks)]
+        saved = [self._checked(part.state) for part in parts]
+        for part, own in zip(parts, saved, strict=True):
+            self._load_fields(part.state, own)
+        if self.numbers["compressing"]:
+            self._load_stage_2([each for each in zip(parts, saved, strict=True) if each[0].state.compressed])
+        for part in parts:
+            part.state.scratch = setup.algorithm.scratch(part.state)
+        rule = setup.freeze_rule([part.state for part in parts])
         rule.restore(numbers["trace"])
-        stages = Stages(
-            rule,
-            setup.device,
-            steps=int(numbers["steps"]),
-            skipped=int(numbers["skipped_steps"]),
-            compressing=self._compressing,
-        )
-        return Snapshot(parts, stages, int(numbers["wire_bytes"]), residuals_missing=self._residuals_missing)
-
-    def _part(self, state: FlatState, index: int) -> Part:
-        """index: of so many compressed states it comes after."""
-        part, saved, fields = Part(state), self._saved_parts(state, index), self._fields(state)
-        for i, own in enumerate(saved):
-            if own or self._compressing:
-                check_own(own, fields, state.shapes[i], self._setup.name_of(state.params[i]))
-        saved = [self._without_left_over(own, fields) for own in saved]
-        if self._in_stage_2(state):
-            asked = self._setup.options.chunks
-            state.set_chunks(int(self._numbers["chunks"][index]) if asked == "auto" else asked)
-        self._add_fields(state, saved)
-        for i, own in enumerate(saved):
-            if own or self._compressing:
-                self._load_fields(state, i, own)
-        state.master_is_current = all(MASTER.name in own for own in saved)
-        state.scratch = self._setup.algorithm.scratch(state)
-        if "optimizer" not in self._numbers and state.compressed and (steps := int(self._numbers["steps"])):
-            self._setup.algorithm.adopt_variance(state, steps, [self._betas[group][1] for group in state.groups])
-        if self._in_stage_2(state):
-            clear_fields(state)
-            part.start_reducer(self._setup)
-            if any(DENSE in own for own in saved):
-                self._load_folded(part, saved)
-            else:
-                self._load_messages(part, saved, self._saved_cut(state, index))
-        return part
+        steps, skipped = int(numbers["steps"]), int(numbers["skipped_steps"])
+        stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=self.numbers["compressing"])
+        return Snapshot(parts, stages, int(numbers["wire_bytes"]), residuals_missing=self.residuals_missing)
 
     def _in_stage_2(self, state: FlatState) -> bool:
-        return self._compressing and state.compressed
+        return self.numbers["compressing"] and state.compressed
 
     def _fields(self, state: FlatState) -> tuple[Field, ...]:
-        algorithm = self._setup.algorithm
+        algorithm = self.setup.algorithm
         if not self._in_stage_2(state):
             return (*algorithm.stage_1, MASTER)
         first = (FIRST_MOMENTUM,) if algorithm.needs_previous_momentum else ()
         return (*algorithm.stage_2, *first, MASTER)
 
-    def _saved_parts(self, state: FlatState, index: int) -> list[Saved]:
-        """Of every parameter what was saved of this rank's part, as the schema has it."""
-        of_parameters = self._setup.algorithm.numbers()
-        saved: list[Saved] = [
-            {name: part_of(v, None if name in of_parameters else p) for name, v in self._saved[p].items()}
-            for p in state.params
-        ]
-        if not self._in_stage_2(state):
-            return saved
-        topology, numbers = self._setup.topology, self._numbers
-        of_shards = [is_by_element(dict(own)) for own in saved]
-        if topology.shard is not None and not all(of_shards):
-            raise ValueError(
-                "the state is one of whole parameters in stage 2, the parameters here are sharded: load it into a "
-                "model without FSDP. Or what brought it (torch's broadcast_from_rank0, say) looks only for what this "
-                "optimizer has: then call onebit.make_room first"
-            )
-        if not any(of_shards):
-            return saved
-        packed_fields = [field.name for field in self._fields(state) if field.per == "bit"]
-        same_numbers = (numbers["scale"], numbers["reply"]) == (self._setup.options.scale, self._setup.way.way)
-        if not same_numbers or not same_cut(self._setup, numbers):
-            ranks, here = int(numbers["ranks"]), topology.place
-            same = (ranks, numbers["shards"]) == (topology.nodes * topology.slices, topology.shards)
-            place = here if same and topology.slices == 1 else None
-            return [as_folded(dict(own), packed_fields, ranks, place, here) for own in saved]
-        cut = self._saved_cut(state, index)
-        shards, place = cut.shard_spans(topology.place), topology.place
-        size = cut.layout.block_size
-        return [as_it_was(dict(own), i, size, packed_fields, shards, place) for i, own in enumerate(saved)]
+    def _checked(self, state: FlatState) -> list[Saved]:
+        """Of every parameter what was saved of this rank's part, as far as its fields say what that can be."""
+        fields, numbers = self._fields(state), self.setup.algorithm.numbers()
+        of_bits = [field.name for field in fields if field.per == "bit"]
+        saved: list[Saved] = []
+        for i, p in enumerate(state.params):
+            own = {name: part_of(v, None if name in numbers else p) for name, v in self.saved[p].items()}
+            if is_by_element(own):
+                own |= {name: packed(own[name].view(-1)) for name in of_bits if name in own}
+            elif self._in_stage_2(state) and self.setup.topology.shard is not None:
+                raise ValueError(
+                    "the state is one of whole parameters in stage 2, the parameters here are sharded: load it into a "
+                    "model without FSDP. Or what brought it (torch's broadcast_from_rank0, say) looks only for what "
+                    "this optimizer has: then call onebit.make_room first"
+                )
+            if own or self.numbers["compressing"]:
+                check_own(own, fields, state.shapes[i], self.setup.name_of(p))
+            saved.append(self._without_left_over(own, fields))
+        return saved
 
     def _without_left_over(self, own: Saved, fields: Sequence[Field]) -> Saved:
         """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
         optimizer has beside them."""
-        if "fields" not in self._numbers:  # AdamW's
+        if "fields" not in self.numbers:  # AdamW's
             return own
-        others = {ORDER, *(field.name for field in fields)} - set(self._numbers["fields"].split())
+        others = {ORDER, *(field.name for field in fields)} - set(self.numbers["fields"].split())
         return {name: value for name, value in own.items() if name not in others}
 
-    def _add_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
+    def _load_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
         for field in self._fields(state):
             there = field.always or any(field.name in own for own in saved)
             if there and field is not MASTER:  # which a flat state has from the start, or does without
                 state.add(field)
-
-    def _load_fields(self, state: FlatState, index: int, own: Saved) -> None:
-        name = self._setup.name_of(state.params[index])
-        for field in list(state.fields.values()):
-            if not field.saved or not field.same_on_all_ranks:
-                continue
-            if field.name in own:
-                value, saved = state.view(field.name, index), own[field.name]
-                there, here = saved_order(own), state.orders[index]
-                if field.per == "bit" and there != here:
-                    flags = unpacked(saved)[: state.numels[index]]
-                    saved = packed(reordered(flags, state.shapes[index], there, here))
-                value.copy_(saved.view(value.shape))
-            elif field.required:
-                raise ValueError(
-                    f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
-                    f"{self._setup.name} or AdamW, or what brought it looks only for what this optimizer has: then "
-                    f"call onebit.make_room first"
-                )
-
-    def _saved_cut(self, state: FlatState, index: int) -> _SavedCut:
-        n = self._numbers
-        ranks, slices = int(n["ranks"]), int(n["slices"])
-        shards = slices * self._way.shards(ranks // slices)
-        layout = Layout(state.numels, block_size=n["block_size"], ranks=shards, chunks=n["chunks"][index])
-        return _SavedCut(layout, ranks // slices, slices, self._way is not Direct)
-
-    @property
-    def _way(self) -> type[Exchange]:
-        """Of the exchange that saved the state."""
-        return WAYS[self._numbers["reply"]]
-
-    def _load_messages(self, part: Part, saved: Sequence[Saved], cut: _SavedCut) -> None:
-        state, reducer, setup, there = part.state, part.reducer, self._setup, cut.layout
-        assert reducer is not None
-        self._check_messages(state, saved, cut)
-        n, topology, way = self._numbers, setup.topology, self._way
-        same_ranks = (cut.nodes, cut.slices) == (topology.nodes, topology.slices)
-        same_cut = _pieces(there.all().shards()) == _pieces(state.layout.all().shards())
-        holds = [all(residual_name(p) in own or not n for own, n in zip(saved, cut.kept(p), strict=True))
-                 for p in cut.places]  # fmt: skip
-        same_slices = cut.slices == 1 or _pieces(cut.slice_spans(topology.place)) == _pieces(state.slice_spans)
-        same_shards = same_cut or (Direct in (way, setup.way) and same_slices)
-        same_order = [saved_order(own) for own in saved] == state.orders
-        in_shapes = cut.slices == 1 and way is setup.way is Direct  # what was left out is in the parameters' shapes
-        own_will_do = same_ranks and same_shards and (same_order or in_shapes)
-        if own_will_do and holds[topology.place]:  # what it has left out itself is all that a rank needs
-            _put_residuals(reducer, saved, cut, [topology.place])
-        elif all(holds):
-            _put_residuals(reducer, saved, cut, cut.places)
-        else:
-            self._warn_of_missing(len(cut.places))
-        same_blocks = there.block_size == state.layout.block_size and (same_cut or n["scale"] == "block")
-        same_way = (way, n["scale"]) == (setup.way, setup.options.scale)
-        same_messages = same_way and (same_ranks or way is not Direct)
-        if same_messages and same_blocks and same_order:
-            _put_momentum(reducer, saved)
-        else:
-            self._fold_momentum(part, saved)
-
-    def _load_folded(self, part: Part, saved: Sequence[Saved]) -> None:
-        """Of other shards or replicas: the mean residual, and the momentum folded into it."""
-        state, name = part.state, residual_name(self._setup.topology.place)
         for i, own in enumerate(saved):
-            shaped(own, DENSE, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
-            if name in own:
-                value = shaped(own, name, state.shapes[i], self._setup.name_of(state.params[i]), "finite")
-                for part_of, e in state.parts_of(RESIDUAL.name, i):
-                    e.copy_(flattened(value, state.orders[i])[part_of])
-        if not all(name in own for own in saved):
-            self._warn_of_missing(int(self._numbers["ranks"]))
-        self._fold_momentum(part, saved)
+            for field in list(state.fields.values()) if own or self.numbers["compressing"] else ():
+                if field.saved and field.same_on_all_ranks:
+                    self._load_field(state, field, i, own)
+        algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
+        state.master_is_current = all(MASTER.name in own for own in saved)
+        if "optimizer" not in self.numbers and state.compressed and steps:
+            algorithm.adopt_variance(state, steps, [self.betas[group][1] for group in state.groups])
 
-    def _fold_momentum(self, part: Part, saved: Sequence[Saved]) -> None:
-        """What messages of another shape held."""
-        state, size = part.state, int(self._numbers["block_size"])
+    def _load_field(self, state: FlatState, field: Field, index: int, own: Saved) -> None:
+        if field.name in own:
+            value, saved = state.view(field.name, index), own[field.name]
+            there, here = saved_order(own), state.orders[index]
+            if field.per == "bit" and there != here:
+                flags = unpacked(saved)[: state.numels[index]]
+                saved = packed(reordered(flags, state.shapes[index], there, here))
+            value.copy_(saved.view(value.shape))
+        elif field.required:
+            name = self.setup.name_of(state.params[index])
+            raise ValueError(
+                f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
+                f"{self.setup.name} or AdamW, or what brought it looks only for what this optimizer has: then call "
+                f"onebit.make_room first"
+            )
+
+    def _load_stage_2(self, parts: Sequence[tuple[Part, Sequence[Saved]]]) -> None:
+        """Messages and residuals of the compressed parts, each with what was saved of it."""
+        places = {p: i for i, p in enumerate(self.saved)}
+        owns = chain.from_iterable(zip(part.state.params, saved, strict=True) for part, saved in parts)
+        there = Cut.of_state(self.numbers, {places[p]: saved_order(own) for p, own in owns if ORDER in own})
+        here, place = Cut.of_run(self.setup, there), self.setup.topology.place
+        own_residuals, same_messages = here.keeps_residuals_of(there), here.keeps_messages_of(there)
+        for (part, saved), saved_chunks, chunks in zip(parts, there.chunks, here.chunks, strict=True):
+            part.state.set_chunks(chunks)
+            clear_fields(part.state)
+            part.start_reducer(self.setup)
+            assert part.reducer is not None
+            messages = _Messages(part.state, saved, there, saved_chunks)
+            messages.check(self.setup)
+            if own_residuals and messages.has_residuals([place]):
+                messages.add_residuals(part.reducer, [place])
+            elif messages.has_residuals(messages.places):
+                messages.add_residuals(part.reducer, messages.places)
+            else:
+                self._warn_of_missing(len(messages.places))
+            if same_messages:
+                messages.put_momentum(part.reducer)
+            else:
+                self._fold_momentum(part, messages)
+
+    def _fold_momentum(self, part: Part, messages: _Messages) -> None:
+        """What messages of another shape held goes where the next messages of this run take it from."""
+        state, algorithm = part.state, self.setup.algorithm
         if USUAL.name in state:  # it is of the messages that there were
             state[USUAL.name].zero_()
-        beta1s = [self._betas[group][0] for group in state.groups]
-        field, factors = self._setup.algorithm.where_momentum_goes(state, int(self._numbers["steps"]) + 1, beta1s)
-        if self._setup.algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
+        beta1s = [self.betas[group][0] for group in state.groups]
+        field, factors = algorithm.where_momentum_goes(state, int(self.numbers["steps"]) + 1, beta1s)
+        if algorithm.needs_previous_momentum and FIRST_MOMENTUM.name not in state:
             state.add(FIRST_MOMENTUM)
-            _decode_momentum(state, saved, size, FIRST_MOMENTUM.name)
-        fold = partial(_decode_momentum, state, saved, size, field.name, factors)
+            messages.add_momentum(FIRST_MOMENTUM.name, [1.0] * len(factors))
+        fold = partial(messages.add_momentum, field.name, factors)
         fold()
         if field is RESIDUAL:  # which is cleared where another rank has none
             part.fold_momentum_again = fold
 
-    def _check_messages(self, state: FlatState, saved: Sequence[Saved], cut: _SavedCut) -> None:
-        size = cut.layout.block_size
-        present = {r for own in saved for what in own if (r := rank_of(what)) is not None and r in cut.places}
-        kept, averaged = ({p: of(p) for p in present} for of in (cut.kept, cut.averaged))
-        copies = () if cut.served or cut.nodes == 1 else (cut.nodes,)
-        for i, own in enumerate(saved):
-            name, lengths = self._setup.name_of(state.params[i]), lengths_of(state.numels[i], size)
-            shaped(own, BITS, (*copies, int(lengths.sum()) // 8), name, "bits")
-            shaped(own, SCALES, (*copies, len(lengths)), name, "non-negative")
-            for place in present:
-                if residual_name(place) in own:
-                    shape = state.shapes[i] if cut.slices == 1 else (kept[place][i],)
-                    shaped(own, residual_name(place), shape, name, "finite")
-                    if averaged[place][i]:
-                        shaped(own, server_residual_name(place), (averaged[place][i],), name, "finite")
-
     def _warn_of_missing(self, ranks: int) -> None:
-        if not self._residuals_missing:
+        if not self.residuals_missing:
             warn(
                 f"the state does not hold the residuals of all {ranks} ranks that saved it, nor those of this rank for "
                 f"as many: they start from zero, and what compression had left out is lost. Save on every rank; for "
                 f"another number of ranks load onebit.merge_states of all of them"
             )
-        self._residuals_missing = True
+        self.residuals_missing = True
 
 
 @dataclass(frozen=True)
-class _SavedCut:
-    """How residuals lie in a saved state: of `nodes` senders, each with so many slices, one a place."""
+class _Messages:
+    """Residuals and momentum of one flat state's parameters, as they were saved. A place is that of a rank."""
 
-    layout: Layout
-    nodes: int
-    slices: int
-    served: bool  # whether each place has averaged a shard of every chunk
+    state: FlatState
+    saved: Sequence[Saved]
+    cut: Cut
+    chunks: int
+
+    @cached_property
+    def layout(self) -> Layout:
+        """By which the state was cut."""
+        shards = self.cut.slices * WAYS[self.cut.reply].shards(self.cut.nodes)
+        return Layout(self.state.numels, block_size=self.cut.block_size, ranks=shards, chunks=self.chunks)
 
     @property
-    def places(self) -> range:
-        return range(self.nodes * self.slices)
+    def places(self) -> Sequence[int]:
+        return range(self.cut.nodes * self.cut.slices)
 
-    def slice_spans(self, place: int) -> list[Span]:
-        return self.layout.parts(place % self.slices, self.slices)
+    def spans(self, place: int) -> dict[str, list[Span]]:
+        """Where each residual of a place lies: that of its slice, and that of the shards that it averages for all."""
+        node, index = divmod(place, self.cut.slices)
+        found = {residual_name(place): self.layout.parts(index, self.cut.slices)}
+        if self.cut.reply != "direct":
+            found[server_residual_name(place)] = self.layout.parts(index * self.cut.nodes + node, self.layout.ranks)
+        return found
 
-    def shard_spans(self, place: int) -> list[Span]:
-        node, index = divmod(place, self.slices)
-        return self.layout.parts(index * self.nodes + node, self.layout.ranks) if self.served else []
+    def check(self, setup: Setup) -> None:
+        copies = self.cut.nodes if self.cut.reply == "direct" else 1
+        rows, size = () if copies == 1 else (copies,), self.cut.block_size
+        present = {place for own in self.saved for name in own if (place := rank_of(name)) in self.places}
+        spans = {place: self.spans(place) for place in present if place is not None}
+        for i, own in enumerate(self.saved):
+            name, shape = setup.name_of(self.state.params[i]), self.state.shapes[i]
+            if is_by_element(own):
+                for copy in range(copies):
+                    shaped(own, message_name(copy), shape, name, "finite")
+                if message_name(copies) in own:
+                    raise ValueError(f"the state has more than {copies} messages for parameter {name}: it is damaged")
+            else:
+                lengths = lengths_of(self.state.numels[i], size)
+                shaped(own, BITS, (*rows, int(lengths.sum()) // 8), name, "bits")
+                shaped(own, SCALES, (*rows, len(lengths)), name, "non-negative")
+            for place in (place for place in spans if residual_name(place) in own):
+                for what, its_spans in spans[place].items():
+                    kept = _elements_in(its_spans, i)
+                    whole = is_by_element(own) or (what == residual_name(place) and self.cut.slices == 1)
+                    if whole or kept:
+                        shaped(own, what, shape if whole else (kept,), name, "finite")
 
-    def kept(self, place: int) -> list[int]:
-        """Of each parameter, how many elements a place has compressed."""
-        return _elements_of(self.layout, self.slice_spans(place))
+    def has_residuals(self, places: Sequence[int]) -> bool:
+        return all(
+            name in own or not _elements_in(self.spans(place)[name], i)
+            for place, name in ((place, residual_name(place)) for place in places)
+            for i, own in enumerate(self.saved)
+        )
 
-    def averaged(self, place: int) -> list[int]:
-        """Of each parameter, how many elements it has averaged for all."""
-        return _elements_of(self.layout, self.shard_spans(place))
+    def add_residuals(self, reducer: MomentumReducer, places: Sequence[int]) -> None:
+        """The mean over nodes of what these places, all or one, have left out of their slices, and what they have left
+        out as servers."""
+        state, nodes = self.state, len({place // self.cut.slices for place in places})
+        spans = {place: self.spans(place) for place in places}
+        servers = [chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None]
+        for i, own in enumerate(self.saved):
+            there, here, shape = saved_order(own), state.orders[i], state.shapes[i]
+            e, of_servers = torch.zeros(2, state.numels[i])
+            for place in places:
+                for name in spans[place].keys() & own.keys():
+                    values = spread(flattened(own[name].cpu(), there), spans[place][name], i, len(e))
+                    if name == residual_name(place):
+                        e.add_(values, alpha=1 / nodes)
+                    else:
+                        of_servers.add_(values)
+            e, of_servers = (reordered(values, shape, there, here) for values in (e, of_servers))
+            if not servers:  # nobody else sends what servers have left out, and messages are averaged
+                e = e.add(of_servers, alpha=self.cut.nodes / nodes)
+            for part, own_e in state.parts_of(RESIDUAL.name, i):
+                own_e.add_(e[part].to(own_e.device))
+            for server in servers:
+                for part, at in server.shard.of_parameter(i):
+                    server.residual.value[at : at + part.stop - part.start].copy_(of_servers[part])
+
+    def put_momentum(self, reducer: MomentumReducer) -> None:
+        """m as the replies of the last step, and as what this rank sent of them."""
+        layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
+        all_bits = torch.zeros((replies.copies, layout.elements // 8), dtype=torch.uint8, device=device)
+        all_scales = torch.zeros((replies.copies, layout.blocks), dtype=torch.float32, device=device)
+        for i, own in enumerate(self.saved):
+            bits, scales = blocks_of_momentum(own, self.cut.block_size)
+            start = int(layout.offset[i]) // 8
+            all_bits[:, start : start + bits.shape[-1]] = bits.to(device)
+            all_scales[:, layout.blocks_of(i)] = scales.to(device)
+        replies.put(layout.all(), all_bits, all_scales)
+        exchange = reducer.exchange
+        of_slice = exchange.transport.size
+        for chunk in exchange.chunks:
+            chunk.own_reply.buffer.copy_(chunk.replies.buffer[exchange.own_row][None])
+            chunk.arriving.buffer.copy_(chunk.replies.buffer[exchange.node.rank * of_slice :][:of_slice])
+
+    def add_momentum(self, name: str, factors: Sequence[float]) -> None:
+        """Add m, each parameter's multiplied by its factor, to a field."""
+        state = self.state
+        for i, own in enumerate(self.saved):
+            m = momentum(own, state.shapes[i], self.cut.block_size).mean(0).to(state.device)
+            for part, kept in state.parts_of(name, i):
+                kept.add_(flattened(m, state.orders[i])[part], alpha=factors[i])
 
 
-def same_cut(setup: Setup, numbers: Mapping[str, Any]) -> bool:
-    """Whether a state is cut as this optimizer would cut it, so that every rank's residuals are its own."""
-    options, topology = setup.options, setup.topology
-    return (
-        numbers["ranks"] == topology.nodes * topology.slices
-        and numbers["slices"] == topology.slices
-        and numbers["shards"] == topology.shards
-        and (topology.slices == 1 or numbers["reply"] == setup.way.way)  # which decides where slices begin
-        and numbers["block_size"] == setup.options.block_size
-        and (options.chunks == "auto" or all(c == options.chunks for c in numbers["chunks"]))
-    )
+def _elements_in(spans: Sequence[Span], index: int) -> int:
+    """How many elements of one parameter lie in spans."""
+    return sum(part.stop - part.start for span in spans for part, _ in span.of_parameter(index))
 
 
 def clear_residuals(current: Snapshot) -> None:
@@ -356,84 +419,6 @@ def clear_residuals(current: Snapshot) -> None:
                 residual.value.zero_()
             if part.fold_momentum_again is not None:
                 part.fold_momentum_again()
-
-
-def _put_residuals(reducer: MomentumReducer, saved: Sequence[Saved], cut: _SavedCut, places: Sequence[int]) -> None:
-    """The mean over nodes of these places' e, and what they hold of E. They are all that saved the state, or one."""
-    state, nodes = reducer.state, len({place // cut.slices for place in places})
-    servers = [chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None]
-    slices = {residual_name(p): cut.slice_spans(p) for p in places}
-    shards = {server_residual_name(p): cut.shard_spans(p) for p in places}
-    for i, own in enumerate(saved):
-        there, here, shape = saved_order(own), state.orders[i], state.shapes[i]
-        e, from_servers = (
-            reordered(_whole(own, spans, i, state.numels[i], 1 / n), shape, there, here)
-            for spans, n in ((slices, nodes), (shards, 1))
-        )
-        if not servers:  # nobody else sends what servers have left out, and messages are averaged
-            e.add_(from_servers, alpha=cut.nodes / nodes)
-        for part, own_e in state.parts_of(RESIDUAL.name, i):
-            own_e.add_(e[part].to(own_e.device))
-        for server in servers:
-            for part, at in server.shard.of_parameter(i):
-                kept = server.residual.value[at : at + part.stop - part.start]
-                kept.copy_(from_servers[part])
-
-
-def _whole(own: Saved, spans: Mapping[str, Sequence[Span]], index: int, numel: int, alpha: float) -> Tensor:
-    """Of one parameter, the sum of what was saved under each name for the elements in its spans, times alpha."""
-    whole = torch.zeros(numel, dtype=torch.float32, device="cpu")
-    for name, of_name in spans.items():
-        if name in own:
-            values = flattened(own[name].cpu(), saved_order(own))
-            whole.add_(scattered(values, of_name, index, numel), alpha=alpha)
-    return whole
-
-
-def _pieces(spans: Sequence[Span]) -> list[list[tuple[int, int, int]]]:
-    """Of each span, which elements of which parameters it has."""
-    return [[(s.parameter, s.start, s.stop) for s in span.segments()] for span in spans]
-
-
-def _elements_of(layout: Layout, spans: Sequence[Span]) -> list[int]:
-    """Of each parameter, how many elements lie in these spans."""
-    elements = [0] * layout.parameters
-    for s in (s for span in spans for s in span.segments()):
-        elements[s.parameter] += s.stop - s.start
-    return elements
-
-
-def _put_momentum(reducer: MomentumReducer, saved: Sequence[Saved]) -> None:
-    """m as the replies of the last step, and as what this rank sent of them."""
-    layout, device, replies = reducer.state.layout, reducer.state.device, reducer.replies
-    bits = torch.zeros((replies.copies, layout.elements // 8), dtype=torch.uint8, device=device)
-    scales = torch.zeros((replies.copies, layout.blocks), dtype=torch.float32, device=device)
-    for i, own in enumerate(saved):
-        blocks, start = layout.blocks_of(i), int(layout.offset[i]) // 8
-        bits[:, start : start + own[BITS].shape[-1]] = own[BITS].to(device)
-        scales[:, blocks] = own[SCALES].to(device)
-    replies.put(layout.all(), bits, scales)
-    exchange = reducer.exchange
-    of_slice = exchange.transport.size
-    for chunk in exchange.chunks:
-        chunk.own_reply.buffer.copy_(chunk.replies.buffer[exchange.own_row][None])
-        chunk.arriving.buffer.copy_(chunk.replies.buffer[exchange.node.rank * of_slice :][:of_slice])
-
-
-def _decode_momentum(
-    state: FlatState, saved: Sequence[Saved], size: int, name: str, factors: Sequence[float] | None = None
-) -> None:
-    """Add m, which messages of another shape held, to a field; multiplied by its parameter's factor, if given. size: of
-    a block of those messages."""
-    for i, own in enumerate(saved):
-        if DENSE in own:
-            m = flattened(own[DENSE].to(state.device), state.orders[i])
-        else:
-            bits, scales = own[BITS].to(state.device), own[SCALES].to(state.device)
-            m = decoded(bits, scales, state.numels[i], size).mean(0)
-            m = reordered(m, state.shapes[i], saved_order(own), state.orders[i])
-        for part, kept in state.parts_of(name, i):
-            kept.add_(m[part], alpha=1.0 if factors is None else factors[i])
 
 
 def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -481,7 +466,6 @@ def merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[di
 
 def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved]) -> Mapping[str, Any]:
     """How far the run had come that saved the state: as it says, or as torch.optim.AdamW's does."""
-    check_numbers(numbers)
     if numbers and numbers["compressing"]:
         if numbers["optimizer"] != setup.name:
             raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it")

@@ -1,50 +1,59 @@
-"""One checkpoint of a whole run, over torch.distributed.checkpoint: saved by all ranks, loaded by any number of them.
+"""Checkpoints of a whole run, over torch.distributed.checkpoint: saved by all ranks, loaded by any number of them.
 
 A save is whole or not there, and until it is whole the checkpoint before it stays (`onebit.checkpoint.files`). A load
-checks version, layout and every file before it reads, and reads and builds everything beside what is there: a
-checkpoint that is damaged or does not fit is a ValueError on every rank (a TypeError where a value is of another kind)
-and changes nothing.
+checks version, layout and every file before it reads. Every rank then reads and builds what it needs beside what is
+there; when all have, all install it. A checkpoint that is damaged or does not fit is a ValueError on every rank (a
+TypeError where a value is of another kind) and changes nothing.
 
-`dcp.save` and `dcp.load` take an optimizer as it is, but `dcp.load` fills what is there already. `load` looks first
-what was saved: a new optimizer may load a state of stage 2, and of another number of ranks.
+`dcp.load`, and torch's set_optimizer_state_dict with flattened states, fill what an optimizer has: a new one has
+nothing of stage 2, and one of three ranks lacks what two have saved. `make_room` gives an optimizer tensors of the
+names and sizes that were saved, until the next load.
 """
 
 # mypy: disable-error-code="attr-defined"
 from __future__ import annotations
 
-import io
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onebit.checkpoint import files
-from onebit.checkpoint.checks import check_numbers
-from onebit.checkpoint.compatibility import check_layout, layout_of
-from onebit.checkpoint.extra import EXTRA, checked, packed, rank_to_read, restore, unpacked
-from onebit.checkpoint.index import KeyPath, Planner, Reader, written
+from onebit.checkpoint.checks import checked_numbers
+from onebit.checkpoint.elements import room_for
+from onebit.checkpoint.files import Planner, Reader, check_layout, index_of, layout_of, read_index
 from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
-from onebit.checkpoint.ranks import CheckpointRanks
-from onebit.checkpoint.restore import same_cut
-from onebit.checkpoint.schema import progress_of
-from onebit.checkpoint.sharded import room_for
-from onebit.kernels.data.checks import is_whole
-from onebit.optim.memory_order import order_of
+from onebit.checkpoint.ranks import (
+    EXTRA,
+    CheckpointRanks,
+    checked_extra,
+    own_error,
+    packed_extra,
+    rank_to_read,
+    restore_extra,
+    saved_bytes,
+    unpacked_extra,
+)
+from onebit.checkpoint.restore import Cut
 from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.setup import Setup
 from onebit.optim.sharding import local
-from onebit.parallel.unwrap import own_module, own_optimizer
+from onebit.parallel.unwrap import layers_of, own_module, own_optimizer
 
-_SAVING, _READING = "saving a checkpoint", "reading a checkpoint"
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+K = TypeVar("K")
+Read = Callable[[Iterable[str]], Mapping[str, Any]]
 
 
 def save(
@@ -65,13 +74,15 @@ def save(
     state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
     state = ranks.on_all(lambda: _plain(state))
-    if own := ranks.on_all(lambda: packed({} if extra is None else extra)):
+    if own := ranks.on_all(lambda: packed_extra({} if extra is None else extra)):
         state[EXTRA] = {str(ranks.rank): own}
-    data = ranks.all_gather([layout["fingerprint"], files.new_name()])
-    ranks.on_all(lambda: _agree_on_layout(data))
-    name = data[0][1]
-    ranks.on_all(lambda: _make_room(folder, name, ranks.rank))
-    with ranks.inside_dcp(_SAVING), quiet():
+    ranks.agree(
+        layout["fingerprint"],
+        "have another model or other options than rank 0: give every rank the same, and save again",
+    )
+    name = ranks.all_gather(files.new_name())[0]
+    ranks.on_all(lambda: _begin(folder, name, ranks.rank))
+    with ranks.saving(), quiet():
         metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), process_group=ranks.group)
     found = ranks.all_gather(ranks.on_all(lambda: _finish(folder / name, metadata, ranks)))
     ranks.on_all(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
@@ -90,24 +101,21 @@ def load(
     for bit; another number with the mean of the residuals. A checkpoint that is damaged, another program's or another
     model's is a ValueError or TypeError on every rank and changes nothing.
     """
-    inner, optimizer = own_module(model, "load"), own_optimizer(optimizer, "load")
-    optimizer.find_ranks()
-    ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
-    here = inner.state_dict()
-    source = _checked(Path(folder), here, optimizer, ranks)
-    loaded = _optimizer_state(source, optimizer)
-    state = {"model": {name: _room_like(value) for name, value in here.items()}}
-    source.fill(state)
-    install = ranks.on_all(lambda: optimizer.prepare_load(loaded))
-    found = _extra(source)
-    asked = {} if extra is None else extra
-    before = ranks.on_all(lambda: checked(asked, found))
+    inner, optimizer, asked = own_module(model, "load"), own_optimizer(optimizer, "load"), extra or {}
+    manifest, ranks = _opened(folder, inner, optimizer)
+
+    def prepared() -> tuple[Any, ...]:
+        source = _Source(manifest, optimizer)
+        state, found = source.model_state(inner), source.extra(ranks)
+        return optimizer.prepare_load(source.optimizer_state()), state, found, checked_extra(asked, found)
+
+    install, state, found, before = ranks.on_all(prepared)
     try:  # the only part that others' code can refuse comes first
-        ranks.on_all(lambda: restore(asked, found))
+        ranks.on_all(lambda: restore_extra(asked, found))
     except Exception:
-        restore(asked, before)
+        restore_extra(asked, before)
         raise
-    inner.load_state_dict(state["model"])
+    inner.load_state_dict(state)
     install()
     return found
 
@@ -115,140 +123,217 @@ def load(
 def optimizer_state(folder: str | os.PathLike[str], model: nn.Module, optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What `save` wrote of the optimizer, checked as `load` does, as this rank's `load_state_dict` takes it: a
     collective call."""
+    manifest, ranks = _opened(folder, own_module(model, "load"), optimizer)
+    return ranks.on_all(lambda: _Source(manifest, optimizer).optimizer_state())
+
+
+def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Before torch's own tools load a state into `optimizer`: give it the names and sizes of what was saved.
+
+    source: the folder or StorageReader that `dcp.load` is to read, or a state from `get_optimizer_state_dict`. Call it
+    on every rank, on the model that the state is of, then load as ever. Like `dcp.load` it unpickles what it reads
+    (.metadata, and values that are no tensors): trust the checkpoint, or use `onebit.save` and `load`.
+    """
+    optimizer = own_optimizer(optimizer, "make_room")
     optimizer.find_ranks()
-    ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
-    return _optimizer_state(_checked(Path(folder), own_module(model, "load").state_dict(), optimizer, ranks), optimizer)
+    setup, params = optimizer.setup, [p for group in optimizer.param_groups for p in group["params"]]
+    tensors, others, read = _of_state(source) if isinstance(source, Mapping) else _of_checkpoint(source)
+    places = _places_by_name(model, params)
+    numbers = _numbers_of_tools(others, read, places)
+    own = {key: found for key in tensors if (found := _place_and_name(key, places)) is not None}
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for key in _needed(own, numbers, read, setup):
+        (place, name), (size, dtype) = own[key], tensors[key]
+        p, like = params[place], None if name in setup.algorithm.numbers() else params[place]
+        state.setdefault(p, {})[name] = room_for(size, dtype, like, p.device if size else "cpu")
+    if not state:
+        raise ValueError(
+            "make_room found no state of this optimizer's parameters: they are called by other names there. Give the "
+            "model that the state was saved with"
+        )
+    optimizer.show_room(state, numbers)
 
 
-def _checked(folder: Path, here: Mapping[str, Any], optimizer: OneBitOptimizer, ranks: CheckpointRanks) -> _Source:
-    """A checkpoint that is whole, the same for all ranks, and of this model, whose state is `here`."""
-    manifest = ranks.on_all(lambda: files.Manifest(folder))
-    seen = ranks.all_gather(manifest.checksum)
-    ranks.on_all(lambda: _agree_on_folder(folder, seen))
-    ranks.on_all(lambda: check_layout(manifest.layout, layout_of(here, optimizer.setup)))
-    ranks.on_all(lambda: manifest.check_files(ranks.rank, ranks.size))
-    return ranks.on_all(lambda: _Source(manifest, ranks, optimizer))
+def _needed(own: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any], read: Read, setup: Setup) -> list[str]:
+    """The keys that this rank has to load, of those of a state, each with its parameter's place and its name: of
+    residuals this rank's own, where they are all that it needs, otherwise those of all."""
+    names, permuted = {name for _, name in own.values()}, [key for key, (_, name) in own.items() if name == ORDER]
+    orders = {own[key][0]: tuple(v.flatten().tolist()) for key, v in read(permuted).items() if isinstance(v, Tensor)}
+    there = Cut.of_state(numbers, orders)
+    mine = {residual_name(setup.topology.place), server_residual_name(setup.topology.place)}
+    if not names & mine or not Cut.of_run(setup, there).keeps_residuals_of(there):
+        return list(own)
+    return [key for key, (_, name) in own.items() if name in mine or _owner(name) is None]
 
 
-def _extra(source: _Source) -> dict[str, Any]:
-    """What this rank, or the one in its place, saved beside model and optimizer."""
-    if not source.extra:
-        return {}
-    ranks, saved = source.ranks, source.manifest.layout.get("ranks")
-    keys = source.extra.get(ranks.on_all(lambda: rank_to_read(ranks.rank, saved, ranks.size)), {})
-    values = source.read(keys.values())
-    return ranks.on_all(lambda: {name: unpacked(name, values[key]) for name, key in keys.items()})
+def _owner(name: str) -> int | None:
+    """The rank whose residual a name says it is."""
+    return server_rank_of(name) if rank_of(name) is None else rank_of(name)
 
 
-def _optimizer_state(source: _Source, optimizer: OneBitOptimizer) -> dict[str, Any]:
-    """What this rank needs of the optimizer's state."""
-    paths, place = source.paths, optimizer.setup.topology.place
-    found = source.read(k for k, p in paths.items() if p[1] == "param_groups" or p[-1] == ORDER)
-    groups = {paths[k]: v for k, v in found.items() if paths[k][1] == "param_groups"}
-    orders = {str(paths[k][2]): v for k, v in found.items() if paths[k][-1] == ORDER and isinstance(v, Tensor)}
-    numbers = source.ranks.on_all(lambda: _numbers(groups))
-    own_residual, own_server = residual_name(place), server_residual_name(place)
-    servers = {k for k, p in paths.items() if server_rank_of(p[-1]) is not None}
-    residuals: dict[int, list[str]] = {}
-    for key, path in paths.items():
-        if (rank := rank_of(path[-1])) is not None:
-            residuals.setdefault(rank, []).append(key)
-    others = {k for own in residuals.values() for k in own}
-    if source.ranks.on_all(lambda: same_cut(optimizer.setup, numbers) and _same_orders(optimizer, orders)):
-        others = {k for k in others if paths[k][-1] != own_residual}
-        others |= {k for k in servers if paths[k][-1] != own_server}
-        found |= source.read(k for k in paths if k not in found and k not in others)
-    else:
-        found |= source.read(k for k in paths if k not in found and k not in others)
-        found |= _mean_residuals(source, residuals, int(numbers["ranks"]), int(numbers["slices"]))
-    return source.ranks.on_all(lambda: _nested({paths[k]: v for k, v in found.items()}))
-
-
-def _same_orders(optimizer: OneBitOptimizer, saved: Mapping[str, Tensor]) -> bool:
-    """Whether parameters lie in memory as they did: else blocks have other elements."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    here = {str(i): order for i, p in enumerate(params) if p.requires_grad and (order := order_of(local(p)))}
-    return here == {i: tuple(order.flatten().tolist()) for i, order in saved.items()}
-
-
-def _numbers(groups: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """How far the run had come that saved these param groups."""
-    numbers = progress_of(_nested(groups)["param_groups"])
-    if not numbers:
-        raise ValueError(f"the checkpoint's first param group has no {PROGRESS!r}: it is damaged. Load another")
-    check_numbers(numbers)
-    return numbers
-
-
-def _mean_residuals(source: _Source, residuals: Mapping[int, list[str]], ranks: int, slices: int) -> dict[str, Tensor]:
-    """The mean over nodes in the place of each one's, read rank by rank: one model's size in memory, not N."""
-    mean: dict[tuple[int, KeyPath], Tensor] = {}
-    of = {key: (rank % slices, source.paths[key][:-1]) for rank, keys in residuals.items() for key in keys}
-    for keys in residuals.values():
-        for key, value in source.read(keys).items():
-            mean[of[key]] = mean.get(of[key], 0) + value.double() * slices / ranks
-    single = {each: value.float() for each, value in mean.items()}
-    return {key: single[each] for key, each in of.items()}
-
-
-def _nested(flat: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """The dicts and lists of an optimizer's state from the paths into it."""
-    root: dict[Any, Any] = {"optimizer": {"state": {}, "param_groups": {}}}
+def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Dicts from the paths into them."""
+    root: dict[Any, Any] = {}
     for path, value in flat.items():
         node = root
         for step in path[:-1]:
-            node = node.setdefault(_key(step), {})
+            node = node.setdefault(_number(step), {})
             if not isinstance(node, dict):
                 raise ValueError(f"the checkpoint has two values for {path}: it is damaged. Load another")
-        node[_key(path[-1])] = value
-    own = root["optimizer"]
-    groups = own["param_groups"]
-    if not groups or sorted(groups, key=str) != sorted(range(len(groups)), key=str):
-        raise ValueError("the checkpoint lacks param groups: it is damaged. Load another")
-    return {**own, "param_groups": [groups[i] for i in range(len(groups))]}
+        node[_number(path[-1])] = value
+    return root
 
 
-def _key(step: str | int) -> str | int:
+def _number(step: Any) -> Any:
     return int(step) if isinstance(step, str) and re.fullmatch(r"[0-9]{1,9}", step) else step
 
 
-class _Source:
-    """A checkpoint that was checked, and the ranks that read it."""
+@contextmanager
+def quiet() -> Iterator[None]:
+    """One process alone is not worth a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield
 
-    def __init__(self, manifest: files.Manifest, ranks: CheckpointRanks, optimizer: OneBitOptimizer) -> None:
-        self.manifest, self.ranks, self.index = manifest, ranks, Reader(manifest).index
+
+def _begin(folder: Path, name: str, rank: int) -> None:
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.prune(folder)
+        (folder / name).mkdir()
+
+
+def _finish(data: Path, metadata: Any, ranks: CheckpointRanks) -> dict[str, list[Any]]:
+    """This rank's files, on the disk, and what is in them: those that it has written, and has in its memory still."""
+    names = {at.relative_path for at in metadata.storage_data.values()}
+    own = sorted(name for name in names if name.startswith(f"__{ranks.rank}_"))
+    if ranks.rank == 0:
+        files.write(data / files.INDEX, index_of(metadata))
+        own += [files.INDEX, ".metadata"]
+    found = files.described(data, own)
+    files.sync_folder(data)
+    return found
+
+
+def _commit(folder: Path, name: str, found: Mapping[str, list[Any]], layout: Mapping[str, Any], rank: int) -> None:
+    if rank == 0:
+        files.commit(folder, name, found, layout)
+        files.prune(folder)
+
+
+def _plain(value: Any) -> Any:
+    """What `load` will read: found out when it is saved, not when it is needed."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, (Tensor, str, int, float, type(None))):
+        saved_bytes(value, f"{value!r:.80}")
+    return value
+
+
+def _opened(
+    folder: str | os.PathLike[str], inner: nn.Module, optimizer: OneBitOptimizer
+) -> tuple[files.Manifest, CheckpointRanks]:
+    """A checkpoint that is whole, the same for all ranks, and of this model."""
+    optimizer.find_ranks()
+    ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
+    here = layout_of(inner.state_dict(), optimizer.setup)
+
+    def opened() -> files.Manifest:
+        manifest = files.Manifest(Path(folder))
+        check_layout(manifest.layout, here)
+        manifest.check_files(ranks.rank, ranks.size)
+        return manifest
+
+    manifest = ranks.on_all(opened)
+    ranks.agree(
+        manifest.checksum, f"find another checkpoint in {folder} than rank 0: it must be one folder that all ranks see"
+    )
+    return manifest, ranks
+
+
+class _Source:
+    """A checkpoint that was checked, as one rank reads it."""
+
+    def __init__(self, manifest: files.Manifest, optimizer: OneBitOptimizer) -> None:
+        self._manifest, self._setup, self._index = manifest, optimizer.setup, read_index(manifest)
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._numbers = optimizer.setup.algorithm.numbers()
-        paths: dict[str, KeyPath] = self.index.planner_data
-        self.paths = {k: p for k, p in paths.items() if p[0] == "optimizer" and len(p) > 1}
-        self.extra: dict[int, dict[str, str]] = {}  # keys, by rank and name
-        for key, path in paths.items():
-            if path[0] == EXTRA and len(path) == 3 and is_whole(rank := _key(path[1]), 0):
-                self.extra.setdefault(int(rank), {})[str(path[2])] = key
-        if not self.paths:
+        self._own: dict[str, tuple[int, str]] = {}  # of every key of state the parameter's place, and the name
+        self._groups: dict[str, tuple[Any, ...]] = {}  # of every key of a param group the path in all of them
+        self._extra: dict[int, dict[str, str]] = {}  # keys by rank and name
+        for key, path in self._index.planner_data.items():
+            match path:
+                case ("optimizer", "state", place, str(name)):
+                    self._own[key] = (_number(place), name)
+                case ("optimizer", "param_groups", _, _, *_):
+                    self._groups[key] = path[2:]
+                case ("extra", rank, str(name)):
+                    self._extra.setdefault(_number(rank), {})[name] = key
+        if not self._groups:
             raise ValueError(f"{manifest.folder} holds no optimizer: it is damaged. Load another checkpoint")
 
-    def fill(self, state: dict[str, Any]) -> None:
-        with self.ranks.inside_dcp(_READING), quiet():
-            dcp.load(
-                state, storage_reader=Reader(self.manifest, self.index), planner=Planner(),
-                process_group=self.ranks.group,
-            )  # fmt: skip
+    def model_state(self, inner: nn.Module) -> dict[str, Any]:
+        return self._fill({"model": {name: _room_like(value) for name, value in inner.state_dict().items()}})["model"]
 
-    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+    def extra(self, ranks: CheckpointRanks) -> dict[str, Any]:
+        """What this rank, or the one in its place, saved beside model and optimizer."""
+        if not self._extra:
+            return {}
+        keys = self._extra.get(rank_to_read(ranks.rank, self._manifest.layout.get("ranks"), ranks.size), {})
+        values = self._read(keys.values())
+        return {name: unpacked_extra(name, values[key]) for name, key in keys.items()}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What this rank needs of the optimizer's state."""
+        of_groups = self._read(self._groups)
+        groups = _nested({self._groups[key]: value for key, value in of_groups.items()})
+        if sorted(groups, key=str) != sorted(range(len(groups)), key=str):
+            raise ValueError("the checkpoint lacks param groups: it is damaged. Load another")
+        numbers = checked_numbers([groups[0]])
+        if not numbers:
+            raise ValueError(f"the checkpoint's first param group has no {PROGRESS!r}: it is damaged. Load another")
+        keys = _needed(self._own, numbers, self._read, self._setup)
+        residuals = [key for key in keys if rank_of(self._own[key][1]) is not None]
+        found = self._read(set(keys) - set(residuals)) | self._mean(residuals, int(numbers["slices"]))
+        state = _nested({self._own[key]: value for key, value in found.items()})
+        return {"state": state, "param_groups": [groups[i] for i in range(len(groups))]}
+
+    def _mean(self, residuals: Collection[str], slices: int) -> dict[str, Tensor]:
+        """The mean over nodes in the place of each rank's, read rank by rank: one model's size in memory, not N."""
+        ranks = {key: rank_of(self._own[key][1]) or 0 for key in residuals}
+        nodes = len({rank // slices for rank in ranks.values()})
+        mean: dict[tuple[int, int], Tensor] = {}
+        for rank in sorted(set(ranks.values())):
+            for key, value in self._read(key for key in residuals if ranks[key] == rank).items():
+                at = (self._own[key][0], rank % slices)
+                mean[at] = mean.get(at, 0) + value.double() / nodes
+        single = {at: value.float() for at, value in mean.items()}
+        return {key: single[self._own[key][0], ranks[key] % slices] for key in residuals}
+
+    def _read(self, keys: Iterable[str]) -> dict[str, Any]:
         """What is stored under `keys`; of a sharded parameter's tensors this rank's part."""
-        found = {key: self._room(key) for key in keys}
-        self.fill(found)
+        found = self._fill({key: self._room(key) for key in keys})
         return {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
 
     def _room(self, key: str) -> Tensor | None:
-        entry = self.index.state_dict_metadata[key]
+        entry = self._index.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        dtype, path = entry.properties.dtype, self.paths.get(key, ())
-        own = path[1:2] == ("state",) and 0 <= int(path[2]) < len(self._params)
-        like = self._params[int(path[2])] if own and path[-1] not in self._numbers else None
-        return room_for(entry.size, dtype, like)
+        place, name = self._own.get(key, (-1, ""))
+        like = place in range(len(self._params)) and name not in self._setup.algorithm.numbers()
+        return room_for(entry.size, entry.properties.dtype, self._params[place] if like else None)
+
+    def _fill(self, state: dict[str, Any]) -> dict[str, Any]:
+        reader = Reader(self._manifest.folder, self._index)
+        try:
+            with quiet():
+                dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+        except CheckpointException as error:
+            raise own_error("reading a checkpoint", error) from None
+        return state
 
 
 def _room_like(value: Any) -> Any:
@@ -258,78 +343,84 @@ def _room_like(value: Any) -> Any:
     return torch.empty_like(value, device="cpu" if type(value) in (Tensor, nn.Parameter) else None)
 
 
-def _make_room(folder: Path, name: str, rank: int) -> None:
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.prune(folder)
-        (folder / name).mkdir()
+Sizes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
-def _finish(data: Path, metadata: Any, ranks: CheckpointRanks) -> dict[str, list[Any]]:
-    """This rank's files, on the disk, and what is in them."""
-    names = {at.relative_path for at in metadata.storage_data.values()}
-    own = [name for name in sorted(names) if _writer(name) % ranks.size == ranks.rank]
-    if ranks.rank == 0:
-        files.write(data / files.INDEX, written(metadata))
-        own += [files.INDEX, ".metadata"]
-    found = files.described(data, own)
-    files.sync_folder(data)
-    return found
+def _of_state(state: Mapping[str, Any]) -> tuple[Sizes, Collection[str], Read]:
+    """Of a state by dotted keys: its tensors, the keys of its other values, and how to read values."""
+    flat = dict(_flattened(state))
+    tensors = {key: (v.size(), v.dtype) for key, v in flat.items() if isinstance(v, Tensor)}
+    return tensors, flat.keys() - tensors.keys(), lambda keys: {key: flat[key] for key in keys}
 
 
-def _writer(name: str) -> int:
-    """The rank that wrote a file, and has it in its memory still: torch names them __<rank>_<number>.distcp."""
-    found = re.match(r"__(\d+)_", name)
-    return int(found[1]) if found else 0
+def _flattened(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    lists = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+    if not isinstance(value, Mapping) and not lists:
+        yield at, value
+        return
+    for name, each in enumerate(value) if lists else value.items():
+        yield from _flattened(each, f"{at}.{name}" if at else str(name))
 
 
-def _commit(folder: Path, name: str, found: Mapping[str, list[Any]], layout: Mapping[str, Any], rank: int) -> None:
-    if rank == 0:
-        files.commit(folder, name, found, layout)
-        files.prune(folder)
-
-
-def _agree_on_layout(answers: list[list[str]]) -> None:
-    others = [rank for rank, (fingerprint, _) in enumerate(answers) if fingerprint != answers[0][0]]
-    if others:
-        raise ValueError(
-            f"ranks {others} have another model or other options than rank 0: give every rank the same, and save again"
+def _of_checkpoint(source: Any) -> tuple[Sizes, Collection[str], Read]:
+    """The same of a checkpoint of torch.distributed.checkpoint."""
+    reader = dcp.FileSystemReader(source) if isinstance(source, (str, os.PathLike)) else source
+    if not isinstance(reader, dcp.StorageReader):
+        raise TypeError(
+            f"make_room takes the folder of a checkpoint, a StorageReader or a state, not a {type(source).__name__}"
         )
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise ValueError(f"{source} holds no checkpoint of torch.distributed.checkpoint: {error}") from error
+    tensors = {k: (m.size, m.properties.dtype) for k, m in found.items() if isinstance(m, TensorStorageMetadata)}
+
+    def read(keys: Iterable[str]) -> Mapping[str, Any]:
+        values: dict[str, Any] = {key: room_for(*tensors[key], like=None) if key in tensors else None for key in keys}
+        with quiet():
+            dcp.load(values, storage_reader=reader, no_dist=True)
+        return values
+
+    return tensors, found.keys() - tensors.keys(), read
 
 
-def _agree_on_folder(folder: Path, seen: list[str]) -> None:
-    others = [rank for rank, checksum in enumerate(seen) if checksum != seen[0]]
-    if others:
+def _places_by_name(model: nn.Module, params: list[Tensor]) -> dict[str, int]:
+    """By the names that states have for parameters, the model's without wrappers, and their numbers."""
+    places = {p: i for i, p in enumerate(params)}
+    names = {str(i): i for i in places.values()}
+    for layer in layers_of(model):
+        for name, p in layer.named_parameters(remove_duplicate=False):
+            if p in places:
+                names[".".join(part for part in name.split(".") if part not in _WRAPPERS)] = places[p]
+    return names
+
+
+def _place_and_name(key: str, places: Mapping[str, int]) -> tuple[int, str] | None:
+    """Of the parameter whose value a key of a state has, and of the value."""
+    head, _, name = key.rpartition(".")
+    return next(((places[end], name) for end in _ends_after("state", head) if end in places), None)
+
+
+def _ends_after(word: str, key: str) -> list[str]:
+    """What comes after each `word` of a dotted key."""
+    parts = key.split(".")
+    return [".".join(parts[i + 1 :]) for i, part in enumerate(parts) if part == word]
+
+
+def _numbers_of_tools(keys: Iterable[str], read: Read, places: Mapping[str, int]) -> dict[str, Any]:
+    """How far the run had come: what the first param group, or in a flattened state its first parameter, has."""
+    groups: dict[str, dict[str, tuple[str, ...]]] = {}
+    for key in keys:
+        for end in _ends_after("param_groups", key):
+            group, found, rest = end.partition(f".{PROGRESS}.")
+            if found and group in places:
+                groups.setdefault(group, {})[key] = tuple(rest.split("."))
+    if not groups:
         raise ValueError(
-            f"ranks {others} find another checkpoint in {folder} than rank 0: it must be one folder that all ranks see"
+            f"make_room found no param group of this optimizer with {PROGRESS!r} in it, which says how far the run had "
+            f"come: the state is no onebit optimizer's, or another model's. Give the one that was saved"
         )
-
-
-def _plain(value: Any) -> Any:
-    """What torch.load(weights_only=True) will read: found out when it is saved, not when it is needed."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    if not isinstance(value, (Tensor, str, int, float, type(None))):
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        try:
-            torch.load(file, weights_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"{value!r:.80} ({type(value).__name__}) could be saved and not be loaded: onebit.load unpickles no "
-                f"objects. Keep plain numbers, strings and tensors in param groups and in a model's extra state"
-            ) from error
-    return value
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """One process alone is not worth a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        yield
+    paths = min(groups.items(), key=lambda each: each[0] != "0")[1]
+    numbers = _nested({paths[key]: value for key, value in read(paths).items()})
+    checked_numbers([{PROGRESS: numbers}])
+    return numbers

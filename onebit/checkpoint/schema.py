@@ -21,7 +21,7 @@
                                                          dimensions by stride. Messages and what has no shape are in it
     param_groups[0]["onebit"]                            numbers: how far the run has come
 
-Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.sharded`).
+Sharded parameters are saved element by element, as DTensors (`onebit.checkpoint.elements`).
 
 `optimizer.state` has the same names, and param_groups[0]["onebit"] is there, empty: tools that walk an optimizer find
 in it whatever it saves.
@@ -33,14 +33,15 @@ stores them all. A state that holds those of all ranks (`merge_states`) loads on
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
-from onebit.checkpoint.sharded import by_element
+from onebit.checkpoint.elements import by_element
+from onebit.checkpoint.names import BITS, ORDER, SCALES, message_name, residual_name, server_residual_name
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
 from onebit.optim.fields import RESIDUAL
@@ -51,37 +52,30 @@ from onebit.optim.snapshot import Snapshot
 
 VERSION = 2
 
-Saved = Mapping[str, Any]  # one parameter's
-
 
 def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
     step = torch.tensor(float(current.stages.counts[0]), dtype=torch.float32, device="cpu")
+    numbers, sharded = setup.algorithm.numbers(), setup.topology.shard is not None
     saved: dict[Tensor, dict[str, Any]] = {}
     for part in current.parts:
-        state = part.state
-        for i, p in enumerate(state.params):
-            saved[p] = {"step": step.clone(), **_shared(state, i)}
+        state, messages, served = part.state, [], []
         if part.reducer is not None:
-            messages = _save_messages(part.reducer, setup.topology.place)
-            for i, (p, own) in enumerate(zip(state.params, messages, strict=True)):
-                saved[p] |= own | _order(state, i)
-        if setup.topology.shard is not None:
-            shards = [] if part.reducer is None else served_spans(part.reducer.exchange)
-            served = server_residual_name(setup.topology.place)
-            for i, p in enumerate(state.params):
-                if shards:  # all parts have the same names, also those of which this rank averages nothing
-                    saved[p].setdefault(served, state.view(RESIDUAL.name, i).new_zeros(0))
-                saved[p] = by_element(saved[p], p, i, state.block_size, shards)
-        numbers = setup.algorithm.numbers()
-        for p in state.params:
-            saved[p] = {name: v.view(1) if name in numbers else v for name, v in saved[p].items()}
+            messages, served = _messages(part.reducer), served_spans(part.reducer.exchange)
+        for i, p in enumerate(state.params):
+            own = {"step": step.clone(), **_shared(state, i)}
+            if part.reducer is not None:
+                residuals = _residuals(setup, part.reducer, i)
+                own |= messages[i] | {name: made() for name, made in residuals.items()} | _order(state, i)
+            if sharded:
+                own = by_element(own, p, i, state.block_size, served)
+            saved[p] = {name: v.view(1) if name in numbers else v for name, v in own.items()}
     return saved
 
 
 def live(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Tensor]]:
     """`optimizer.state`: views of what is kept, and every name that `save` saves. What has another form while it trains
     (messages and what depends on them) is an empty tensor here."""
-    step = current.stages.counts[0]
+    step, sharded = current.stages.counts[0], setup.topology.shard is not None
     shown: dict[Tensor, dict[str, Tensor]] = {}
     for part in current.parts:
         for i, p in enumerate(part.state.params):
@@ -89,8 +83,9 @@ def live(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Tensor]]:
             residual = views.pop(RESIDUAL.name, None)
             shown[p] = {"step": step, **views, **_shared(part.state, i)}
             if part.reducer is not None:
-                shown[p] |= {name: step.new_empty(0) for name in _names_of_messages(setup, part.reducer, i)}
-                shown[p] |= _order(part.state, i)
+                rows = range(part.reducer.replies.copies)
+                names = [*(map(message_name, rows) if sharded else (BITS, SCALES)), *_residuals(setup, part.reducer, i)]
+                shown[p] |= {name: step.new_empty(0) for name in names} | _order(part.state, i)
                 if residual is not None:
                     shown[p][residual_name(setup.topology.place)] = residual
     return shown
@@ -107,23 +102,42 @@ def _order(state: FlatState, index: int) -> dict[str, Tensor]:
     return {} if order is None else {ORDER: torch.tensor(order, dtype=torch.int64, device="cpu")}
 
 
-def _names_of_messages(setup: Setup, reducer: MomentumReducer, index: int) -> list[str]:
-    """What `save` adds for one parameter in stage 2."""
-    exchange, state, place = reducer.exchange, reducer.state, setup.topology.place
-    sharded, served = setup.topology.shard is not None, served_spans(exchange)
-    names = [message_name(rank) for rank in range(exchange.replies.copies)] if sharded else [BITS, SCALES]
-    if state.slices == 1 or state.pieces(state[RESIDUAL.name], index):
-        names.append(residual_name(place))
-    server = exchange.server_residual
-    if server is not None and served and (sharded or pieces(served, server.value, index)):
-        names.append(server_residual_name(place))
-    return names
-
-
 def served_spans(exchange: Exchange) -> list[Span]:
     """What this rank averages for all."""
     layout = exchange.layout
     return [] if exchange.server_residual is None else layout.parts(exchange.own_row, layout.ranks)
+
+
+def _messages(reducer: MomentumReducer) -> list[dict[str, Tensor]]:
+    """The momentum of each parameter."""
+    reducer.exchange.materialize()
+    layout, replies = reducer.state.layout, reducer.replies
+    bits, scales, ends = replies.bits_of(layout.all()), replies.scales_of(layout.all()), layout.starts // 8
+    if replies.copies == 1:
+        bits, scales = bits[0], scales[0]
+    saved = []
+    for blocks in map(layout.blocks_of, range(layout.parameters)):
+        own = {BITS: bits[..., ends[blocks.start] : ends[blocks.stop]], SCALES: scales[..., blocks]}
+        saved.append({name: value.clone(memory_format=torch.contiguous_format) for name, value in own.items()})
+    return saved
+
+
+def _residuals(setup: Setup, reducer: MomentumReducer, index: int) -> dict[str, Callable[[], Tensor]]:
+    """How what this rank has left out of one parameter is made, by its names."""
+    state, exchange, place = reducer.state, reducer.exchange, setup.topology.place
+    server, served = exchange.server_residual, served_spans(exchange)
+    of_slice = [piece for _, piece in state.pieces(state[RESIDUAL.name], index)]
+    of_shards = [] if server is None else [piece for _, piece in pieces(served, server.value, index)]
+    found: dict[str, Callable[[], Tensor]] = {}
+    if state.slices == 1:
+        found[residual_name(place)] = partial(state.view, RESIDUAL.name, index)
+    elif of_slice:
+        found[residual_name(place)] = partial(torch.cat, of_slice)
+    if of_shards:
+        found[server_residual_name(place)] = partial(torch.cat, of_shards)
+    elif served and setup.topology.shard is not None:  # all parts of a parameter have the same names
+        found[server_residual_name(place)] = partial(state[RESIDUAL.name].new_zeros, 0)
+    return found
 
 
 def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
@@ -152,45 +166,3 @@ def _names_of_fields(current: Snapshot) -> set[str]:
     states = current.states
     permuted = any(order is not None for state in states for order in state.orders)
     return {name for state in states for name in _shared(state, 0)} | ({ORDER} if permuted else set())
-
-
-def progress_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    numbers = groups[0].get(PROGRESS, {}) if groups else {}
-    if not isinstance(numbers, Mapping):
-        raise TypeError(
-            f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: it is damaged"
-        )
-    numbers = {"settings": {}, **numbers} if numbers else {}  # full states of torch leave out an empty dict
-    if "trace" in numbers:
-        try:
-            numbers["trace"] = json.loads(numbers["trace"])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"trace is no JSON in the state ({error!s:.60}): it is damaged. Load another") from error
-    return numbers
-
-
-def _save_messages(reducer: MomentumReducer, place: int) -> list[dict[str, Tensor]]:
-    """Residuals and momentum of each parameter."""
-    exchange, state, layout = reducer.exchange, reducer.state, reducer.state.layout
-    exchange.materialize()
-    whole, single = layout.all(), exchange.replies.copies == 1
-    bits, scales = exchange.replies.bits_of(whole), exchange.replies.scales_of(whole)
-    ends = layout.starts // 8
-    server_residual, served = exchange.server_residual, served_spans(exchange)
-    saved = []
-    for i in range(len(state.params)):
-        blocks = layout.blocks_of(i)
-        own_bits, own_scales = bits[:, ends[blocks.start] : ends[blocks.stop]], scales[:, blocks]
-        own = {name: _own(v[0] if single else v) for name, v in ((BITS, own_bits), (SCALES, own_scales))}
-        if state.slices == 1:
-            own[residual_name(place)] = state.view(RESIDUAL.name, i)
-        elif of_slice := [piece for _, piece in state.pieces(state[RESIDUAL.name], i)]:
-            own[residual_name(place)] = torch.cat(of_slice)
-        if server_residual is not None and (of_shards := pieces(served, server_residual.value, i)):
-            own[server_residual_name(place)] = torch.cat([piece for _, piece in of_shards])
-        saved.append(own)
-    return saved
-
-
-def _own(part: Tensor) -> Tensor:
-    return part.clone(memory_format=torch.contiguous_format)

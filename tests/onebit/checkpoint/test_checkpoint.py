@@ -186,10 +186,10 @@ def dies(module, name, *, after=False, only=None):
 
 MANIFEST = checkpoint_files.MANIFEST
 BEFORE = {  # where a save dies, and leaves the checkpoint before
-    "before the data folder is made": lambda: dies(checkpoint, "_make_room"),
+    "before the data folder is made": lambda: dies(checkpoint, "_begin"),
     "before it writes": lambda: dies(WRITER, "write_data"),
     "after it has written": lambda: dies(WRITER, "write_data", after=True),
-    "before the index": lambda: dies(checkpoint, "written"),
+    "before the index": lambda: dies(checkpoint, "index_of"),
     "at the checksums": lambda: dies(checkpoint_files, "sha256"),
     "before the commit": lambda: dies(checkpoint, "_commit"),
     "before the rename": lambda: dies(os, "replace", only=MANIFEST),
@@ -322,7 +322,7 @@ def test_a_rank_that_dies_while_saving_leaves_a_whole_checkpoint(who, where, tmp
 
 FULL = (  # places of a save, and the rank where the disk is full there
     (WRITER, "write_data", 1),
-    (checkpoint, "written", 0),
+    (checkpoint, "index_of", 0),
     (checkpoint_files, "sha256", 1),
     (checkpoint_files, "commit", 0),
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import onebit
+from onebit.checkpoint.elements import decoded
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
 from tests.onebit.checkpoint.states import adamw_run
@@ -94,7 +95,7 @@ DAMAGED = {
     "half a node": ((*NUMBERS, "slices"), 2, "1 ranks in nodes of 2"),
     "no shards": ((*NUMBERS, "shards"), 0, "shards is 0"),
     "settings are a list": ((*NUMBERS, "settings"), [1], "settings is a dict"),
-    "fields are a list": ((*NUMBERS, "fields"), ["denominator"], "fields a string"),
+    "fields are a list": ((*NUMBERS, "fields"), ["denominator"], "fields is a string"),
     "no trace": ((*NUMBERS, "trace"), None, "no trace"),
     "trace is a list": ((*NUMBERS, "trace"), [[1.0]], "trace is no JSON"),
     "trace is cut": ((*NUMBERS, "trace"), "[[1.0]", "trace is no JSON"),
@@ -252,6 +253,23 @@ def test_damage_to_lambs_own_state_is_refused():
         state = changed(saved("OneBitLamb", 6), (*NUMBERS, "fields"), lambda names, what=what: f"{names} {what}")
         state["state"][0][what] = value
         assert_refused(loader("OneBitLamb", 6), state, match, BOTH)
+
+
+def test_messages_by_element_load_as_blocks_do_and_one_too_many_is_refused():
+    """The form of sharded parameters. With one rank a server has what it averages of every element."""
+    state, here = snapshot(saved("OneBitAdam", 6)), Run(CASE.but(seed=1), 2)
+    size = state["param_groups"][0]["onebit"]["block_size"]
+    for own in state["state"].values():
+        d = own["denominator"]
+        values = decoded(own.pop("momentum_bits"), own.pop("momentum_scales"), d.numel(), size)
+        own["momentum_of_message_0"] = values.view(d.shape)
+        own["server_residual_of_rank_0"] = own["server_residual_of_rank_0"].view(d.shape)
+    second = changed(state, (*ONE, "momentum_of_message_1"), state["state"][0]["momentum_of_message_0"])
+    assert_refused(here, second, "more than 1 message")
+    assert_refused(here, changed(state, (*ONE, "momentum_of_message_0"), None), "no momentum_bits")
+    here.optimizer.load_state_dict(state)
+    loaded, expected = snapshot(here.optimizer.state_dict()), saved("OneBitAdam", 6)
+    assert same(loaded["state"], expected["state"])
 
 
 def test_merge_states_refuses_damaged_states():

@@ -1,4 +1,6 @@
-"""The way back: a state of this library's optimizers as torch.optim.AdamW has it.
+"""States made of states: those of all ranks as one that any number of ranks can load, and as torch.optim.AdamW's.
+
+AdamW's of a state of stage 2:
 
     exp_avg       m, the mean of the last messages; what residuals hold of it (over beta1) where none came yet
     exp_avg_sq    v with  sqrt(v / (1 - beta2^t)) + eps = 1 / d,  so that AdamW divides by what stage 2 divides by
@@ -8,20 +10,42 @@ Residuals are left out: AdamW has no use for them. A coordinate that did not mov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.checks import check_numbers, check_options, check_structure
-from onebit.checkpoint.elements import decoded, saved_order
-from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
-from onebit.checkpoint.schema import Saved, progress_of
-from onebit.optim.memory_order import in_shape
+from onebit.checkpoint.checks import check_options, check_structure, checked_numbers
+from onebit.checkpoint.elements import Saved, momentum
+from onebit.checkpoint.names import PROGRESS, rank_of
 from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
+
+
+def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states that all ranks saved, one each, as one that any number of ranks can load."""
+    if not state_dicts:
+        raise ValueError("merge_states got no states: give what every rank saved")
+    for each in state_dicts:
+        check_structure(each)
+    numbers = [checked_numbers(s["param_groups"]) for s in state_dicts]
+    for rank, own in enumerate(numbers):
+        for name in ("optimizer", "ranks", "slices", "shards", "steps", "compressing"):
+            if own.get(name) != numbers[0].get(name):
+                raise ValueError(
+                    f"the states do not belong together: number {rank} has {name} {own.get(name)!r} where the first "
+                    f"has {numbers[0].get(name)!r}. Give what the ranks of one run saved at one step"
+                )
+    keys = [s["state"].keys() for s in state_dicts]
+    if odd := next((rank for rank, own in enumerate(keys) if own != keys[0]), 0):
+        raise ValueError(f"the states do not belong together: number {odd} is not of the parameters the first is of")
+    merged = dict(state_dicts[0])
+    merged["state"] = {
+        key: dict(chain.from_iterable(s["state"][key].items() for s in state_dicts)) for key in merged["state"]
+    }
+    return merged
 
 
 def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,8 +57,7 @@ def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     check_structure(state_dict)
     groups = [dict(group) for group in state_dict["param_groups"]]
     check_options(groups)
-    numbers = progress_of(groups)
-    check_numbers(numbers)
+    numbers = checked_numbers(groups)
     groups[0].pop(PROGRESS, None)
     of = dict(chain.from_iterable(((key, group) for key in group["params"]) for group in groups))
     state = {key: _moments(key, own, numbers, of[key]) for key, own in state_dict["state"].items() if own}
@@ -83,12 +106,7 @@ def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor
     """fp64, in the shape of `like`."""
     if "first_momentum" in own:
         return own["first_momentum"].double()
-    if BITS in own:
-        messages = decoded(own[BITS], own[SCALES], like.numel(), int(numbers["block_size"])).double()
-        m = in_shape(messages.mean(0), like.shape, saved_order(own))
-    else:
-        parts = [value.double() for name, value in own.items() if message_of(name) is not None]
-        m = sum(parts[1:], parts[0]) / len(parts)
+    m = momentum(own, like.shape, int(numbers["block_size"])).double().mean(0)
     residuals = [value.double() for name, value in own.items() if rank_of(name) is not None]
     if residuals and not bool(m.any()) and all(e.shape == m.shape for e in residuals):
         m = sum(residuals[1:], residuals[0]) / (len(residuals) * max(beta1, torch.finfo(torch.float32).tiny))
