@@ -63,5 +63,5 @@ def _missing(some: Mapping[str, Any], others: Mapping[str, Any], where: str) -> 
 
 
 def _listed(differences: list[str]) -> str:
-    more = f" and {len(differences) - 5} more differences" if len(differences) > 5 else ""
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
     return "; ".join(differences[:5]) + more

@@ -79,7 +79,7 @@ def _packed(name: str, value: Any) -> Tensor:
     except Exception as error:
         raise ValueError(
             f"extra {name!r} ({type(value).__name__}) could be saved and not be loaded: onebit.load unpickles no "
-            f"objects ({error!s:.200}). Keep numbers, strings, tensors, and lists, tuples and dicts of them; of a "
-            f"NumPy array torch.from_numpy(array)"
+            f"objects. Pass numbers, strings, tensors, and lists, tuples and dicts of these; for a NumPy array pass "
+            f"torch.from_numpy(array), for a torch.Generator its get_state()"
         ) from error
     return torch.from_numpy(np.frombuffer(file.getvalue(), dtype=np.uint8).copy())
