@@ -81,7 +81,8 @@ class Backend(Protocol):
         live: Tensor | None = None,
         gamma: Tensor | None = None,
     ) -> None:
-        """c = beta1 m + gamma_p ((1 - beta1) g') + e;  bit = sigma(c);  scale = ||c||_1 / count;  e = c - scale bit.
+        """c = beta1 m + gamma_p ((1 - beta1) g') + e;  bit = sigma(c);  scale = ||c||_1 / count, or as the norm of
+        `out` says (`onebit.kernels.data.wire`);  e = c - scale bit.
 
         1-bit Adam (Tang et al. 2021), Algorithm 1, lines 6 and 7; 1-bit LAMB (Li et al. 2021), Algorithm 1, lines 6
         and 7. gamma_p = 1 without `gamma`. The span's k-th shard goes into message k of `out`. Where `live` has no bit,
@@ -94,7 +95,7 @@ class Backend(Protocol):
     def average(
         self, span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None
     ) -> None:
-        """C = mean_i decode(received_i) + E;  bit = sigma(C);  scale = ||C||_1 / count;  E = C - scale bit.
+        """C = mean_i decode(received_i) + E;  bit = sigma(C);  scale as in compress;  E = C - scale bit.
 
         1-bit Adam (Tang et al. 2021), Algorithm 1, line 10; 1-bit LAMB (Li et al. 2021), Algorithm 1, line 10.
         `span` is this rank's shard, and `live` that shard's mask. If any message received carries a flag, so does

@@ -1,4 +1,5 @@
-"""The bytes of a message. Every byte offset is computed in this file.
+"""The bytes of a message. Every byte offset is computed in this file; the passes of `onebit.kernels.cpu.codec` and
+`onebit.kernels.gpu.codec` pack signs and compute scales. That a sign takes one bit is written into both.
 
 A message carries one shard of one chunk from one rank to another:
 
@@ -6,28 +7,30 @@ A message carries one shard of one chunk from one rank to another:
     scales   fp32          one a block (scale="block"), or one (scale="tensor"); padded to 16 bytes
     bits     uint8         of each block length / 8 bytes, as numpy.packbits(..., bitorder="little") lays them out
 
-All messages of a format are as long as the longest; what a shorter shard leaves over is 0 or nothing in particular.
+All messages of a format are as long as the longest. A shorter shard leaves bytes over, which hold no values.
 
-An element decodes to +scale where its bit is 1 and to -scale elsewhere, or to the mean of that over the messages that
-its block is in (`Messages.copies`): one where a rank has averaged the shard, one a rank where every rank's message goes
-to all. Bits past a block's valid count are 0.
+An element decodes to +scale if its bit is 1, and to -scale otherwise. A block may be in several messages
+(`Messages.copies`), one from each rank if every rank's message goes to all; then the element decodes to the mean over
+these messages. Bits past a block's valid count are 0.
 
-What a scale is made of: the mean size ("l1": no other has a smaller error), the root mean square ("l2"), or
+Three norms make the scale of a block c with n elements:
 
+    l1          ||c||_1 / n, the mean size: the scale with the smallest error
+    l2          ||c||_2 / sqrt(n), the root mean square
     unbiased    ||c||_2^2 / ||c||_1, at most MOST times the root mean square
 
-with which what is left out is orthogonal to c (as in DRIVE, Vargaftik et al. 2021): all of c arrives at once, and
-noise with it, where the mean size sends 2/3 of a normally distributed c and the rest in later steps. A block with few
-elements that are not 0 meets the bound: without it all others would be moved as far as these.
+With "unbiased" the part that a message leaves out is orthogonal to c (as in DRIVE, Vargaftik et al. 2021): all of c
+arrives at once, with noise. With "l1" a message sends 2/3 of a normally distributed c, and later messages send the
+rest. A block with few elements that are not 0 meets the bound of "unbiased": without the bound, all other elements
+would move as far as these.
 
 Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element, at most 31 elements' bits and 4
 bytes for each parameter's last block, and at most 40 bytes.
 
-The length of a message follows from its format alone, and no byte of it is used as an address or a count: no content
-can make a reader access memory elsewhere. In host memory headers are checked (2 us for 8 messages), which finds what is
-no message of this exchange; on a GPU the host would have to wait for the device, so they are not. Scales and bits are
-not checked anywhere: that they arrive as they were sent is left to the transport (TCP, InfiniBand and NVLink carry
-checksums).
+The length of a message follows from its format alone, and no byte of a message is an address or a count: no content
+can make a reader access memory elsewhere. In host memory headers are checked (2 us for 8 messages), which finds a
+message of another exchange. On a GPU headers are not checked, since the host would wait for the device. Scales and bits
+are never checked: the transport guards them (TCP, InfiniBand and NVLink carry checksums).
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         *(f"{n} has shape {model[n]} there and {own[n]} here" for n in own if model.get(n, own[n]) != own[n]),
     ]
     if differences:
-        more = f" and {len(differences) - 5} more differences" if len(differences) > 5 else ""
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise ValueError(
             f"the checkpoint is another model's: {'; '.join(differences[:5])}{more}. Build the model as it was when it "
             f"was saved"

@@ -126,9 +126,9 @@ def saved_bytes(value: Any, what: str) -> bytes:
         torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
-            f"{what} ({type(value).__name__}) could be saved and not be loaded: onebit.load unpickles no objects "
-            f"({error!s:.200}). Keep numbers, strings, tensors, and lists, tuples and dicts of them; of a NumPy array "
-            f"torch.from_numpy(array)"
+            f"{what} ({type(value).__name__}) could be saved and not be loaded: onebit.load unpickles no objects. "
+            f"Pass numbers, strings, tensors, and lists, tuples and dicts of these; for a NumPy array pass "
+            f"torch.from_numpy(array), for a torch.Generator its get_state()"
         ) from error
     return file.getvalue()
 

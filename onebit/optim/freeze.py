@@ -215,7 +215,7 @@ def report_freeze(
     if at_once:
         tell("No step of stage 1 is left: the state that was loaded has %d steps, more than freeze_step", step)
     beside = ", beside the gradients that DistributedDataParallel averages: onebit.attach was not called"
-    tell("Stage 2 begins after step %d: 1 bit an element from here on%s", step, beside if ddp_averages else "")
+    tell("Stage 2 begins after step %d: compressed steps send 1 bit an element%s", step, beside if ddp_averages else "")
     warn_of_zeros("at the freeze", without, zero_variance)
 
 

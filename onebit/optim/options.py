@@ -71,49 +71,58 @@ class Options:
     """The choices that hold for a whole optimizer; those of a param group stay in the group."""
 
     freeze_step: FreezeStep = _option(
-        "auto", 'the last step of stage 1, or a FreezeRule, which ends it when it is stable; "auto": FreezeRule().'
+        "auto",
+        "the last step of stage 1: a number, or a FreezeRule, which ends stage 1 when the variance (LAMB: the "
+        'coefficients) is stable; "auto": FreezeRule().',
     )
     bias_correction: bool = _option(True, "as torch.optim.AdamW; False for the papers' BertAdam.")
     zero_variance: ZeroVariance = _option(
         "floor",
-        'a coordinate without a variance at the freeze uses the mean of the others ("floor") or never moves ("hold").',
+        "what a coordinate without a variance at the freeze does: take the mean variance of its parameter's other "
+        'coordinates ("floor"), or never move ("hold").',
     )
     variance_floor: float = _option(
-        1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean; 0 as in the papers."
+        1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean variance; papers: 0."
     )
     update_limit: float | Literal["auto"] | None = _option(
         "auto",
-        "steps that do not update the variance are shortened, a parameter each, where the root mean square of what "
-        'multiplies lr is above this: gradients have grown. "auto": 1, or 3 times what is usual for it; None: '
-        "never, as in the papers.",
+        "the most that the root mean square of a parameter's update (lr multiplies the update) may be while the "
+        'variance stays frozen; a larger update is shortened. "auto": 1 or, if larger, 3 times the usual root mean '
+        "square of this parameter; None: no limit, as in the papers.",
     )
-    scale: Scale = _option("block", 'one scale a "block" of a message, or one a message ("tensor"), as in the papers.')
+    scale: Scale = _option("block", 'one scale for each "block", or one for each message ("tensor"), as in the papers.')
     norm: AskedNorm = _option(
         "auto",
-        'a scale is the mean size of what it stands for ("l1": least is left out), the root mean square ("l2"), or the '
-        'sum of squares over that of sizes ("unbiased": least comes late); "auto": unbiased with block scales, '
-        "else l1.",
+        'how a scale is made of the elements of its block or message: the mean size ("l1": the least error), the root '
+        'mean square ("l2"), or the sum of squares over the sum of sizes ("unbiased": nothing comes late, but with '
+        'noise); "auto": unbiased with block scales, else l1.',
     )
     reply: AskedReply = _option(
         "auto",
-        "what comes back: the mean compressed to 1 bit once more (1), as in the papers, or every rank's own message "
-        '("direct"): less is lost, N / 2 times as much is sent; "auto": direct with two ranks, else 1.',
+        "what a rank gets for a message: the mean, compressed to 1 bit once more (1), as in the papers, or the "
+        'messages of all N ranks ("direct"): nothing is compressed twice, and N / 2 times as many bytes are sent; '
+        '"auto": direct with two ranks, else 1.',
     )
-    block_size: int = _option(BLOCK_SIZE, "elements of a block, which has a scale of its own; a multiple of 32.")
+    block_size: int = _option(BLOCK_SIZE, "how many elements a block has: a multiple of 32.")
     chunks: int | Literal["auto"] = _option(
-        "auto", 'stages of the pipeline of packing and sending; "auto" measures a few, once.'
+        "auto",
+        "into how many pieces a message is cut: while one piece is sent, the next is compressed; "
+        '"auto" measures some numbers once.',
     )
-    master_weights: bool = _option(True, "16-bit parameters keep an fp32 copy.")
+    master_weights: bool = _option(True, "parameters of 16 bits keep an fp32 copy.")
     overlap: bool = _option(
-        False, "in stage 2 messages leave while backward still computes, if gradients are neither clipped nor scaled."
+        False,
+        "in stage 2 messages leave while backward still computes; clipping or scaling of gradients ends the overlap.",
     )
     check_every: int = _option(
-        1000, "steps between two checks that all ranks hold the same bits, a DivergenceError on each if not; 0: none."
+        1000,
+        "steps between two checks that all ranks hold the same bits; if not, every rank raises a DivergenceError; "
+        "0: no checks.",
     )
     gradient_dtype: torch.dtype | None = _option(
         None,
-        "what fp32 gradients are rounded to on the wire, in stage 1 and within a node: torch.bfloat16, torch.float16, "
-        "or None.",
+        "the 16 bits that fp32 gradients are rounded to for the network in full-precision steps, and inside a node: "
+        "torch.bfloat16, torch.float16, or None, which sends fp32.",
     )
 
     @classmethod
@@ -123,7 +132,7 @@ class Options:
         names = [each.name for each in fields(cls) if each.name not in without]
         unknown = sorted(arguments.keys() - set(names))
         if unknown:
-            known = f"beside an optimizer's own arguments the options are {', '.join(names)}"
+            known = f"beside its own arguments, this optimizer takes the options {', '.join(names)}"
             other = ", which is of other optimizers" if unknown[0] in without else ""
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}{other}: {known}")
         return cls(**arguments)

@@ -141,4 +141,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tests.fuzz import __main__ as command  # processes look for `work` under this name
+
+    sys.exit(command.main())

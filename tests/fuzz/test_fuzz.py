@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.fuzz import __main__ as command
 from tests.fuzz import collectives, runs
 from tests.fuzz.__main__ import TARGETS, Fuzzer
 from tests.fuzz.mutate import Source
+from tests.limits import HUNG
 from tests.ranks import group, run_ranks
 
 CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400}
@@ -76,6 +78,12 @@ def collectives_of(rank: int, size: int, fault: str) -> collectives.Seen:
 def test_what_nccl_would_not_take_is_found(fault: str, text: str) -> None:
     found = collectives.faults(run_ranks(2, collectives_of, fault))
     assert bool(found) == bool(text) and all(text in each for each in found)
+
+
+def test_the_command_runs_in_processes_of_its_own() -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--cases", "40", "--jobs", "2", "--only", "wire"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG)
+    assert done.returncode == 0 and "40 cases in " in done.stdout, done.stderr
 
 
 class Bad:
