@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from onebit.checkpoint.merge import merge_states
 from onebit.checkpoint.to_adamw import adamw_state
 from onebit.collectives import CollectiveError, CompressedAllReduce
-from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
 from onebit.optim.freeze import FreezeRule
-from onebit.optim.lamb import OneBitLamb
-from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.zero_one import ZeroOneAdam
+from onebit.optimizers.adam import OneBitAdam
+from onebit.optimizers.lamb import OneBitLamb
+from onebit.optimizers.optimizer import OneBitOptimizer
+from onebit.optimizers.zero_one import ZeroOneAdam
 from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_own, check_structure, shaped, steps_of
 from onebit.checkpoint.elements import decoded, lengths_of, saved_order, scattered
-from onebit.checkpoint.names import BITS, DENSE, ORDER, PROGRESS, SCALES, rank_of, residual_name, server_residual_name
+from onebit.checkpoint.names import BITS, DENSE, ORDER, SCALES, rank_of, residual_name, server_residual_name
 from onebit.checkpoint.schema import Saved, progress, progress_of
 from onebit.checkpoint.sharded import as_folded, as_it_was, is_by_element
 from onebit.collectives.direct import Direct
@@ -31,7 +31,7 @@ from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
 from onebit.optim.memory_order import flattened, reordered
 from onebit.optim.options import check_group, is_known_key
-from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
+from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import part_of
@@ -40,7 +40,7 @@ from onebit.optim.stages import Stages
 from onebit.warning import warn
 
 _NOT_OPTIONS = {
-    "params", PROGRESS, "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+    "params", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
     "decoupled_weight_decay",
 }  # fmt: skip
 

@@ -24,14 +24,15 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onebit.checkpoint.checks import check_numbers
-from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of
+from onebit.checkpoint.names import ORDER, rank_of, residual_name, server_rank_of
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.save_load import quiet
 from onebit.checkpoint.schema import progress_of
 from onebit.checkpoint.sharded import room_for
 from onebit.optim.memory_order import order_of
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.param_groups import PROGRESS
 from onebit.optim.sharding import local
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import layers_of, own_optimizer
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")

@@ -33,15 +33,16 @@ from onebit.checkpoint.checks import check_numbers
 from onebit.checkpoint.compatibility import check_layout, layout_of
 from onebit.checkpoint.extra import EXTRA, checked, packed, rank_to_read, restore, unpacked
 from onebit.checkpoint.index import KeyPath, Planner, Reader, written
-from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
+from onebit.checkpoint.names import ORDER, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.restore import same_cut
 from onebit.checkpoint.schema import progress_of
 from onebit.checkpoint.sharded import room_for
 from onebit.kernels.data.checks import is_whole
 from onebit.optim.memory_order import order_of
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.param_groups import PROGRESS
 from onebit.optim.sharding import local
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_module, own_optimizer
 
 _SAVING, _READING = "saving a checkpoint", "reading a checkpoint"

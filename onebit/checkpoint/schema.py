@@ -39,12 +39,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import BITS, ORDER, PROGRESS, SCALES, message_name, residual_name, server_residual_name
+from onebit.checkpoint.names import BITS, ORDER, SCALES, message_name, residual_name, server_residual_name
 from onebit.checkpoint.sharded import by_element
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
 from onebit.optim.fields import RESIDUAL
 from onebit.optim.flat_state import FlatState, pieces
+from onebit.optim.param_groups import PROGRESS
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from onebit.checkpoint.checks import check_numbers, check_options, check_structure
 from onebit.checkpoint.elements import decoded, saved_order
-from onebit.checkpoint.names import BITS, PROGRESS, SCALES, message_of, rank_of
+from onebit.checkpoint.names import BITS, SCALES, message_of, rank_of
 from onebit.checkpoint.schema import Saved, progress_of
 from onebit.optim.memory_order import in_shape
-from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
+from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
 
 

@@ -11,13 +11,12 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Scale, check_scale
 from onebit.optim.freeze import MOST_STEPS, FreezeRule, ZeroVariance
-from onebit.optim.param_groups import COMPRESS, beta_of
+from onebit.optim.param_groups import COMPRESS, PROGRESS, beta_of
 from onebit.warning import warn
 
 FreezeStep = int | Literal["auto"] | FreezeRule

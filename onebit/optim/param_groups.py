@@ -15,6 +15,7 @@ from onebit.optim.sharding import is_sharded
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
+PROGRESS = "onebit"  # of the first group, in a saved state: how far the run has come
 COMPRESS = "compress"  # of a group: whether stage 2 compresses what its parameters send, as it does unless told not to
 
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.log import tell
-from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import is_sharded
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attached import Attached, hook_of_ddp
 from onebit.parallel.unwrap import ddp_of, own_optimizer
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.snapshot import Snapshot
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.buckets import bypass, forget_used
 from onebit.parallel.ddp_hook import local
 

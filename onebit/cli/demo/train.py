@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
 LOCAL = "ONEBIT_DEMO_LOCAL"  # set where the parent is on this machine, holds the store, and ends its ranks

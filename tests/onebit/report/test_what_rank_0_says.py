@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.log import tell
-from onebit.optim import optimizer as front
 from onebit.optim import stages
+from onebit.optimizers import optimizer as front
 from onebit.parallel import flight
 from onebit.report import pay_off
 from onebit.report.pay_off import Report, Steps

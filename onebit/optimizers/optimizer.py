@@ -26,7 +26,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.checkpoint import restore, schema
-from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.undo import Undo
@@ -52,7 +51,7 @@ from onebit.optim.options import (
     options_named,
     warn_if_early,
 )
-from onebit.optim.param_groups import COMPRESS
+from onebit.optim.param_groups import COMPRESS, PROGRESS
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import shard_group
 from onebit.optim.snapshot import Part, Snapshot
