@@ -75,7 +75,8 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
             "make_room found no state of this optimizer's parameters: they are called by other names there. Give the "
             "model that the state was saved with"
         )
-    optimizer.show_room(state, numbers)
+    optimizer.overlap.check_at_rest("make_room")
+    optimizer.install(optimizer.current, (state, numbers))
 
 
 def _of_state(state: Mapping[str, Any]) -> _Saved:

@@ -16,6 +16,8 @@ from onebit.kernels.data.hyper import COLUMNS, Hyper
 from onebit.kernels.data.upload import Upload
 from onebit.optim.flat_state import FlatState
 from onebit.optim.param_groups import on_device
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 
 # A gradient, held so that no other is mistaken for it, and how often it was changed.
 Version = tuple[Tensor, int] | None
@@ -27,6 +29,7 @@ class Gradients:
 
     def __init__(self, device: torch.device) -> None:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)  # 1 where a step must not be taken
+        self._hyper = HyperTable(device)
         self.reset()
 
     def reset(self) -> None:
@@ -37,10 +40,32 @@ class Gradients:
         self._clip: Tensor | None = None
         self._averaged: dict[str, list[Version]] = {}  # what, and as it was then
 
+    def claim_node_mean(self, by_exchange: bool) -> bool:
+        """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
+        leaves out. by_exchange: whether the exchange does it, chunk by chunk."""
+        self.node_mean = self.node_mean is not False and not by_exchange
+        return self.node_mean
+
+    def write_hyper(self, setup: Setup, current: Snapshot, factor: Tensor | None) -> Tensor:
+        """Every group's numbers for the coming step, on the device. factor: what gradients are multiplied by."""
+        step = current.stages.steps + 1 if current.needs_step_number(setup) else 1  # none of the numbers depends on it
+        return self._hyper.write(setup.hyper_rows(step), [group["lr"] for group in setup.groups], factor)
+
     def factor(self, unscale: Tensor | None) -> Tensor | None:
         """clip / scale, fp32 [1], unless both are 1."""
         parts = [part for part in (unscale, self._clip) if part is not None]
         return torch.stack(parts).prod(0) if parts else None
+
+    def unscale(self, scale: Tensor | None, setup: Setup, current: Snapshot) -> Tensor | None:
+        """1 / GradScaler's scale, fp32 [1], unless gradients are as they should be. What backward has averaged in
+        stage 2 over ranks whose scales differ is divided by the mean of them on all."""
+        if scale is None:
+            return None
+        scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.copies
+        if self.averaged_in_backward and current.stages.compressing:
+            scale = scale / copies.size
+            copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
+        return scale.reciprocal().float()
 
     def average(
         self,
@@ -127,13 +152,15 @@ class Gradients:
 class HyperTable:
     """Every group's numbers on the device, written when they change."""
 
-    def __init__(self, groups: int, device: torch.device) -> None:
-        self.values = torch.zeros((groups, COLUMNS), dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros((0, COLUMNS), dtype=torch.float32, device=device)
         self._upload = Upload()
         self._scaled = False
 
     def write(self, hyper_rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
         """`lrs` that are tensors on the device and `factor` stay there: the host reads neither."""
+        if len(self.values) != len(hyper_rows):  # a group was added
+            self.values = self.values.new_zeros((len(hyper_rows), COLUMNS))
         if not self._upload.write(hyper_rows, self.values) and self._scaled:
             self.values[:, _GRAD_SCALE].fill_(1)
         for i, lr in enumerate(lrs):
@@ -143,11 +170,6 @@ class HyperTable:
             self.values[:, _GRAD_SCALE] = factor
         self._scaled = factor is not None
         return self.values
-
-
-def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
-    """fp32 [1]"""
-    return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
 
 
 def versions_of(states: Sequence[FlatState]) -> list[Version]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, TypedDict, TypeVar, get_args
@@ -16,7 +16,7 @@ from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Scale, check_scale
 from onebit.optim.freeze import MOST_STEPS, FreezeRule, ZeroVariance
-from onebit.optim.param_groups import COMPRESS, PROGRESS, beta_of
+from onebit.optim.param_groups import COMPRESS, PROGRESS, beta_of, check_parameters, device_of
 from onebit.warning import warn
 
 FreezeStep = int | Literal["auto"] | FreezeRule
@@ -267,8 +267,25 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
             raise ValueError(f"a param group has {name}={group[name]!r}: {_CHANGES_THE_UPDATE[name]}")
 
 
+def check_last_group(groups: Sequence[Mapping[str, Any]], options: Collection[str]) -> None:
+    """A group that was added."""
+    check_keys(groups[-1], options)
+    check_group(groups[-1])
+    check_parameters(groups[-1]["params"])
+    if any(group["params"] for group in groups):
+        device_of(groups)
+
+
+def check_attribute(optimizer: type, name: str, defaults: Collection[str]) -> None:
+    """An AttributeError where setting an optimizer's attribute would change nothing."""
+    if name in _options_named(optimizer):
+        where = f"the groups: for group in optimizer.param_groups: group[{name!r}] = ..."
+        instead = where if name in defaults else f"the constructor: {optimizer.__name__}(..., {name}=...)"
+        raise AttributeError(f"{name} set on the optimizer would change nothing. It belongs to {instead}")
+
+
 @cache
-def options_named(optimizer: type) -> frozenset[str]:
+def _options_named(optimizer: type) -> frozenset[str]:
     """What is chosen when an optimizer is built, under the names of its arguments."""
     taken = inspect.signature(optimizer.__init__).parameters.values()  # type: ignore[misc]
     named = {p.name for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}

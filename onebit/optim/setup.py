@@ -35,6 +35,14 @@ class Setup:
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
     held: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: coordinates that never move
 
+    def __post_init__(self) -> None:
+        limit = self.options.update_limit
+        if isinstance(limit, (int, float)) and not self.algorithm.limits_updates:
+            raise ValueError(
+                f"update_limit={limit}: {type(self.algorithm).__name__} does not limit its steps "
+                f"(Algorithm.limits_updates). Leave it out"
+            )
+
     @property
     def way(self) -> type[Exchange]:
         """Of the exchange of messages."""
@@ -91,6 +99,14 @@ class Setup:
             )
             state.copy_parameters_to_master()
             found.append(state)
+        apart = [state for state in found if not state.compressed]
+        if apart and len(apart) == len(found):
+            raise ValueError(
+                "every param group that trains has compress=False: nothing would be compressed. Leave it out of some "
+                "group, or take torch.optim.AdamW"
+            )
+        if apart:
+            self.algorithm.check_uncompressed()
         return found
 
     def add_stage_1_fields(self, state: FlatState) -> None:

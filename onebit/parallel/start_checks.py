@@ -20,8 +20,24 @@ from onebit.report.pay_off import CALL_ATTACH
 from onebit.warning import warn
 
 
-def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> list[Callable[[], None]]:
-    """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
+def start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> list[Callable[[], None]]:
+    """What to warn of when the step is over."""
+    stages = current.stages
+    first = stages.steps == 0 and not stages.compressing  # parameters may have been loaded or broadcast since
+    for state in current.states:
+        if first or not state.master_is_current:
+            state.copy_parameters_to_master()
+    due = _agree(setup, current, averaged_in_backward)
+    current.ranks_agree = True
+    if first and setup.topology.everyone.rank == 0:
+        due.append(stages.warn_of_short_runs)
+    for part in current.parts:
+        part.fold_momentum_again = None
+    return due
+
+
+def _agree(setup: Setup, current: Snapshot, averaged_in_backward: bool) -> list[Callable[[], None]]:
+    """A ValueError on all ranks that names who differs and in what, or what to warn of."""
     transport = setup.topology.copies
     if setup.topology.shard is not None:  # whose ranks have parts of other sizes
         sizes = ("elements", "checksum of sizes", "masks")

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
+from onebit.optim.steps import FullStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
@@ -130,8 +131,7 @@ class Run:
         """Whether the coming step is one without compression."""
         if not isinstance(self.optimizer, OneBitOptimizer):
             return True
-        self.optimizer.begin_step()
-        return self.optimizer.averages_gradients
+        return isinstance(self.optimizer.begin_step(), FullStep)
 
     @torch.no_grad()
     def held_out_loss(self, windows: Tensor) -> Tensor:
