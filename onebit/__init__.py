@@ -11,10 +11,8 @@ from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
 from onebit.optim.freeze import FreezeRule
-from onebit.optimizers.adam import OneBitAdam
-from onebit.optimizers.lamb import OneBitLamb
+from onebit.optimizers.of_algorithms import OneBitAdam, OneBitLamb, ZeroOneAdam
 from onebit.optimizers.optimizer import OneBitOptimizer
-from onebit.optimizers.zero_one import ZeroOneAdam
 from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError

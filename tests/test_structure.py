@@ -223,11 +223,22 @@ def test_nothing_outside_a_class_touches_its_underscored_members() -> None:
         assert [name for _, name in touched(ast.parse(source))] == expected
 
 
-def test_optim_knows_neither_the_optimizers_nor_what_is_made_of_it() -> None:
-    """optim <- parallel, checkpoint, report <- optimizers."""
-    above = tuple(f"onebit.{folder}" for folder in ("parallel", "checkpoint", "report", "optimizers"))
-    found = {path: [n for n in imports(tree) if n.startswith(above)] for path, tree in sources("onebit/optim").items()}
-    assert len(found) > 15 and not {str(path): names for path, names in found.items() if names}
+def upward(folder: str, tree: ast.Module) -> list[str]:
+    """Imports of folders of onebit/ that are above this one: optim <- parallel, checkpoint, report <- optimizers."""
+    above = {"optim": ["parallel", "checkpoint", "report", "optimizers"]}.get(folder, ["optimizers"])
+    return [n for n in imports(tree) if n.startswith(tuple(f"onebit.{each}." for each in above))]
+
+
+def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
+    """What users call with one has to know its class."""
+    called = {"parallel": {"attach", "attached", "unwrap"}, "checkpoint": {"save_load", "room"}}
+    for folder in ("optim", "parallel", "checkpoint", "report"):
+        files = sources(f"onebit/{folder}")
+        assert files and {path.stem for path, tree in files.items() if upward(folder, tree)} == called.get(
+            folder, set()
+        )
+    assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.names import ORDER"))
+    assert not upward("report", ast.parse("from onebit.optim.setup import Setup"))
 
 
 def test_an_import_brings_what_it_must_and_nothing_else() -> None:
@@ -252,14 +263,13 @@ def test_an_import_brings_what_it_must_and_nothing_else() -> None:
 
 def test_two_optimizers_share_one_mechanism() -> None:
     """adam.py and lamb.py have no run of six lines in common: what both need is in one place."""
-    for folder in ("onebit/optim", "onebit/optimizers"):
-        adam, lamb = (
-            [line.strip() for line in (ROOT / folder / name).read_text().splitlines() if line.strip()]
-            for name in ("adam.py", "lamb.py")
-        )
-        assert not {tuple(adam[i : i + 6]) for i in range(len(adam) - 5)} & {
-            tuple(lamb[i : i + 6]) for i in range(len(lamb) - 5)
-        }
+    adam, lamb = (
+        [line.strip() for line in (ROOT / "onebit/optim" / name).read_text().splitlines() if line.strip()]
+        for name in ("adam.py", "lamb.py")
+    )
+    assert not {tuple(adam[i : i + 6]) for i in range(len(adam) - 5)} & {
+        tuple(lamb[i : i + 6]) for i in range(len(lamb) - 5)
+    }
 
 
 def test_the_demo_of_make_draws_into_an_ignored_folder() -> None:

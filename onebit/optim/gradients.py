@@ -38,6 +38,8 @@ class Gradients:
         self.ranks_agreed = False  # whether `flags` are those of all ranks
         self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
+        self._unscale: Tensor | None = None  # 1 / GradScaler's scale, fp32 [1], unless gradients are as they should be
+        self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
         self._averaged: dict[str, list[Version]] = {}  # what, and as it was then
 
     def claim_node_mean(self, by_exchange: bool) -> bool:
@@ -46,45 +48,34 @@ class Gradients:
         self.node_mean = self.node_mean is not False and not by_exchange
         return self.node_mean
 
-    def write_hyper(self, setup: Setup, current: Snapshot, factor: Tensor | None) -> Tensor:
-        """Every group's numbers for the coming step, on the device. factor: what gradients are multiplied by."""
+    def set_scale(self, scale: Tensor | None, found_inf: Tensor | int | None, setup: Setup, current: Snapshot) -> None:
+        """As GradScaler has them. What backward has averaged in stage 2 over ranks whose scales differ is divided by
+        the mean of them on all."""
+        self._unscale, self._found_inf = None, found_inf
+        if scale is not None:
+            scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.copies
+            if self.averaged_in_backward and current.stages.compressing:
+                scale = scale / copies.size
+                copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
+            self._unscale = scale.reciprocal().float()
+
+    def write_hyper(self, setup: Setup, current: Snapshot, clipped: bool = True) -> Tensor:
+        """Every group's numbers for the coming step, on the device; with what gradients are multiplied by."""
         step = current.stages.steps + 1 if current.needs_step_number(setup) else 1  # none of the numbers depends on it
+        parts = [each for each in (self._unscale, self._clip if clipped else None) if each is not None]
+        factor = torch.stack(parts).prod(0) if parts else None
         return self._hyper.write(setup.hyper_rows(step), [group["lr"] for group in setup.groups], factor)
 
-    def factor(self, unscale: Tensor | None) -> Tensor | None:
-        """clip / scale, fp32 [1], unless both are 1."""
-        parts = [part for part in (unscale, self._clip) if part is not None]
-        return torch.stack(parts).prod(0) if parts else None
-
-    def unscale(self, scale: Tensor | None, setup: Setup, current: Snapshot) -> Tensor | None:
-        """1 / GradScaler's scale, fp32 [1], unless gradients are as they should be. What backward has averaged in
-        stage 2 over ranks whose scales differ is divided by the mean of them on all."""
-        if scale is None:
-            return None
-        scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.copies
-        if self.averaged_in_backward and current.stages.compressing:
-            scale = scale / copies.size
-            copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
-        return scale.reciprocal().float()
-
-    def average(
-        self,
-        states: Sequence[FlatState],
-        copies: Ranks,
-        unscale: Tensor | None,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
+    def average(self, states: Sequence[FlatState], copies: Ranks, wire_dtype: torch.dtype | None = None) -> None:
         """In place, once. A missing gradient counts as zero."""
         if copies.size == 1 or unchanged(self._averaged.get("whole"), states):
             return
         for state in states:
             grads = [g for g in state.stored(state.fill_missing_gradients()) if g is not None]
-            average_(grads, copies, unscale, wire_dtype=wire_dtype)
+            average_(grads, copies, self._unscale, wire_dtype=wire_dtype)
         self._averaged["whole"] = versions_of(states)
 
-    def average_slices(
-        self, states: Sequence[FlatState], node: Transport, unscale: Tensor | None, wire_dtype: torch.dtype | None
-    ) -> None:
+    def average_slices(self, states: Sequence[FlatState], node: Transport, wire_dtype: torch.dtype | None) -> None:
         """In place, once: in this rank's slices their mean over the ranks of the node. Other values stay its own."""
         before = self._averaged.get("slices")
         if self.node_mean or unchanged(before, states):
@@ -99,7 +90,7 @@ class Gradients:
             grads = state.lay_out_gradients()
             for chunk in range(state.layout.chunks):
                 slices = state.layout.slices(chunk, node.size)
-                average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)
+                average_slices(slices, grads, grads, node, self._unscale, wire_dtype=wire_dtype)
         self._averaged["slices"] = versions_of(states)
 
     def were_checked(self, states: Sequence[FlatState]) -> bool:
@@ -111,7 +102,6 @@ class Gradients:
         states: Sequence[FlatState],
         everyone: Ranks,
         hyper: Tensor,
-        found_inf: Tensor | int | None,
         squares: Tensor | None = None,
         slices: int = 1,
         agree: bool = True,
@@ -125,8 +115,8 @@ class Gradients:
         if not unchanged(self._checked, states, in_place=False):
             self._clip = None  # it was made for others
         self.flags.zero_()
-        if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
-            self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
+        if self._found_inf is not None:
+            self.flags.add_((torch.as_tensor(self._found_inf, device=self.flags.device) > 0).view(1))
         for state in states:
             state.bind_tensors()
             is_cut = slices > 1 and state.slices > 1

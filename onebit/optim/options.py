@@ -17,7 +17,6 @@ from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Scale, check_scale
 from onebit.optim.freeze import MOST_STEPS, FreezeRule, ZeroVariance
 from onebit.optim.param_groups import COMPRESS, PROGRESS, beta_of, check_parameters, device_of
-from onebit.warning import warn
 
 FreezeStep = int | Literal["auto"] | FreezeRule
 AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
@@ -59,6 +58,8 @@ class OptionArguments(TypedDict, total=False):
     amsgrad: bool | None
     maximize: bool | None
     differentiable: bool | None
+    process_group: Any
+    node_group: Any
 
 
 def _option(default: Any, description: str) -> Any:
@@ -178,6 +179,11 @@ class Options:
 
 
 T = TypeVar("T", bound=type)
+_GROUPS = """\
+process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
+node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
+    "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
+"""
 
 
 def shows_options(optimizer: T) -> T:
@@ -185,15 +191,13 @@ def shows_options(optimizer: T) -> T:
     signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
     taken = [f for f in fields(Options) if f.name not in optimizer.without_options]  # type: ignore[attr-defined]
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in taken
-    ]
-    groups = [p for p in own if p.name.endswith("_group")]
-    parameters = [*(p for p in own if p not in groups), *shared, *groups]
+    shared = [(f.name, f.default, f.type) for f in taken] + [("process_group", None, Any), ("node_group", "auto", Any)]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [*own, *(inspect.Parameter(name, kind, default=d, annotation=a) for name, d, a in shared)]
     optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
     text = inspect.cleandoc(optimizer.__doc__ or "")
     shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in taken)
-    optimizer.__doc__ = f"{text}\n\nOptions of every optimizer:\n\n{shown}\n"
+    optimizer.__doc__ = f"{text}\n{_GROUPS}\nOptions of every optimizer:\n\n{shown}\n"
     return optimizer
 
 
@@ -223,15 +227,17 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def check_numbers_of(group: Mapping[str, Any]) -> None:
+def check_groups(groups: Sequence[Mapping[str, Any]], options: Collection[str]) -> None:
     """What a schedule may have made of them since: every step, so no more than what would make parameters NaN."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):
-            raise ValueError(
-                f"{name}={value!r} in a param group: all its parameters would become NaN. Look at the schedule that "
-                f"has set it"
-            )
+    for group in groups:
+        check_keys(group, options)
+        for name in ("lr", "eps", "weight_decay"):
+            value = group[name]
+            if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):
+                raise ValueError(
+                    f"{name}={value!r} in a param group: all its parameters would become NaN. Look at the schedule "
+                    f"that has set it"
+                )
 
 
 def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,17 +308,6 @@ def check_sharded(options: Options, without_nodes: bool) -> None:
     if not without_nodes:
         raise ValueError(
             "node_group with sharded parameters: sharding inside a node is the first level already. Leave it out"
-        )
-
-
-def warn_if_early(options: Options, beta2: float) -> None:
-    """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
-    steps = round(1 / (1 - beta2))
-    if not options.bias_correction and 0 < (options.fixed_freeze_step or 0) < steps:
-        warn(
-            f"freeze_step={options.freeze_step} without bias correction freezes a variance that is still growing from "
-            f"zero: with beta2={beta2:g} it takes about {steps} steps to reach its size, and stage 2 would take too "
-            f"large steps for good. Freeze later, or pass bias_correction=True"
         )
 
 

@@ -25,7 +25,7 @@ from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.limit import USUAL, UpdateLimit
-from onebit.optim.param_groups import Groups, betas_of, check_parameters
+from onebit.optim.param_groups import betas_of, check_parameters
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
@@ -66,7 +66,9 @@ class Part:
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What parameters have in common and every rank has the same."""
-        yield from self.state.shared_tensors()
+        for name, each in self.state.fields.items():
+            if each.per != "element" and each.same_on_all_ranks:
+                yield name, self.state[name]
         if self.reducer is not None:
             yield "the last message", self.reducer.replies.buffer
             if self.reducer.exchange.live is not None:
@@ -82,18 +84,28 @@ class Snapshot:
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     compressed_steps: int = 0  # since this process made it, or loaded it: the same on all ranks
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
-    ranks_agree: bool = field(default=False)  # whether all ranks were found to have the same model and options
-    ddp_averages: bool = field(default=False)  # whether all ranks had the same gradients before any averaging
-    at_last_sync: bool = field(default=False)  # whether the model has the parameters of the last exchange
+    ranks_agree: bool = False  # whether all ranks were found to have the same model and options
+    ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
+    at_last_sync: bool = False  # whether the model has the parameters of the last exchange
     _undo: list[Undo] = field(default_factory=list)
 
     @classmethod
     def of(cls, setup: Setup, before: Snapshot | None = None) -> Snapshot:
-        """Stage 1 of the parameters as they are now. before: what keeps the state of those that it has."""
+        """Stage 1 of the parameters as they are now. before: where the state of those is that were there."""
+        if before is not None and before.stages.compressing:
+            raise ValueError(
+                "the parameters changed after the freeze (one was added or removed, or its requires_grad, its memory "
+                "format or its group's compress was switched): stage 2 has no variance for others, and messages are in "
+                "the order of the memory. Put them back, or build a new optimizer"
+            )
+        for group in setup.groups:
+            check_parameters(group["params"])
         states = setup.flat_states()
         known = {p: (old, i) for old in (before.states if before else []) for i, p in enumerate(old.params)}
         for state in states:
-            setup.add_stage_1_fields(state)
+            for each in setup.algorithm.stage_1:
+                state.add(each)
+            state.scratch = setup.algorithm.scratch(state)
             for i, p in enumerate(state.params):
                 if p in known:
                     state.copy_parameter_from(i, *known[p])
@@ -185,17 +197,6 @@ class Snapshot:
                 f"OneBitLamb"
             )
 
-    def check_rebuild(self, groups: Groups) -> None:
-        """A ValueError where a run can't go on with the parameters that `groups` have now."""
-        if self.stages.compressing:
-            raise ValueError(
-                "the parameters changed after the freeze (one was added or removed, or its requires_grad, its memory "
-                "format or its group's compress was switched): stage 2 has no variance for others, and messages are in "
-                "the order of the memory. Put them back, or build a new optimizer"
-            )
-        for group in groups:
-            check_parameters(group["params"])
-
     def count(self, setup: Setup, flags: Tensor, shortened: Tensor | None = None, alone: bool = False) -> None:
         """A step ends: see `Stages.count`. Parameters have been written."""
         self.stages.count(flags, self.compressed, len(setup.groups), alone=alone, shortened=shortened)
@@ -258,16 +259,15 @@ class Snapshot:
 
     def synchronize(self, hyper: Tensor, bound: bool) -> None:
         """The exchange after local steps. bound: whether flat states know the gradients."""
-        before = held.values(self.states)
-        for part in self.parts:
-            if not bound:
-                part.state.bind_tensors()
-            assert part.local is not None
-            part.local.synchronize(hyper)
-            part.state.parameters_were_written()
-            if not bound:
-                part.state.release_gradients()
-        held.put_back(self.states, before)
+        with held.kept(self.states):
+            for part in self.parts:
+                if not bound:
+                    part.state.bind_tensors()
+                assert part.local is not None
+                part.local.synchronize(hyper)
+                part.state.parameters_were_written()
+                if not bound:
+                    part.state.release_gradients()
 
     def freeze(self, setup: Setup) -> Reports:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""

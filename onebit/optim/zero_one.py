@@ -65,6 +65,28 @@ class ZeroOne(Adam):
         if syncs is not None:
             self.stage_2 = (*self.stage_2, *local_steps.FIELDS)
 
+    @classmethod
+    def of(cls, update_scaler: int, freeze_step: int | None, local_scaler: int | None, clipper: int) -> ZeroOne:
+        """From the arguments of `onebit.ZeroOneAdam`; a ValueError says which is wrong, and why."""
+        for name, value, what in (
+            ("var_update_scaler", update_scaler, "how many full-precision steps come before their distance doubles"),
+            ("var_freeze_step", freeze_step, "the last step that may update the variance"),
+            ("local_step_clipper", clipper, "the most steps from one exchange to the next"),
+            ("local_step_scaler", local_scaler, "how many steps come before the distance between exchanges doubles"),
+        ):
+            may_be_none = " or None" if name in ("var_freeze_step", "local_step_scaler") else ""
+            if not (value is None and may_be_none) and not is_whole(value, least=1):
+                raise ValueError(f"{name}={value!r}: it is {what}, 1 or more{may_be_none}")
+        schedule = VarianceSchedule(update_scaler, freeze_step)
+        if local_scaler is None:
+            return cls(schedule, None)
+        if freeze_step is None:
+            raise ValueError(
+                f"local_step_scaler={local_scaler} without var_freeze_step: ranks that move alone need a variance that "
+                f"stays as it is. Give var_freeze_step=N, after which local steps may begin"
+            )
+        return cls(schedule, SyncSchedule(freeze_step, local_scaler, clipper))
+
     def kind(self, step: int) -> Kind:
         if self.schedule.is_full(step):
             return "full"

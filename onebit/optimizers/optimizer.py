@@ -30,19 +30,9 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.eager import eager
 from onebit.optim.grad_scaler import report_to_scaler
 from onebit.optim.gradients import Gradients
-from onebit.optim.options import (
-    MASK,
-    OptionArguments,
-    Options,
-    check_attribute,
-    check_keys,
-    check_last_group,
-    check_numbers_of,
-    warn_if_early,
-)
+from onebit.optim.options import MASK, OptionArguments, Options, check_attribute, check_groups, check_last_group
 from onebit.optim.param_groups import COMPRESS, PROGRESS
-from onebit.optim.ranks import RankFinder
-from onebit.optim.setup import Setup
+from onebit.optim.setup import RankFinder, Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import STEPS, Step, kind_of_step
 from onebit.optimizers.shown_state import Room, ShownState
@@ -73,25 +63,22 @@ class OneBitOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         defaults: Mapping[str, Any],
         algorithm: Algorithm,
-        *,
-        process_group: Any = None,
-        node_group: Any = "auto",
         **options: Unpack[OptionArguments],
     ) -> None:
-        """process_group, node_group: see `RankFinder`."""
+        ranks = options.pop("process_group", None), options.pop("node_group", "auto")
         chosen = Options.of(options, self.without_options)
         self._built, self._held = False, dict[Tensor, Tensor]()
         self.begun = False  # whether it is decided what the coming step is
         super().__init__(params, {**defaults, COMPRESS: True})
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
-        self._ranks = RankFinder(process_group, node_group, groups, chosen, device)
+        self._ranks = RankFinder(*ranks, groups, chosen, device)
         topology, name = self._ranks.topology, type(self).__name__
         self.setup = Setup(name, algorithm, chosen, topology, device, groups, held=self._held)
-        warn_if_early(chosen, self.setup.beta2)
+        self.setup.warn_if_early()
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
         self.averaged_in_backward = False  # in full-precision steps, if not left to `step`: see onebit.attach
-        self.leave_out_buckets: Callable[[bool], None] = _has_none  # DDP's, in the coming backward pass
+        self.leave_out_buckets: Callable[[bool], None] = lambda buckets: None  # DDP's, of the coming pass
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.pay_off = PayOff(device)
         self.watch = Watch(chosen.check_every)
@@ -144,7 +131,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return diagnose(self.setup, self.current)
 
     @eager
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -154,16 +140,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
             setup, current, gradients = self.setup, self.current, self.gradients
             if not current.parts:
                 return loss  # no parameter trains
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            step, unscale = self.overlap.sent(step), gradients.unscale(scale, setup, current)
-            flags = step.average_and_check(unscale, found_inf)
+            step = self.overlap.sent(step)
+            gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), setup, current)
+            flags = step.average_and_check()
             self.after_step += warnings_of_skips(setup, current)
-            hyper = gradients.write_hyper(setup, current, gradients.factor(unscale))
-            step.move(hyper, flags)
+            step.move(gradients.write_hyper(setup, current), flags)
             report_to_scaler(self, flags)
-            self.after_step += step.reports(flags)
             self.after_step += self.pay_off.due(self.overlap.timed_as(step), setup, current, self.averaged_in_backward)
-            step.count(flags)
+            self.after_step += step.count(flags)
             gradients.reset()
             self.begun = False
             self.leave_out_buckets(step.next_needs_no_mean)
@@ -173,13 +157,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return loss
 
     @eager
-    @torch.no_grad()
     def synchronize(self) -> None:
         """After local steps, all ranks have the same parameters at once, and not only when the schedule says so: at the
         end of a run, or to save it. A collective call; nothing happens where they have."""
         self.current.check_own_parameters("synchronize")
         if not self.synchronized:
-            hyper = self.gradients.write_hyper(self.setup, self.current, None)
+            hyper = self.gradients.write_hyper(self.setup, self.current)
             self.current.synchronize(hyper, self.gradients.were_checked(self.current.states))
 
     def at_last_sync(self) -> AbstractContextManager[None]:
@@ -192,9 +175,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         ranks have the same model and are in the same stage."""
         self.current.check_own_parameters("a step")
         self._shown.check_loaded()
-        for group in self.param_groups:
-            check_keys(group, self.defaults.keys())
-            check_numbers_of(group)
+        check_groups(self.param_groups, self.defaults.keys())
         self._catch_up()
         self.find_ranks()
         current = self.current
@@ -219,11 +200,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.setup = replace(self.setup, topology=self._ranks.topology)
         elif param_groups.identities(self.param_groups) != self._built_for:
             self._ranks.check_sharding(self.param_groups)
-            self.current.check_rebuild(self.param_groups)
         else:
             return
-        self._built_for = param_groups.identities(self.param_groups)
         self.install(Snapshot.of(self.setup, self.current))
+        self._built_for = param_groups.identities(self.param_groups)
 
     def install(self, snapshot: Snapshot, room: Room | None = None) -> None:
         """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param
@@ -246,7 +226,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.install(self.current, self._shown.room)
 
     @eager
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of the coming step so that their norm is at most `max_norm`; the norm as it was.
 
@@ -264,7 +243,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
         with counted(self.pay_off.waits):
-            step.average_and_check(None, None, squares)
+            step.average_and_check(squares)
         step.add_squares(squares)
         return self.gradients.clip(squares.sqrt().float(), max_norm)[0]
 
@@ -360,7 +339,3 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 after(self)
 
         return install
-
-
-def _has_none(buckets: bool) -> None:
-    """Without DDP."""

@@ -17,7 +17,7 @@ from onebit.collectives.undo import Undo
 from onebit.collectives.waits import waiting
 from onebit.optim import held
 from onebit.optim.flat_state import FlatState
-from onebit.optim.gradients import Version
+from onebit.optim.gradients import Version, versions_of
 from onebit.optim.reducer import MomentumReducer
 
 
@@ -86,6 +86,10 @@ class Flight:
             self._closed = True
             for ready in (r for of in self._ready for r in of):
                 ready.set()  # a chunk of padding alone waits for none
+
+    def keep_versions(self) -> None:
+        """Backward has ended."""
+        self.versions = versions_of(self.states)
 
     def finish(self) -> None:
         """Wait for the last reply; an error of the thread is raised here."""

@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.optim.gradients import Gradients, unchanged, versions_of
+from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
-from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed, kind_of_step
+from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed
 from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, NodeMeans
 from onebit.warning import warn
@@ -56,15 +56,10 @@ _WHY = (
 class Host(Protocol):
     """What overlap asks of its optimizer."""
 
-    setup: Setup
-    current: Snapshot
-    gradients: Gradients
-    param_groups: list[dict[str, Any]]
+    begun: bool
     after_step: list[Callable[[], None]]
 
-    begun: bool
-
-    def begin_step(self) -> object: ...
+    def begin_step(self) -> Step: ...
 
 
 @dataclass
@@ -89,6 +84,7 @@ class Overlap:
         self._host: Host = weakref.proxy(host)
         self._wanted = wanted
         self._accumulating = False
+        self._coming: Step | None = None  # of `prepare`
         self._snapshot: Snapshot | None = None  # that it is on for
         self._groups: _Groups | None = None  # for the thread
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
@@ -114,10 +110,13 @@ class Overlap:
     def prepare(self, step: Step) -> None:
         """Before it: messages leave in backward in compressed steps alone, not in full ones, and after local ones it is
         set up anew. A collective call after a start, a load or a pause."""
-        if isinstance(step, LocalStep) or (isinstance(step, OneBitStep) and self._compares):
+        if not self._wanted:
+            return
+        self._coming = step
+        if isinstance(step, LocalStep) or self._compares(step):
             self._pause()
         elif isinstance(step, OneBitStep):
-            self._enable()
+            self._enable(step.setup, step.current)
 
     def sent(self, step: Step) -> Step:
         """The same step, or as one whose messages have left in backward. A collective call where they may have."""
@@ -126,7 +125,7 @@ class Overlap:
         return step
 
     def timed_as(self, step: Step) -> Timed:
-        return "no overlap" if isinstance(step, OneBitStep) and self._compares else step.timed_as
+        return "no overlap" if self._compares(step) else step.timed_as
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,15 +136,14 @@ class Overlap:
         finally:
             self._accumulating = before
 
-    @property
-    def _compares(self) -> bool:
+    def _compares(self, step: Step) -> bool:
         """Whether the coming compressed step shows how long it takes without overlap."""
-        alone = self._host.setup.topology.everyone.size == 1
-        return self._wanted and not alone and self._host.current.compressed_steps in COMPARED
+        several = step.setup.topology.everyone.size > 1
+        compared = isinstance(step, OneBitStep) and step.current.compressed_steps in COMPARED
+        return self._wanted and several and compared
 
-    def _enable(self) -> None:
-        setup, current = self._host.setup, self._host.current
-        if not self._wanted or setup.topology.everyone.size == 1 or self._snapshot is current:
+    def _enable(self, setup: Setup, current: Snapshot) -> None:
+        if setup.topology.everyone.size == 1 or self._snapshot is current:
             return
         self._remove_hooks()
         node = setup.topology.node
@@ -179,10 +177,10 @@ class Overlap:
         if flight is None:
             if not self._host.begun:
                 self._host.begin_step()
-            if not self.on or kind_of_step(self._host.setup, self._host.current) != "1 bit":
+            if not self.on or not isinstance(self._coming, OneBitStep):
                 return
             flight = self._start()
-            _when_backward_ends(partial(_backward_ended, weakref.ref(self), flight))
+            _when_backward_ends(partial(_backward_ended, flight))
         if not flight.put([self._place[parameter]], [parameter.grad]):
             flight.accumulated = True
 
@@ -219,14 +217,14 @@ class Overlap:
     def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
         if self.on:
-            if kind_of_step(self._host.setup, self._host.current) == "1 bit":
+            if isinstance(self._coming, OneBitStep):
                 self._flight = self._flight or self._start()
             self.cancel_in_flight()
             self._turn_off(why)
 
     def _turn_off(self, why: str) -> None:
         self._pause()
-        self._wanted = False
+        self._wanted, self._coming = False, None
         self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
 
     def _changed(self, flight: Flight) -> int:
@@ -249,18 +247,18 @@ class Overlap:
 
     @property
     def _betas(self) -> list[tuple[float, float]]:
-        return [betas_of(group) for group in self._host.param_groups]
+        assert self._coming is not None
+        return [betas_of(group) for group in self._coming.setup.groups]
 
     def _start(self) -> Flight:
-        groups = self._groups
-        assert groups is not None and self._snapshot is not None
-        host, snapshot = self._host, self._snapshot
-        hyper, reducers = host.gradients.write_hyper(host.setup, snapshot, None), snapshot.reducers
+        groups, step = self._groups, self._coming
+        assert groups is not None and step is not None
+        hyper, reducers = step.gradients.write_hyper(step.setup, step.current), step.current.reducers
         for reducer in reducers:
             reducer.keep_previous_momentum()
-        wire = host.setup.options.gradient_dtype
+        wire = step.setup.options.gradient_dtype
         groups.at_rest, over = False, (groups.replicas, groups.node)
-        self._flight = Flight(reducers, snapshot.undo, *over, self._side, hyper, self._betas, self._means, wire)
+        self._flight = Flight(reducers, step.current.undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 
     def _finish(self, flight: Flight) -> None:
@@ -282,14 +280,9 @@ def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
         own.gradient_ready(parameter)
 
 
-def _backward_ended(overlap: weakref.ref[Overlap], flight: Flight) -> None:
+def _backward_ended(flight: Flight) -> None:
     flight.close()
-    _when_backward_ends(partial(_keep_versions, overlap, flight))  # after DDP's own, which may still move gradients
-
-
-def _keep_versions(overlap: weakref.ref[Overlap], flight: Flight) -> None:
-    if overlap() is not None:
-        flight.versions = versions_of(flight.states)
+    _when_backward_ends(flight.keep_versions)  # after DDP's own, which may still move gradients
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:

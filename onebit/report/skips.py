@@ -17,6 +17,13 @@ from onebit.warning import warn
 
 WARNED_AFTER = (3, 10, 100, 1000)  # steps in a row
 SHORTENED_FOR = 100  # steps in a row, before that is told
+_LOOK = "its gradients are not finite. Look at its data and loss"
+_GROWTH = (
+    f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit): gradients have grown since "
+    f"the variance was last updated, and steps would be too long. Training goes on with steps about as long as "
+    f"AdamW's. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without var_freeze_step goes "
+    f"on updating its variance"
+)
 
 
 def warnings_of_skips(setup: Setup, current: Snapshot) -> list[Callable[[], None]]:
@@ -28,9 +35,9 @@ def warnings_of_skips(setup: Setup, current: Snapshot) -> list[Callable[[], None
     if stages.skipped_in_a_row in WARNED_AFTER:
         due += _of_skipped(setup, current.states, stages.skipped_in_a_row)
     if stages.left_out_in_a_row in WARNED_AFTER:
-        due.append(partial(_warn_of_local_skips, stages.left_out_in_a_row))
+        due.append(partial(warn, f"this rank has left out {stages.left_out_in_a_row} local steps in a row: {_LOOK}"))
     if stages.shortened_in_a_row == SHORTENED_FOR and setup.topology.everyone.rank == 0:
-        due.append(_warn_of_growth)
+        due.append(partial(warn, _GROWTH))
     return due
 
 
@@ -52,21 +59,3 @@ def _of_skipped(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> lis
         f"long as this lasts no parameter moves. Look at that rank's data and loss, and with fp16 at GradScaler's scale"
     )
     return [partial(warn, text)]
-
-
-def _warn_of_local_skips(in_a_row: int) -> None:
-    """On the rank that leaves them out, which others do not know of."""
-    warn(
-        f"this rank has left out {in_a_row} local steps in a row: its gradients are not finite. Look at its data and "
-        f"loss"
-    )
-
-
-def _warn_of_growth() -> None:
-    """With the step after so many that were made shorter for most parameters."""
-    warn(
-        f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit): gradients have grown "
-        f"since the variance was last updated, and steps would be too long. Training goes on with steps about as long "
-        f"as AdamW's. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without "
-        f"var_freeze_step goes on updating its variance"
-    )

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
-from onebit.optim.steps import FullStep
+from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
@@ -131,7 +131,8 @@ class Run:
         """Whether the coming step is one without compression."""
         if not isinstance(self.optimizer, OneBitOptimizer):
             return True
-        return isinstance(self.optimizer.begin_step(), FullStep)
+        self.optimizer.begin_step()
+        return kind_of_step(self.optimizer.setup, self.optimizer.current) == "full"
 
     @torch.no_grad()
     def held_out_loss(self, windows: Tensor) -> Tensor:
