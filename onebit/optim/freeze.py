@@ -74,7 +74,6 @@ class StageRule:
 
     def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
         """What `measure` found after step `step`. beta2 is 0 where the variance is not bias-corrected."""
-        return None
 
     def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
         """The ratio that tells whether stage 1 may end, if there is one."""

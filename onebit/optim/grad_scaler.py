@@ -1,9 +1,9 @@
 """GradScaler, whose scale is to stay the same on all ranks.
 
 A scaler looks at its own rank's gradients and halves its scale where they are not finite. Where all ranks leave a step
-out since those of one are not, all scalers have to know. A scaler takes nothing back from an optimizer: `found_inf` and
-`grad_scale` are a sum and a product, new tensors both, and who takes the argument `grad_scaler` gets a FutureWarning in
-every step. So this writes where `GradScaler.update` reads: the scaler is found by its `step`, which is running.
+out since those of one are not, all scalers have to know. A scaler takes nothing back: `found_inf` and `grad_scale` are
+new tensors, and the argument `grad_scaler` brings a FutureWarning with every step. So this writes where
+`GradScaler.update` reads: the scaler is found by its `step`, which is running.
 """
 
 from __future__ import annotations

@@ -108,13 +108,11 @@ def is_compressed(group: Group) -> bool:
 
 def identities(groups: Groups) -> list[tuple[bool, list[tuple[int, bool, Order]]]]:
     """Equal for equal sets of parameters that train, lie in the same order and are compressed alike."""
-    return [
-        (
-            is_compressed(group),
-            [(id(p), p.requires_grad, order_of(p) if p.requires_grad else None) for p in group["params"]],
-        )
-        for group in groups
-    ]
+
+    def of(p: Tensor) -> tuple[int, bool, Order]:
+        return id(p), p.requires_grad, order_of(p) if p.requires_grad else None
+
+    return [(is_compressed(group), list(map(of, group["params"]))) for group in groups]
 
 
 def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.data.upload import capturing
 from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
-from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM
+from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.limit import USUAL, UpdateLimit
@@ -45,24 +46,18 @@ class Part:
 
     def start_reducer(self, setup: Setup) -> None:
         """Stage 2, from the field "residual"."""
-        live = setup.algorithm.live(self.state)
-        self.reducer = MomentumReducer(
-            self.state,
-            setup.topology,
-            setup.way,
-            scale=setup.options.scale,
-            norm=setup.norm,
-            live=None if live is None else packed(live),
-            gamma=setup.algorithm.gamma(self.state),
-            keep_previous=setup.algorithm.needs_previous_momentum,
-        )
-        limit, algorithm = setup.options.update_limit, setup.algorithm
+        state, options, algorithm = self.state, setup.options, setup.algorithm
+        form = options.scale, setup.norm
+        exchange = setup.way.of(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
+        live, limit = algorithm.live(state), options.update_limit
+        exchange.live = None if live is None else packed(live)
+        self.reducer = MomentumReducer(state, exchange, algorithm.gamma(state), algorithm.needs_previous_momentum)
         if limit is not None and algorithm.limits_updates:
             if USUAL not in algorithm.stage_2:
                 raise TypeError(f"{type(algorithm).__name__} has limits_updates: its stage_2 must have the field USUAL")
-            sum_squares = partial(algorithm.sum_squares_of_d, self.state)
+            sum_squares = partial(algorithm.sum_squares_of_d, state)
             most = None if isinstance(limit, str) else limit
-            self.reducer.limit = UpdateLimit(self.state, self.reducer.replies, most, sum_squares)
+            self.reducer.limit = UpdateLimit(state, exchange.replies, most, sum_squares)
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What parameters have in common and every rank has the same."""
@@ -164,14 +159,12 @@ class Snapshot:
     def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool) -> list[Undo]:
         """All messages of a compressed step. Where ranks have not agreed on `flags` the messages carry this rank's, and
         `flags` become those of all; what takes the exchange back, if they say so."""
-        if ranks_agreed:
-            for reducer in self.reducers:
-                reducer.all_reduce(hyper, flags)
-            return []
-        for reducer, undo in zip(self.reducers, self.undo, strict=True):
-            reducer.all_reduce(hyper, flags, undo)
-        self.read_flags(flags)
-        return self.undo
+        undo = [] if ranks_agreed else self.undo
+        for reducer, own in zip_longest(self.reducers, undo):
+            reducer.all_reduce(hyper, flags, own)
+        if undo:
+            self.read_flags(flags)
+        return undo
 
     @property
     def undo(self) -> list[Undo]:

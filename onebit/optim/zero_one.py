@@ -68,15 +68,14 @@ class ZeroOne(Adam):
     @classmethod
     def of(cls, update_scaler: int, freeze_step: int | None, local_scaler: int | None, clipper: int) -> ZeroOne:
         """From the arguments of `onebit.ZeroOneAdam`; a ValueError says which is wrong, and why."""
-        for name, value, what in (
-            ("var_update_scaler", update_scaler, "how many full-precision steps come before their distance doubles"),
-            ("var_freeze_step", freeze_step, "the last step that may update the variance"),
-            ("local_step_clipper", clipper, "the most steps from one exchange to the next"),
-            ("local_step_scaler", local_scaler, "how many steps come before the distance between exchanges doubles"),
+        for name, value, what, none in (
+            ("var_update_scaler", update_scaler, "how many full-precision steps before their distance doubles", ""),
+            ("var_freeze_step", freeze_step, "the last step that may update the variance", " or None"),
+            ("local_step_clipper", clipper, "the most steps from one exchange to the next", ""),
+            ("local_step_scaler", local_scaler, "how many steps before the distance of exchanges doubles", " or None"),
         ):
-            may_be_none = " or None" if name in ("var_freeze_step", "local_step_scaler") else ""
-            if not (value is None and may_be_none) and not is_whole(value, least=1):
-                raise ValueError(f"{name}={value!r}: it is {what}, 1 or more{may_be_none}")
+            if not (value is None and none) and not is_whole(value, least=1):
+                raise ValueError(f"{name}={value!r}: it is {what}, 1 or more{none}")
         schedule = VarianceSchedule(update_scaler, freeze_step)
         if local_scaler is None:
             return cls(schedule, None)

@@ -1,4 +1,4 @@
-"""Those of the library: each gives the optimizer of all its algorithm, and its param groups their defaults."""
+"""The optimizers of the library: each hands over an algorithm and the defaults of its param groups."""
 
 from __future__ import annotations
 
@@ -99,8 +99,7 @@ class ZeroOneAdam(OneBitOptimizer):
         weight_decay: float = 0.0, *, var_update_scaler: int = 4, var_freeze_step: int | None = None,
         local_step_scaler: int | None = None, local_step_clipper: int = 16, **options: Unpack[OptionArguments],
     ) -> None:  # fmt: skip
-        steps = var_update_scaler, var_freeze_step, local_step_scaler, local_step_clipper
-        self._algorithm = ZeroOne.of(*steps)
+        self._algorithm = ZeroOne.of(var_update_scaler, var_freeze_step, local_step_scaler, local_step_clipper)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, self._algorithm, **options)
 

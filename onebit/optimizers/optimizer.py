@@ -68,7 +68,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         ranks = options.pop("process_group", None), options.pop("node_group", "auto")
         chosen = Options.of(options, self.without_options)
         self._built, self._held = False, dict[Tensor, Tensor]()
-        self.begun = False  # whether it is decided what the coming step is
+        self.begun = False  # whether the kind of the coming step is decided
         super().__init__(params, {**defaults, COMPRESS: True})
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
         self._ranks = RankFinder(*ranks, groups, chosen, device)
@@ -171,8 +171,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.current.keep_last_sync()
 
     def begin_step(self) -> Step:
-        """The coming step. What it is is decided once, in `step` or by the first gradient that leaves in backward: all
-        ranks have the same model and are in the same stage."""
+        """The coming step. The first call decides its kind, in `step` or with the first gradient of a backward pass:
+        all ranks then have the same model and are in the same stage. Later calls look for what users have changed."""
         self.current.check_own_parameters("a step")
         self._shown.check_loaded()
         check_groups(self.param_groups, self.defaults.keys())

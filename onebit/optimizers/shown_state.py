@@ -72,14 +72,11 @@ class ShownState:
 
     def _changed(self, state: Mapping[Any, Any]) -> list[Tensor]:
         """The parameters, shown or not, whose state is another now. A parameter without any is as it is."""
-        shown = self._shown
-        there = [p for p, own in state.items() if own and (p not in shown or not _is_same(own, shown[p]))]
-        return [*there, *(p for p in shown if not state.get(p))]
+        there = [p for p, own in state.items() if own and not _is_same(own, self._shown.get(p))]
+        return [*there, *(p for p in self._shown if not state.get(p))]
 
 
-def _is_same(own: Mapping[str, Any], shown: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(own, Mapping)
-        and len(own) == len(shown)
-        and all(own.get(name) is value for name, value in shown.items())
-    )
+def _is_same(own: Any, shown: Mapping[str, Any] | None) -> bool:
+    if shown is None or not isinstance(own, Mapping) or own.keys() != shown.keys():
+        return False
+    return all(own[name] is value for name, value in shown.items())

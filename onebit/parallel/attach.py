@@ -77,12 +77,8 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
         inner.setup.names.update(names)
     except (ValueError, AttributeError) as refused:  # a torch that has no such hook
         for module in taken:
-            module.set_all_reduce_hook(_idle)
+            module.set_all_reduce_hook(lambda reduced: None)  # left to the optimizer
         tell("gradients are averaged in step, not while backward runs: %s", refused)
-
-
-def _idle(reduced: Tensor) -> None:
-    """Leaves it to the optimizer."""
 
 
 def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> dict[Tensor, str]:

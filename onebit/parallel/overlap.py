@@ -36,7 +36,7 @@ from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed
 from onebit.parallel.buckets import within_no_sync
-from onebit.parallel.flight import Flight, NodeMeans
+from onebit.parallel.flight import Flight, node_means
 from onebit.warning import warn
 
 COMPARED = range(30, 40)
@@ -89,7 +89,7 @@ class Overlap:
         self._groups: _Groups | None = None  # for the thread
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
-        self._means: list[NodeMeans | None] = []
+        self._means: list[list[Tensor] | None] = []
         self._hooks: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
@@ -154,10 +154,15 @@ class Overlap:
         for reducer in current.reducers:
             reducer.exchange.agree()
         self._snapshot = current
-        self._means = [NodeMeans(state) if state.slices > 1 else None for state in current.compressed]
+        self._means = [node_means(state) if state.slices > 1 else None for state in current.compressed]
         self._place = {p: (s, i) for s, state in enumerate(current.compressed) for i, p in enumerate(state.params)}
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
-        ready = partial(_gradient_ready, weakref.ref(self))
+        own = weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            if (overlap := own()) is not None:
+                overlap.gradient_ready(parameter)
+
         self._hooks = [p.register_post_accumulate_grad_hook(ready) for p in self._place]
 
     def _pause(self) -> None:
@@ -271,13 +276,6 @@ class Overlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
-    """What torch calls when a gradient has been accumulated."""
-    own = overlap()
-    if own is not None:
-        own.gradient_ready(parameter)
 
 
 def _backward_ended(flight: Flight) -> None:

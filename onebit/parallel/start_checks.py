@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.report.pay_off import CALL_ATTACH
 from onebit.warning import warn
+
+_BY_DDP = (
+    "all ranks have the same gradients before the optimizer has averaged any: is the model wrapped in "
+    f"DistributedDataParallel? Then it goes on averaging uncompressed, and no time is gained: {CALL_ATTACH}"
+)
 
 
 def start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> list[Callable[[], None]]:
@@ -58,7 +64,7 @@ def _agree(setup: Setup, current: Snapshot, averaged_in_backward: bool) -> list[
     setup.topology.raise_together(failed, setup.device, others)
     _agree_on_residuals(setup, current)
     current.ddp_averages = not averaged_in_backward and _all_have_the_same_gradients(setup, current)
-    return [_warn_of_ddp] if current.ddp_averages and transport.rank == 0 else []
+    return [partial(warn, _BY_DDP)] if current.ddp_averages and transport.rank == 0 else []
 
 
 def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
@@ -103,13 +109,6 @@ def _all_have_the_same_gradients(setup: Setup, current: Snapshot) -> bool:
     own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
     found = all_gather_values(setup.topology.copies, own, "comparing the ranks' gradients (all-gather)")
     return bool((found == found[0]).all() and found[0] != 0)
-
-
-def _warn_of_ddp() -> None:
-    warn(
-        "all ranks have the same gradients before the optimizer has averaged any: is the model wrapped in "
-        f"DistributedDataParallel? Then it goes on averaging uncompressed, and no time is gained: {CALL_ATTACH}"
-    )
 
 
 def _number(value: Any) -> Any:
