@@ -188,11 +188,8 @@ class RankFinder:
                 f"already, as one rank alone: call init_process_group before the first step and before "
                 f"load_state_dict"
             )
-        self._found = True
-        if not alone and topology.node is None:
-            return False
-        self.topology = topology
-        return True
+        self._found, self.topology = True, topology
+        return alone or topology.node is not None
 
     def check_sharding(self, groups: param_groups.Groups) -> None:
         """A ValueError where parameters were whole, and are not now, or the other way round."""
