@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 from onebit import collectives, kernels
 from onebit.checkpoint.convert import adamw_state, merge_states
 from onebit.collectives import CollectiveError, CompressedAllReduce
-from onebit.optim.adam import OneBitAdam
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
 from onebit.optim.freeze import FreezeRule
-from onebit.optim.lamb import OneBitLamb
-from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.zero_one import ZeroOneAdam
+from onebit.optimizers.of_algorithms import OneBitAdam, OneBitLamb, ZeroOneAdam
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attach import attach
 from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError

@@ -223,6 +223,24 @@ def test_nothing_outside_a_class_touches_its_underscored_members() -> None:
         assert [name for _, name in touched(ast.parse(source))] == expected
 
 
+def upward(folder: str, tree: ast.Module) -> list[str]:
+    """Imports of folders of onebit/ that are above this one: optim <- parallel, checkpoint, report <- optimizers."""
+    above = {"optim": ["parallel", "checkpoint", "report", "optimizers"]}.get(folder, ["optimizers"])
+    return [n for n in imports(tree) if n.startswith(tuple(f"onebit.{each}." for each in above))]
+
+
+def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
+    """What users call with one has to know its class."""
+    called = {"parallel": {"attach", "attached", "unwrap"}, "checkpoint": {"save_load", "room"}}
+    for folder in ("optim", "parallel", "checkpoint", "report"):
+        files = sources(f"onebit/{folder}")
+        assert files and {path.stem for path, tree in files.items() if upward(folder, tree)} == called.get(
+            folder, set()
+        )
+    assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.names import ORDER"))
+    assert not upward("report", ast.parse("from onebit.optim.setup import Setup"))
+
+
 def test_an_import_brings_what_it_must_and_nothing_else() -> None:
     """Run where bare `kernels` and `collectives` could be imported, nobody imports them. Checkpoints of torch come when
     they are first needed, the package of somebody's training loop with the module for it alone."""

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.elements import Saved
-from onebit.checkpoint.names import ORDER, PROGRESS
+from onebit.checkpoint.names import ORDER
 from onebit.checkpoint.schema import VERSION
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
 from onebit.kernels.data.wire import Scale
 from onebit.optim.fields import Field, Values
-from onebit.optim.param_groups import COMPRESS
+from onebit.optim.param_groups import COMPRESS, PROGRESS
 
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from onebit.checkpoint.checks import check_options, check_structure, checked_numbers
 from onebit.checkpoint.elements import Saved, momentum
-from onebit.checkpoint.names import PROGRESS, rank_of
-from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
+from onebit.checkpoint.names import rank_of
+from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-PROGRESS = "onebit"
 BITS, SCALES = "momentum_bits", "momentum_scales"
 ORDER = "memory_order"
 

@@ -32,7 +32,6 @@ from onebit.checkpoint.elements import (
 from onebit.checkpoint.names import (
     BITS,
     ORDER,
-    PROGRESS,
     SCALES,
     message_name,
     rank_of,
@@ -49,7 +48,7 @@ from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
 from onebit.optim.memory_order import Order, flattened, order_of, reordered
 from onebit.optim.options import check_group, is_known_key
-from onebit.optim.param_groups import COMPRESS, betas_of, is_compressed
+from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import local, part_of
@@ -58,7 +57,7 @@ from onebit.optim.stages import Stages
 from onebit.warning import warn
 
 _NOT_OPTIONS = {
-    "params", PROGRESS, "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+    "params", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
     "decoupled_weight_decay",
 }  # fmt: skip
 

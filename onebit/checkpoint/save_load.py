@@ -33,7 +33,7 @@ from onebit.checkpoint import files
 from onebit.checkpoint.checks import checked_numbers
 from onebit.checkpoint.elements import room_for
 from onebit.checkpoint.files import Planner, Reader, check_layout, index_of, layout_of, read_index
-from onebit.checkpoint.names import ORDER, PROGRESS, rank_of, residual_name, server_rank_of, server_residual_name
+from onebit.checkpoint.names import ORDER, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import (
     EXTRA,
     CheckpointRanks,
@@ -46,9 +46,10 @@ from onebit.checkpoint.ranks import (
     unpacked_extra,
 )
 from onebit.checkpoint.restore import Cut
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.param_groups import PROGRESS
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import local
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import layers_of, own_module, own_optimizer
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -151,7 +152,8 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
             "make_room found no state of this optimizer's parameters: they are called by other names there. Give the "
             "model that the state was saved with"
         )
-    optimizer.show_room(state, numbers)
+    optimizer.overlap.check_at_rest("make_room")
+    optimizer.install(optimizer.current, (state, numbers))
 
 
 def _needed(own: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any], read: Read, setup: Setup) -> list[str]:

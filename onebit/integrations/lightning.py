@@ -17,7 +17,7 @@ from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.integrations.whole_state import attach_if_distributed, warn_of_total
 from onebit.log import tell
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optimizers.optimizer import OneBitOptimizer
 
 _SAVING = "gathering the residuals of all ranks (all-gather of their sizes)"
 

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, warn_of_total
 from onebit.log import tell
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
 
 

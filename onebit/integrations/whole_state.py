@@ -17,7 +17,7 @@ from torch import nn
 from onebit.checkpoint.files import MANIFEST
 from onebit.checkpoint.ranks import CheckpointRanks
 from onebit.checkpoint.save_load import optimizer_state, save
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attach import attach
 from onebit.warning import warn
 

@@ -9,12 +9,10 @@ State: exp_avg, exp_avg_sq, 8 B an element; in stage 2 residual and d in the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
@@ -23,8 +21,7 @@ from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
-from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.options import OptionArguments, Options, shows_options
+from onebit.optim.options import Options
 from onebit.optim.reducer import MomentumReducer
 
 DENOMINATOR = Field("denominator", values="non-negative")
@@ -88,36 +85,3 @@ def nonzero(state: FlatState, name: str) -> Tensor | None:
     """bool [elements], where a field is not 0; None where it is 0 nowhere."""
     held = any(bool((state.view(name, i) == 0).any()) for i, n in enumerate(state.numels) if n)
     return state[name] != 0 if held else None
-
-
-@shows_options
-class OneBitAdam(OneBitOptimizer):
-    """AdamW that, once its variance has settled, averages momentum with 1 bit an element instead of gradients.
-
-        optimizer = onebit.OneBitAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
-        onebit.attach(ddp_model, optimizer)        # with DDP; without it the optimizer communicates alone
-
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
-    process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
-    node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
-        "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
-    """
-
-    algorithm: ClassVar[type[Adam]] = Adam
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        process_group: Any = None,
-        node_group: Any = "auto",
-        **options: Unpack[OptionArguments],
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, self.algorithm(), process_group=process_group, node_group=node_group, **options
-        )

@@ -11,14 +11,14 @@ Parameters and gradients are not copied: passes reach them through a table of ad
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from onebit.collectives.topology import Topology
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers, written_by_address
@@ -28,14 +28,6 @@ from onebit.optim.memory_order import as_stored, flattened, in_shape, order_of
 from onebit.optim.sharding import is_sharded, local
 
 _PIECE = 128  # blocks that are added up one after the other
-
-
-class Parts(Protocol):
-    """The ranks that have the parts of these parameters; both change `values` in place."""
-
-    def add_parts(self, values: Tensor) -> Tensor: ...
-
-    def max_parts(self, values: Tensor) -> Tensor: ...
 
 
 class FlatState:
@@ -53,7 +45,7 @@ class FlatState:
         slice_index: int = 0,
         chunk_counts: Iterable[int] = (1,),
         master_weights: bool = True,
-        parts: Parts | None = None,
+        parts: Topology | None = None,
         held: Mapping[Tensor, Tensor] | None = None,
         compressed: bool = True,
     ) -> None:
@@ -210,12 +202,6 @@ class FlatState:
         """The parameter becomes its master copy, where it has one."""
         if MASTER.name in self:
             local(self.params[index]).detach().copy_(self.view(MASTER.name, index))
-
-    def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Fields without a parameter's shape that every rank has the same."""
-        for name, field in self.fields.items():
-            if field.per != "element" and field.same_on_all_ranks:
-                yield name, self[name]
 
     def copy_parameter_from(self, index: int, other: FlatState, index_there: int) -> None:
         """Go on with a parameter's fields from another flat state of the same stage."""

@@ -13,7 +13,6 @@ once. LAMB has a rule of its own (onebit.optim.lamb).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class FreezeRule:
             )
 
 
-class StageRule(ABC):
+class StageRule:
     """Compares numbers of a step with those of `window` steps before. They are the same on every rank, and so is the
     decision."""
 
@@ -69,20 +68,19 @@ class StageRule(ABC):
         self._trace: deque[list[float]] = deque(maxlen=-(-window // self._stride) + 1)
         self.ratio: float | None = None
 
-    @abstractmethod
     def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
         """The numbers of a step: fp64, on the device."""
+        return []
 
-    @abstractmethod
     def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
         """What `measure` found after step `step`. beta2 is 0 where the variance is not bias-corrected."""
 
-    @abstractmethod
     def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
         """The ratio that tells whether stage 1 may end, if there is one."""
+        return None
 
-    @abstractmethod
-    def _stable(self, ratio: float) -> bool: ...
+    def _stable(self, ratio: float) -> bool:
+        return False
 
     @property
     def automatic(self) -> bool:
@@ -121,18 +119,6 @@ class FixedStep(StageRule):
         if freeze_step is None:
             raise ValueError('freeze_step="auto": this optimizer has no rule for it. Pass the number of steps')
         super().__init__(freeze_step, 0.0, window, comparisons=1)
-
-    def measure(self, states: Sequence[FlatState], groups: int) -> list[Tensor]:
-        return []
-
-    def add(self, step: int, numbers: Sequence[float], beta2s: Sequence[float]) -> None:
-        return None
-
-    def _compare(self, now: Sequence[float], before: Sequence[float]) -> float | None:
-        return None
-
-    def _stable(self, ratio: float) -> bool:
-        return False
 
 
 class VarianceRule(StageRule):

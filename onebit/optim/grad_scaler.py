@@ -1,8 +1,9 @@
 """GradScaler, whose scale is to stay the same on all ranks.
 
 A scaler looks at its own rank's gradients and halves its scale where they are not finite. Where all ranks leave a step
-out since those of one are not, all scalers have to know. A scaler hands what it found to the optimizer and takes
-nothing back, so that this writes where `GradScaler.update` reads: the scaler is found by its `step`, which is running.
+out since those of one are not, all scalers have to know. A scaler takes nothing back: `found_inf` and `grad_scale` are
+new tensors, and the argument `grad_scaler` brings a FutureWarning with every step. So this writes where
+`GradScaler.update` reads: the scaler is found by its `step`, which is running.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.amp import GradScaler
 
 def report_to_scaler(optimizer: torch.optim.Optimizer, flags: Tensor) -> None:
     """Within `GradScaler.step(optimizer)`: the scaler has found what is not finite where `flags`, int32 [1], is set."""
-    scaler = _scaler_of(optimizer)
+    scaler = _scaler_of(optimizer) if hasattr(optimizer, "found_inf") else None
     if scaler is not None:
         found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not found:  # a rank without any gradient

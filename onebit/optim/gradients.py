@@ -16,6 +16,8 @@ from onebit.kernels.data.hyper import COLUMNS, Hyper
 from onebit.kernels.data.upload import Upload
 from onebit.optim.flat_state import FlatState
 from onebit.optim.param_groups import on_device
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 
 # A gradient, held so that no other is mistaken for it, and how often it was changed.
 Version = tuple[Tensor, int] | None
@@ -27,6 +29,7 @@ class Gradients:
 
     def __init__(self, device: torch.device) -> None:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)  # 1 where a step must not be taken
+        self._hyper = HyperTable(device)
         self.reset()
 
     def reset(self) -> None:
@@ -35,31 +38,44 @@ class Gradients:
         self.ranks_agreed = False  # whether `flags` are those of all ranks
         self._checked: list[Version] | None = None
         self._clip: Tensor | None = None
+        self._unscale: Tensor | None = None  # 1 / GradScaler's scale, fp32 [1], unless gradients are as they should be
+        self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
         self._averaged: dict[str, list[Version]] = {}  # what, and as it was then
 
-    def factor(self, unscale: Tensor | None) -> Tensor | None:
-        """clip / scale, fp32 [1], unless both are 1."""
-        parts = [part for part in (unscale, self._clip) if part is not None]
-        return torch.stack(parts).prod(0) if parts else None
+    def claim_node_mean(self, by_exchange: bool) -> bool:
+        """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
+        leaves out. by_exchange: whether the exchange does it, chunk by chunk."""
+        self.node_mean = self.node_mean is not False and not by_exchange
+        return self.node_mean
 
-    def average(
-        self,
-        states: Sequence[FlatState],
-        copies: Ranks,
-        unscale: Tensor | None,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
+    def set_scale(self, scale: Tensor | None, found_inf: Tensor | int | None, setup: Setup, current: Snapshot) -> None:
+        """As GradScaler has them. What backward has averaged in stage 2 over ranks whose scales differ is divided by
+        the mean of them on all."""
+        self._unscale, self._found_inf = None, found_inf
+        if scale is not None:
+            scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.copies
+            if self.averaged_in_backward and current.stages.compressing:
+                scale = scale / copies.size
+                copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
+            self._unscale = scale.reciprocal().float()
+
+    def write_hyper(self, setup: Setup, current: Snapshot, clipped: bool = True) -> Tensor:
+        """Every group's numbers for the coming step, on the device; with what gradients are multiplied by."""
+        step = current.stages.steps + 1 if current.needs_step_number(setup) else 1  # none of the numbers depends on it
+        parts = [each for each in (self._unscale, self._clip if clipped else None) if each is not None]
+        factor = torch.stack(parts).prod(0) if parts else None
+        return self._hyper.write(setup.hyper_rows(step), [group["lr"] for group in setup.groups], factor)
+
+    def average(self, states: Sequence[FlatState], copies: Ranks, wire_dtype: torch.dtype | None = None) -> None:
         """In place, once. A missing gradient counts as zero."""
         if copies.size == 1 or unchanged(self._averaged.get("whole"), states):
             return
         for state in states:
             grads = [g for g in state.stored(state.fill_missing_gradients()) if g is not None]
-            average_(grads, copies, unscale, wire_dtype=wire_dtype)
+            average_(grads, copies, self._unscale, wire_dtype=wire_dtype)
         self._averaged["whole"] = versions_of(states)
 
-    def average_slices(
-        self, states: Sequence[FlatState], node: Transport, unscale: Tensor | None, wire_dtype: torch.dtype | None
-    ) -> None:
+    def average_slices(self, states: Sequence[FlatState], node: Transport, wire_dtype: torch.dtype | None) -> None:
         """In place, once: in this rank's slices their mean over the ranks of the node. Other values stay its own."""
         before = self._averaged.get("slices")
         if self.node_mean or unchanged(before, states):
@@ -74,7 +90,7 @@ class Gradients:
             grads = state.lay_out_gradients()
             for chunk in range(state.layout.chunks):
                 slices = state.layout.slices(chunk, node.size)
-                average_slices(slices, grads, grads, node, unscale, wire_dtype=wire_dtype)
+                average_slices(slices, grads, grads, node, self._unscale, wire_dtype=wire_dtype)
         self._averaged["slices"] = versions_of(states)
 
     def were_checked(self, states: Sequence[FlatState]) -> bool:
@@ -86,7 +102,6 @@ class Gradients:
         states: Sequence[FlatState],
         everyone: Ranks,
         hyper: Tensor,
-        found_inf: Tensor | int | None,
         squares: Tensor | None = None,
         slices: int = 1,
         agree: bool = True,
@@ -100,8 +115,8 @@ class Gradients:
         if not unchanged(self._checked, states, in_place=False):
             self._clip = None  # it was made for others
         self.flags.zero_()
-        if found_inf is not None:  # of a rank without any gradient, GradScaler gives the number 0
-            self.flags.add_((torch.as_tensor(found_inf, device=self.flags.device) > 0).view(1))
+        if self._found_inf is not None:
+            self.flags.add_((torch.as_tensor(self._found_inf, device=self.flags.device) > 0).view(1))
         for state in states:
             state.bind_tensors()
             is_cut = slices > 1 and state.slices > 1
@@ -127,13 +142,15 @@ class Gradients:
 class HyperTable:
     """Every group's numbers on the device, written when they change."""
 
-    def __init__(self, groups: int, device: torch.device) -> None:
-        self.values = torch.zeros((groups, COLUMNS), dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros((0, COLUMNS), dtype=torch.float32, device=device)
         self._upload = Upload()
         self._scaled = False
 
     def write(self, hyper_rows: list[Hyper], lrs: Sequence[float | Tensor], factor: Tensor | None) -> Tensor:
         """`lrs` that are tensors on the device and `factor` stay there: the host reads neither."""
+        if len(self.values) != len(hyper_rows):  # a group was added
+            self.values = self.values.new_zeros((len(hyper_rows), COLUMNS))
         if not self._upload.write(hyper_rows, self.values) and self._scaled:
             self.values[:, _GRAD_SCALE].fill_(1)
         for i, lr in enumerate(lrs):
@@ -143,11 +160,6 @@ class HyperTable:
             self.values[:, _GRAD_SCALE] = factor
         self._scaled = factor is not None
         return self.values
-
-
-def reciprocal(scale: Tensor | None, device: torch.device) -> Tensor | None:
-    """fp32 [1]"""
-    return None if scale is None else scale.double().reciprocal().to(device, torch.float32).view(1)
 
 
 def versions_of(states: Sequence[FlatState]) -> list[Version]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,16 +81,15 @@ def without(state: FlatState, grads: Sequence[Tensor | None]) -> list[Tensor | N
     ]
 
 
-def values(states: Iterable[FlatState]) -> list[Tensor]:
-    """What is held, before an update."""
-    return [x[indices] for _, _, x, indices in _each(states)]
-
-
-def put_back(states: Iterable[FlatState], before: Sequence[Tensor]) -> None:
-    for (state, i, x, indices), kept in zip(_each(states), before, strict=True):
-        x.index_copy_(0, indices, kept)
+@contextmanager
+def kept(states: Sequence[FlatState]) -> Iterator[None]:
+    """Within it parameters are updated: what is held is put back."""
+    before = [x[indices] for _, _, x, indices in _each(states)]
+    yield
+    for (state, i, x, indices), values in zip(_each(states), before, strict=True):
+        x.index_copy_(0, indices, values)
         if MASTER.name in state:
-            state.elements_of(state[MASTER.name], i).index_copy_(0, indices, kept.float())
+            state.elements_of(state[MASTER.name], i).index_copy_(0, indices, values.float())
 
 
 def checksum(states: Iterable[FlatState]) -> str:

@@ -11,14 +11,13 @@ it is not kept. m_prev is a copy of the last message, made before the next one c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_finite, is_one_of
@@ -30,8 +29,7 @@ from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
-from onebit.optim.optimizer import OneBitOptimizer
-from onebit.optim.options import LARGEST_FLOAT, OptionArguments, Options, shows_options
+from onebit.optim.options import LARGEST_FLOAT, Options
 from onebit.optim.reducer import MomentumReducer
 
 Ratio = Literal["variance", "denominator"]
@@ -249,33 +247,3 @@ class CoefficientRule(StageRule):
 
     def _stable(self, ratio: float) -> bool:
         return ratio >= self.share
-
-
-@shows_options
-class OneBitLamb(OneBitOptimizer):
-    """LAMB that, once its coefficients have settled, averages momentum with 1 bit an element instead of gradients.
-
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
-    coeff_beta: how the coefficients of stage 1 are averaged. min_coeff, max_coeff: their bounds in stage 1.
-    factor_min, factor_max, factor_threshold: bounds of the ratio in stage 2, and of its relative change in a step.
-    ratio: of the variances (Algorithm 1, line 17), or of the denominators, as DeepSpeed computes it.
-    process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
-    node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
-        "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
-    """
-
-    algorithm: ClassVar[type[Lamb]] = Lamb
-
-    def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, *,
-        coeff_beta: float = 0.9, min_coeff: float = 0.01, max_coeff: float = 0.3,
-        factor_min: float = 0.5, factor_max: float = 4.0, factor_threshold: float = 0.1, ratio: Ratio = "variance",
-        process_group: Any = None, node_group: Any = "auto", **options: Unpack[OptionArguments],
-    ) -> None:  # fmt: skip
-        lamb = self.algorithm(
-            coeff_beta=coeff_beta, min_coeff=min_coeff, max_coeff=max_coeff, factor_min=factor_min,
-            factor_max=factor_max, factor_threshold=factor_threshold, ratio=ratio,
-        )  # fmt: skip
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, lamb, process_group=process_group, node_group=node_group, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, TypedDict, TypeVar, get_args
@@ -11,14 +11,12 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.names import PROGRESS
 from onebit.collectives.reply import AskedReply, check_reply
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, MOST_CHUNKS, check_block_size
 from onebit.kernels.data.wire import Scale, check_scale
 from onebit.optim.freeze import MOST_STEPS, FreezeRule, ZeroVariance
-from onebit.optim.param_groups import COMPRESS, beta_of
-from onebit.warning import warn
+from onebit.optim.param_groups import COMPRESS, PROGRESS, beta_of, check_parameters, device_of
 
 FreezeStep = int | Literal["auto"] | FreezeRule
 AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
@@ -60,6 +58,8 @@ class OptionArguments(TypedDict, total=False):
     amsgrad: bool | None
     maximize: bool | None
     differentiable: bool | None
+    process_group: Any
+    node_group: Any
 
 
 def _option(default: Any, description: str) -> Any:
@@ -188,6 +188,11 @@ class Options:
 
 
 T = TypeVar("T", bound=type)
+_GROUPS = """\
+process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
+node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
+    "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
+"""
 
 
 def shows_options(optimizer: T) -> T:
@@ -195,15 +200,13 @@ def shows_options(optimizer: T) -> T:
     signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
     taken = [f for f in fields(Options) if f.name not in optimizer.without_options]  # type: ignore[attr-defined]
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in taken
-    ]
-    groups = [p for p in own if p.name.endswith("_group")]
-    parameters = [*(p for p in own if p not in groups), *shared, *groups]
+    shared = [(f.name, f.default, f.type) for f in taken] + [("process_group", None, Any), ("node_group", "auto", Any)]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [*own, *(inspect.Parameter(name, kind, default=d, annotation=a) for name, d, a in shared)]
     optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
     text = inspect.cleandoc(optimizer.__doc__ or "")
     shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in taken)
-    optimizer.__doc__ = f"{text}\n\nOptions of every optimizer:\n\n{shown}\n"
+    optimizer.__doc__ = f"{text}\n{_GROUPS}\nOptions of every optimizer:\n\n{shown}\n"
     return optimizer
 
 
@@ -233,15 +236,17 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def check_numbers_of(group: Mapping[str, Any]) -> None:
+def check_groups(groups: Sequence[Mapping[str, Any]], options: Collection[str]) -> None:
     """What a schedule may have made of them since: every step, so no more than what would make parameters NaN."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):
-            raise ValueError(
-                f"{name}={value!r} in a param group: all its parameters would become NaN. Look at the schedule that "
-                f"has set it"
-            )
+    for group in groups:
+        check_keys(group, options)
+        for name in ("lr", "eps", "weight_decay"):
+            value = group[name]
+            if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):
+                raise ValueError(
+                    f"{name}={value!r} in a param group: all its parameters would become NaN. Look at the schedule "
+                    f"that has set it"
+                )
 
 
 def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,8 +282,25 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
             raise ValueError(f"a param group has {name}={group[name]!r}: {_CHANGES_THE_UPDATE[name]}")
 
 
+def check_last_group(groups: Sequence[Mapping[str, Any]], options: Collection[str]) -> None:
+    """A group that was added."""
+    check_keys(groups[-1], options)
+    check_group(groups[-1])
+    check_parameters(groups[-1]["params"])
+    if any(group["params"] for group in groups):
+        device_of(groups)
+
+
+def check_attribute(optimizer: type, name: str, defaults: Collection[str]) -> None:
+    """An AttributeError where setting an optimizer's attribute would change nothing."""
+    if name in _options_named(optimizer):
+        where = f"the groups: for group in optimizer.param_groups: group[{name!r}] = ..."
+        instead = where if name in defaults else f"the constructor: {optimizer.__name__}(..., {name}=...)"
+        raise AttributeError(f"{name} set on the optimizer would change nothing. It belongs to {instead}")
+
+
 @cache
-def options_named(optimizer: type) -> frozenset[str]:
+def _options_named(optimizer: type) -> frozenset[str]:
     """What is chosen when an optimizer is built, under the names of its arguments."""
     taken = inspect.signature(optimizer.__init__).parameters.values()  # type: ignore[misc]
     named = {p.name for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -295,17 +317,6 @@ def check_sharded(options: Options, without_nodes: bool) -> None:
     if not without_nodes:
         raise ValueError(
             "node_group with sharded parameters: sharding inside a node is the first level already. Leave it out"
-        )
-
-
-def warn_if_early(options: Options, beta2: float) -> None:
-    """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
-    steps = round(1 / (1 - beta2))
-    if not options.bias_correction and 0 < (options.fixed_freeze_step or 0) < steps:
-        warn(
-            f"freeze_step={options.freeze_step} without bias correction freezes a variance that is still growing from "
-            f"zero: with beta2={beta2:g} it takes about {steps} steps to reach its size, and stage 2 would take too "
-            f"large steps for good. Freeze later, or pass bias_correction=True"
         )
 
 

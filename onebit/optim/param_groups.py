@@ -15,6 +15,7 @@ from onebit.optim.sharding import is_sharded
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
+PROGRESS = "onebit"  # of the first group, in a saved state: how far the run has come
 COMPRESS = "compress"  # of a group: whether stage 2 compresses what its parameters send, as it does unless told not to
 
 
@@ -109,13 +110,11 @@ def is_compressed(group: Group) -> bool:
 
 def identities(groups: Groups) -> list[tuple[bool, list[tuple[int, bool, Order]]]]:
     """Equal for equal sets of parameters that train, lie in the same order and are compressed alike."""
-    return [
-        (
-            is_compressed(group),
-            [(id(p), p.requires_grad, order_of(p) if p.requires_grad else None) for p in group["params"]],
-        )
-        for group in groups
-    ]
+
+    def of(p: Tensor) -> tuple[int, bool, Order]:
+        return id(p), p.requires_grad, order_of(p) if p.requires_grad else None
+
+    return [(is_compressed(group), list(map(of, group["params"]))) for group in groups]
 
 
 def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
-from onebit.collectives.topology import Topology
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.wire import Messages, Norm, Scale
-from onebit.optim.fields import FIRST_MOMENTUM, RESIDUAL
+from onebit.kernels.data.wire import Messages
+from onebit.optim.fields import FIRST_MOMENTUM
 from onebit.optim.flat_state import FlatState
 from onebit.optim.limit import UpdateLimit
 
@@ -22,29 +21,11 @@ from onebit.optim.limit import UpdateLimit
 class MomentumReducer:
     """Residuals and messages of one flat state, and the way they go."""
 
-    def __init__(
-        self,
-        state: FlatState,
-        topology: Topology,
-        way: type[Exchange],
-        *,
-        scale: Scale,
-        norm: Norm,
-        live: Tensor | None = None,
-        gamma: Tensor | None = None,
-        keep_previous: bool = False,
-    ) -> None:
-        """The field "residual" of `state` is what this rank starts from.
-
-        way: of the exchange.
-        live: uint8 [elements / 8], a bit for each coordinate that takes part; None where all do.
-        gamma: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1.
-        keep_previous: whether `previous` is wanted.
-        """
-        self.state, self.gamma = state, gamma
-        self.exchange = way.of(topology, state.layout, state.device, scale, norm, value=state[RESIDUAL.name])
-        self.exchange.live = live
-        m = self.exchange.replies
+    def __init__(self, state: FlatState, exchange: Exchange, gamma: Tensor | None, keep_previous: bool) -> None:
+        """exchange: whose residual is that of `state`. gamma: fp32 [parameters], what the messages of each parameter
+        are multiplied by; None for 1. keep_previous: whether `previous` is wanted."""
+        self.state, self.exchange, self.gamma = state, exchange, gamma
+        m = exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
         self.limit: UpdateLimit | None = None  # of a step by m
 

@@ -7,19 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives.chunking import candidates, choose_chunks, shards_of
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
+from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.wire import Norm
 from onebit.optim import param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule
-from onebit.optim.options import Options
+from onebit.optim.options import Options, check_sharded
+from onebit.optim.sharding import shard_group
+from onebit.warning import warn
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,14 @@ class Setup:
     groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
     held: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: coordinates that never move
+
+    def __post_init__(self) -> None:
+        limit = self.options.update_limit
+        if isinstance(limit, (int, float)) and not self.algorithm.limits_updates:
+            raise ValueError(
+                f"update_limit={limit}: {type(self.algorithm).__name__} does not limit its steps "
+                f"(Algorithm.limits_updates). Leave it out"
+            )
 
     @property
     def way(self) -> type[Exchange]:
@@ -68,6 +80,16 @@ class Setup:
     def beta2(self) -> float:
         return max(param_groups.betas_of(group)[1] for group in self.groups)
 
+    def warn_if_early(self) -> None:
+        """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
+        options, steps = self.options, round(1 / (1 - self.beta2))
+        if not options.bias_correction and 0 < (options.fixed_freeze_step or 0) < steps:
+            warn(
+                f"freeze_step={options.freeze_step} without bias correction freezes a variance that is still growing "
+                f"from zero: with beta2={self.beta2:g} it takes about {steps} steps to reach its size, and stage 2 "
+                f"would take too large steps for good. Freeze later, or pass bias_correction=True"
+            )
+
     def freeze_rule(self, states: Sequence[FlatState]) -> StageRule:
         return self.algorithm.freeze_rule(self.options, self.window, [s for s in states if s.compressed])
 
@@ -91,12 +113,15 @@ class Setup:
             )
             state.copy_parameters_to_master()
             found.append(state)
+        apart = [state for state in found if not state.compressed]
+        if apart and len(apart) == len(found):
+            raise ValueError(
+                "every param group that trains has compress=False: nothing would be compressed. Leave it out of some "
+                "group, or take torch.optim.AdamW"
+            )
+        if apart:
+            self.algorithm.check_uncompressed()
         return found
-
-    def add_stage_1_fields(self, state: FlatState) -> None:
-        for each in self.algorithm.stage_1:
-            state.add(each)
-        state.scratch = self.algorithm.scratch(state)
 
     def choose_chunks(self, state: FlatState) -> int:
         """A collective call where "auto" has to be measured. Under a tensor scale the number of chunks is in the
@@ -121,3 +146,55 @@ class Setup:
         if self.options.chunks != "auto":
             return [self.options.chunks]
         return candidates(numel, self.shards, self.options.block_size)
+
+
+class RankFinder:
+    """`topology` is who is known so far."""
+
+    def __init__(
+        self, process_group: Any, node_group: Any, groups: param_groups.Groups, options: Options, device: torch.device
+    ) -> None:
+        """process_group: also a Topology, for several optimizers of the same ranks. node_group: see `Topology.of`. A
+        group of a node is asked for of all ranks here, "auto" in `find`."""
+        self._process_group, self._node_group, self._device = process_group, node_group, device
+        automatic = isinstance(node_group, str) and node_group == "auto"
+        shards, known = shard_group(groups), isinstance(process_group, Topology)
+        self._found = known or shards is not None or not automatic
+        if shards is not None:
+            check_sharded(options, automatic or node_group is None)
+        if shards is None or known:
+            self.topology = Topology.of(process_group, None if automatic else node_group, device)
+        else:
+            self.topology = Topology.of_shards(process_group, shards)
+        if known and (shards is None) != (self.topology.shard is None):
+            raise ValueError(
+                "process_group is a Topology of sharded parameters, and these are whole, or the other way round: make "
+                "one Topology for each kind (Topology.of, Topology.of_shards), or give the group itself"
+            )
+
+    def find(self, compressing: bool) -> bool:
+        """Use the default process group, where it was made only after the optimizer; with node_group="auto" find the
+        ranks of every host. Whether `topology` is another now. The first time a collective call."""
+        alone = self._process_group is None and isinstance(self.topology.everyone, LocalTransport)
+        if not dist.is_initialized() if alone else self._found:
+            return False
+        topology = Topology.of(self._process_group, self._node_group, self._device)
+        if topology.everyone.size == 1:
+            self._process_group, self._found = topology.everyone, True
+            return False
+        if alone and compressing:
+            raise ValueError(
+                f"a process group of {topology.everyone.size} ranks was made when this optimizer was in stage 2 "
+                f"already, as one rank alone: call init_process_group before the first step and before "
+                f"load_state_dict"
+            )
+        self._found, self.topology = True, topology
+        return alone or topology.node is not None
+
+    def check_sharding(self, groups: param_groups.Groups) -> None:
+        """A ValueError where parameters were whole, and are not now, or the other way round."""
+        if (shard_group(groups) is None) != (self.topology.shard is None):
+            raise ValueError(
+                "the parameters were sharded, or made whole, after the optimizer was built: call fully_shard first, "
+                "then build the optimizer with model.parameters()"
+            )

@@ -8,8 +8,10 @@ exp_avg, times beta1, becomes the first residual.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -17,16 +19,20 @@ from torch import Tensor
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
+from onebit.kernels.data.upload import capturing
 from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
-from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM
+from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
+from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.limit import USUAL, UpdateLimit
+from onebit.optim.param_groups import betas_of, check_parameters
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
 
 ZeroCounts = list[tuple[str, int, int]]  # parameters with coordinates that had no variance: name, how many, of how many
+Reports = list[Callable[[], None]]  # what is due when a step is over
 
 
 @dataclass
@@ -40,28 +46,24 @@ class Part:
 
     def start_reducer(self, setup: Setup) -> None:
         """Stage 2, from the field "residual"."""
-        live = setup.algorithm.live(self.state)
-        self.reducer = MomentumReducer(
-            self.state,
-            setup.topology,
-            setup.way,
-            scale=setup.options.scale,
-            norm=setup.norm,
-            live=None if live is None else packed(live),
-            gamma=setup.algorithm.gamma(self.state),
-            keep_previous=setup.algorithm.needs_previous_momentum,
-        )
-        limit, algorithm = setup.options.update_limit, setup.algorithm
+        state, options, algorithm = self.state, setup.options, setup.algorithm
+        form = options.scale, setup.norm
+        exchange = setup.way.of(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
+        live, limit = algorithm.live(state), options.update_limit
+        exchange.live = None if live is None else packed(live)
+        self.reducer = MomentumReducer(state, exchange, algorithm.gamma(state), algorithm.needs_previous_momentum)
         if limit is not None and algorithm.limits_updates:
             if USUAL not in algorithm.stage_2:
                 raise TypeError(f"{type(algorithm).__name__} has limits_updates: its stage_2 must have the field USUAL")
-            sum_squares = partial(algorithm.sum_squares_of_d, self.state)
+            sum_squares = partial(algorithm.sum_squares_of_d, state)
             most = None if isinstance(limit, str) else limit
-            self.reducer.limit = UpdateLimit(self.state, self.reducer.replies, most, sum_squares)
+            self.reducer.limit = UpdateLimit(state, exchange.replies, most, sum_squares)
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What parameters have in common and every rank has the same."""
-        yield from self.state.shared_tensors()
+        for name, each in self.state.fields.items():
+            if each.per != "element" and each.same_on_all_ranks:
+                yield name, self.state[name]
         if self.reducer is not None:
             yield "the last message", self.reducer.replies.buffer
             if self.reducer.exchange.live is not None:
@@ -77,9 +79,33 @@ class Snapshot:
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     compressed_steps: int = 0  # since this process made it, or loaded it: the same on all ranks
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
-    ranks_agree: bool = field(default=False)  # whether all ranks were found to have the same model and options
-    ddp_averages: bool = field(default=False)  # whether all ranks had the same gradients before any averaging
-    _undo: list[Undo] = field(default_factory=list)  # of each reducer, once messages of this process had flags
+    ranks_agree: bool = False  # whether all ranks were found to have the same model and options
+    ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
+    at_last_sync: bool = False  # whether the model has the parameters of the last exchange
+    _undo: list[Undo] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, setup: Setup, before: Snapshot | None = None) -> Snapshot:
+        """Stage 1 of the parameters as they are now. before: where the state of those is that were there."""
+        if before is not None and before.stages.compressing:
+            raise ValueError(
+                "the parameters changed after the freeze (one was added or removed, or its requires_grad, its memory "
+                "format or its group's compress was switched): stage 2 has no variance for others, and messages are in "
+                "the order of the memory. Put them back, or build a new optimizer"
+            )
+        for group in setup.groups:
+            check_parameters(group["params"])
+        states = setup.flat_states()
+        known = {p: (old, i) for old in (before.states if before else []) for i, p in enumerate(old.params)}
+        for state in states:
+            for each in setup.algorithm.stage_1:
+                state.add(each)
+            state.scratch = setup.algorithm.scratch(state)
+            for i, p in enumerate(state.params):
+                if p in known:
+                    state.copy_parameter_from(i, *known[p])
+        stages = before.stages if before else Stages(setup.freeze_rule(states), setup.device)
+        return cls([Part(state) for state in states], stages)
 
     @property
     def states(self) -> list[FlatState]:
@@ -118,12 +144,12 @@ class Snapshot:
     def wire_bytes(self) -> int:
         return self.bytes_before + sum(reducer.exchange.wire_bytes for reducer in self.reducers)
 
-    @property
-    def needs_step_number(self) -> bool:
-        """Whether a step depends on its number: in stage 1, in which some parameters stay, and until the first
+    def needs_step_number(self, setup: Setup) -> bool:
+        """Whether the coming step depends on its number: in stage 1, in which some parameters stay, and until the first
         compressed step was taken."""
         in_stage_1 = not self.stages.compressing or bool(self.uncompressed)
-        return in_stage_1 or any(FIRST_MOMENTUM.name in state for state in self.states)
+        dense = any(FIRST_MOMENTUM.name in state for state in self.states)
+        return in_stage_1 or dense or setup.algorithm.uses_step_number
 
     def flags_travel(self, setup: Setup) -> bool:
         """Whether messages are so small that they leave before anyone has asked for the other ranks' flags. Ranks with
@@ -133,23 +159,110 @@ class Snapshot:
     def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool) -> list[Undo]:
         """All messages of a compressed step. Where ranks have not agreed on `flags` the messages carry this rank's, and
         `flags` become those of all; what takes the exchange back, if they say so."""
-        reducers = self.reducers
-        if ranks_agreed:
-            for reducer in reducers:
-                reducer.all_reduce(hyper, flags)
-            return []
-        self._undo = self._undo or [Undo(reducer.exchange) for reducer in reducers]
-        for reducer, undo in zip(reducers, self._undo, strict=True):
-            reducer.all_reduce(hyper, flags, undo)
-        self.read_flags(flags)
+        undo = [] if ranks_agreed else self.undo
+        for reducer, own in zip_longest(self.reducers, undo):
+            reducer.all_reduce(hyper, flags, own)
+        if undo:
+            self.read_flags(flags)
+        return undo
+
+    @property
+    def undo(self) -> list[Undo]:
+        """Of each reducer: takes back an exchange whose messages had flags of their own."""
+        self._undo = self._undo or [Undo(reducer.exchange) for reducer in self.reducers]
         return self._undo
+
+    def forget_undo(self) -> None:
+        """Its memory."""
+        self._undo = []
 
     def read_flags(self, flags: Tensor) -> None:
         """After all messages of a compressed step, which had flags of their own: those of all ranks, and `flags` as
         they are."""
         read_flags([reducer.exchange for reducer in self.reducers], flags)
 
-    def freeze(self, setup: Setup) -> ZeroCounts:
+    def check_captured(self, setup: Setup) -> None:
+        """A ValueError where a CUDA graph can't hold the coming step."""
+        if self.needs_step_number(setup) and capturing(setup.device):
+            raise ValueError(
+                f"a CUDA graph can't hold this step of {setup.name}: the host chooses what kind of step it is, and a "
+                f"replay asks no host. Capture forward and backward alone, or steps of stage 2 of OneBitAdam or "
+                f"OneBitLamb"
+            )
+
+    def count(self, setup: Setup, flags: Tensor, shortened: Tensor | None = None, alone: bool = False) -> None:
+        """A step ends: see `Stages.count`. Parameters have been written."""
+        self.stages.count(flags, self.compressed, len(setup.groups), alone=alone, shortened=shortened)
+        for state in self.states:
+            state.parameters_were_written()
+            state.release_gradients()
+
+    def read_last_step(self, setup: Setup) -> bool:
+        """What the host has to know of it. Whether fields have changed: from here on messages hold the momentum."""
+        betas = [betas_of(group)[1] if setup.options.bias_correction else 0.0 for group in setup.groups]
+        if not self.stages.read_last_step(betas):
+            return False
+        if not self.stages.compressing and setup.topology.everyone.rank == 0:
+            self.stages.log_progress()
+        dense = [state for state in self.compressed if self.stages.compressing and FIRST_MOMENTUM.name in state]
+        for state in dense:
+            state.remove(FIRST_MOMENTUM.name)
+        return bool(dense)
+
+    def check_stage_1(self, what: str) -> None:
+        if self.stages.compressing:
+            raise ValueError(
+                f"{what}: stage 2 has begun, and new parameters would have no frozen variance. Add all of them before "
+                f"the freeze, or build a new optimizer"
+            )
+
+    def check_synchronized(self) -> None:
+        if not self.synchronized:
+            raise ValueError(
+                "state_dict between two exchanges: ranks have taken local steps, each to parameters of its own. Save "
+                "when optimizer.synchronized is True (optimizer.schedule.next_sync says after which step), or call "
+                "optimizer.synchronize() on every rank first"
+            )
+
+    def check_own_parameters(self, what: str) -> None:
+        """A ValueError within `keep_last_sync`."""
+        if self.at_last_sync:
+            raise ValueError(f"{what} within at_last_sync(): there the model is not this rank's. Leave the block first")
+
+    @contextmanager
+    def keep_last_sync(self) -> Iterator[None]:
+        """Within it the model has the parameters that all ranks had after the last exchange."""
+        self.check_own_parameters("at_last_sync")
+        restore: list[Callable[[], object]] = []
+        for part in self.parts:
+            if part.local is not None and part.local.taken:
+                for p, last in zip(part.state.values_now(), part.local.last_parameters(), strict=True):
+                    value = p.data  # whose version is its own: it is no change by the user
+                    restore.append(partial(value.copy_, value.clone()))
+                    value.copy_(last)
+                restore.append(part.state.parameters_were_written)
+                part.state.parameters_were_written()
+        self.at_last_sync = True
+        try:
+            yield
+        finally:
+            self.at_last_sync = False
+            for put_back in restore:
+                put_back()
+
+    def synchronize(self, hyper: Tensor, bound: bool) -> None:
+        """The exchange after local steps. bound: whether flat states know the gradients."""
+        with held.kept(self.states):
+            for part in self.parts:
+                if not bound:
+                    part.state.bind_tensors()
+                assert part.local is not None
+                part.local.synchronize(hyper)
+                part.state.parameters_were_written()
+                if not bound:
+                    part.state.release_gradients()
+
+    def freeze(self, setup: Setup) -> Reports:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""
         steps, algorithm = self.stages.steps, setup.algorithm
         algorithm.check_freeze(self.compressed, steps)
@@ -167,19 +280,26 @@ class Snapshot:
             state.scratch = algorithm.scratch(state)
             part.start_reducer(setup)
         self.stages.compressing = True
-        return zeros + self.without_variance(setup, steps)
+        zeros += self._without_variance(setup, steps)
+        if setup.topology.everyone.rank > 0:
+            return []
+        asked = self.stages.rule.freeze_step
+        at_once = asked is not None and asked < steps == self.stages.steps_before
+        return [partial(report_freeze, steps, at_once, zeros, setup.options.zero_variance, self.ddp_averages)]
 
-    def without_variance(self, setup: Setup, step: int) -> ZeroCounts:
-        """After a full-precision step of stage 2, if it was the last one."""
+    def warn_of_variance(self, setup: Setup, flags: Tensor) -> Reports:
+        """After a full-precision step of stage 2, if it was the last one and was taken."""
+        step = self.stages.steps + 1
+        zeros = self._without_variance(setup, step)
+        if not zeros or setup.topology.everyone.rank > 0 or flags.any():
+            return []
+        when = f"after step {step}, the last one that updates it"
+        return [partial(warn_of_zeros, when, zeros, setup.options.zero_variance)]
+
+    def _without_variance(self, setup: Setup, step: int) -> ZeroCounts:
+        """After a full-precision step, if it was the last one."""
         found = [(state, setup.algorithm.without_variance(state, step)) for state in self.compressed]
         return [one for state, without in found for one in _named(setup, state, without)]
-
-    def drop_first_momentum(self) -> bool:
-        """A compressed step was taken: from here on messages hold the momentum. Whether there was another."""
-        there = [state for state in self.states if FIRST_MOMENTUM.name in state]
-        for state in there:
-            state.remove(FIRST_MOMENTUM.name)
-        return bool(there)
 
 
 def _named(setup: Setup, state: FlatState, without: Mapping[int, int]) -> ZeroCounts:

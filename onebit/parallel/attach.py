@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.log import tell
-from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.sharding import is_sharded
+from onebit.optim.steps import kind_of_step
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attached import Attached, hook_of_ddp
 from onebit.parallel.unwrap import ddp_of, own_optimizer
 
@@ -57,8 +58,9 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
     @torch.no_grad()
     def hook(reduced: Tensor) -> None:
         with torch.cuda.stream(main):  # FSDP calls it in a stream of its own, and state belongs to the optimizer's
-            inner.begin_step()
-        if inner.averages_gradients:
+            if not inner.begun:
+                inner.begin_step()
+        if kind_of_step(inner.setup, inner.current) == "full":
             setup = inner.setup
             if reduced.is_cuda:  # FSDP may let go of it before the average is there
                 reduced.record_stream(torch.cuda.current_stream(reduced.device))
@@ -75,12 +77,8 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
         inner.setup.names.update(names)
     except (ValueError, AttributeError) as refused:  # a torch that has no such hook
         for module in taken:
-            module.set_all_reduce_hook(_idle)
+            module.set_all_reduce_hook(lambda reduced: None)  # left to the optimizer
         tell("gradients are averaged in step, not while backward runs: %s", refused)
-
-
-def _idle(reduced: Tensor) -> None:
-    """Leaves it to the optimizer."""
 
 
 def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> dict[Tensor, str]:

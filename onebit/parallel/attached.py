@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.snapshot import Snapshot
+from onebit.optim.steps import kind_of_step
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.buckets import bypass, forget_used
 from onebit.parallel.ddp_hook import local
 
@@ -105,7 +106,8 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
     """What DDP calls for each bucket of gradients. The first one of a backward pass begins the step."""
     with torch.no_grad():
         for optimizer in state.optimizers:
-            optimizer.begin_step()
+            if not optimizer.begun:
+                optimizer.begin_step()
     own = bucket.buffer().dtype
     owners = [state.owners.get(p) for p in bucket.parameters()]
     ways = {owner: _way(state, owner, own) for owner in dict.fromkeys(owners)}
@@ -125,9 +127,10 @@ def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _W
     group: Any = state.group
     if owner is None:
         return _Way(group, own)
-    if not owner.averages_gradients:
-        node = owner.setup.topology.node
-        if not isinstance(node, TorchTransport) or not owner.claim_node_mean():
+    kind = kind_of_step(owner.setup, owner.current)
+    if kind != "full":
+        node, by_exchange = owner.setup.topology.node, owner.overlap.on and kind == "1 bit"
+        if not isinstance(node, TorchTransport) or not owner.gradients.claim_node_mean(by_exchange):
             return None
         group = node.group
     else:

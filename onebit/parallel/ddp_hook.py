@@ -54,7 +54,7 @@ class OneBitState:
         check_reply(reply)
         check_scale("block", norm)
         self.process_group, self.node_group = process_group, node_group
-        self.norm, self.reply, self.block_size = norm, reply, block_size
+        self._options: dict[str, Any] = {"block_size": block_size, "norm": norm, "reply": reply}
         self._topology: Topology | None = None
         self._side: torch.cuda.Stream | None = None
         self._reducers: dict[Names, CompressedAllReduce] = {}
@@ -103,20 +103,14 @@ class OneBitState:
             {"parameters": list(names), "numels": reducer.numels, **reducer.state_dict()}
             for names, reducer in self._reducers.items()
         ]
-        return {
-            "block_size": self.block_size,
-            "norm": self.norm,
-            "reply": self.reply,
-            "sent": self._sent,
-            "buckets": buckets + self._loaded,
-        }
+        return {**self._options, "sent": self._sent, "buckets": buckets + self._loaded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with residuals saved by the same rank of an equally large group. With nodes a collective call."""
         self._find_ranks(next(iter(self._names)).device)
-        if not {"block_size", "norm", "reply", "sent", "buckets"} <= state.keys():
+        own = self._options
+        if not {*own, "sent", "buckets"} <= state.keys():
             raise ValueError(f"not a state of OneBitState: it has {sorted(state)}")
-        own = {"block_size": self.block_size, "norm": self.norm, "reply": self.reply}
         saved = {name: state[name] for name in own}
         check_reply(saved["reply"])
         if self._meaning(saved) != self._meaning(own):
@@ -152,7 +146,7 @@ class OneBitState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group, self.node_group, self._topology, self._side = None, None, None, None
-        self.norm, self.block_size, self.reply = state["norm"], state["block_size"], state["reply"]
+        self._options = {name: state[name] for name in ("block_size", "norm", "reply")}
         self._names, self._reducers, self._loaded, self._sent = {}, {}, state["buckets"], state["sent"]
         self._agreed = False
 
@@ -202,15 +196,7 @@ class OneBitState:
                 self._reducers[tuple(left)] = rest
 
     def _reducer(self, numels: list[int], device: torch.device) -> CompressedAllReduce:
-        return CompressedAllReduce(
-            numels,
-            device=device,
-            norm=self.norm,
-            reply=self.reply,
-            block_size=self.block_size,
-            chunks=1,
-            process_group=self._topology,
-        )
+        return CompressedAllReduce(numels, device=device, chunks=1, process_group=self._topology, **self._options)
 
 
 def onebit_hook(state: OneBitState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -17,7 +17,7 @@ from onebit.collectives.undo import Undo
 from onebit.collectives.waits import waiting
 from onebit.optim import held
 from onebit.optim.flat_state import FlatState
-from onebit.optim.gradients import Version
+from onebit.optim.gradients import Version, versions_of
 from onebit.optim.reducer import MomentumReducer
 
 
@@ -33,7 +33,7 @@ class Flight:
         side: Any,
         hyper: Tensor,
         betas: list[tuple[float, float]],
-        means: Sequence[NodeMeans | None],
+        means: Sequence[list[Tensor] | None],
         wire_dtype: torch.dtype | None,
     ) -> None:
         """side: the stream it runs on, None on a CPU. betas: what `hyper` was made of. means, wire_dtype: with two
@@ -87,6 +87,10 @@ class Flight:
             for ready in (r for of in self._ready for r in of):
                 ready.set()  # a chunk of padding alone waits for none
 
+    def keep_versions(self) -> None:
+        """Backward has ended."""
+        self.versions = versions_of(self.states)
+
     def finish(self) -> None:
         """Wait for the last reply; an error of the thread is raised here."""
         self.close()
@@ -121,19 +125,17 @@ class Flight:
         if means is not None and self._node is not None:
             whole = [None if g is None else g.contiguous() for g in grads]
             slices = state.layout.slices(chunk.index, self._node.size)
-            average_slices(slices, whole, means.views, self._node, wire_dtype=self._wire_dtype)
-            grads = means.views
+            average_slices(slices, whole, means, self._node, wire_dtype=self._wire_dtype)
+            grads = means
         state.gradients.bind_tensors(grads)
         state.backend.scan(chunk.slice, state.gradients, self._hyper, flags)
         self._reducers[s].compress(chunk, self._hyper, flags)
 
 
-class NodeMeans:
-    """A flat buffer for gradients that were averaged over the node: 4 B an element, 2 for 16-bit parameters."""
-
-    def __init__(self, state: FlatState) -> None:
-        flat = torch.zeros(state.layout.elements, dtype=state.dtype, device=state.device)
-        self.views = [state.elements_of(flat, i) for i in range(len(state.params))]
+def node_means(state: FlatState) -> list[Tensor]:
+    """Room for gradients that were averaged over the node: 4 B an element, 2 for 16-bit parameters."""
+    flat = torch.zeros(state.layout.elements, dtype=state.dtype, device=state.device)
+    return [state.elements_of(flat, i) for i in range(len(state.params))]
 
 
 class _Signal:

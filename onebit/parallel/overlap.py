@@ -17,7 +17,8 @@ Where gradients change after they have left, the exchange is taken back and done
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -29,14 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.collectives.undo import Undo
-from onebit.optim.algorithm import Kind
-from onebit.optim.gradients import unchanged, versions_of
+from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
+from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed
 from onebit.parallel.buckets import within_no_sync
-from onebit.parallel.flight import Flight, NodeMeans
+from onebit.parallel.flight import Flight, node_means
 from onebit.warning import warn
 
 COMPARED = range(30, 40)
@@ -56,17 +56,10 @@ _WHY = (
 class Host(Protocol):
     """What overlap asks of its optimizer."""
 
-    setup: Setup
-    current: Snapshot
-    param_groups: list[dict[str, Any]]
+    begun: bool
     after_step: list[Callable[[], None]]
 
-    @property
-    def kind(self) -> Kind: ...
-
-    def begin_step(self) -> None: ...
-
-    def write_hyper(self, factor: Tensor | None) -> Tensor: ...
+    def begin_step(self) -> Step: ...
 
 
 @dataclass
@@ -90,14 +83,13 @@ class Overlap:
     def __init__(self, host: Host, wanted: bool) -> None:
         self._host: Host = weakref.proxy(host)
         self._wanted = wanted
-        self.accumulating = False  # whether backward passes accumulate into gradients that are not to be sent yet
+        self._accumulating = False
+        self._coming: Step | None = None  # of `prepare`
         self._snapshot: Snapshot | None = None  # that it is on for
         self._groups: _Groups | None = None  # for the thread
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
-        self.undo: list[Undo] = []  # takes the exchange of a step back
-        self._means: list[NodeMeans | None] = []
-        self._not_due = False  # whether no message leaves in the backward pass that runs
+        self._means: list[list[Tensor] | None] = []
         self._hooks: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
@@ -115,22 +107,43 @@ class Overlap:
         """Where its gradients come from: within its no_sync they accumulate."""
         self._model = weakref.ref(model)
 
-    def prepare(self) -> None:
-        """Before a compressed step. After a start, a load or a pause it is a collective call."""
-        if self.on and self.compares:
-            self.pause()
-        elif not self.compares:
-            self._enable()
+    def prepare(self, step: Step) -> None:
+        """Before it: messages leave in backward in compressed steps alone, not in full ones, and after local ones it is
+        set up anew. A collective call after a start, a load or a pause."""
+        if not self._wanted:
+            return
+        self._coming = step
+        if isinstance(step, LocalStep) or self._compares(step):
+            self._pause()
+        elif isinstance(step, OneBitStep):
+            self._enable(step.setup, step.current)
 
-    @property
-    def compares(self) -> bool:
+    def sent(self, step: Step) -> Step:
+        """The same step, or as one whose messages have left in backward. A collective call where they may have."""
+        if isinstance(step, OneBitStep) and self.on and self._wait_for_replies():
+            return SentStep(step.setup, step.current, step.gradients)
+        return step
+
+    def timed_as(self, step: Step) -> Timed:
+        return "no overlap" if self._compares(step) else step.timed_as
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around backward passes that accumulate into gradients that are not to be sent yet."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def _compares(self, step: Step) -> bool:
         """Whether the coming compressed step shows how long it takes without overlap."""
-        alone = self._host.setup.topology.everyone.size == 1
-        return self._wanted and not alone and self._host.current.compressed_steps in COMPARED
+        several = step.setup.topology.everyone.size > 1
+        compared = isinstance(step, OneBitStep) and step.current.compressed_steps in COMPARED
+        return self._wanted and several and compared
 
-    def _enable(self) -> None:
-        setup, current = self._host.setup, self._host.current
-        if not self._wanted or setup.topology.everyone.size == 1 or self._snapshot is current:
+    def _enable(self, setup: Setup, current: Snapshot) -> None:
+        if setup.topology.everyone.size == 1 or self._snapshot is current:
             return
         self._remove_hooks()
         node = setup.topology.node
@@ -141,44 +154,42 @@ class Overlap:
         for reducer in current.reducers:
             reducer.exchange.agree()
         self._snapshot = current
-        self.undo = [Undo(reducer.exchange) for reducer in current.reducers]
-        self._means = [NodeMeans(state) if state.slices > 1 else None for state in current.compressed]
+        self._means = [node_means(state) if state.slices > 1 else None for state in current.compressed]
         self._place = {p: (s, i) for s, state in enumerate(current.compressed) for i, p in enumerate(state.params)}
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
-        ready = partial(_gradient_ready, weakref.ref(self))
+        own = weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            if (overlap := own()) is not None:
+                overlap.gradient_ready(parameter)
+
         self._hooks = [p.register_post_accumulate_grad_hook(ready) for p in self._place]
 
-    def pause(self) -> None:
+    def _pause(self) -> None:
         """No message leaves in backward, until `prepare`."""
-        if self.on:
+        if self._snapshot is not None:
+            self._snapshot.forget_undo()
             self._remove_hooks()
-            self._snapshot, self.undo, self._means = None, [], []
+            self._snapshot, self._means = None, []
 
     @torch.no_grad()
     def gradient_ready(self, parameter: Tensor) -> None:
         """Within a backward pass: its gradient is what it will be, or the user accumulates without saying so."""
         model = self._model()
-        if self.accumulating or (model is not None and within_no_sync(model)):
+        if self._accumulating or (model is not None and within_no_sync(model)):
             return
         flight = self._flight
         if flight is None:
-            if self._not_due:
-                return
-            self._host.begin_step()
-            if not self.on or self._host.kind != "1 bit":
-                self._not_due = True
-                _when_backward_ends(partial(_look_again, weakref.ref(self)))
+            if not self._host.begun:
+                self._host.begin_step()
+            if not self.on or not isinstance(self._coming, OneBitStep):
                 return
             flight = self._start()
-            _when_backward_ends(partial(_backward_ended, weakref.ref(self), flight))
+            _when_backward_ends(partial(_backward_ended, flight))
         if not flight.put([self._place[parameter]], [parameter.grad]):
             flight.accumulated = True
 
-    def look_again(self) -> None:
-        """The backward pass that no message left in has ended."""
-        self._not_due = False
-
-    def wait_for_replies(self) -> bool:
+    def _wait_for_replies(self) -> bool:
         """Every reply is there, and says of its own chunk whether the step must not be taken. False: what was sent must
         not count, on any rank, since one of them has changed what it was made of; overlap is off from here on.
 
@@ -204,20 +215,21 @@ class Overlap:
             self._take_back()
 
     def _take_back(self) -> None:
-        for undo in self.undo:
+        assert self._snapshot is not None
+        for undo in self._snapshot.undo:
             undo.restore()
 
     def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
         if self.on:
-            if self._host.kind == "1 bit":
+            if isinstance(self._coming, OneBitStep):
                 self._flight = self._flight or self._start()
             self.cancel_in_flight()
             self._turn_off(why)
 
     def _turn_off(self, why: str) -> None:
-        self._remove_hooks()
-        self._wanted, self._snapshot = False, None
+        self._pause()
+        self._wanted, self._coming = False, None
         self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
 
     def _changed(self, flight: Flight) -> int:
@@ -240,18 +252,18 @@ class Overlap:
 
     @property
     def _betas(self) -> list[tuple[float, float]]:
-        return [betas_of(group) for group in self._host.param_groups]
+        assert self._coming is not None
+        return [betas_of(group) for group in self._coming.setup.groups]
 
     def _start(self) -> Flight:
-        groups = self._groups
-        assert groups is not None and self._snapshot is not None
-        hyper = self._host.write_hyper(None)
-        reducers = self._snapshot.reducers
+        groups, step = self._groups, self._coming
+        assert groups is not None and step is not None
+        hyper, reducers = step.gradients.write_hyper(step.setup, step.current), step.current.reducers
         for reducer in reducers:
             reducer.keep_previous_momentum()
-        wire = self._host.setup.options.gradient_dtype
+        wire = step.setup.options.gradient_dtype
         groups.at_rest, over = False, (groups.replicas, groups.node)
-        self._flight = Flight(reducers, self.undo, *over, self._side, hyper, self._betas, self._means, wire)
+        self._flight = Flight(reducers, step.current.undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 
     def _finish(self, flight: Flight) -> None:
@@ -266,27 +278,9 @@ class Overlap:
         self._hooks = []
 
 
-def _gradient_ready(overlap: weakref.ref[Overlap], parameter: Tensor) -> None:
-    """What torch calls when a gradient has been accumulated."""
-    own = overlap()
-    if own is not None:
-        own.gradient_ready(parameter)
-
-
-def _look_again(overlap: weakref.ref[Overlap]) -> None:
-    own = overlap()
-    if own is not None:
-        own.look_again()
-
-
-def _backward_ended(overlap: weakref.ref[Overlap], flight: Flight) -> None:
+def _backward_ended(flight: Flight) -> None:
     flight.close()
-    _when_backward_ends(partial(_keep_versions, overlap, flight))  # after DDP's own, which may still move gradients
-
-
-def _keep_versions(overlap: weakref.ref[Overlap], flight: Flight) -> None:
-    if overlap() is not None:
-        flight.versions = versions_of(flight.states)
+    _when_backward_ends(flight.keep_versions)  # after DDP's own, which may still move gradients
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,30 @@ from onebit.optim.snapshot import Snapshot
 from onebit.report.pay_off import CALL_ATTACH
 from onebit.warning import warn
 
+_BY_DDP = (
+    "all ranks have the same gradients before the optimizer has averaged any: is the model wrapped in "
+    f"DistributedDataParallel? Then it goes on averaging uncompressed, and no time is gained: {CALL_ATTACH}"
+)
 
-def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> list[Callable[[], None]]:
-    """A ValueError on all ranks that names who differs and in what, or what to warn of when the step is over."""
+
+def start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> list[Callable[[], None]]:
+    """What to warn of when the step is over."""
+    stages = current.stages
+    first = stages.steps == 0 and not stages.compressing  # parameters may have been loaded or broadcast since
+    for state in current.states:
+        if first or not state.master_is_current:
+            state.copy_parameters_to_master()
+    due = _agree(setup, current, averaged_in_backward)
+    current.ranks_agree = True
+    if first and setup.topology.everyone.rank == 0:
+        due.append(stages.warn_of_short_runs)
+    for part in current.parts:
+        part.fold_momentum_again = None
+    return due
+
+
+def _agree(setup: Setup, current: Snapshot, averaged_in_backward: bool) -> list[Callable[[], None]]:
+    """A ValueError on all ranks that names who differs and in what, or what to warn of."""
     transport = setup.topology.copies
     if setup.topology.shard is not None:  # whose ranks have parts of other sizes
         sizes = ("elements", "checksum of sizes", "masks")
@@ -42,7 +64,7 @@ def agree_on_start(setup: Setup, current: Snapshot, *, averaged_in_backward: boo
     setup.topology.raise_together(failed, setup.device, others)
     _agree_on_residuals(setup, current)
     current.ddp_averages = not averaged_in_backward and _all_have_the_same_gradients(setup, current)
-    return [_warn_of_ddp] if current.ddp_averages and transport.rank == 0 else []
+    return [partial(warn, _BY_DDP)] if current.ddp_averages and transport.rank == 0 else []
 
 
 def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
@@ -87,13 +109,6 @@ def _all_have_the_same_gradients(setup: Setup, current: Snapshot) -> bool:
     own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
     found = all_gather_values(setup.topology.copies, own, "comparing the ranks' gradients (all-gather)")
     return bool((found == found[0]).all() and found[0] != 0)
-
-
-def _warn_of_ddp() -> None:
-    warn(
-        "all ranks have the same gradients before the optimizer has averaged any: is the model wrapped in "
-        f"DistributedDataParallel? Then it goes on averaging uncompressed, and no time is gained: {CALL_ATTACH}"
-    )
 
 
 def _number(value: Any) -> Any:

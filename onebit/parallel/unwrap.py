@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optimizers.optimizer import OneBitOptimizer
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, what: str) -> OneBitOptimizer:

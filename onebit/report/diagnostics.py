@@ -57,8 +57,6 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
 
 def _slice_norms(state: FlatState, flat: Tensor) -> Tensor:
     """Of a flat tensor of this rank's slice."""
-    if state.slices == 1:
-        return _norms(state, flat)
     none = flat.new_zeros(1)
     parts = [[piece for _, piece in state.pieces(flat, i)] for i in range(len(state.params))]
     return torch.stack([torch.linalg.vector_norm(torch.cat(own or [none])) for own in parts])

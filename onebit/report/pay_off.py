@@ -12,17 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.waits import Waits
 from onebit.kernels.data.upload import capturing
+from onebit.log import tell
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
+from onebit.optim.steps import Timed
 
-Timed = Literal["uncompressed", "1 bit", "no overlap", "local"]
 KEPT = 500  # steps of a kind whose times are kept
 FEWEST = 3  # from so many on a median says something
 REPORTED_AFTER = 50  # compressed steps
@@ -168,6 +170,13 @@ class PayOff:
         self._read()
         return kind == "1 bit" and self.taken[kind] == REPORTED_AFTER
 
+    def due(self, kind: Timed, setup: Setup, current: Snapshot, by_ddp: bool) -> list[Callable[[], None]]:
+        """A step ends: the report, on rank 0, where it is time for it."""
+        if not self.step_ended(kind) or setup.topology.everyone.rank > 0:
+            return []
+        found = self.report(setup, current, by_ddp, current.stages.skipped_as_known)
+        return [partial(tell, "%s", found)]
+
     def restart(self) -> None:
         """What there was since the last step, such as a validation, is not of the coming one."""
         self._ends.append((None, self._mark(), Waits()))
@@ -180,6 +189,35 @@ class PayOff:
         seconds = statistics.median(times)
         share = min(1.0, statistics.median(waited) / seconds) if waits_here and seconds > 0 else None
         return Steps(self.taken[kind], seconds, share)
+
+    def report(self, setup: Setup, current: Snapshot, by_ddp: bool, skipped: int) -> Report:
+        """by_ddp: whether uncompressed gradients are averaged in backward, where nobody counts waits. skipped: so far,
+        also before the state was saved that this run goes on from."""
+        topology, taken, wire = setup.topology, self.taken, setup.options.gradient_dtype
+        ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
+        elements = ring * sum(sum(state.numels) for state in current.states)
+        uncompressed, apart = (
+            ring * sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
+            for states in (current.states, current.uncompressed)
+        )
+        of_ddp = sum(taken.values()) * uncompressed if current.ddp_averages else 0.0
+        return Report(
+            uncompressed=self.steps("uncompressed", waits_here=not by_ddp),
+            compressed=self.steps("1 bit", waits_here=True),
+            local=self.steps("local", waits_here=True),
+            skipped=skipped - current.stages.skipped_before,
+            sent=current.wire_bytes
+            - current.bytes_before
+            + taken["uncompressed"] * uncompressed
+            + (taken["1 bit"] + taken["no overlap"]) * apart
+            + of_ddp,
+            sent_by_fp32=sum(taken.values()) * 4 * elements,
+            sent_by_fp16=sum(taken.values()) * 2 * elements,
+            processes=topology.everyone.size,
+            wire=_NAMES.get(wire),
+            ddp_averages=current.ddp_averages,
+            not_overlapped=self.steps("no overlap", waits_here=True) if setup.options.overlap else None,
+        )
 
     def _mark(self) -> Any:
         """This moment: of the stream on a GPU, else of the host."""
@@ -203,36 +241,6 @@ class PayOff:
             if kind is not None:
                 self._seconds[kind].append(seconds)
                 self._waited[kind].append(waits.total())
-
-
-def made_report(pay_off: PayOff, setup: Setup, current: Snapshot, waits_known: bool, skipped: int) -> Report:
-    """waits_known: whether those of uncompressed steps are; DDP averages while backward runs. skipped: in this
-    process."""
-    topology, taken, wire = setup.topology, pay_off.taken, setup.options.gradient_dtype
-    ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
-    elements = ring * sum(sum(state.numels) for state in current.states)
-    uncompressed, apart = (
-        ring * sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
-        for states in (current.states, current.uncompressed)
-    )
-    by_ddp = sum(taken.values()) * uncompressed if current.ddp_averages else 0.0
-    return Report(
-        uncompressed=pay_off.steps("uncompressed", waits_here=waits_known),
-        compressed=pay_off.steps("1 bit", waits_here=True),
-        local=pay_off.steps("local", waits_here=True),
-        skipped=skipped,
-        sent=current.wire_bytes
-        - current.bytes_before
-        + taken["uncompressed"] * uncompressed
-        + (taken["1 bit"] + taken["no overlap"]) * apart
-        + by_ddp,
-        sent_by_fp32=sum(taken.values()) * 4 * elements,
-        sent_by_fp16=sum(taken.values()) * 2 * elements,
-        processes=topology.everyone.size,
-        wire=_NAMES.get(wire),
-        ddp_averages=current.ddp_averages,
-        not_overlapped=pay_off.steps("no overlap", waits_here=True) if setup.options.overlap else None,
-    )
 
 
 def _size(nbytes: float) -> str:

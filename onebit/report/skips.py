@@ -9,17 +9,40 @@ from functools import partial
 import torch
 
 from onebit.collectives.agreement import all_gather_values, listed
+from onebit.kernels.data.upload import capturing
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
 
 WARNED_AFTER = (3, 10, 100, 1000)  # steps in a row
 SHORTENED_FOR = 100  # steps in a row, before that is told
+_LOOK = "its gradients are not finite. Look at its data and loss"
+_GROWTH = (
+    f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit): gradients have grown since "
+    f"the variance was last updated, and steps would be too long. Training goes on with steps about as long as "
+    f"AdamW's. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without var_freeze_step goes "
+    f"on updating its variance"
+)
 
 
-def warnings_of_skips(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> list[Callable[[], None]]:
-    """What is due when the step is over, after so many skipped ones in a row, with the gradients of this one. A
-    collective call, in which the host waits for the device."""
+def warnings_of_skips(setup: Setup, current: Snapshot) -> list[Callable[[], None]]:
+    """What is due when the step is over, of what is read one step late, with the gradients of this one: which rank it
+    is shows in them."""
+    if capturing(setup.device):
+        return []
+    stages, due = current.stages, []
+    if stages.skipped_in_a_row in WARNED_AFTER:
+        due += _of_skipped(setup, current.states, stages.skipped_in_a_row)
+    if stages.left_out_in_a_row in WARNED_AFTER:
+        due.append(partial(warn, f"this rank has left out {stages.left_out_in_a_row} local steps in a row: {_LOOK}"))
+    if stages.shortened_in_a_row == SHORTENED_FOR and setup.topology.everyone.rank == 0:
+        due.append(partial(warn, _GROWTH))
+    return due
+
+
+def _of_skipped(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> list[Callable[[], None]]:
+    """After so many skipped steps in a row. A collective call, in which the host waits for the device."""
     grads = [(p, g) for state in states for p, g in zip(state.params, state.gradients_now(), strict=True)]
     bad = [i for i, (_, g) in enumerate(grads) if g is not None and not bool(torch.isfinite(g).all())]
     everyone, phase = setup.topology.everyone, "looking for gradients that are not finite (all-gather of one number)"
@@ -36,21 +59,3 @@ def warnings_of_skips(setup: Setup, states: Sequence[FlatState], in_a_row: int) 
         f"long as this lasts no parameter moves. Look at that rank's data and loss, and with fp16 at GradScaler's scale"
     )
     return [partial(warn, text)]
-
-
-def warn_of_local_skips(in_a_row: int) -> None:
-    """On the rank that leaves them out, which others do not know of."""
-    warn(
-        f"this rank has left out {in_a_row} local steps in a row: its gradients are not finite. Look at its data and "
-        f"loss"
-    )
-
-
-def warn_of_growth() -> None:
-    """With the step after so many that were made shorter for most parameters."""
-    warn(
-        f"{SHORTENED_FOR} steps in a row were made shorter for most parameters (update_limit): gradients have grown "
-        f"since the variance was last updated, and steps would be too long. Training goes on with steps about as long "
-        f"as AdamW's. Clip gradients (optimizer.clip_grad_norm_), or freeze later; ZeroOneAdam without "
-        f"var_freeze_step goes on updating its variance"
-    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onebit.cli.demo.model import Text, loss_of
 from onebit.collectives.transport import transport_for
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optimizers.optimizer import OneBitOptimizer
 from perf.command import WrongResult
 from perf.lab.workers import Publish
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group

@@ -23,9 +23,9 @@ from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
 from onebit.cli.demo.model import Text, Transformer
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Averager, EarlyReceiver, Ranks, Transport, Work
-from onebit.optim.optimizer import OneBitOptimizer
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.ddp_hook import local
 from perf.train_step.diloco import DiLoCo, LocalSGD
 from perf.train_step.torchft import TorchftDiLoCo, missing

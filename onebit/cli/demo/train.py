@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
-from onebit.optim.optimizer import OneBitOptimizer
+from onebit.optim.steps import kind_of_step
+from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
 LOCAL = "ONEBIT_DEMO_LOCAL"  # set where the parent is on this machine, holds the store, and ends its ranks
@@ -131,7 +132,7 @@ class Run:
         if not isinstance(self.optimizer, OneBitOptimizer):
             return True
         self.optimizer.begin_step()
-        return self.optimizer.averages_gradients
+        return kind_of_step(self.optimizer.setup, self.optimizer.current) == "full"
 
     @torch.no_grad()
     def held_out_loss(self, windows: Tensor) -> Tensor:

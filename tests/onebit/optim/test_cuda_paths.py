@@ -55,7 +55,7 @@ def test_a_graph_and_eager_steps_each_read_their_own_addresses(monkeypatch):
 
 
 def test_a_graph_and_eager_steps_each_read_their_own_numbers_and_copy_only_what_has_changed(monkeypatch):
-    table = HyperTable(1, torch.device("cpu"))
+    table = HyperTable(torch.device("cpu"))
 
     def write(lr: float) -> Tensor:
         return table.write([Hyper(lr=lr)], [lr], None)
@@ -74,10 +74,10 @@ def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     ends, written = [], []
     for lr in (torch.tensor(0.01), 0.01):
         params, optimizer = started(Case(options={"lr": lr}), 0)
-        assert optimizer.write_hyper(None)[0, 0] == torch.tensor(0.01)
+        assert optimizer.gradients.write_hyper(optimizer.setup, optimizer.current)[0, 0] == torch.tensor(0.01)
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "__setitem__", lambda *arguments: written.append(arguments))
-            optimizer.write_hyper(None)
+            optimizer.gradients.write_hyper(optimizer.setup, optimizer.current)
         run(Case(), 0, optimizer, params, 1, 3)
         ends.append(bits(params))
     assert ends[0] == ends[1] and not written

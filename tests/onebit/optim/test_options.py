@@ -202,7 +202,7 @@ def test_the_signature_and_the_help_show_every_option(kind):
 
 
 def test_the_typed_arguments_are_the_options():
-    others = {"foreach", "capturable", "fused", "amsgrad", "maximize", "differentiable"}
+    others = {"foreach", "capturable", "fused", "amsgrad", "maximize", "differentiable", "process_group", "node_group"}
     assert OptionArguments.__annotations__.keys() - others == {f.name for f in dataclasses.fields(Options)}
 
 

@@ -55,9 +55,13 @@ CHANGES: dict[str, Callable[[Any, list[nn.Parameter]], object]] = {
 }
 
 
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_state_that_was_changed_holds_as_in_adamw(name: str) -> None:
+def test_state_that_was_changed_holds_as_in_adamw(name: str, begun: bool) -> None:
+    """begun: between the first bucket of a backward pass and step."""
     (params, optimizer), (theirs, plain) = started(CASE, 4), adamw()
+    if begun:
+        optimizer.begin_step()
     for own, each in ((optimizer, params), (plain, theirs)):
         CHANGES[name](own, each)
         run(CASE, 0, own, each, 5, 8)

@@ -327,7 +327,7 @@ def with_buckets(rank, kind, buckets, overlap=False, accumulate=False, bad=None,
     if buckets:
         optimizer.leave_out_buckets = lambda _: None
     hooked, early, begin, of_step = [], [], optimizer.begin_step, []
-    optimizer.begin_step = lambda: (of_step.append(1), begin())
+    optimizer.begin_step = lambda: (of_step.append(1), begin())[1]
     for step in range(STEPS):
         optimizer.zero_grad()
         of_step.clear()

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.exchange import Exchange
@@ -330,18 +331,37 @@ def test_a_gradient_that_one_rank_changes_turns_it_off_on_all(kind: str, how: st
         assert end == expected
 
 
-@on_ranks(2)
-def test_a_backward_pass_begins_a_step_once(rank: int) -> None:
-    """Of full steps too, whose gradients come while overlap is on: once by backward, once by step."""
-    params = [nn.Parameter(torch.ones(8)) for _ in range(9)]
-    optimizer = onebit.ZeroOneAdam(params, var_update_scaler=2, overlap=True, process_group=group())
-    begin, calls, found = optimizer.begin_step, [], []
-    optimizer.begin_step = lambda: (calls.append(1), begin())  # type: ignore[method-assign]
+class Summed(nn.Module):
+    """Of parameters each has a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ParameterList([torch.ones(8) for _ in range(9)])
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return sum((p * factor).sum() for p in self.own)  # type: ignore[return-value]
+
+
+def begun(rank: int, size: int, ddp: bool, overlap: bool) -> list[list[bool]]:
+    """Of every step: whether it was decided already, each time that it was begun."""
+    model: nn.Module = Summed()
+    options: Any = {"var_update_scaler": 2, "overlap": overlap, "process_group": group()}
+    optimizer: Any = onebit.ZeroOneAdam(model.parameters(), **options)
+    if ddp:
+        model = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=1e-6)
+        onebit.attach(model, optimizer)
+    begin, found = optimizer.begin_step, []
+    optimizer.begin_step = lambda: (found[-1].append(optimizer.begun), begin())[1]
     for _ in range(12):
-        calls.clear()
+        found.append([])
         optimizer.zero_grad()
-        sum((p * (rank + 1.0)).sum() for p in params).backward()  # type: ignore[union-attr]
+        model(torch.tensor(rank + 1.0)).backward()
         optimizer.step()
-        found.append((optimizer.averages_gradients, len(calls)))
-    assert {calls for _, calls in found[4:]} == {2}, found
-    assert {full for full, _ in found[4:]} == {True, False}
+    return found
+
+
+@pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
+def test_a_step_is_decided_once(ddp: bool, overlap: bool) -> None:
+    """By the first of many buckets or gradients in backward, or else in step."""
+    for found in run_ranks(2, begun, ddp, overlap):
+        assert found.count([False, True]) > 3 and all(each in ([False], [False, True]) for each in found)

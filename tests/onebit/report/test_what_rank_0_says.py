@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.log import tell
-from onebit.optim import optimizer as front
-from onebit.optim import stages
+from onebit.optim import snapshot, stages
+from onebit.optimizers import optimizer as front
 from onebit.parallel import flight
-from onebit.report import pay_off
+from onebit.report import pay_off, skips
 from onebit.report.pay_off import Report, Steps
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import started
@@ -115,7 +115,7 @@ def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
     """Steps of stage 2 leave out what a CUDA graph can't hold; others are an error."""
     case = Case("OneBitAdam", options={"freeze_step": 2})
     params, optimizer = started(case, 5)
-    for module in (stages, pay_off, front):
+    for module in (stages, pay_off, snapshot, skips, front):
         monkeypatch.setattr(module, "capturing", lambda device: True)
     monkeypatch.setattr(stages.AsyncReadback, "finish", lambda self: pytest.fail("the host waits for an event"))
     before = dict(optimizer.pay_off.taken)

@@ -1,0 +1,197 @@
+"""The kinds of step: what each averages, how it moves, and what it counts.
+
+    full     gradients are averaged over all ranks; every rank moves by the mean
+    1 bit    messages of momentum are averaged; every rank moves by their mean
+    local    every rank moves by its own gradient
+    sync     the same, then an exchange after which all ranks have the same parameters
+
+Parameters that are not compressed take full steps always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from onebit.collectives.undo import Undo
+from onebit.optim import held
+from onebit.optim.algorithm import Kind
+from onebit.optim.flat_state import FlatState
+from onebit.optim.gradients import Gradients
+from onebit.optim.reducer import MomentumReducer
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Part, Snapshot
+
+Timed = Literal["uncompressed", "1 bit", "no overlap", "local"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The coming one: a full step, of which others are variations."""
+
+    setup: Setup
+    current: Snapshot
+    gradients: Gradients
+
+    timed_as: ClassVar[Timed] = "uncompressed"
+    alone: ClassVar[bool] = False  # whether a rank leaves it out by itself, where its own gradients are not finite
+
+    def average_and_check(self, squares: Tensor | None = None) -> Tensor:
+        """Average gradients, where nobody else does, and find out if all are finite: int32 [1], not 0 where one is not
+        on any rank, or on this one, as long as `gradients.ranks_agreed` is False. squares: see
+        `Gradients.check_finite`."""
+        if squares is not None or not self.gradients.were_checked(self.current.states):  # else `clip_grad_norm_` has
+            self._check(self.current.states, squares, squares is not None or self._asks_first)
+        return self.gradients.flags
+
+    def _check(self, states: Sequence[FlatState], squares: Tensor | None, agree: bool) -> None:
+        held.clear_gradients(states)
+        self._average(states)
+        topology, hyper = self.setup.topology, self.gradients.write_hyper(self.setup, self.current, clipped=False)
+        ranks = topology.sender if self.alone else topology.everyone
+        self.gradients.check_finite(states, ranks, hyper, squares, self._slices, agree)
+
+    @property
+    def _asks_first(self) -> bool:
+        """Whether ranks agree that all is finite before anything is sent."""
+        return True
+
+    @property
+    def _slices(self) -> int:
+        """Of so many of the gradients this rank looks at one."""
+        return 1
+
+    def _average(self, states: Sequence[FlatState]) -> None:
+        if not self.gradients.averaged_in_backward:
+            self.gradients.average(states, self.setup.topology.copies, self.setup.options.gradient_dtype)
+
+    def add_squares(self, squares: Tensor) -> None:
+        """Those of this rank's gradients become those of what it moves by."""
+        self.setup.topology.add_parts(squares)
+
+    def move(self, hyper: Tensor, flags: Tensor) -> None:
+        """Exchange messages, then move every part, where flags is 0."""
+        with held.kept(self.current.states):
+            exchanged = self._exchange(hyper)
+            for part in self.current.parts:
+                if part.reducer is None:
+                    self.setup.algorithm.full_step(part.state, hyper, flags)
+                else:
+                    self._move(part, part.reducer, hyper, flags)
+            for undo in exchanged:
+                undo.restore(flags)
+
+    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
+        """All messages that parts move by; what takes them back where flags say so."""
+        return []
+
+    def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        """A part that is compressed in stage 2."""
+        self.setup.algorithm.spaced_full_step(part.state, reducer, hyper, flags, self.setup.options)
+
+    def count(self, flags: Tensor) -> list[Callable[[], None]]:
+        """It ends. What is due when all of it is over."""
+        due = self.current.warn_of_variance(self.setup, flags) if self.current.stages.compressing else []
+        self.current.count(self.setup, flags)
+        return due
+
+    @property
+    def next_needs_no_mean(self) -> bool:
+        """Whether the step after this one has no use for averaged gradients, if this one was taken. If not, and it has,
+        `step` averages them."""
+        later = kind_of_step(self.setup, self.current, ahead=2)
+        return self.current.stages.compressing and self.setup.topology.node is None and later != "full"
+
+
+class OneBitStep(Step):
+    timed_as: ClassVar[Timed] = "1 bit"
+
+    @property
+    def _asks_first(self) -> bool:
+        return not self.current.flags_travel(self.setup)
+
+    @property
+    def _slices(self) -> int:
+        return self.setup.topology.slices
+
+    def _average(self, states: Sequence[FlatState]) -> None:
+        """What is not compressed over all ranks; of what is, this rank's slices over those of its node."""
+        topology, wire = self.setup.topology, self.setup.options.gradient_dtype
+        self.gradients.average([s for s in states if not s.compressed], topology.copies, wire)
+        if topology.node is not None:
+            self.gradients.average_slices([s for s in states if s.compressed], topology.node, wire)
+
+    def add_squares(self, squares: Tensor) -> None:
+        """The mean over all senders."""
+        everyone = self.setup.topology.everyone
+        everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
+        squares /= self.setup.topology.nodes
+
+    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
+        return self.current.exchange(hyper, self.gradients.flags, self.gradients.ranks_agreed)
+
+    def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        self.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
+
+    def count(self, flags: Tensor) -> list[Callable[[], None]]:
+        self.current.compressed_steps += 1
+        self.current.count(self.setup, flags, self.current.shortened)
+        return []
+
+
+class SentStep(OneBitStep):
+    """A compressed step whose messages have left in backward, each chunk's with a flag of its own."""
+
+    def average_and_check(self, squares: Tensor | None = None) -> Tensor:
+        flags = self.gradients.flags.zero_()
+        if apart := self.current.uncompressed:  # their means are the same on all ranks, and so is what is found
+            self._check(apart, squares, agree=False)
+        self.current.read_flags(flags)
+        self.gradients.ranks_agreed = True
+        for state in self.current.states:
+            state.bind_tensors()
+        return flags
+
+    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
+        return self.current.undo
+
+
+class LocalStep(Step):
+    timed_as: ClassVar[Timed] = "local"
+    alone = True
+
+    def _average(self, states: Sequence[FlatState]) -> None:
+        node = self.setup.topology.node
+        if node is not None and not self.gradients.node_mean:
+            self.gradients.average(states, node, self.setup.options.gradient_dtype)
+
+    def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        step = self.current.stages.steps + 1
+        part.local = part.local or self.setup.algorithm.local_steps(part.state, reducer, hyper, step)
+        part.local.move(hyper, flags)
+
+    def count(self, flags: Tensor) -> list[Callable[[], None]]:
+        self.current.count(self.setup, flags, self.current.shortened, alone=True)
+        return []
+
+
+class SyncStep(LocalStep):
+    timed_as: ClassVar[Timed] = "1 bit"
+
+    def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        super()._move(part, reducer, hyper, flags)
+        assert part.local is not None
+        part.local.synchronize(hyper)
+
+
+STEPS: dict[Kind, type[Step]] = {"full": Step, "1 bit": OneBitStep, "local": LocalStep, "sync": SyncStep}
+
+
+def kind_of_step(setup: Setup, current: Snapshot, ahead: int = 1) -> Kind:
+    """Of the coming step, or of one so far ahead if all before it are taken; those of stage 1 are "full". It is the
+    same on all ranks, and known from `begin_step` on."""
+    stages = current.stages
+    return setup.algorithm.kind(stages.steps + ahead) if stages.compressing else "full"

@@ -1,0 +1,1 @@
+"""What users build: each algorithm as a torch.optim.Optimizer."""

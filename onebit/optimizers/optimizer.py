@@ -1,0 +1,341 @@
+"""An algorithm as a torch.optim.Optimizer: two stages, the step, and when not to take it.
+
+    stage 1    gradients are averaged uncompressed; the optimizer moves as its uncompressed original
+    freeze     what the algorithm keeps of its variance
+    stage 2    momentum is averaged with 1 bit an element; gradients stay local
+
+1-bit Adam (Tang et al. 2021), Algorithm 1; 1-bit LAMB (Li et al. 2021), Algorithm 1. A step with a gradient that is not
+finite on any rank changes nothing on any rank; only between two exchanges of 0/1 Adam's local steps is it left out by
+that rank alone. No step makes the host wait for the device: what the host has to know of a step (was it taken, how
+large is the variance) it reads one step later.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from onebit.checkpoint import restore
+from onebit.collectives.waits import counted
+from onebit.kernels.data.upload import capturing
+from onebit.optim import held, param_groups
+from onebit.optim.algorithm import Algorithm
+from onebit.optim.eager import eager
+from onebit.optim.grad_scaler import report_to_scaler
+from onebit.optim.gradients import Gradients
+from onebit.optim.options import MASK, OptionArguments, Options, check_attribute, check_groups, check_last_group
+from onebit.optim.param_groups import COMPRESS, PROGRESS
+from onebit.optim.setup import RankFinder, Setup
+from onebit.optim.snapshot import Snapshot
+from onebit.optim.steps import STEPS, Step, kind_of_step
+from onebit.optimizers.shown_state import Room, ShownState
+from onebit.parallel.overlap import Overlap
+from onebit.parallel.start_checks import start
+from onebit.parallel.watch import Watch
+from onebit.report.diagnostics import diagnose
+from onebit.report.pay_off import PayOff, Report
+from onebit.report.skips import warnings_of_skips
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """Subclasses pass their algorithm, the defaults of their param groups, and the options of every optimizer.
+
+    setup: all that stays the same during training. current: all that training changes.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step
+
+    without_options: ClassVar[frozenset[str]] = frozenset()
+    """Of `Options`, those that this optimizer does not take."""
+
+    setup: Setup
+    current: Snapshot
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: Mapping[str, Any],
+        algorithm: Algorithm,
+        **options: Unpack[OptionArguments],
+    ) -> None:
+        ranks = options.pop("process_group", None), options.pop("node_group", "auto")
+        chosen = Options.of(options, self.without_options)
+        self._built, self._held = False, dict[Tensor, Tensor]()
+        self.begun = False  # whether the kind of the coming step is decided
+        super().__init__(params, {**defaults, COMPRESS: True})
+        groups, device = self.param_groups, param_groups.device_of(self.param_groups)
+        self._ranks = RankFinder(*ranks, groups, chosen, device)
+        topology, name = self._ranks.topology, type(self).__name__
+        self.setup = Setup(name, algorithm, chosen, topology, device, groups, held=self._held)
+        self.setup.warn_if_early()
+        self.gradients = Gradients(device)
+        self.overlap = Overlap(self, chosen.overlap)
+        self.averaged_in_backward = False  # in full-precision steps, if not left to `step`: see onebit.attach
+        self.leave_out_buckets: Callable[[bool], None] = lambda buckets: None  # DDP's, of the coming pass
+        self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
+        self.pay_off = PayOff(device)
+        self.watch = Watch(chosen.check_every)
+        self._built_for = param_groups.identities(groups)
+        self.install(Snapshot.of(self.setup))
+        self._built = True
+
+    @property
+    def compressing(self) -> bool:
+        """Whether stage 2 has begun."""
+        return self.current.stages.compressing
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether all ranks have the same parameters: always, but between two exchanges of 0/1 Adam's local steps."""
+        return self.current.synchronized
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken since a gradient was not finite, and local ones that this rank left out in this process.
+        Reading it waits for the device."""
+        stages = self.current.stages
+        return int(stages.counts[1] + stages.left_out)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken. Reading it waits for the device."""
+        return int(self.current.stages.counts[0])
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent in compressed messages."""
+        return self.current.wire_bytes
+
+    @property
+    def freeze_ratio(self) -> float | None:
+        """What the freeze rule compares, None while there is none. Adam: ||vhat||_1 over what it was a window
+        earlier. LAMB: the share of elements whose coefficients were stable over a window."""
+        return self.current.stages.rule.ratio
+
+    def report(self) -> Report:
+        """Does it pay: steps of each kind and how long they take, bytes, and a verdict; `print` it. Of this process,
+        since it built the optimizer. Reading it waits for the device."""
+        return self.pay_off.report(self.setup, self.current, self.averaged_in_backward, self.skipped_steps)
+
+    def diagnostics(self) -> dict[str, dict[str, float]]:
+        """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
+        coefficient and ratio. Cheap to call now and then; waits for the device."""
+        self.overlap.check_at_rest("diagnostics")
+        return diagnose(self.setup, self.current)
+
+    @eager
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the stage that is due, the same on every rank, or none on any."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        param_groups.check_gradients(self.param_groups, self.setup.names)
+        with counted(self.pay_off.waits):
+            step = self.begin_step()
+            setup, current, gradients = self.setup, self.current, self.gradients
+            if not current.parts:
+                return loss  # no parameter trains
+            step = self.overlap.sent(step)
+            gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), setup, current)
+            flags = step.average_and_check()
+            self.after_step += warnings_of_skips(setup, current)
+            step.move(gradients.write_hyper(setup, current), flags)
+            report_to_scaler(self, flags)
+            self.after_step += self.pay_off.due(self.overlap.timed_as(step), setup, current, self.averaged_in_backward)
+            self.after_step += step.count(flags)
+            gradients.reset()
+            self.begun = False
+            self.leave_out_buckets(step.next_needs_no_mean)
+            while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
+                self.after_step.pop(0)()
+            self.watch.check(setup, current)
+        return loss
+
+    @eager
+    def synchronize(self) -> None:
+        """After local steps, all ranks have the same parameters at once, and not only when the schedule says so: at the
+        end of a run, or to save it. A collective call; nothing happens where they have."""
+        self.current.check_own_parameters("synchronize")
+        if not self.synchronized:
+            hyper = self.gradients.write_hyper(self.setup, self.current)
+            self.current.synchronize(hyper, self.gradients.were_checked(self.current.states))
+
+    def at_last_sync(self) -> AbstractContextManager[None]:
+        """Within it the model has the parameters that all ranks had after the last exchange: to evaluate them, or to
+        write the model to a file. No steps are to be taken in it. Where ranks have the same ones, nothing changes."""
+        return self.current.keep_last_sync()
+
+    def begin_step(self) -> Step:
+        """The coming step. The first call decides its kind, in `step` or with the first gradient of a backward pass:
+        all ranks then have the same model and are in the same stage. Later calls look for what users have changed."""
+        self.current.check_own_parameters("a step")
+        self._shown.check_loaded()
+        check_groups(self.param_groups, self.defaults.keys())
+        self._catch_up()
+        self.find_ranks()
+        current = self.current
+        if not current.ranks_agree:
+            self.after_step += start(self.setup, current, averaged_in_backward=self.averaged_in_backward)
+        if current.parts and not self.begun:
+            current.check_captured(self.setup)
+            if current.stages.freeze_is_due:
+                self.after_step += current.freeze(self.setup)
+                self.install(current)
+        step = STEPS[kind_of_step(self.setup, current)](self.setup, current, self.gradients)
+        if current.parts and not self.begun:
+            self.overlap.prepare(step)
+        self.begun = True
+        return step
+
+    def find_ranks(self) -> None:
+        """Go on with the ranks and the parameters that there are now: see `RankFinder.find`. The first time, at the
+        latest in the first step or load, a collective call."""
+        others = self._ranks.find(self.compressing)
+        if others:
+            self.setup = replace(self.setup, topology=self._ranks.topology)
+        elif param_groups.identities(self.param_groups) != self._built_for:
+            self._ranks.check_sharding(self.param_groups)
+        else:
+            return
+        self.install(Snapshot.of(self.setup, self.current))
+        self._built_for = param_groups.identities(self.param_groups)
+
+    def install(self, snapshot: Snapshot, room: Room | None = None) -> None:
+        """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param
+        group, since tools look for what they find. room: what is shown and saved until the next load."""
+        if snapshot is not self.__dict__.get("current"):
+            self.current, self.begun = snapshot, False
+            self.gradients.reset()
+            self.leave_out_buckets(False)
+        self._shown = ShownState(self.setup, snapshot, room)
+        self.state = self._shown.state
+        self.param_groups[0][PROGRESS] = {}
+
+    def _catch_up(self) -> None:
+        """Take over what users have put into `optimizer.state`, and what the host has to know of the last step."""
+        adopted = self._shown.adopted(self.setup, self.current, self.state)
+        if adopted is not self.current:
+            self.overlap.check_at_rest("changing optimizer.state")
+            self.install(adopted)
+        if not capturing(self.setup.device) and self.current.read_last_step(self.setup):
+            self.install(self.current, self._shown.room)
+
+    @eager
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of the coming step so that their norm is at most `max_norm`; the norm as it was.
+
+        Stage 1: the norm of the averaged gradient. Stage 2: the root mean square over ranks of the local norms. One
+        coefficient for all ranks, applied as the step reads the gradients; `.grad` itself keeps its values. Of a local
+        step: this rank's own norm, and its own coefficient.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
+        param_groups.check_gradients(self.param_groups, self.setup.names)
+        step = self.begin_step()
+        self.overlap.disable(
+            "gradients are clipped by their norm, for which all of them have to be there before the first message "
+            "leaves. Pass overlap=False, or don't clip"
+        )
+        squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
+        with counted(self.pay_off.waits):
+            step.average_and_check(squares)
+        step.add_squares(squares)
+        return self.gradients.clip(squares.sqrt().float(), max_norm)[0]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With overlap=True: around every backward pass but a step's last. DDP has its own."""
+        return self.overlap.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever; a clipping coefficient that no step has used goes with the gradients, and so do early messages."""
+        self.overlap.cancel_in_flight()
+        self.gradients.reset()
+        self.begun = False
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ever, in stage 1: after the freeze there is no variance to be had for new parameters."""
+        if self._built:
+            self.current.check_stage_1("add_param_group")
+            self._catch_up()
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError('add_param_group takes a dict with its parameters under "params"')
+        mask = param_group.get(MASK)
+        if MASK in param_group:  # it stays out of the group, which is saved
+            param_group = {name: value for name, value in param_group.items() if name != MASK}
+        super().add_param_group(param_group)
+        try:
+            if self._built:
+                self._ranks.check_sharding(self.param_groups)
+            check_last_group(self.param_groups, self.defaults.keys())
+            if mask is not None:
+                self._held |= held.held_by(self.param_groups[-1], mask)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_built"):
+            check_attribute(type(self), name, self.defaults)
+        super().__setattr__(name, value)
+        if name == "param_groups" and "setup" in self.__dict__:
+            self.setup = replace(self.setup, groups=value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} can't be copied or pickled: it holds a process group and its parameters' "
+            f"addresses. Save state_dict(), build another with the same arguments, and load it"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: what all ranks share and, in stage 2, this rank's residuals under names of its own.
+
+        Save it on every rank (torch.save a file each, or torch.distributed.checkpoint).
+        """
+        self.overlap.check_at_rest("state_dict")
+        self.current.check_synchronized()
+        self._catch_up()
+        saved, numbers = self._shown.saved(self.setup, self.current)
+        shown, self.state = self.state, defaultdict(dict, saved)
+        self.param_groups[0][PROGRESS] = numbers
+        try:
+            return super().state_dict()
+        finally:
+            self.state, self.param_groups[0][PROGRESS] = shown, {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.
+
+        The same number of ranks continues bit for bit. With another number give the states of all ranks, put together
+        by `onebit.merge_states`: the mean of their residuals is kept.
+        """
+        self.prepare_load(state_dict)()
+
+    @torch.no_grad()
+    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Build and check a saved state. Nothing changes until the result is called: it installs the state."""
+        self.overlap.check_at_rest("load_state_dict")
+        self.current.check_own_parameters("load_state_dict")
+        self.find_ranks()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state_dict).__name__}")
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups, snapshot = restore.restored(self.setup, self.current, state_dict)
+
+        @torch.no_grad()
+        def install() -> None:
+            for group, new in zip(self.param_groups, groups, strict=True):
+                group.update(new)
+            self.install(snapshot)
+            for after in self._optimizer_load_state_dict_post_hooks.values():
+                after(self)
+
+        return install

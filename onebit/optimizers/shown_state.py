@@ -1,0 +1,86 @@
+"""`optimizer.state` as it was shown: what users have put there since holds, as in torch's optimizers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.checkpoint import restore, schema
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
+
+Room = tuple[dict[Tensor, dict[str, Tensor]], dict[str, Any]]
+"""See `onebit.make_room`: what is shown in the place of a run's own state until the next load, and its numbers."""
+
+
+class ShownState:
+    """The tensors themselves are compared: writing into one of them is no change, another in its place is."""
+
+    def __init__(self, setup: Setup, current: Snapshot, room: Room | None = None) -> None:
+        self.room = room
+        self.state = defaultdict(dict, schema.live(setup, current) if room is None else room[0])
+        self._shown = {p: dict(own) for p, own in self.state.items()}
+        self._seen = _identities(self._shown)
+
+    def check_loaded(self) -> None:
+        if self.room is not None:
+            raise ValueError(
+                "a step after make_room, and before a load: load the state that it made room for, or build a new "
+                "optimizer"
+            )
+
+    def saved(self, setup: Setup, current: Snapshot) -> tuple[dict[Tensor, dict[str, Any]], dict[str, Any]]:
+        """What `state_dict` has of every parameter, and how far the run has come."""
+        if self.room is None:
+            return schema.save(setup, current), schema.progress(setup, current)
+        return {p: dict(own) for p, own in self.room[0].items()}, deepcopy(self.room[1])
+
+    def is_in(self, state: Mapping[Any, Any]) -> bool:
+        """What every step asks. The order is that of what was shown: hashing tensors would take ten times as long."""
+        return set(map(type, state.values())) <= {dict} and _identities(state) == self._seen
+
+    @torch.no_grad()
+    def adopted(self, setup: Setup, current: Snapshot, state: Mapping[Any, Any]) -> Snapshot:
+        """Where a run goes on from with `state`: `current`, unless a user has changed it. What was cleared starts
+        anew."""
+        if self.room is not None or self.is_in(state) or not (changed := self._changed(state)):
+            return current
+        if not any(state.values()):
+            return Snapshot.of(setup)  # as if no step had been taken
+        name = setup.name_of(changed[0])
+        if current.stages.compressing:
+            raise ValueError(
+                f"the state of parameter {name} in optimizer.state was changed after the freeze: what stage 2 keeps, "
+                f"messages and every rank's residuals, goes together. Load a whole state (load_state_dict), clear all "
+                f"of it (optimizer.state.clear(): stage 1 begins anew), or put back what was there"
+            )
+        if any(not state.get(p) and any(p is q for g in setup.groups for q in g["params"]) for p in changed):
+            raise ValueError(
+                f"optimizer.state has nothing for parameter {name} any more, and others keep theirs: onebit counts the "
+                f"same steps for all. Clear all of it (optimizer.state.clear()), or write zeros into its exp_avg and "
+                f"exp_avg_sq"
+            )
+        return restore.adopted(setup, current, state)
+
+    def _changed(self, state: Mapping[Any, Any]) -> list[Tensor]:
+        """The parameters, shown or not, whose state is another now. A parameter without any is as it is."""
+        there = [p for p, own in state.items() if own and not _is_same(own, self._shown.get(p))]
+        return [*there, *(p for p in self._shown if not state.get(p))]
+
+
+def _identities(state: Mapping[Any, Mapping[str, Any]]) -> tuple[list[int], list[str], list[int]]:
+    """Of the parameters, and of all that they have: names and values, one after the other."""
+    owns = state.values()
+    return list(map(id, state)), list(chain.from_iterable(owns)), [id(v) for own in owns for v in own.values()]
+
+
+def _is_same(own: Any, shown: Mapping[str, Any] | None) -> bool:
+    if shown is None or not isinstance(own, Mapping) or own.keys() != shown.keys():
+        return False
+    return all(own[name] is value for name, value in shown.items())
