@@ -231,7 +231,7 @@ def upward(folder: str, tree: ast.Module) -> list[str]:
 
 def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
     """What users call with one has to know its class."""
-    called = {"parallel": {"attach", "attached", "unwrap"}, "checkpoint": {"save_load", "room"}}
+    called = {"parallel": {"attach", "attached", "unwrap"}, "checkpoint": {"save_load"}}
     for folder in ("optim", "parallel", "checkpoint", "report"):
         files = sources(f"onebit/{folder}")
         assert files and {path.stem for path, tree in files.items() if upward(folder, tree)} == called.get(
