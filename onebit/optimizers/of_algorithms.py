@@ -1,4 +1,4 @@
-"""The optimizers of the library: each hands over an algorithm and the defaults of its param groups."""
+"""The optimizers of the library: each passes an algorithm and the defaults of its param groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Betas = tuple[float, float]
 
 @shows_options
 class OneBitAdam(OneBitOptimizer):
-    """AdamW that, once its variance has settled, averages momentum with 1 bit an element instead of gradients.
+    """AdamW until its variance has settled; from then on ranks average momentum, and send 1 bit for each element.
 
         optimizer = onebit.OneBitAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
-        onebit.attach(ddp_model, optimizer)        # with DDP; without it the optimizer communicates alone
+        onebit.attach(ddp_model, optimizer)        # with DDP; without DDP the optimizer communicates alone
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
     """
@@ -41,7 +41,10 @@ class OneBitAdam(OneBitOptimizer):
 
 @shows_options
 class OneBitLamb(OneBitOptimizer):
-    """LAMB that, once its coefficients have settled, averages momentum with 1 bit an element instead of gradients.
+    """LAMB until its coefficients have settled; from then on ranks average momentum, and send 1 bit for each element.
+
+        optimizer = onebit.OneBitLamb(model.parameters(), lr=2e-3, weight_decay=0.01)
+        onebit.attach(ddp_model, optimizer)        # with DDP; without DDP the optimizer communicates alone
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
     coeff_beta: how the coefficients of stage 1 are averaged. min_coeff, max_coeff: their bounds in stage 1.
@@ -73,22 +76,23 @@ class Schedule(NamedTuple):
 
 @shows_options
 class ZeroOneAdam(OneBitOptimizer):
-    """AdamW that averages gradients at a few steps, ever farther apart, and momentum at all others, with 1 bit each.
+    """AdamW whose ranks average gradients in a few steps, and in all other steps momentum, with 1 bit for each element.
 
         optimizer = onebit.ZeroOneAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
-        onebit.attach(ddp_model, optimizer)        # with DDP; without it the optimizer communicates alone
+        onebit.attach(ddp_model, optimizer)        # with DDP; without DDP the optimizer communicates alone
 
-    The first var_update_scaler + 1 steps are AdamW's. Then compressed steps begin, with var_update_scaler
-    full-precision ones 2 steps apart, as many 4 steps apart, and so on: of 1,200 steps 33, where it is 4.
+    The first var_update_scaler + 1 steps are AdamW's. Compressed steps follow. Among them var_update_scaler steps of
+    full precision lie 2 steps apart, then var_update_scaler steps 4 apart, then 8. With var_update_scaler=4 a run of
+    1,200 steps has 33 steps of full precision.
 
-    With local_step_scaler ranks do not communicate in every step after var_freeze_step: each moves by its own gradient
-    until the next exchange (`schedule`, `synchronized`), after which all have the same parameters again.
+    With local_step_scaler ranks do not communicate in every step after var_freeze_step. Each rank then moves by its own
+    gradient; after the next exchange all ranks have the same parameters (`schedule`, `synchronized`).
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
-    var_update_scaler: how many full-precision steps come before their distance doubles.
-    var_freeze_step: no full-precision step comes after this one; None for no end.
-    local_step_scaler: after var_freeze_step so many steps are compressed ones; after as many again the distance between
-        two exchanges doubles. None: every step communicates.
+    var_update_scaler: full-precision steps before their distance doubles.
+    var_freeze_step: the last step that may be of full precision; None: there is no last one.
+    local_step_scaler: steps after var_freeze_step until local steps begin; after as many steps again, and again, the
+        distance of two exchanges doubles. None: every step communicates.
     local_step_clipper: the most steps from one exchange to the next.
     """
 

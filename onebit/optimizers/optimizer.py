@@ -120,8 +120,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.current.stages.rule.ratio
 
     def report(self) -> Report:
-        """Does it pay: steps of each kind and how long they take, bytes, and a verdict; `print` it. Of this process,
-        since it built the optimizer. Reading it waits for the device."""
+        """Whether compression pays: the steps of each kind, their times, the bytes, and a verdict. `print` the report.
+        Counted since this process built the optimizer. The call waits for the device."""
         return self.pay_off.report(self.setup, self.current, self.averaged_in_backward, self.skipped_steps)
 
     def diagnostics(self) -> dict[str, dict[str, float]]:
@@ -166,8 +166,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.current.synchronize(hyper, self.gradients.were_checked(self.current.states))
 
     def at_last_sync(self) -> AbstractContextManager[None]:
-        """Within it the model has the parameters that all ranks had after the last exchange: to evaluate them, or to
-        write the model to a file. No steps are to be taken in it. Where ranks have the same ones, nothing changes."""
+        """A context in which the model has the parameters that all ranks had after the last exchange: to evaluate or to
+        write the model. Take no step in the context. If ranks have the same parameters, nothing changes."""
         return self.current.keep_last_sync()
 
     def begin_step(self) -> Step:
@@ -227,7 +227,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @eager
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients of the coming step so that their norm is at most `max_norm`; the norm as it was.
+        """Scale the gradients of the coming step so that their norm is at most `max_norm`. Returns the norm before.
 
         Stage 1: the norm of the averaged gradient. Stage 2: the root mean square over ranks of the local norms. One
         coefficient for all ranks, applied as the step reads the gradients; `.grad` itself keeps its values. Of a local
@@ -252,14 +252,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self.overlap.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever; a clipping coefficient that no step has used goes with the gradients, and so do early messages."""
+        """As torch's; drops a clipping coefficient that no step has used, and messages that left early."""
         self.overlap.cancel_in_flight()
         self.gradients.reset()
         self.begun = False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ever, in stage 1: after the freeze there is no variance to be had for new parameters."""
+        """As torch's, in stage 1 only: after the freeze new parameters would have no variance."""
         if self._built:
             self.current.check_stage_1("add_param_group")
             self._catch_up()
