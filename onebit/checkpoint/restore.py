@@ -361,7 +361,7 @@ class _Messages:
         servers = [chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None]
         for i, own in enumerate(self.saved):
             there, here, shape = saved_order(own), state.orders[i], state.shapes[i]
-            e, of_servers = torch.zeros(2, state.numels[i])
+            e, of_servers = torch.zeros((2, state.numels[i]), dtype=torch.float32, device="cpu")
             for place in places:
                 for name in spans[place].keys() & own.keys():
                     values = spread(flattened(own[name].cpu(), there), spans[place][name], i, len(e))
