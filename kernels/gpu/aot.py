@@ -52,6 +52,7 @@ class Compiled:
     target: str
     asm: dict[str, Any]
     shared: int  # bytes of shared memory a program takes
+    passed: tuple[str, ...]  # the arguments that are not compiled in
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.config.warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    return Compiled(launch.kernel.__name__, target, dict(compiled.asm), compiled.metadata.shared)
+    passed = tuple(name for name, kind in signature.items() if kind != "constexpr")
+    return Compiled(launch.kernel.__name__, target, dict(compiled.asm), compiled.metadata.shared, passed)
 
 
 def assembled(compiled: Compiled) -> Assembled:

@@ -27,6 +27,7 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     config: tuner.Config
+    programs: int
 
 
 _record: list[Launch] | None = None
@@ -102,16 +103,15 @@ def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:
     """Run `kernel` over `blocks` blocks on the device of `like`."""
     config = tuner.lookup(_name(kernel), like.device, dtype)
+    programs = triton.cdiv(blocks, config.blocks_per_program)
     if _record is not None:
-        _record.append(Launch(kernel, arguments, config))
+        _record.append(Launch(kernel, arguments, config, programs))
         return
 
     def run() -> None:
         # Fused multiply-adds would round c another way than the CPU does and could turn a sign.
         per_program = config.blocks_per_program
-        kernel[(triton.cdiv(blocks, per_program),)](
-            **arguments, BLOCKS_PER_PROGRAM=per_program, num_warps=config.warps, enable_fp_fusion=False
-        )
+        kernel[(programs,)](**arguments, BLOCKS_PER_PROGRAM=per_program, num_warps=config.warps, enable_fp_fusion=False)
 
     _on_device(like, run)
 
