@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import NORMS, Format, Messages
 from onebit.kernels.tuning import tuner
 
+ELEMENTS_OF_WARP = 128  # 32 threads with an access of 4 elements each
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -102,7 +103,7 @@ def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
 
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:
     """Run `kernel` over `blocks` blocks on the device of `like`."""
-    config = tuner.lookup(_name(kernel), like.device, dtype)
+    config = _without_copies(tuner.lookup(_name(kernel), like.device, dtype), arguments)
     programs = triton.cdiv(blocks, config.blocks_per_program)
     if _record is not None:
         _record.append(Launch(kernel, arguments, config, programs))
@@ -114,6 +115,13 @@ def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dt
         kernel[(programs,)](**arguments, BLOCKS_PER_PROGRAM=per_program, num_warps=config.warps, enable_fp_fusion=False)
 
     _on_device(like, run)
+
+
+def _without_copies(config: tuner.Config, arguments: dict[str, Any]) -> tuner.Config:
+    """No more warps than a tile has elements for: others would hold copies, and could read what has been stored."""
+    if "TILE" not in arguments:
+        return config
+    return replace(config, warps=max(1, min(config.warps, arguments["TILE"] // ELEMENTS_OF_WARP)))
 
 
 def _on_device(like: Tensor, run: Callable[[], None]) -> None:
