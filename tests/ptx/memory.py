@@ -40,6 +40,7 @@ class Region:
         room = -(-(self.end - self.base) // ALIGN) * ALIGN
         if raw is None:
             raw = np.ctypeslib.as_array((ctypes.c_uint8 * room).from_address(self.base))
+        self.bytes = raw[start - self.base : self.end - self.base]
         self.views = {width: raw.view(f"u{width}") for width in (1, 2, 4, 8)}
 
     @classmethod
@@ -72,6 +73,14 @@ class Memory:
         for before, after in zip(self.regions, self.regions[1:], strict=False):
             if before.end > after.start:
                 raise ValueError(f"{before.name} and {after.name} overlap")
+
+    def contents(self) -> list[Lanes]:
+        """A copy of every byte."""
+        return [each.bytes.copy() for each in self.regions]
+
+    def restore(self, contents: list[Lanes]) -> None:
+        for region, kept in zip(self.regions, contents, strict=True):
+            region.bytes[:] = kept
 
     def parts(self, addresses: Lanes, size: int, lanes: Lanes) -> Iterator[Part]:
         """Where `lanes` access `size` bytes each, region by region; addresses: uint64 [32]."""

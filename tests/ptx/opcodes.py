@@ -239,14 +239,18 @@ def _select(parts: Parts) -> Computation:
 
 @opcode("bfe")
 def _extract(parts: Parts) -> Computation:
-    """`length` bits from `first` on."""
+    """`length` bits from `first` on; of a signed number with their last one before them."""
     kind = type_of(parts[-1])
-    if kind.kind != "u":
-        raise Unknown(".".join(parts))
+
+    def each(a: int, first: int, length: int) -> int:
+        length = min(length, max(kind.bits - first, 0))
+        field = a >> first & ((1 << length) - 1)
+        negative = kind.kind == "s" and length > 0 and field >> (length - 1)
+        return field - (1 << length) if negative else field
 
     def function(a: Lanes, first: Lanes, length: Lanes) -> Lanes:
-        mask = (np.uint64(1) << length.astype(np.uint64)) - np.uint64(1)
-        return (a.astype(np.uint64) >> first.astype(np.uint64) & mask).astype(kind.dtype)
+        found = [each(*map(int, values)) for values in zip(a, first & 255, length & 255, strict=True)]
+        return np.array(found, kind.dtype)
 
     return Computation(kind, (kind, U32, U32), function)
 

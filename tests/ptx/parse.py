@@ -80,7 +80,7 @@ class Instruction:
         return tuple(self.opcode.split("."))
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     name: str
     parameters: dict[str, str]  # types by name, in order

@@ -4,6 +4,9 @@ What orders is written down as vector clocks, a component a warp. A barrier join
 atomic that releases adds its warp's clock to that of its address, one that acquires takes it over. Between two of these
 a warp is in one segment; every access is kept with its segment and compared when the launch has ended. So a race is
 found whether or not the order of this run made it harmful. Two atomics do not race.
+
+A load in a race may be one whose value nothing uses, such as that of a thread past the end of a block. A second run
+shows whether: there it is given anything.
 """
 
 from __future__ import annotations
@@ -28,22 +31,34 @@ class Access(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Race:
-    """Two instructions; how many places they race for is not told, one is enough."""
+class Conflict:
+    """Two accesses that nothing orders, and the bytes of a region that both have."""
 
     region: str
-    first: str
-    second: str
+    one: Access
+    other: Access
     between: str  # "warps" of a program, or "programs"
+    places: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"race between {self.between} for {self.region}: {self.first}   |   {self.second}"
+    def told(self, texts: Sequence[str]) -> str:
+        """texts: of the instructions."""
+        pair = sorted(texts[each.instruction] for each in (self.one, self.other))
+        return f"race between {self.between} for {self.region}: {'   |   '.join(pair)}"
+
+    @property
+    def load(self) -> Access | None:
+        """The one that only reads, if the other one stores."""
+        return next((each for each in (self.one, self.other) if not each.writes), None)
+
+
+Doubted = dict[tuple[int, int, str], Lanes]  # by segment, instruction and region: bytes whose value may be another
 
 
 class Recorder:
     """Clocks and accesses of one launch."""
 
-    def __init__(self, programs: int, warps: int) -> None:
+    def __init__(self, programs: int, warps: int, doubted: Doubted | None = None) -> None:
+        self.doubted, self.random = doubted or {}, np.random.default_rng(0)
         self.warps_of_program = warps
         self.clocks = np.eye(programs * warps, dtype=np.int32)  # [warps, warps]
         self.locks: dict[int, Lanes] = {}
@@ -86,16 +101,27 @@ class Recorder:
         self.clocks[warp, warp] += 1
         self._enter(warp)
 
-    def races(self, texts: Sequence[str]) -> list[Race]:
-        """texts: of the instructions."""
+    def loaded(self, warp: int, instruction: int, part: Part, values: Lanes) -> Lanes:
+        """What is loaded: [lanes, count]. Where it is in doubt, anything."""
+        key = (self.segments[warp], instruction, part.region.name)
+        if key not in self.doubted:
+            return values
+        size = values.itemsize * values.shape[1]
+        doubted = np.isin(part.offsets[:, None] + np.arange(size), self.doubted[key]).any(axis=1)
+        anything = self.random.integers(0, 256, (len(values), size), dtype=np.uint8).view(values.dtype)
+        return np.where(doubted[:, None], anything, values)
+
+    def conflicts(self) -> list[Conflict]:
         accesses, owners = list(self.numbers), np.array(self.owners)
-        found: dict[Race, None] = {}
+        found: dict[tuple[str, Access, Access], list[int]] = defaultdict(list)
         for region, events in self.found.items():
-            for numbers in _disputed(events, accesses, owners):
+            for numbers, places in _disputed(events, accesses, owners).items():
                 for one, other in self._unordered([accesses[i] for i in numbers]):
-                    pair = sorted((texts[one.instruction], texts[other.instruction]))
-                    found[Race(region.name, *pair, self._between(one, other))] = None
-        return list(found)
+                    found[region.name, one, other] += places
+        return [
+            Conflict(region, one, other, self._between(one, other), tuple(places))
+            for (region, one, other), places in found.items()
+        ]
 
     def _between(self, one: Access, other: Access) -> str:
         programs = {self.owners[each.segment] // self.warps_of_program for each in (one, other)}
@@ -114,8 +140,10 @@ class Recorder:
             yield accesses[i], accesses[j]
 
 
-def _disputed(events: list[tuple[Lanes, int, int]], accesses: list[Access], owners: Lanes) -> Iterator[tuple[int, ...]]:
-    """The sets of accesses, by number, that places of a region have had: by more than one warp, and a store among them.
+def _disputed(
+    events: list[tuple[Lanes, int, int]], accesses: list[Access], owners: Lanes
+) -> dict[tuple[int, ...], list[int]]:
+    """The bytes of a region by their accesses' numbers: those that more than one warp has had, and stored to.
 
     A place is as many bytes as the narrowest access of the region.
     """
@@ -132,4 +160,8 @@ def _disputed(events: list[tuple[Lanes, int, int]], accesses: list[Access], owne
     several = np.minimum.reduceat(warps, heads) != np.maximum.reduceat(warps, heads)
     disputed = np.flatnonzero(several & np.logical_or.reduceat(writes, heads))
     ends = np.append(heads[1:], len(pairs))
-    yield from {tuple(numbers[heads[i] : ends[i]].tolist()) for i in disputed}
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i in disputed:
+        first = int(places[heads[i]]) * place
+        found[tuple(numbers[heads[i] : ends[i]].tolist())] += range(first, first + place)
+    return found

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from onebit.kernels.gpu import aot
 from onebit.kernels.gpu.launch import Launch
 from tests.ptx.machine import Machine
-from tests.ptx.memory import Memory, Region
+from tests.ptx.memory import Fault, Memory, Region
 from tests.ptx.parse import Kernel, parse
-from tests.ptx.races import Race
+from tests.ptx.races import Conflict, Doubted, Lanes
 
 TARGET = "sm_90"
 
@@ -27,10 +29,16 @@ class Compiled:
     shared_bytes: int
     ptx: str
 
+    def with_text(self, ptx: str) -> Compiled:
+        return replace(self, kernel=parse(ptx), ptx=ptx)
+
     @classmethod
     def of(cls, launch: Launch) -> Compiled:
         compiled = aot.compile_launch(launch, TARGET)
-        return cls(parse(compiled.asm["ptx"]), compiled.passed, compiled.shared, compiled.asm["ptx"])
+        return cls(parsed(compiled.asm["ptx"]), compiled.passed, compiled.shared, compiled.asm["ptx"])
+
+
+parsed = functools.lru_cache(maxsize=64)(parse)
 
 
 @dataclass(frozen=True)
@@ -38,34 +46,49 @@ class Done:
     """What became of a launch."""
 
     instructions: int
-    races: list[Race]
+    races: list[str]
+    unused: int = 0  # loads in races whose value nothing depends on
 
 
 def execute(
-    launch: Launch,
-    pointed: Iterable[Tensor],
-    *,
-    compiled: Compiled | None = None,
-    order: str = "forward",
-    seed: int = 0,
-    find_races: bool = True,
+    launch: Launch, pointed: Iterable[Tensor], *, compiled: Compiled, order: str = "forward", seed: int = 0
 ) -> Done:
     """Run a launch in place. `pointed`: the tensors that its tables of addresses point to."""
-    compiled = compiled or Compiled.of(launch)
-    machine = Machine(
-        compiled.kernel,
-        [bits_of(launch.arguments[name]) for name in compiled.passed],
-        Memory(regions_of(launch, pointed)),
-        programs=launch.programs,
-        warps=launch.config.warps,
-        shared_bytes=compiled.shared_bytes,
-        order=order,
-        seed=seed,
-        find_races=find_races,
-    )
-    machine.run()
-    races = machine.recorder.races([each.text for each in compiled.kernel.instructions]) if machine.recorder else []
-    return Done(machine.executed, races)
+    memory = Memory(regions_of(launch, pointed))
+
+    def machine(doubted: Doubted | None = None) -> Machine:
+        arguments = [bits_of(launch.arguments[name]) for name in compiled.passed]
+        shape = {"programs": launch.programs, "warps": launch.config.warps, "shared_bytes": compiled.shared_bytes}
+        return Machine(compiled.kernel, arguments, memory, **shape, order=order, seed=seed, doubted=doubted)
+
+    before, first = memory.contents(), machine()
+    first.run()
+    conflicts = first.recorder.conflicts()
+    if conflicts and uses_none(conflicts, before, memory, machine):
+        return Done(first.executed, [], len(conflicts))
+    texts = [each.text for each in compiled.kernel.instructions]
+    return Done(first.executed, list(dict.fromkeys(each.told(texts) for each in conflicts)))
+
+
+def uses_none(
+    conflicts: list[Conflict], before: list[Lanes], memory: Memory, machine: Callable[[Doubted], Machine]
+) -> bool:
+    """Whether every conflict is a load's with a store, and with anything loaded there every byte is as it is now."""
+    doubted: Doubted = {}
+    for conflict in conflicts:
+        if conflict.load is None or conflict.load.atomic:
+            return False
+        key = (conflict.load.segment, conflict.load.instruction, conflict.region)
+        doubted[key] = np.union1d(doubted.get(key, conflict.places), conflict.places)
+    after = memory.contents()
+    memory.restore(before)
+    try:
+        machine(doubted).run()
+        return all(np.array_equal(now, then) for now, then in zip(memory.contents(), after, strict=True))
+    except Fault:
+        return False
+    finally:
+        memory.restore(after)
 
 
 def regions_of(launch: Launch, pointed: Iterable[Tensor]) -> list[Region]:

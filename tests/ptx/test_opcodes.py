@@ -170,6 +170,8 @@ ROWS = [
     ("shr.s64 %out, %v0, %v1", "i8 small", ints(8, lambda x, y: x >> y)),
     ("bfe.u32 %out, %v0, 7, 3", "u4", lambda a: a >> 7 & 7),
     ("bfe.u32 %out, %v0, 0, 32", "u4", lambda a: a),
+    ("bfe.u32 %out, %v0, 28, 8", "u4", lambda a: a >> 28),
+    ("bfe.s32 %out, %v0, 7, 5", "i4", lambda a: (a << 20) >> 27),
     ("prmt.b32 %out, %v0, %v1, 0x5410U", "u4 u4", ints(4, lambda x, y: permuted(x, y, 0x5410))),
     ("prmt.b32 %out, %v0, %v1, 0xbf3aU", "u4 u4", ints(4, lambda x, y: permuted(x, y, 0xBF3A))),
     ("popc.b32 %out, %v0", "u4", ints(4, lambda x: x.bit_count())),
