@@ -32,7 +32,7 @@ def scan_kernel(
             g = g * tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)
             size = tl.abs(g).to(tl.int32, bitcast=True)  # in the order of the values, NaN above all
             if tl.max(size, axis=0) > tiles.LARGEST_BITS:
-                tl.store(flags, 1)
+                tl.atomic_xchg(flags, 1, sem="relaxed")  # several programs may
             if squares is not None:
                 tl.store(squares + block, tl.sum(g * g, axis=0))
 

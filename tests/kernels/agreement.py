@@ -31,6 +31,7 @@ class Pass:
     masked: bool = False
     stored: Callable[[World], list[torch.Tensor]] = lambda w: []
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the pass in place of the world's
+    prepare: Callable[[World], object] = lambda w: None
 
     def equal(self, world: World, rounds: bool) -> list[torch.Tensor]:
         return self.exact(world) + (self.stored(world) if rounds else [])
@@ -68,8 +69,20 @@ COMPARED = {
     "zero_one_local": Pass(lambda w: [w.exp_avg, left(w)], lambda w: [w.squares]),
     "zero_one_sync": Pass(lambda w: [w.exp_avg], stored=lambda w: [w.anchor]),
 }
-# With less than they can be given, and what few ask for.
+
+
+def spoil(world: World) -> None:
+    """The first gradient of every parameter is NaN."""
+    for g in world.g:
+        if g is not None:
+            g[:1] = np.nan
+
+
+NOT_FINITE = "scan, not finite"
+# With less than they can be given, what few ask for, and what stops a step.
 OTHERWISE = {
+    NOT_FINITE: Pass(lambda w: [w.flags], prepare=spoil),
+    "adam_warmup, flagged": Pass(moments, prepare=lambda w: w.flags.fill_(1)),
     "scan, no squares": Pass(lambda w: [w.flags], options={"squares": None}),
     "adam_warmup, no sums": Pass(moments, options={"sums": None}),
     "adam_update, no clip": Pass(options={"clip": None}),
@@ -91,6 +104,8 @@ def check_pass(each: str, case: Case, name: str, around: Around = nullcontext) -
     how = (COMPARED | OTHERWISE)[each]
     inputs = {"masked": how.masked, "zeros": each.startswith("zero_one")}
     ours, theirs = (World(case, of, **inputs) for of in (name, "cpu"))
+    for world in (ours, theirs):
+        how.prepare(world)
     with around(ours):
         ours.run(each.partition(",")[0], **how.options)
     theirs.run(each.partition(",")[0], **how.options)

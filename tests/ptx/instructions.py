@@ -172,26 +172,26 @@ def _store(number: int, of: Instruction) -> Run:
 
 
 def _atomic(number: int, of: Instruction) -> Run:
-    """atom.global.gpu.ORDER.add: lane after lane."""
-    if of.parts[1:3] != ("global", "gpu") or of.parts[4] != "add":
+    """atom.global.gpu.ORDER.add or .exch: lane after lane."""
+    if of.parts[1:3] != ("global", "gpu") or of.parts[4] not in ("add", "exch"):
         raise Unknown(of.text)
-    kind, order = type_of(of.parts[-1]), of.parts[3]
+    kind, order, adds = type_of(of.parts[-1]), of.parts[3], of.parts[4] == "add"
     acquires, releases = order in ("acquire", "acq_rel"), order in ("release", "acq_rel")
-    address, read, write = operands.address(of.operands[1]), operands.read(of.operands[2], kind), None
-    write = operands.write(of.operands[0], kind)
+    address, read = operands.address(of.operands[1]), operands.read(of.operands[2], kind)
+    write, width = operands.write(of.operands[0], kind), kind.bits // 8
 
-    def add(warp: Warp, lanes: Lanes) -> None:
-        old, terms, addresses = np.zeros(32, kind.dtype), read(warp), address(warp)
+    def run(warp: Warp, lanes: Lanes) -> None:
+        old, given, addresses = np.zeros(32, kind.dtype), read(warp), address(warp)
         for lane in np.flatnonzero(lanes):
-            (part,) = warp.memory.parts(addresses, kind.bits // 8, np.array([lane]))
-            warp.recorder.access(warp.index, number, part, kind.bits // 8, writes=True, atomic=True)
+            (part,) = warp.memory.parts(addresses, width, np.array([lane]))
+            warp.recorder.access(warp.index, number, part, width, writes=True, atomic=True)
             warp.recorder.synchronize(warp.index, int(addresses[lane]), acquires=acquires, releases=releases)
-            found = part.region.load(part.offsets, kind.bits // 8, 1)
+            found = part.region.load(part.offsets, width, 1)
             old[lane] = found[0, 0]
-            part.region.store(part.offsets, found + terms[lane])
+            part.region.store(part.offsets, found + given[lane] if adds else np.full_like(found, given[lane]))
         write(warp, lanes, old)
 
-    return add
+    return run
 
 
 def _rows(of: Instruction, operand: Operand) -> tuple[Vector, Read, Lanes]:
