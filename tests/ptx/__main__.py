@@ -39,7 +39,7 @@ def main() -> int:
         parser.error(f"no order is called {', '.join(sorted(unknown))}: there are {', '.join(ORDERS)}")
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills with NaN
     torch.set_num_threads(1)
-    return mutants.report(names) if options.mutations else report(names, orders)
+    return mutants.report() if options.mutations else report(names, orders)
 
 
 def report(names: list[str], orders: tuple[str, ...]) -> int:

@@ -20,12 +20,14 @@ from onebit.kernels.tuning.workload import Workload
 from tests.kernels.agreement import COMPARED, OTHERWISE, check_messages, check_pass
 from tests.kernels.cases import BF16, CASES, F16, Case
 from tests.kernels.world import World
-from tests.ptx import workloads
+from tests.ptx import sparse, workloads
 from tests.ptx.machine import ORDERS
 from tests.ptx.memory import Fault
 from tests.ptx.run import Compiled, execute
+from tests.ptx.sparse import Giant
 
 MESSAGES = ("compress and average", "compress and average, masked and scaled")
+Worlds = World | Workload | Giant
 Change = Callable[[Compiled], Compiled]
 PASSES = (*MESSAGES, *COMPARED, *OTHERWISE)
 OF_MANY_BLOCKS = (MESSAGES[0], "lamb_warmup", "lamb_statistics")  # what adds up partial results of over 1,024 blocks
@@ -33,7 +35,7 @@ OF_MANY_BLOCKS = (MESSAGES[0], "lamb_warmup", "lamb_statistics")  # what adds up
 
 @dataclass(frozen=True)
 class Variant:
-    """`case`: of tests.kernels; or the name of a variant that is compiled ahead of time."""
+    """`case`: of tests.kernels; or the name of a variant that is compiled ahead of time, or of `sparse`."""
 
     case: Case | str
     config: Config = tuner.DEFAULT
@@ -84,9 +86,10 @@ VARIANTS |= {
     "1,100 blocks, one scale": Variant(Case((35_200,), 32, scale="tensor"), Config(4, 8), OF_MANY_BLOCKS),
     "1,100 blocks": Variant(Case((35_200,), 32), Config(8, 8), OF_MANY_BLOCKS[1:]),
 }
+VARIANTS[sparse.NAME] = Variant(sparse.NAME, passes=sparse.PASSES)
 VARIANTS |= {f"aot: {name}": Variant(name, passes=workloads.PASSES) for name in workloads.NAMES}
 # What every run of the tests does: few blocks, and every kernel in each of its forms.
-QUICK = ("fp16-master-2049", "three-groups-tensor", "copies-96", "unbiased-bf16-chunks", "fp32-unaligned")
+QUICK = ("three-groups-tensor", "fp16-master-2049", "copies-96", "fp32-unaligned")
 
 
 def run(variant: Variant, orders: tuple[str, ...] = ORDERS, tick: Callable[[str], None] = lambda text: None) -> Outcome:
@@ -105,14 +108,17 @@ def run_pass(each: str, variant: Variant, order: str, change: Change = lambda co
     try:
         check(each, variant.case, lambda world: emulated(world, variant.config, order, change, outcome))
     except (Fault, AssertionError) as wrong:
-        outcome.problems[f"{type(wrong).__name__}: {str(wrong).splitlines()[0]}"] = None
+        what = [*str(wrong).splitlines(), "another result than the CPU's"][0]
+        outcome.problems[f"{type(wrong).__name__}: {what}"] = None
     outcome.problems = {f"{each}, {order}: {problem}": None for problem in outcome.problems}
     outcome.seconds = time.process_time() - began
     return outcome
 
 
-def check(each: str, case: Case | str, around: Callable[[World | Workload], AbstractContextManager[object]]) -> None:
-    if isinstance(case, str):
+def check(each: str, case: Case | str, around: Callable[[Worlds], AbstractContextManager[object]]) -> None:
+    if case == sparse.NAME:
+        sparse.check(each, around)
+    elif isinstance(case, str):
         workloads.check(each, case, around)
     elif each in MESSAGES:
         check_messages(case, "ptx", masked=each != MESSAGES[0], around=around)
@@ -121,21 +127,25 @@ def check(each: str, case: Case | str, around: Callable[[World | Workload], Abst
 
 
 @contextmanager
-def emulated(world: World | Workload, config: Config, order: str, change: Change, outcome: Outcome) -> Iterator[None]:
+def emulated(world: Worlds, config: Config, order: str, change: Change, outcome: Outcome) -> Iterator[None]:
     """Passes of a world inside are recorded; they run when the context ends."""
     with mock.patch.object(tuner, "lookup", lambda *_: config), recorded() as launches:
         yield
     pointed = [each for pointers in tables(world) for each in pointers.tensors if each is not None]
     for launch in launches:
-        done = execute(launch, pointed, compiled=change(Compiled.of(launch)), order=order)
+        first = launch.programs - sparse.LAST if isinstance(world, Giant) else 0
+        done = execute(launch, pointed, change(Compiled.of(launch)), order=order, first_program=first)
         outcome.kernels += 1
         outcome.instructions += done.instructions
         outcome.unused += done.unused > 0
         outcome.problems |= dict.fromkeys(done.races)
 
 
-def tables(world: World | Workload) -> list[Pointers]:
+def tables(world: Worlds) -> list[Pointers]:
     """Whose tensors kernels find by their addresses."""
-    if isinstance(world, World):
-        return [world.params, world.grads]
-    return [world.params(), world.grads(), world.decoded()]
+    match world:
+        case World():
+            return [world.params, world.grads]
+        case Workload():
+            return [world.params(), world.grads(), world.decoded()]
+    return world.tables

@@ -40,8 +40,8 @@ class Region:
         room = -(-(self.end - self.base) // ALIGN) * ALIGN
         if raw is None:
             raw = np.ctypeslib.as_array((ctypes.c_uint8 * room).from_address(self.base))
-        self.bytes = raw[start - self.base : self.end - self.base]
         self.views = {width: raw.view(f"u{width}") for width in (1, 2, 4, 8)}
+        self.stored: list[tuple[int, Lanes, Lanes]] = []  # width, places, what was there
 
     @classmethod
     def shared(cls, name: str, size: int) -> Region:
@@ -56,12 +56,29 @@ class Region:
         """values: [lanes, count]; lanes that write to one place have to agree."""
         width, count = values.itemsize, values.shape[1]
         places, view = self._places(offsets, width, count), self.views[width]
+        self.stored.append((width, places, view[places]))
         view[places] = values
         if (view[places] != values).any():
             raise Fault(f"lanes of one warp store different values to one place of {self.name}")
 
     def _places(self, offsets: Lanes, width: int, count: int) -> Lanes:
         return ((offsets + (self.start - self.base)) // width)[:, None] + np.arange(count)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Values of `width` bytes at places of a region."""
+
+    region: Region
+    width: int
+    places: Lanes
+    values: Lanes
+
+    def holds(self) -> bool:
+        return np.array_equal(self.region.views[self.width][self.places], self.values)
+
+    def redo(self) -> None:
+        self.region.views[self.width][self.places] = self.values
 
 
 class Memory:
@@ -74,13 +91,20 @@ class Memory:
             if before.end > after.start:
                 raise ValueError(f"{before.name} and {after.name} overlap")
 
-    def contents(self) -> list[Lanes]:
-        """A copy of every byte."""
-        return [each.bytes.copy() for each in self.regions]
+    def written(self) -> list[Written]:
+        """What is where something has been stored."""
+        return [
+            Written(region, width, places, region.views[width][places])
+            for region in self.regions
+            for width, places, _ in region.stored
+        ]
 
-    def restore(self, contents: list[Lanes]) -> None:
-        for region, kept in zip(self.regions, contents, strict=True):
-            region.bytes[:] = kept
+    def undo(self) -> None:
+        """Make all bytes as they were before the first store."""
+        for region in self.regions:
+            for width, places, before in reversed(region.stored):
+                region.views[width][places] = before
+            region.stored.clear()
 
     def parts(self, addresses: Lanes, size: int, lanes: Lanes) -> Iterator[Part]:
         """Where `lanes` access `size` bytes each, region by region; addresses: uint64 [32]."""

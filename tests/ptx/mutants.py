@@ -12,24 +12,31 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from onebit.cli.progress import Progress
-from tests.ptx import cases
-from tests.ptx.machine import ORDERS
-from tests.ptx.parse import Malformed
+from tests.kernels.agreement import COMPARED, NOT_FINITE
+from tests.kernels.cases import F16, Case
+from tests.ptx.cases import MESSAGES, Variant, run_pass
 from tests.ptx.run import Compiled
 
-BARRIER = re.compile(r"^\s*bar\.sync\s+0;", re.MULTILINE)
+BARRIER = re.compile(r"bar\.sync\s+0;")
 ORDER = re.compile(r"atom\.global\.gpu\.acq_rel")
 MASK = re.compile(r"@!?%p\d+\s+(?=(ld|st)\.global)")
-CLAMP = re.compile(r"\b(?:min|max)\.[su](32|64)(\s+%\w+, %\w+), [-%\w]+;")
-SOME = 8
+CLAMP = re.compile(r"(?<![.\w])(?:min|max)\.[su](32|64)(\s+%\w+, %\w+), [-%\w]+;")
+SOME = 6
 KINDS = ("barrier", "order", "mask", "clamp")
-# Several warps and several programs, whole blocks and tails, and each form of a message.
-VARIANTS = ("fp16-master-2049", "fp32-unaligned", "4 blocks, 8 warps", "unbiased-bf16-chunks")
+ORDERS = ("forward", "random")
+# Eight warps, several programs, a whole block, a tail, and blocks of padding; messages of one scale and of one a block.
+MUTATED = {
+    "one scale": Variant(Case((1100,), 1024, 3, scale="tensor", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
+    "a scale a block": Variant(
+        Case((1100, 40), 992, 5, norm="unbiased", param=F16, grad=F16, momentum="packed", copies=3, unaligned=True),
+        passes=(*MESSAGES, *COMPARED, NOT_FINITE),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -61,69 +68,68 @@ def mutants_of(ptx: str) -> Iterator[Mutant]:
         yield from found
 
 
-def kernels_of(each: str, variant: cases.Variant) -> dict[str, Compiled]:
+def kernels_of(each: str, variant: Variant) -> dict[str, Compiled]:
     """What a pass launches, by its text."""
     found: dict[str, Compiled] = {}
 
     def note(compiled: Compiled) -> Compiled:
         return found.setdefault(compiled.ptx, compiled)
 
-    cases.run_pass(each, variant, ORDERS[0], note)
+    run_pass(each, variant, ORDERS[0], note)
     return found
 
 
-def how_found(mutant: Mutant, ptx: str, each: str, variant: cases.Variant) -> str:
+def how_found(mutant: Mutant, compiled: Compiled, each: str, variant: Variant) -> str:
     """What the emulator says of a mutant in the first order in which it says anything; or nothing."""
-
-    def change(compiled: Compiled) -> Compiled:
-        return compiled.with_text(mutant.applied(ptx)) if compiled.ptx == ptx else compiled
-
+    mutated = compiled.with_text(mutant.applied(compiled.ptx))
     for order in ORDERS:
-        try:
-            problems = cases.run_pass(each, variant, order, change).problems
-        except Malformed as wrong:
-            raise AssertionError(f"this mutant is no kernel: {mutant.line(ptx)}") from wrong
-        if problems:
-            return by_what(next(iter(problems)))
+        outcome = run_pass(each, variant, order, lambda other: mutated if other.ptx == compiled.ptx else other)
+        if outcome.problems:
+            return by_what(next(iter(outcome.problems)))
+        if outcome.unused:
+            return "race for a value that nothing uses"
     return ""
 
 
 def by_what(problem: str) -> str:
-    """A race, a bad access, a barrier, or a result."""
-    for word, name in (
-        ("race", "race"),
-        ("bounds", "bad access"),
-        ("misaligned", "bad access"),
-        ("barrier", "barrier"),
-    ):
-        if word in problem:
-            return name
-    return "result"
+    words = {"race": "race", "bounds": "bad access", "misaligned": "bad access", "barrier": "barrier"}
+    return next((name for word, name in words.items() if word in problem), "result")
 
 
-def report(names: Sequence[str]) -> int:
-    """A row for each kind of fault, and below it what was not found."""
-    progress, seen = Progress(), set[str]()
-    made, found, missed = Counter[str](), defaultdict[str, Counter[str]](Counter), dict[str, None]()
-    for name in (name for name in VARIANTS if name in names):
-        variant = cases.VARIANTS[name]
+@dataclass(frozen=True)
+class Tried:
+    """A mutant, and how it was found: "" if it was not."""
+
+    mutant: Mutant
+    of: str
+    how: str
+
+
+def tried() -> Iterator[Tried]:
+    seen = set[str]()
+    for name, variant in MUTATED.items():
         for each in variant.passes:
             for ptx, compiled in kernels_of(each, variant).items():
-                if ptx in seen:
-                    continue
+                for mutant in mutants_of(ptx) if ptx not in seen else ():
+                    of = f"{compiled.kernel.name}, {each}, {name}: {mutant.line(ptx)}"
+                    yield Tried(mutant, of, how_found(mutant, compiled, each, variant))
                 seen.add(ptx)
-                for mutant in mutants_of(ptx):
-                    progress.tick(f"{made.total()} mutants, {len(missed)} not found; {name}: {each}")
-                    how = how_found(mutant, ptx, each, variant)
-                    made[mutant.kind] += 1
-                    found[mutant.kind][how] += bool(how)
-                    if not how:
-                        missed[f"{mutant.kind}: {compiled.kernel.name}, {each}, {name}: {mutant.line(ptx)}"] = None
+
+
+def report() -> int:
+    """A row for each kind of fault, and below them what was not found."""
+    progress, all_tried = Progress(), list[Tried]()
+    for each in tried():
+        all_tried.append(each)
+        progress.tick(f"{len(all_tried)} mutants, {sum(not one.how for one in all_tried)} not found; {each.of}")
     progress.clear()
     for kind in KINDS:
-        hits = found[kind].total()
-        how = ", ".join(f"{name} {count}" for name, count in found[kind].most_common() if count)
-        print(f"{kind:8} {hits:4} of {made[kind]:4} found, {hits / max(made[kind], 1):.0%}: {how}")
-    print(f"{len(seen)} kernels, {made.total()} mutants, {sum(each.total() for each in found.values())} found")
-    print("Not found:", *missed, sep="\n    ")
+        made = [each.how for each in all_tried if each.mutant.kind == kind]
+        how = Counter(filter(None, made))
+        said = ", ".join(f"{name} {count}" for name, count in how.most_common())
+        print(f"{kind:8} {how.total():4} of {len(made):4} found, {how.total() / max(len(made), 1):.0%}: {said}")
+    print("Not found:")
+    for each in all_tried:
+        if not each.how:
+            print(f"    {each.mutant.kind}: {each.of}")
     return 0

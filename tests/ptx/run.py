@@ -15,7 +15,7 @@ from onebit.kernels.gpu.launch import Launch
 from tests.ptx.machine import Machine
 from tests.ptx.memory import Fault, Memory, Region
 from tests.ptx.parse import Kernel, parse
-from tests.ptx.races import Conflict, Doubted, Lanes
+from tests.ptx.races import Conflict, Doubted
 
 TARGET = "sm_90"
 
@@ -51,28 +51,42 @@ class Done:
 
 
 def execute(
-    launch: Launch, pointed: Iterable[Tensor], *, compiled: Compiled, order: str = "forward", seed: int = 0
+    launch: Launch,
+    pointed: Iterable[Tensor],
+    compiled: Compiled,
+    *,
+    order: str = "forward",
+    seed: int = 0,
+    first_program: int = 0,
 ) -> Done:
-    """Run a launch in place. `pointed`: the tensors that its tables of addresses point to."""
+    """Run a launch in place, its programs from one on. `pointed`: the tensors that its tables of addresses point to."""
     memory = Memory(regions_of(launch, pointed))
 
     def machine(doubted: Doubted | None = None) -> Machine:
         arguments = [bits_of(launch.arguments[name]) for name in compiled.passed]
-        shape = {"programs": launch.programs, "warps": launch.config.warps, "shared_bytes": compiled.shared_bytes}
-        return Machine(compiled.kernel, arguments, memory, **shape, order=order, seed=seed, doubted=doubted)
+        return Machine(
+            compiled.kernel,
+            arguments,
+            memory,
+            programs=launch.programs - first_program,
+            warps=launch.config.warps,
+            shared_bytes=compiled.shared_bytes,
+            first_program=first_program,
+            order=order,
+            seed=seed,
+            doubted=doubted,
+        )
 
-    before, first = memory.contents(), machine()
+    first = machine()
     first.run()
     conflicts = first.recorder.conflicts()
-    if conflicts and uses_none(conflicts, before, memory, machine):
+    if conflicts and uses_none(conflicts, memory, machine):
         return Done(first.executed, [], len(conflicts))
     texts = [each.text for each in compiled.kernel.instructions]
     return Done(first.executed, list(dict.fromkeys(each.told(texts) for each in conflicts)))
 
 
-def uses_none(
-    conflicts: list[Conflict], before: list[Lanes], memory: Memory, machine: Callable[[Doubted], Machine]
-) -> bool:
+def uses_none(conflicts: list[Conflict], memory: Memory, machine: Callable[[Doubted], Machine]) -> bool:
     """Whether every conflict is a load's with a store, and with anything loaded there every byte is as it is now."""
     doubted: Doubted = {}
     for conflict in conflicts:
@@ -80,15 +94,18 @@ def uses_none(
             return False
         key = (conflict.load.segment, conflict.load.instruction, conflict.region)
         doubted[key] = np.union1d(doubted.get(key, conflict.places), conflict.places)
-    after = memory.contents()
-    memory.restore(before)
+    first = memory.written()
+    memory.undo()
     try:
         machine(doubted).run()
-        return all(np.array_equal(now, then) for now, then in zip(memory.contents(), after, strict=True))
+        same = all(each.holds() for each in first)
     except Fault:
-        return False
-    finally:
-        memory.restore(after)
+        same = False
+    second = memory.written()
+    memory.undo()
+    for each in first:
+        each.redo()
+    return same and all(each.holds() for each in second)
 
 
 def regions_of(launch: Launch, pointed: Iterable[Tensor]) -> list[Region]:
