@@ -42,9 +42,7 @@ def write(operand: Operand, kind: Type) -> Write:
         return lambda warp, lanes, values: None
     if not isinstance(operand, Register) or operand.bits < kind.bits:
         raise Malformed(f"{operand} takes no {kind.bits} bits")
-    index, name = operand.index, kind.dtype.str
-    if operand.bits > kind.bits:
-        name = f"<{'i' if kind.kind == 's' else 'u'}{operand.bits // 8}"
+    index, name = operand.index, kind.dtype.str if operand.bits == kind.bits else f"<u{operand.bits // 8}"
 
     def put(warp: Warp, lanes: Lanes, values: Lanes) -> None:
         if lanes is ALL:

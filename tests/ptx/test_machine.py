@@ -132,9 +132,10 @@ def test_an_atomic_that_does_not_release_and_acquire_orders_nothing(ordering, or
         (UNUSED, True),
         (UNUSED + "@%p2 bra $L__A; st.global.b32 [%rd3], %r5; $L__A:", False),
         ("ld.global.b32 %r5, [%rd1]; st.global.b32 [%rd1], 9;", False),
+        (UNUSED + "setp.gt.u32 %p3, %r5, 100; @%p3 st.global.b32 [%rd1+8], 3;", False),
         (UNUSED + "shl.b32 %r5, %r5, 2; ld.shared.b32 %r4, [%r5];", False),
     ],
-    ids=["unused", "stored", "two stores", "an address"],
+    ids=["unused", "stored", "two stores", "whether to store", "an address"],
 )
 def test_a_race_is_harmless_if_a_load_may_give_anything(body, harmless, order):
     named, memory, _, made = prepared(body, order=order)
@@ -143,6 +144,16 @@ def test_a_race_is_harmless_if_a_load_may_give_anything(body, harmless, order):
     after = named["data"].copy()
     assert uses_none(machine.recorder.conflicts(), memory, made) == harmless
     assert named["data"].tolist() == after.tolist()
+
+
+def test_all_stores_are_undone_in_the_reverse_order():
+    data = np.arange(4, dtype=np.uint32)
+    memory = Memory([Region("data", data.ctypes.data, data.nbytes)])
+    for value in (7, 8):
+        memory.regions[0].store(np.array([4]), np.array([[value]], np.uint32))
+    assert data.tolist() == [0, 8, 2, 3] and all(each.holds() for each in memory.written()[1:])
+    memory.undo()
+    assert data.tolist() == [0, 1, 2, 3] and memory.written() == []
 
 
 def test_a_store_and_an_atomic_race():

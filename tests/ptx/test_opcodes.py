@@ -211,7 +211,10 @@ COMPARISONS = [
 
 
 def operands(dtypes):
+    """Zeros meet zeros of the other sign."""
     found = [lanes("u4" if each == "small" else each, i) for i, each in enumerate(dtypes.split())]
+    if dtypes.startswith("f4 f4"):
+        found[1] = np.where(found[0] == 0, -found[0], found[1])
     return [small(each) if kind == "small" else each for each, kind in zip(found, dtypes.split(), strict=True)]
 
 
