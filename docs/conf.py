@@ -28,7 +28,7 @@ maximum_signature_line_length = 80
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ")
 PAGES = {
     "Use": ["usage", "options", "troubleshooting", "clusters", "run_time", "planning", "tuning"],
-    "Judge": ["performance", "comparison", "methods", "convergence", "reliability", "cluster_model"],
+    "Judge": ["performance", "gpu", "comparison", "methods", "convergence", "reliability", "cluster_model"],
     "Build": ["api", "coming_from_deepspeed", "own_optimizer", "contributing"],
 }
 

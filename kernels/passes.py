@@ -14,8 +14,9 @@ Adding a pass `p` takes:
                                          SUMMING_KERNELS where it sums, _FLOAT32_ONLY where it reads no 16 bits
     perf/kernels/benchmark.py            TARGETS, if it has one
     tests/oracle/, tests/kernels/        the float64 oracle; how it is run: world.py; that both backends agree:
-                                         test_backends.py; what it writes: test_workload.py; how many arrays it reads
-                                         and writes in wide accesses: test_aot.py
+                                         agreement.py, for test_backends.py and tests/ptx; what it writes:
+                                         test_workload.py; how many arrays it reads and writes in wide accesses:
+                                         test_aot.py
 
 Notation, as in the papers: g' = grad_scale g; x a parameter; m, v the moments; e a rank's residual, E a server's;
 sigma(c) = +1 where c >= 0 and -1 elsewhere; d = 1 / (sqrt(v_T) + eps) with v_T the variance at the freeze.

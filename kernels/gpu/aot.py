@@ -52,6 +52,7 @@ class Compiled:
     target: str
     asm: dict[str, Any]
     shared: int  # bytes of shared memory a program takes
+    passed: tuple[str, ...]  # the arguments that are not compiled in
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.config.warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    return Compiled(launch.kernel.__name__, target, dict(compiled.asm), compiled.metadata.shared)
+    passed = tuple(name for name, kind in signature.items() if kind != "constexpr")
+    return Compiled(launch.kernel.__name__, target, dict(compiled.asm), compiled.metadata.shared, passed)
 
 
 def assembled(compiled: Compiled) -> Assembled:
@@ -128,12 +130,45 @@ def variants() -> dict[str, Workload]:
     }
 
 
+def every_variant() -> dict[str, Workload]:
+    """And those whose speed nobody measures: other block sizes, each norm in 16 bits, passes with less and with more
+    than is usual.
+    """
+    sizes = [5000, 7]
+    of_dtypes = {
+        f"{name}, {norm}{', tensor scale' if scale == 'tensor' else ''}": Workload(
+            sizes, dtype=dtype, norm=norm, scale=scale, master=dtype == torch.float16, packed=norm != "l1"
+        )
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+        for norm, scale in (("l1", "tensor"), ("l2", "block"), ("unbiased", "block"))
+    }
+    of_blocks = {
+        f"blocks of {size}{', masked' if size % 64 else ''}": Workload(
+            [3 * size + 5, 7],
+            block_size=size,
+            ranks=2,
+            masked=bool(size % 64),
+            scale="tensor" if size < 128 else "block",
+        )
+        for size in (32, 64, 96, 256, 512, 1024, 4096, 8192)
+    }
+    return {
+        **variants(),
+        **of_dtypes,
+        **of_blocks,
+        "fp32, bare": Workload(sizes, bare=True),
+        "bf16, bare, no master copy": Workload(sizes, dtype=torch.bfloat16, master=False, bare=True),
+        "fp32, summed": Workload(sizes, summed=True),
+        "fp16, summed, masked": Workload(sizes, dtype=torch.float16, summed=True, masked=True),
+    }
+
+
 def report(
     targets: Sequence[str] = tuple(TARGETS), wanted: Callable[[str, str], bool] = lambda variant, kernel: True
 ) -> list[dict[str, Any]]:
     """One row a kernel, variant and target: what was compiled, its wide accesses and its spills."""
     rows = []
-    for variant, workload in variants().items():
+    for variant, workload in every_variant().items():
         with recorded() as launches:
             for each in workload.passes(gpu).values():
                 each.run()

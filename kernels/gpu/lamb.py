@@ -76,6 +76,7 @@ def lamb_moments_kernel(
                 tl.store(partial + block, tl.sum(x * x, axis=0))
                 tl.store(partial + blocks + block, tl.sum(u * u, axis=0))
                 first, count = _first_and_blocks(parameter_table, p, block, offset, BLOCK)
+                last = tl.load(average + p)  # by every warp, before one of them stores another
                 if tiles.finished(counter + p, count):
                     x_norm = tl.sqrt_rn(tiles.sum_partials(partial + first, count))
                     u_norm = tl.sqrt_rn(tiles.sum_partials(partial + blocks + first, count))
@@ -84,7 +85,7 @@ def lamb_moments_kernel(
                     )
                     c = tl.where((x_norm > 0) & (u_norm > 0), c, 1.0)
                     tl.store(coefficient + p, c)
-                    tl.store(average + p, coeff_beta * tl.load(average + p) + one_minus_coeff_beta * c)
+                    tl.store(average + p, coeff_beta * last + one_minus_coeff_beta * c)
 
 
 @tiles.entry
@@ -195,10 +196,10 @@ def lamb_statistics_kernel(
                 largest = _largest_ratio(v, its_d, its_gamma, its_live, h, valid, TILE, DENOMINATOR)
                 tl.store(partial + block, largest)
                 first, count = _first_and_blocks(parameter_table, p, block, offset, BLOCK)
+                last = tl.load(ratio + p)  # by every warp, before one of them stores another
                 if tiles.finished(counter + p, count):
                     largest = tiles.max_partials(partial + first, count)
                     new = tl.where(largest > 0, largest, 1.0)
-                    last = tl.load(ratio + p)
                     new = tl.minimum(tl.maximum(new, factor_low * last), factor_high * last)
                     new = tl.minimum(tl.maximum(new, factor_min), factor_max)
                     tl.store(ratio + p, new)

@@ -19,6 +19,7 @@ from onebit.kernels.tuning import tuner
 
 WIDE = 16  # bytes: the widest access
 MOST_WARPS = 16  # of a program: 1024 threads where a warp has 64
+ELEMENTS_OF_WARP = 128  # 32 threads with an access of 4 elements each
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -29,6 +30,7 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     config: tuner.Config
+    programs: int
 
 
 _record: list[Launch] | None = None
@@ -104,23 +106,24 @@ def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:
     """Run `kernel` over `blocks` blocks on the device of `like`."""
     config = _for_tile(tuner.lookup(_name(kernel), like.device, dtype), arguments["TILE"])
+    programs = triton.cdiv(blocks, config.blocks_per_program)
     if _record is not None:
-        _record.append(Launch(kernel, arguments, config))
+        _record.append(Launch(kernel, arguments, config, programs))
         return
 
     def run() -> None:
         # Fused multiply-adds would round c another way than the CPU does and could turn a sign.
         per_program = config.blocks_per_program
-        kernel[(triton.cdiv(blocks, per_program),)](
-            **arguments, BLOCKS_PER_PROGRAM=per_program, num_warps=config.warps, enable_fp_fusion=False
-        )
+        kernel[(programs,)](**arguments, BLOCKS_PER_PROGRAM=per_program, num_warps=config.warps, enable_fp_fusion=False)
 
     _on_device(like, run)
 
 
 def _for_tile(config: tuner.Config, tile: int) -> tuner.Config:
-    """A config for a tile of 2048 elements, with as many more warps as this one has more elements: it would spill."""
-    return replace(config, warps=min(MOST_WARPS, config.warps * max(1, tile // BLOCK_SIZE)))
+    """A config for a tile of 2048 elements, with as many more warps as this one has more elements: a thread would spill.
+    No more warps than the tile has elements for: others would hold copies, and could read what has been stored."""
+    warps = min(MOST_WARPS, config.warps * max(1, tile // BLOCK_SIZE), tile // ELEMENTS_OF_WARP)
+    return replace(config, warps=max(1, warps))
 
 
 def _on_device(like: Tensor, run: Callable[[], None]) -> None:

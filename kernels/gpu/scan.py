@@ -42,7 +42,7 @@ def scan_kernel(
             if (total <= SAFE) == 0:
                 size = tl.abs(g).to(tl.int32, bitcast=True)  # in the order of the values, NaN above all
                 if tl.max(size, axis=0) > LARGEST_BITS:
-                    tl.store(flags, 1)
+                    tl.atomic_xchg(flags, 1, sem="relaxed")  # several programs may
 
 
 def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:

@@ -58,8 +58,9 @@ class Workload:
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
     some coordinates out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
-    each parameter's momentum times a gamma of its own. `kept`: residuals are also written as they were. Each buffer is
-    a method, and is made when it is first called.
+    each parameter's momentum times a gamma of its own. `kept`: residuals are also written as they were. `bare`: passes
+    get nothing that they can do without. `summed`: adam_warmup adds up v too, and LAMB's ratios are of denominators.
+    Each buffer is a method, and is made when it is first called.
     """
 
     def __init__(
@@ -77,11 +78,14 @@ class Workload:
         masked: bool = False,
         scaled: bool = False,
         kept: bool = False,
+        bare: bool = False,
+        summed: bool = False,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         sizes = [numels] if isinstance(numels, int) else list(numels)
         self.device, self.dtype, self.packed = torch.device(device), dtype, packed
         self.masked, self.scaled, self.copies, self.kept = masked, scaled, copies, kept
+        self.bare, self.summed = bare, summed
         self.with_master = dtype != torch.float32 if master is None else master
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format(self.layout, scale, norm)
@@ -95,9 +99,11 @@ class Workload:
         """Every pass of a backend (`cpu` or `gpu`), in the order of a step."""
         w = self
         runs: dict[str, Callable[[], None]] = {
-            "scan": lambda: backend.scan(w.span, w.grads(), w.hyper(), w.flags(), w.squares()),
+            "scan": lambda: backend.scan(
+                w.span, w.grads(), w.hyper(), w.flags(), None if w.bare else w.squares()
+            ),
             "compress": lambda: backend.compress(
-                w.span, w.grads(), w.momentum(), w.residual(), w.hyper(), w.flags(), w.sent(),
+                w.span, w.grads(), None if w.bare else w.momentum(), w.residual(), w.hyper(), w.flags(), w.sent(),
                 live=w.live(), gamma=w.gamma(),
             ),
             "average": lambda: backend.average(
@@ -105,7 +111,8 @@ class Workload:
             ),
             "decode": lambda: backend.decode(w.span, w.replies(), w.decoded()),
             "adam_warmup": lambda: backend.adam_warmup(
-                w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags()
+                w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags(),
+                w.sums() if w.summed else None,
             ),
             "adam_update": lambda: backend.adam_update(
                 w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), clip=w.clip()
@@ -118,14 +125,15 @@ class Workload:
             "lamb_statistics": lambda: backend.lamb_statistics(
                 w.span, w.replies(), w.momentum(), w.d(), w.exp_avg_sq(), w.hyper(), w.statistics_state(),
                 factor_min=0.5, factor_max=4.0, factor_threshold=0.1, live=w.live(), gamma=w.gamma(),
+                ratio="denominator" if w.summed else "variance",
             ),
             "lamb_update": lambda: backend.adam_update(
                 w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), w.statistics_state().coefficient,
                 w.clip(),
             ),
             "zero_one_full": lambda: backend.zero_one_full(
-                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.replies(), w.folded(), w.master(), w.hyper(),
-                w.flags(), w.least_root(), w.root_at_zero(), w.written_live(), w.sums(), w.counts(),
+                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.replies(), w.residual_of_steps(), w.master(),
+                w.hyper(), w.flags(), w.least_root(), w.root_at_zero(), w.written_live(), w.sums(), w.counts(),
             ),
             "zero_one_inverses": lambda: backend.zero_one_inverses(
                 w.span, w.exp_avg_sq(), w.hyper(), w.least_root(), w.root_at_zero(), w.sums()
@@ -135,8 +143,8 @@ class Workload:
                 w.root_at_zero(), w.clip(),
             ),
             "zero_one_local": lambda: backend.zero_one_local(
-                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.exp_avg(), w.folded(), w.master(), w.hyper(),
-                w.flags(), w.least_root(), w.root_at_zero(), w.clip(), w.squares(),
+                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.exp_avg(), w.residual_of_steps(), w.master(),
+                w.hyper(), w.flags(), w.least_root(), w.root_at_zero(), w.clip(), None if w.bare else w.squares(),
             ),
             "zero_one_sync": lambda: backend.zero_one_sync(
                 w.span, w.params(), w.exp_avg_sq(), w.exp_avg(), w.anchor(), w.replies(), w.master(), w.hyper(),
@@ -281,6 +289,10 @@ class Workload:
         """What full steps between compressed ones, and local steps, add to."""
         return self._residual("folded", self.span, self.format)
 
+    def residual_of_steps(self) -> Residual | None:
+        """None where the span is another rank's slice."""
+        return None if self.bare else self.folded()
+
     @_made_once
     def least_root(self) -> Tensor:
         return torch.full((self.layout.parameters,), 0.1, device=self.device)
@@ -303,8 +315,8 @@ class Workload:
         return torch.full((self.layout.parameters,), 1.5, device=self.device)
 
     @_made_once
-    def clip(self) -> Tensor:
-        return torch.full((self.layout.parameters,), 0.7, device=self.device)
+    def clip(self) -> Tensor | None:
+        return None if self.bare else torch.full((self.layout.parameters,), 0.7, device=self.device)
 
     @_made_once
     def written_live(self) -> Tensor:

@@ -17,7 +17,8 @@ GUARD, SENTINEL = 8, -77.0  # elements beside a tensor, 16 bytes of the narrowes
 
 
 def backend(name: str) -> ModuleType:
-    return importlib.import_module("onebit.kernels." + {"triton": "gpu"}.get(name, name))
+    """ptx: the GPU's passes, compiled, on the CPU's tensors (see tests.ptx)."""
+    return importlib.import_module("onebit.kernels." + {"triton": "gpu", "ptx": "gpu"}.get(name, name))
 
 
 def device_of(name: str) -> str:

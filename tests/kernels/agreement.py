@@ -1,0 +1,163 @@
+"""A GPU's passes against the CPU's, which are held by a float64 oracle: what is equal bit for bit, what nearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from onebit.kernels.data.layout import Span
+from onebit.kernels.data.residual import Residual
+from onebit.kernels.data.wire import Messages
+from tests.kernels.cases import Case
+from tests.kernels.compare import assert_all_close, assert_close, numpy
+from tests.kernels.world import World
+
+ROUNDED = 1e-6  # another order of the same sum
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How a pass is compared: tensors that are equal bit for bit, those that rounding of a sum is in, and how near x
+    comes. x is equal bit for bit where this is 0. `stored`: what is equal where both round to a parameter's dtype."""
+
+    exact: Callable[[World], list[torch.Tensor]] = lambda w: []
+    close: Callable[[World], list[torch.Tensor]] = lambda w: []
+    x: float = 0.0
+    masked: bool = False
+    stored: Callable[[World], list[torch.Tensor]] = lambda w: []
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the pass in place of the world's
+    prepare: Callable[[World], object] = lambda w: None
+
+    def equal(self, world: World, rounds: bool) -> list[torch.Tensor]:
+        return self.exact(world) + (self.stored(world) if rounds else [])
+
+
+def moments(world: World) -> list[torch.Tensor]:
+    return [world.exp_avg, world.exp_avg_sq]
+
+
+def left(world: World) -> torch.Tensor:
+    return torch.cat([residual.value for residual in world.residuals])
+
+
+def of_state(world: World, *names: str) -> list[torch.Tensor]:
+    """What LAMB keeps of parameters that have elements."""
+    return [getattr(world.state, name).cpu()[torch.tensor(world.case.numels) > 0] for name in names]
+
+
+def ratios(world: World) -> list[torch.Tensor]:
+    return [world.exp_avg_sq, *of_state(world, "ratio", "coefficient")]
+
+
+COMPARED = {
+    "scan": Pass(lambda w: [w.flags], lambda w: [w.squares]),
+    "decode": Pass(),
+    "adam_warmup": Pass(moments, lambda w: [w.sums]),
+    "adam_update": Pass(),
+    "lamb_update": Pass(),
+    "lamb_warmup": Pass(moments, lambda w: of_state(w, "coefficient", "average"), x=2 * ROUNDED),
+    "lamb_statistics": Pass(ratios),
+    "lamb_statistics, masked and scaled": Pass(ratios, masked=True),
+    "zero_one_full": Pass(lambda w: [w.exp_avg_sq, left(w), w.written_live, w.counts], lambda w: [w.sums]),
+    "zero_one_inverses": Pass(close=lambda w: [w.sums]),
+    "zero_one_update": Pass(),
+    "zero_one_local": Pass(lambda w: [w.exp_avg, left(w)], lambda w: [w.squares]),
+    "zero_one_sync": Pass(lambda w: [w.exp_avg], stored=lambda w: [w.anchor]),
+}
+
+
+def spoil(world: World) -> None:
+    """The first gradient of every parameter is NaN."""
+    for g in world.g:
+        if g is not None:
+            g[:1] = np.nan
+
+
+NOT_FINITE = "scan, not finite"
+# With less than they can be given, what few ask for, and what stops a step.
+OTHERWISE = {
+    NOT_FINITE: Pass(lambda w: [w.flags], prepare=spoil),
+    "adam_warmup, flagged": Pass(moments, prepare=lambda w: w.flags.fill_(1)),
+    "scan, no squares": Pass(lambda w: [w.flags], options={"squares": None}),
+    "adam_warmup, no sums": Pass(moments, options={"sums": None}),
+    "adam_update, no clip": Pass(options={"clip": None}),
+    "lamb_statistics, denominator": Pass(ratios, options={"ratio": "denominator"}),
+    "zero_one_full, no residual": Pass(
+        lambda w: [w.exp_avg_sq, w.written_live, w.counts], lambda w: [w.sums], options={"residual": None}
+    ),
+    "zero_one_update, no clip": Pass(options={"clip": None}),
+    "zero_one_local, no residual": Pass(
+        lambda w: [w.exp_avg], options={"residual": None, "squares": None, "clip": None}
+    ),
+    "zero_one_sync, no clip": Pass(lambda w: [w.exp_avg], stored=lambda w: [w.anchor], options={"clip": None}),
+}
+Around = Callable[[World], AbstractContextManager[object]]  # the passes run when it has ended, at the latest
+
+
+def check_pass(each: str, case: Case, name: str, around: Around = nullcontext) -> None:
+    """One of COMPARED or OTHERWISE."""
+    how = (COMPARED | OTHERWISE)[each]
+    inputs = {"masked": how.masked, "zeros": each.startswith("zero_one")}
+    ours, theirs = (World(case, of, **inputs) for of in (name, "cpu"))
+    for world in (ours, theirs):
+        how.prepare(world)
+    with around(ours):
+        ours.run(each.partition(",")[0], **how.options)
+    theirs.run(each.partition(",")[0], **how.options)
+    rounds = case.master or not ours.cuts_off
+    for got, want in zip(how.equal(ours, rounds), how.equal(theirs, rounds), strict=True):
+        valid = ours.plan.valid if len(want) == ours.elements else slice(None)  # of flat state what is not padding
+        assert np.array_equal(numpy(got)[valid] + 0.0, numpy(want)[valid] + 0.0)  # + 0: a scale of 0 may stand for -0
+    for got, want in zip(how.close(ours), how.close(theirs), strict=True):
+        assert_close(numpy(got), numpy(want), ROUNDED)
+    places = 2 * theirs.half_place if ours.cuts_off or how.x else 0.0
+    lr = [10 * h.lr if how.x else np.abs(x) for h, x in zip(theirs.hypers, theirs.x, strict=True)]
+    assert_all_close(ours.moved(), theirs.moved(), how.x + places, lr)
+    assert not ours.state.counter.any()
+
+
+def check_messages(case: Case, name: str, *, masked: bool, around: Around = nullcontext) -> None:
+    """compress and average. Residuals are what scales leave out; with a tensor scale they are c, bit for bit."""
+    ours, theirs = (World(case, of, masked=masked) for of in (name, "cpu"))
+    rows = range(ours.rows)
+    with around(ours):
+        ours.run("compress")
+        averaged = [ours.average(*divmod(row, case.ranks)) for row in rows]
+    theirs.run("compress")
+    whole = ours.layout.all()
+    size = decoded_size(assert_same_messages(ours.sent, theirs.sent, whole), whole)
+    for chunk in ours.chunks():
+        assert_same_residuals(ours.residuals[chunk.index], theirs.residuals[chunk.index], size[chunk.part])
+    for row, (got, got_left) in zip(rows, averaged, strict=True):
+        want, want_left = theirs.average(*divmod(row, case.ranks))
+        shard = ours.layout.shard(*divmod(row, case.ranks))
+        size = decoded_size(assert_same_messages(got, want, shard), shard)
+        assert_same_residuals(got_left, want_left, size)
+
+
+def assert_same_messages(ours: Messages, theirs: Messages, span: Span) -> np.ndarray:
+    """Headers and bits bit for bit, scales to rounding: they are sums. Returns the scales."""
+    assert ours.header.tolist() == theirs.header.tolist()
+    assert ours.bits_of(span).tolist() == theirs.bits_of(span).tolist()
+    scales = numpy(theirs.scales_of(span))
+    assert_close(numpy(ours.scales_of(span)), scales, ROUNDED)
+    return scales
+
+
+def decoded_size(scales: np.ndarray, span: Span) -> np.ndarray:
+    """Of every element how large what its block's scale decodes to is."""
+    return np.repeat(scales[0], span.lengths())
+
+
+def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray) -> None:
+    if theirs.scale is None:
+        assert_close(numpy(ours.value), numpy(theirs.value), ROUNDED, size)
+    else:
+        assert numpy(ours.value).tolist() == numpy(theirs.value).tolist()
+        assert_close(numpy(ours.scale), numpy(theirs.scale), ROUNDED)
+        assert not ours.counter.any()

@@ -1,0 +1,235 @@
+"""Instructions, ready to run on a warp: what they compute is in `opcodes`; here they reach registers and memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.ptx import opcodes, operands
+from tests.ptx.memory import Fault, Memory
+from tests.ptx.opcodes import LANE, Computation, Lanes, Type, Unknown, computation, type_of
+from tests.ptx.operands import Read
+from tests.ptx.parse import Immediate, Instruction, Kernel, Malformed, Operand, Vector
+from tests.ptx.warp import ALL, Warp
+
+Run = Callable[[Warp, Lanes], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An instruction, ready to run: what it does, or that it branches, waits or ends."""
+
+    instruction: Instruction
+    run: Run | None
+    guard: Read | None
+    control: str = ""
+    target: int = 0
+
+
+@functools.lru_cache(maxsize=64)
+def steps_of(kernel: Kernel) -> list[Step]:
+    return [_step(kernel, number, each) for number, each in enumerate(kernel.instructions)]
+
+
+def _step(kernel: Kernel, number: int, of: Instruction) -> Step:
+    guard = None if of.guard is None else _guard(of)
+    match of.parts[0]:
+        case "bra":
+            return Step(of, None, guard, "branch", kernel.labels[of.operands[0].name])
+        case "ret" | "exit":
+            return Step(of, None, guard, "end")
+        case "bar" if of.parts[1] == "warp":
+            return Step(of, _whole_warp(of), guard)
+        case "bar" | "barrier":
+            if of.parts[1] != "sync" or of.operands != (Immediate(0),):
+                raise Unknown(of.text)
+            return Step(of, None, guard, "wait")
+    special = {
+        "ld": _load, "st": _store, "atom": _atomic, "ldmatrix": _load_matrix,
+        "stmatrix": _store_matrix,
+    }  # fmt: skip
+    if of.parts[:2] == ("ld", "param"):
+        return Step(of, _parameter(of), guard)
+    if of.parts[0] in special:
+        return Step(of, special[of.parts[0]](number, of), guard)
+    if of.parts[0] == "mov" and any(isinstance(each, Vector) for each in of.operands):
+        return Step(of, _pack(of), guard)
+    return Step(of, _compute(of), guard)
+
+
+def _whole_warp(of: Instruction) -> Run:
+    """bar.warp.sync: lanes run at once, so that it only has to find all of them."""
+    if of.operands != (Immediate(2**64 - 1),):
+        raise Unknown(of.text)
+
+    def meet(warp: Warp, lanes: Lanes) -> None:
+        if lanes is not ALL:
+            raise Fault("a barrier that a part of a warp has reached")
+
+    return meet
+
+
+def _guard(of: Instruction) -> Read:
+    place = of.guard.index
+    if of.negated:
+        return lambda warp: ~warp.files["|b1"][place]
+    return lambda warp: warp.files["|b1"][place]
+
+
+def _compute(of: Instruction) -> Run:
+    what: Computation = computation(of.parts)
+    result, *sources = of.operands
+    if len(sources) != len(what.sources):
+        raise Malformed(f"{of.text} has {len(sources)} operands, not {len(what.sources)}")
+    reads = [operands.read(each, kind) for each, kind in zip(sources, what.sources, strict=True)]
+    write, function, whole = operands.write(result, what.result), what.function, of.parts[0] in opcodes.WHOLE_WARP
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        if whole and lanes is not ALL:
+            raise Fault("a part of a warp shuffles")
+        write(warp, lanes, function(*[read(warp) for read in reads]))
+
+    return run
+
+
+def _pack(of: Instruction) -> Run:
+    """`mov` from or to the parts of a register."""
+    kind = type_of(of.parts[-1])
+    result, source = of.operands
+    vector = source if isinstance(source, Vector) else result
+    part = Type("b", kind.bits // len(vector.parts))
+    shifts = [kind.dtype.type(part.bits * i) for i in range(len(vector.parts))]
+    if vector is source:
+        reads, write = [operands.read(each, part) for each in vector.parts], operands.write(result, kind)
+
+        def pack(warp: Warp, lanes: Lanes) -> None:
+            parts = [read(warp).astype(kind.dtype) << by for read, by in zip(reads, shifts, strict=True)]
+            write(warp, lanes, np.bitwise_or.reduce(parts))
+
+        return pack
+    read, writes = operands.read(source, kind), [operands.write(each, part) for each in vector.parts]
+
+    def unpack(warp: Warp, lanes: Lanes) -> None:
+        values = read(warp)
+        for write, by in zip(writes, shifts, strict=True):
+            write(warp, lanes, (values >> by).astype(part.dtype))
+
+    return unpack
+
+
+def _parameter(of: Instruction) -> Run:
+    kind = type_of(of.parts[-1])
+    put, name = operands.write(of.operands[0], Type("b", kind.bits)), of.operands[1].base.name
+    mask, dtype = (1 << kind.bits) - 1, f"u{kind.bits // 8}"
+    return lambda warp, lanes: put(warp, lanes, np.full(32, warp.arguments[name] & mask, dtype))
+
+
+def _space(of: Instruction) -> Callable[[Warp], Memory]:
+    if any(each.startswith("shared") for each in of.parts):
+        return lambda warp: warp.shared
+    if "global" in of.parts:
+        return lambda warp: warp.memory
+    raise Unknown(of.text)
+
+
+def _vector(of: Instruction, operand: Operand) -> tuple[tuple[Operand, ...], Type]:
+    """The registers of an access, and the type of each."""
+    return operand.parts if isinstance(operand, Vector) else (operand,), type_of(of.parts[-1])
+
+
+def _load(number: int, of: Instruction) -> Run:
+    registers, kind = _vector(of, of.operands[0])
+    writes = [operands.write(each, kind) for each in registers]
+    address, space, width, count = operands.address(of.operands[1]), _space(of), kind.bits // 8, len(registers)
+
+    def load(warp: Warp, lanes: Lanes) -> None:
+        values = np.zeros((32, count), f"u{width}")
+        for part in space(warp).parts(address(warp), width * count, np.flatnonzero(lanes)):
+            warp.recorder.access(warp.index, number, part, width * count, writes=False)
+            found = part.region.load(part.offsets, width, count)
+            values[part.lanes] = warp.recorder.loaded(warp.index, number, part, found)
+        for i, write in enumerate(writes):
+            write(warp, lanes, values[:, i].view(kind.dtype))
+
+    return load
+
+
+def _store(number: int, of: Instruction) -> Run:
+    registers, kind = _vector(of, of.operands[1])
+    reads = [operands.read(each, Type("b", kind.bits)) for each in registers]
+    address, space, width, count = operands.address(of.operands[0]), _space(of), kind.bits // 8, len(registers)
+
+    def store(warp: Warp, lanes: Lanes) -> None:
+        values = np.stack([read(warp) for read in reads], axis=1)
+        for part in space(warp).parts(address(warp), width * count, np.flatnonzero(lanes)):
+            warp.recorder.access(warp.index, number, part, width * count, writes=True)
+            part.region.store(part.offsets, values[part.lanes])
+
+    return store
+
+
+def _atomic(number: int, of: Instruction) -> Run:
+    """atom.global.gpu.ORDER.add or .exch: lane after lane."""
+    if of.parts[1:3] != ("global", "gpu") or of.parts[4] not in ("add", "exch"):
+        raise Unknown(of.text)
+    kind, order, adds = type_of(of.parts[-1]), of.parts[3], of.parts[4] == "add"
+    acquires, releases = order in ("acquire", "acq_rel"), order in ("release", "acq_rel")
+    address, read = operands.address(of.operands[1]), operands.read(of.operands[2], kind)
+    write, width = operands.write(of.operands[0], kind), kind.bits // 8
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        old, given, addresses = np.zeros(32, kind.dtype), read(warp), address(warp)
+        for lane in np.flatnonzero(lanes):
+            (part,) = warp.memory.parts(addresses, width, np.array([lane]))
+            warp.recorder.access(warp.index, number, part, width, writes=True, atomic=True)
+            warp.recorder.synchronize(warp.index, int(addresses[lane]), acquires=acquires, releases=releases)
+            found = part.region.load(part.offsets, width, 1)
+            old[lane] = found[0, 0]
+            part.region.store(part.offsets, found + given[lane] if adds else np.full_like(found, given[lane]))
+        write(warp, lanes, old)
+
+    return run
+
+
+def _rows(of: Instruction, operand: Operand) -> tuple[Vector, Read, Lanes]:
+    """The registers of a matrix access, one a matrix of eight rows of 16 bytes; whose lanes have the addresses."""
+    if "trans" in of.parts or of.parts[-1] != "b16":
+        raise Unknown(of.text)
+    count = int(next(each for each in of.parts if each in ("x1", "x2", "x4"))[1:])
+    registers, _ = _vector(of, operand)
+    return registers, LANE[: 8 * count], count
+
+
+def _load_matrix(number: int, of: Instruction) -> Run:
+    registers, rows, count = _rows(of, of.operands[0])
+    writes, address = [operands.write(each, type_of("b32")) for each in registers], operands.address(of.operands[1])
+
+    def load(warp: Warp, lanes: Lanes) -> None:
+        if lanes is not ALL:
+            raise Fault("a part of a warp loads matrices")
+        words = np.zeros((8 * count, 4), np.uint32)
+        for part in warp.shared.parts(address(warp), 16, rows):
+            warp.recorder.access(warp.index, number, part, 16, writes=False)
+            words[part.lanes] = part.region.load(part.offsets, 4, 4)
+        for write, matrix in zip(writes, words.reshape(count, 32), strict=True):
+            write(warp, lanes, matrix)
+
+    return load
+
+
+def _store_matrix(number: int, of: Instruction) -> Run:
+    registers, rows, count = _rows(of, of.operands[1])
+    reads, address = [operands.read(each, type_of("b32")) for each in registers], operands.address(of.operands[0])
+
+    def store(warp: Warp, lanes: Lanes) -> None:
+        if lanes is not ALL:
+            raise Fault("a part of a warp stores matrices")
+        words = np.concatenate([read(warp) for read in reads]).reshape(8 * count, 4)
+        for part in warp.shared.parts(address(warp), 16, rows):
+            warp.recorder.access(warp.index, number, part, 16, writes=True)
+            part.region.store(part.offsets, words[part.lanes])
+
+    return store

@@ -1,0 +1,135 @@
+"""Faults in the text of a kernel, one at a time, and whether the emulator finds them.
+
+barrier     a barrier of a program is deleted
+order       an atomic orders nothing: .acq_rel becomes .relaxed
+mask        an access under a predicate is made by every lane
+clamp       a minimum or maximum of two places is the first of them
+
+Barriers and orders are all tried; of masks and clamps SOME a kernel, which their text alone decides.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onebit.cli.progress import Progress
+from tests.kernels.agreement import COMPARED, NOT_FINITE
+from tests.kernels.cases import F16, Case
+from tests.ptx.cases import MESSAGES, Variant, run_pass
+from tests.ptx.run import Compiled
+
+BARRIER = re.compile(r"bar\.sync\s+0;")
+ORDER = re.compile(r"atom\.global\.gpu\.acq_rel")
+MASK = re.compile(r"@!?%p\d+\s+(?=(ld|st)\.global)")
+CLAMP = re.compile(r"(?<![.\w])(?:min|max)\.[su](32|64)(\s+%\w+, %\w+), [-%\w]+;")
+SOME = 6
+KINDS = ("barrier", "order", "mask", "clamp")
+ORDERS = ("forward", "random")
+# Eight warps, several programs, a whole block, a tail, and blocks of padding; messages of one scale and of one a block.
+MUTATED = {
+    "one scale": Variant(Case((1100,), 1024, 3, scale="tensor", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
+    "a scale a block": Variant(
+        Case((1100, 40), 992, 5, norm="unbiased", param=F16, grad=F16, momentum="packed", copies=3, unaligned=True),
+        passes=(*MESSAGES, *COMPARED, NOT_FINITE),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    kind: str
+    start: int  # of the text that is replaced
+    stop: int
+    text: str
+
+    def applied(self, ptx: str) -> str:
+        return ptx[: self.start] + self.text + ptx[self.stop :]
+
+    def line(self, ptx: str) -> str:
+        """The instruction that is changed."""
+        first = ptx.rfind("\n", 0, self.start + 1) + 1
+        return " ".join(ptx[first : ptx.index("\n", self.stop)].split())
+
+
+def mutants_of(ptx: str) -> Iterator[Mutant]:
+    for kind, pattern, text in (
+        ("barrier", BARRIER, ""),
+        ("order", ORDER, "atom.global.gpu.relaxed"),
+        ("mask", MASK, ""),
+        ("clamp", CLAMP, r"mov.b\1\2;"),
+    ):
+        found = [Mutant(kind, each.start(), each.end(), each.expand(text)) for each in pattern.finditer(ptx)]
+        if kind in ("mask", "clamp"):
+            found = sorted(found, key=lambda each: zlib.crc32(f"{each.start} {each.line(ptx)}".encode()))[:SOME]
+        yield from found
+
+
+def kernels_of(each: str, variant: Variant) -> dict[str, Compiled]:
+    """What a pass launches, by its text."""
+    found: dict[str, Compiled] = {}
+
+    def note(compiled: Compiled) -> Compiled:
+        return found.setdefault(compiled.ptx, compiled)
+
+    run_pass(each, variant, ORDERS[0], note)
+    return found
+
+
+def how_found(mutant: Mutant, compiled: Compiled, each: str, variant: Variant) -> str:
+    """What the emulator says of a mutant in the first order in which it says anything; or nothing."""
+    mutated = compiled.with_text(mutant.applied(compiled.ptx))
+    for order in ORDERS:
+        outcome = run_pass(each, variant, order, lambda other: mutated if other.ptx == compiled.ptx else other)
+        if outcome.problems:
+            return by_what(next(iter(outcome.problems)))
+        if outcome.unused:
+            return "race for a value that nothing uses"
+    return ""
+
+
+def by_what(problem: str) -> str:
+    words = {"race": "race", "bounds": "bad access", "misaligned": "bad access", "barrier": "barrier"}
+    return next((name for word, name in words.items() if word in problem), "result")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A mutant, and how it was found: "" if it was not."""
+
+    mutant: Mutant
+    of: str
+    how: str
+
+
+def tried() -> Iterator[Tried]:
+    seen = set[str]()
+    for name, variant in MUTATED.items():
+        for each in variant.passes:
+            for ptx, compiled in kernels_of(each, variant).items():
+                for mutant in mutants_of(ptx) if ptx not in seen else ():
+                    of = f"{compiled.kernel.name}, {each}, {name}: {mutant.line(ptx)}"
+                    yield Tried(mutant, of, how_found(mutant, compiled, each, variant))
+                seen.add(ptx)
+
+
+def report() -> int:
+    """A row for each kind of fault, and below them what was not found."""
+    progress, all_tried = Progress(), list[Tried]()
+    for each in tried():
+        all_tried.append(each)
+        progress.tick(f"{len(all_tried)} mutants, {sum(not one.how for one in all_tried)} not found; {each.of}")
+    progress.clear()
+    for kind in KINDS:
+        made = [each.how for each in all_tried if each.mutant.kind == kind]
+        how = Counter(filter(None, made))
+        said = ", ".join(f"{name} {count}" for name, count in how.most_common())
+        print(f"{kind:8} {how.total():4} of {len(made):4} found, {how.total() / max(len(made), 1):.0%}: {said}")
+    print("Not found:")
+    for each in all_tried:
+        if not each.how:
+            print(f"    {each.mutant.kind}: {each.of}")
+    return 0
