@@ -120,7 +120,7 @@ def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dt
 
 
 def _for_tile(config: tuner.Config, tile: int) -> tuner.Config:
-    """A config for a tile of 2048 elements, with as many more warps as this one has more elements: a thread would spill.
+    """A config for a tile of 2048 elements, with as many more warps as this tile has more elements: fewer would spill.
     No more warps than the tile has elements for: others would hold copies, and could read what has been stored."""
     warps = min(MOST_WARPS, config.warps * max(1, tile // BLOCK_SIZE), tile // ELEMENTS_OF_WARP)
     return replace(config, warps=max(1, warps))
