@@ -196,11 +196,17 @@ def _atomic(number: int, of: Instruction) -> Run:
 
 def _rows(of: Instruction, operand: Operand) -> tuple[Vector, Read, Lanes]:
     """The registers of a matrix access, one a matrix of eight rows of 16 bytes; whose lanes have the addresses."""
-    if "trans" in of.parts or of.parts[-1] != "b16":
+    if of.parts[-1] != "b16":
         raise Unknown(of.text)
     count = int(next(each for each in of.parts if each in ("x1", "x2", "x4"))[1:])
     registers, _ = _vector(of, operand)
     return registers, LANE[: 8 * count], count
+
+
+def _transposed(words: np.ndarray) -> np.ndarray:
+    """Of matrices of 8 by 8 elements of 16 bits, two in a word, each with rows and columns exchanged."""
+    halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
+    return np.ascontiguousarray(halves.transpose(0, 2, 1)).view(np.uint32).reshape(words.shape)
 
 
 def _load_matrix(number: int, of: Instruction) -> Run:
@@ -214,7 +220,8 @@ def _load_matrix(number: int, of: Instruction) -> Run:
         for part in warp.shared.parts(address(warp), 16, rows):
             warp.recorder.access(warp.index, number, part, 16, writes=False)
             words[part.lanes] = part.region.load(part.offsets, 4, 4)
-        for write, matrix in zip(writes, words.reshape(count, 32), strict=True):
+        matrices = _transposed(words) if "trans" in of.parts else words
+        for write, matrix in zip(writes, matrices.reshape(count, 32), strict=True):
             write(warp, lanes, matrix)
 
     return load
@@ -228,6 +235,7 @@ def _store_matrix(number: int, of: Instruction) -> Run:
         if lanes is not ALL:
             raise Fault("a part of a warp stores matrices")
         words = np.concatenate([read(warp) for read in reads]).reshape(8 * count, 4)
+        words = _transposed(words) if "trans" in of.parts else words
         for part in warp.shared.parts(address(warp), 16, rows):
             warp.recorder.access(warp.index, number, part, 16, writes=True)
             part.region.store(part.offsets, words[part.lanes])

@@ -225,11 +225,17 @@ def test_wide_accesses_and_narrow_ones():
 
 
 def test_matrices_are_loaded_and_stored_row_by_row(order):
-    """Lane i has the address of row i, 16 bytes, and word i % 4 of row i / 4 of each matrix."""
+    """Lane i has the address of row i, 16 bytes, and word i % 4 of row i / 4 of each matrix; transposed, the elements
+    2 (i % 4) and the next of column i / 4."""
     rows = "shl.b32 %r4, %r1, 4; st.shared.v4.b32 [%r4], {%r1, %r1, %r1, %r1}; bar.sync 0; "
     load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r4]; @%p2 st.global.b32 [%rd3], %r6;"
     data, races = run(rows + load, order=order, shared_bytes=1024)
     assert data[:32].tolist() == [8 + i // 4 for i in range(32)] and not races
+    data, _ = run(rows + load.replace(".x4", ".x4.trans"), order=order, shared_bytes=1024)
+    pairs = [
+        8 + 2 * (i % 4) + (9 + 2 * (i % 4) << 16) for i in range(32)
+    ]  # of rows; a row has its number and 0 in turn
+    assert data[:32].tolist() == [pair if i // 4 % 2 == 0 else 0 for i, pair in enumerate(pairs)]
     store = "add.s32 %r5, %r1, 64; stmatrix.sync.aligned.m8n8.x2.shared.b16 [%r4], {%r1, %r5};"
     store += "ld.shared.b32 %r6, [%r3+128];"
     found = run(
