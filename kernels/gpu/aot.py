@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from onebit.kernels import gpu
+from onebit.kernels.data.wire import Norm, Scale
 from onebit.kernels.gpu.launch import Launch, recorded
 from onebit.kernels.tuning.workload import Workload
 
@@ -135,12 +136,13 @@ def every_variant() -> dict[str, Workload]:
     than is usual.
     """
     sizes = [5000, 7]
+    forms: tuple[tuple[Norm, Scale], ...] = (("l1", "tensor"), ("l2", "block"), ("unbiased", "block"))
     of_dtypes = {
         f"{name}, {norm}{', tensor scale' if scale == 'tensor' else ''}": Workload(
             sizes, dtype=dtype, norm=norm, scale=scale, master=dtype == torch.float16, packed=norm != "l1"
         )
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-        for norm, scale in (("l1", "tensor"), ("l2", "block"), ("unbiased", "block"))
+        for norm, scale in forms
     }
     of_blocks = {
         f"blocks of {size}{', masked' if size % 64 else ''}": Workload(
