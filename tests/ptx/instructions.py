@@ -165,7 +165,7 @@ def _store(number: int, of: Instruction) -> Run:
     def store(warp: Warp, lanes: Lanes) -> None:
         values = np.stack([read(warp) for read in reads], axis=1)
         for part in space(warp).parts(address(warp), width * count, np.flatnonzero(lanes)):
-            warp.recorder.access(warp.index, number, part, width * count, writes=True)
+            warp.recorder.store(warp.index, number, part, values[part.lanes])
             part.region.store(part.offsets, values[part.lanes])
 
     return store

@@ -14,6 +14,7 @@ import numpy as np
 
 Lanes = np.ndarray
 ALIGN = 16
+SHARED = "shared memory"
 UNWRITTEN = 0xFF  # what shared memory holds at the start of a program: NaN as a float
 
 

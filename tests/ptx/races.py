@@ -3,7 +3,9 @@
 What orders is written down as vector clocks, a component a warp. A barrier joins the clocks of a program's warps. An
 atomic that releases adds its warp's clock to that of its address, one that acquires takes it over. Between two of these
 a warp is in one segment; every access is kept with its segment and compared when the launch has ended. So a race is
-found whether or not the order of this run made it harmful. Two atomics do not race.
+found whether or not the order of this run made it harmful. Two atomics do not race. Nor do two warps that hold copies
+of a value, and store it to shared memory by the same instruction: Triton lets them, where a tensor has fewer elements
+than a program has threads.
 
 A load in a race may be one whose value nothing uses, such as that of a thread past the end of a block. A second run
 shows whether: there it is given anything.
@@ -18,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.ptx.memory import Part, Region
+from tests.ptx.memory import SHARED, Part, Region
 
 Lanes = np.ndarray
 
@@ -28,6 +30,7 @@ class Access(NamedTuple):
     instruction: int
     writes: bool
     atomic: bool
+    repeats: bool  # a store of what is there already
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,22 @@ class Recorder:
         self.owners.append(warp)
         self.vectors.append(self.clocks[warp].copy())
 
-    def access(self, warp: int, instruction: int, part: Part, size: int, *, writes: bool, atomic: bool = False) -> None:
-        key = Access(self.segments[warp], instruction, writes, atomic)
+    def access(
+        self, warp: int, instruction: int, part: Part, size: int, *, writes: bool, atomic: bool = False,
+        repeats: bool = False,
+    ) -> None:  # fmt: skip
+        key = Access(self.segments[warp], instruction, writes, atomic, repeats)
         number = self.numbers.setdefault(key, len(self.numbers))
         self.found[part.region].append((part.offsets, size, number))
+
+    def store(self, warp: int, instruction: int, part: Part, values: Lanes) -> None:
+        """Before values, [lanes, count], are stored."""
+        same = (part.region.load(part.offsets, values.itemsize, values.shape[1]) == values).all(axis=1)
+        for repeats in (False, True):
+            some = Part(part.region, part.lanes[same == repeats], part.offsets[same == repeats])
+            if len(some.lanes):
+                size = values.itemsize * values.shape[1]
+                self.access(warp, instruction, some, size, writes=True, repeats=repeats)
 
     def barrier(self, warps: Sequence[int]) -> None:
         """Of the warps of one program."""
@@ -117,7 +132,9 @@ class Recorder:
         for region, events in self.found.items():
             for numbers, places in _disputed(events, accesses, owners).items():
                 for one, other in self._unordered([accesses[i] for i in numbers]):
-                    found[region.name, one, other] += places
+                    copies = one.instruction == other.instruction and (one.repeats or other.repeats)
+                    if not (copies and region.name == SHARED):
+                        found[region.name, one, other] += places
         return [
             Conflict(region, one, other, self._between(one, other), tuple(places))
             for (region, one, other), places in found.items()

@@ -113,6 +113,19 @@ def test_two_warps_that_store_one_place_race_also_with_the_same_value(second, ra
     assert bool(run(second, order=order)[1]) == racing
 
 
+@pytest.mark.parametrize(
+    ("stores", "racing"),
+    [
+        ("st.shared.b32 [%r4], %r4;", False),  # each warp has a copy of 32 values
+        ("st.shared.b32 [%r4], %r1;", True),
+        ("@%p2 st.shared.b32 [%r4], 5; @!%p2 st.shared.b32 [%r4], 5;", True),
+        ("st.shared.b32 [%r4], %r4; ld.shared.b32 %r5, [%r4+0];", True),
+    ],
+)
+def test_copies_of_a_value_may_be_stored_to_shared_memory_by_one_instruction_alone(stores, racing, order):
+    assert bool(run("and.b32 %r4, %r3, 127; " + stores, order=order)[1]) == racing
+
+
 def test_the_last_program_to_add_sees_what_the_others_have_stored(order):
     body = LAST.format(before="bar.sync 0;", order="acq_rel")
     data, races = run(body, order=order, programs=2)

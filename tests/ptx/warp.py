@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.ptx.memory import Memory, Region
+from tests.ptx.memory import SHARED, Memory, Region
 from tests.ptx.opcodes import LANE, Lanes
 from tests.ptx.parse import Kernel
 from tests.ptx.races import Recorder
@@ -34,7 +34,7 @@ class Program:
     """Its warps, and the memory that they share."""
 
     def __init__(self, launched: Launched, number: int) -> None:
-        self.shared = Memory([Region.shared("shared memory", max(launched.shared_bytes, 16))])
+        self.shared = Memory([Region.shared(SHARED, max(launched.shared_bytes, 16))])
         self.warps = [Warp(launched, number, self.shared, i) for i in range(launched.warps)]
 
 
