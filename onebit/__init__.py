@@ -42,9 +42,9 @@ __all__ = [
     "save",
 ]
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).resolve().parent
 for _part in (kernels, collectives):  # inside the package or, in a checkout, beside it
-    _place = Path(_part.__path__[0]).parent
+    _place = Path(_part.__path__[0]).resolve().parent
     if _place not in (_FOLDER, _FOLDER.parent):
         raise ImportError(
             f"onebit is loaded from {_FOLDER} and {_part.__name__} from {_place}: two checkouts are mixed. Take one of "

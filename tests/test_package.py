@@ -121,8 +121,11 @@ def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
 
 def test_two_checkouts_are_not_mixed(tmp_path: Path) -> None:
     """PYTHONPATH brings `onebit` of another checkout, and the editable install its kernels."""
-    shutil.copytree(ROOT / "onebit", tmp_path / "onebit", ignore=shutil.ignore_patterns("__pycache__"))
+    other, same = tmp_path / "other", tmp_path / "same"
+    shutil.copytree(ROOT / "onebit", other / "onebit", ignore=shutil.ignore_patterns("__pycache__"))
+    same.symlink_to(ROOT)
     command = [sys.executable, "-c", "import onebit"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(other)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 1 and "two checkouts are mixed" in done.stderr and str(ROOT) in done.stderr
+    run(*command, cwd=tmp_path, PYTHONPATH=str(same))

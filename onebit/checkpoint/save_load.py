@@ -105,12 +105,13 @@ def load(
     inner, optimizer, asked = own_module(model, "load"), own_optimizer(optimizer, "load"), extra or {}
     manifest, ranks = _opened(folder, inner, optimizer)
 
-    def prepared() -> tuple[Any, ...]:
+    def read() -> tuple[Any, ...]:
         source = _Source(manifest, optimizer)
-        state, found = source.model_state(inner), source.extra(ranks)
-        return optimizer.prepare_load(source.optimizer_state()), state, found, checked_extra(asked, found)
+        return source.model_state(inner), source.extra(ranks), source.optimizer_state()
 
-    install, state, found, before = ranks.on_all(prepared)
+    state, found, saved = ranks.on_all(read)
+    install = ranks.on_all(lambda: optimizer.prepare_load(saved))  # where hooks of others may call collectives
+    before = ranks.on_all(lambda: checked_extra(asked, found))
     try:  # the only part that others' code can refuse comes first
         ranks.on_all(lambda: restore_extra(asked, found))
     except Exception:

@@ -151,9 +151,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
             gradients.reset()
             self.begun = False
             self.leave_out_buckets(step.next_needs_no_mean)
-            while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
-                self.after_step.pop(0)()
-            self.watch.check(setup, current)
+            try:
+                self.watch.check(setup, current)
+            finally:
+                while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
+                    self.after_step.pop(0)()
         return loss
 
     @eager
@@ -181,11 +183,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         current = self.current
         if not current.ranks_agree:
             self.after_step += start(self.setup, current, averaged_in_backward=self.averaged_in_backward)
-        if current.parts and not self.begun:
+        if current.parts:
             current.check_captured(self.setup)
-            if current.stages.freeze_is_due:
-                self.after_step += current.freeze(self.setup)
-                self.install(current)
+        if current.parts and not self.begun and current.stages.freeze_is_due:
+            self.after_step += current.freeze(self.setup)
+            self.install(current)
         step = STEPS[kind_of_step(self.setup, current)](self.setup, current, self.gradients)
         if current.parts and not self.begun:
             self.overlap.prepare(step)

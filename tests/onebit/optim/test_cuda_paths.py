@@ -15,6 +15,7 @@ from onebit.kernels.data import upload
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
+from onebit.optim import snapshot
 from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
 from tests.onebit.optim.contract import started
@@ -163,3 +164,16 @@ def test_a_compiled_training_step_is_the_same_and_leaves_the_passes_out():
     torch._dynamo.reset()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert compiled and not any("exp_avg" in name or "scan" in name for name in compiled)
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+def test_a_step_that_no_graph_can_hold_is_refused_also_if_it_began_before_the_capture(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    params = [torch.nn.Parameter(torch.ones(70))]
+    optimizer = getattr(onebit, kind)(params, lr=1e-3)
+    params[0].grad = torch.ones(70)
+    optimizer.clip_grad_norm_(1.0)
+    monkeypatch.setattr(snapshot, "capturing", lambda device: True)
+    with pytest.raises(ValueError, match="a CUDA graph can't hold this step"):
+        optimizer.step()
