@@ -16,6 +16,7 @@ from onebit.collectives.flags import MOST_ELEMENTS
 from onebit.collectives.topology import Topology, on_one_host
 from onebit.collectives.transport.protocol import Ranks
 from onebit.collectives.two_phases import TwoPhases
+from onebit.kernels import streams
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
@@ -145,8 +146,8 @@ def _slowest(everyone: Ranks, device: torch.device, step: Callable[[], None]) ->
     for _ in range(3):
         start = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if streams.has_streams(device):
+            streams.wait_on_host(streams.current(device))
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     everyone.all_max(slowest, "comparing measurements (all-reduce of three numbers)")

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from onebit.kernels.data.upload import capturing
+from onebit.kernels import streams
+from onebit.kernels.streams import capturing
 
 _thread = threading.local()
 
@@ -54,12 +55,10 @@ def waiting(device: torch.device) -> Iterator[None]:
     waits: Waits | None = getattr(_thread, "waits", None)
     if waits is None or capturing(device):
         yield
-    elif device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record(torch.cuda.current_stream(device))
+    elif streams.has_streams(device):
+        before = streams.mark(device, timing=True)
         yield
-        events[1].record(torch.cuda.current_stream(device))
-        waits.events.append((events[0], events[1]))
+        waits.events.append((before, streams.mark(device, timing=True)))
     else:
         since = time.perf_counter()
         yield

@@ -209,6 +209,16 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def test_one_file_names_streams_and_events() -> None:
+    """What tests put a recorder in place of: tests/streams."""
+    of_torch = re.compile(
+        r"torch\.cuda\.(Stream|Event|stream|synchronize|is_current_stream_capturing)\b|current_stream\(|"
+        r"record_stream|wait_stream|wait_event|pin_memory=True"
+    )
+    files = {path: (ROOT / path).read_text(encoding="utf-8") for path in sources("onebit", "kernels", "collectives")}
+    assert [str(path) for path, text in files.items() if of_torch.search(text)] == ["kernels/streams.py"]
+
+
 def test_nothing_outside_a_class_touches_its_underscored_members() -> None:
     files = sources(*FOLDERS, "tests", "examples")
     assert [f"{path}:{at} {name}" for path in files if path != INTERNALS for at, name in touched(files[path])] == []

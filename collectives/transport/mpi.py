@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onebit.collectives.transport.protocol import CollectiveError, Done, Transport, Work
 from onebit.collectives.waits import waiting
+from onebit.kernels import streams
 
 TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
@@ -94,12 +95,12 @@ class MpiTransport:
         if not tensor.is_cuda:
             return tensor
         if self.cuda_aware:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI does not wait for streams
+            streams.wait_on_host(streams.current(tensor.device))  # MPI does not wait for streams
             return tensor
         return tensor.cpu()
 
     def _landing(self, out: Tensor) -> Tensor:
-        return out if not out.is_cuda or self.cuda_aware else torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        return out if not out.is_cuda or self.cuda_aware else streams.pinned(out)
 
 
 class MpiWork:

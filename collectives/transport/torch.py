@@ -24,6 +24,7 @@ from torch import Tensor
 
 from onebit.collectives.transport.protocol import FACTS, Transport, Work, collective_errors
 from onebit.collectives.waits import waiting
+from onebit.kernels import streams
 
 SMALL = 2**16  # bytes up to which what Gloo passes on from rank to rank waits for latency
 MOST_IN_PAIRS = 16  # ranks
@@ -210,7 +211,7 @@ class TorchTransport:
     def _start(self, collective: Callable[..., Any], out: Tensor, sent: Tensor, phase: str) -> Work:
         landing, source = out.view(-1), sent.view(-1)
         if self._staged(out):
-            landing, source = _pinned_like(landing), _to_pinned(source)
+            landing, source = streams.pinned(landing), _to_pinned(source)
         with collective_errors(phase, self.name):
             work = collective(landing, source, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, source=source, landing=landing, out=out)
@@ -321,13 +322,9 @@ def _all_gather_single(out: Tensor, sent: Tensor, **options: Any) -> Any:
     return gather(out, sent, **options)
 
 
-def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-
-
 def _to_pinned(tensor: Tensor) -> Tensor:
     """A copy in pinned memory. The host waits for this tensor's stream, since Gloo reads at once."""
-    host = _pinned_like(tensor)
+    host = streams.pinned(tensor)
     host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    streams.wait_on_host(streams.current(tensor.device))
     return host

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def capturing(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+from onebit.kernels.streams import capturing
 
 
 class Upload:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from onebit.kernels import streams
+
 _FLUSH_BYTES = 2**28  # more than any GPU's cache holds
 
 
@@ -24,7 +26,7 @@ def timing(run: Callable[[], object], device: torch.device, repeats: int = 20, w
     """Of `run`, after `warmup` runs that are not timed."""
     for _ in range(warmup):
         run()
-    times = _device_seconds(run, device, repeats) if device.type == "cuda" else _host_seconds(run, repeats)
+    times = _device_seconds(run, device, repeats) if streams.has_streams(device) else _host_seconds(run, repeats)
     if repeats == 1:
         return Timing(times[0])
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -50,11 +52,11 @@ def _device_seconds(run: Callable[[], object], device: torch.device, repeats: in
     """
     with torch.cuda.device(device):
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-        starts, stops = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
-        for start, stop in zip(starts, stops, strict=True):
+        marks: list[tuple[streams.Event, streams.Event]] = []
+        for _ in range(repeats):
             flush.zero_()
-            start.record()
+            start = streams.mark(device, timing=True)
             run()
-            stop.record()
-        torch.cuda.synchronize(device)
-    return [start.elapsed_time(stop) / 1000 for start, stop in zip(starts, stops, strict=True)]
+            marks.append((start, streams.mark(device, timing=True)))
+        streams.wait_on_host(streams.current(device))
+    return [start.elapsed_time(stop) / 1000 for start, stop in marks]

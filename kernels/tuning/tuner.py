@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from onebit.kernels.passes import load
+from onebit.kernels.streams import capturing
 from onebit.kernels.tuning import cache
 from onebit.kernels.tuning.machine import device_name, versions
 from onebit.kernels.tuning.timing import Timing, timing
@@ -187,7 +188,7 @@ def _find(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
             return _known.setdefault(key, found)
         if kernel not in PASS_OF or _switched_off():
             return _known.setdefault(key, DEFAULT)
-        if _suspended or torch.cuda.is_current_stream_capturing():
+        if _suspended or capturing(device):
             return DEFAULT
         return _known.setdefault(key, _first_use(kernel, device, dtype))
 

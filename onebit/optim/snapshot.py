@@ -19,7 +19,7 @@ from torch import Tensor
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
-from onebit.kernels.data.upload import capturing
+from onebit.kernels.streams import capturing
 from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL

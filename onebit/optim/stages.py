@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.upload import capturing
+from onebit.kernels import streams
+from onebit.kernels.streams import capturing
 from onebit.log import tell
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule
@@ -25,14 +26,13 @@ class AsyncReadback:
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: streams.Event | None = None
 
     def start(self, values: Tensor) -> None:
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        if streams.has_streams(values.device):
+            self._host = streams.pinned(values)
             self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))
+            self._arrived = streams.mark(values.device)
         else:
             self._host, self._arrived = values.clone(), None
 
@@ -41,7 +41,7 @@ class AsyncReadback:
         if self._host is None:
             return None
         if self._arrived is not None:
-            self._arrived.synchronize()
+            streams.wait_on_host(self._arrived)
         host, self._host = self._host, None
         return host.tolist()
 

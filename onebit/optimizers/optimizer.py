@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 
 from onebit.checkpoint import restore
 from onebit.collectives.waits import counted
-from onebit.kernels.data.upload import capturing
+from onebit.kernels.streams import capturing
 from onebit.optim import held, param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.eager import eager

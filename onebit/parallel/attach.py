@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
+from onebit.kernels import streams
 from onebit.log import tell
 from onebit.optim.sharding import is_sharded
 from onebit.optim.steps import kind_of_step
@@ -53,17 +54,17 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
         )
 
     names, device = _same_parameters(model, inner, "FSDP"), inner.setup.device
-    main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    main = streams.current(device) if streams.has_streams(device) else None
 
     @torch.no_grad()
     def hook(reduced: Tensor) -> None:
-        with torch.cuda.stream(main):  # FSDP calls it in a stream of its own, and state belongs to the optimizer's
+        with streams.within(main):  # FSDP calls it in a stream of its own, and state belongs to the optimizer's
             if not inner.begun:
                 inner.begin_step()
         if kind_of_step(inner.setup, inner.current) == "full":
             setup = inner.setup
-            if reduced.is_cuda:  # FSDP may let go of it before the average is there
-                reduced.record_stream(torch.cuda.current_stream(reduced.device))
+            if streams.has_streams(device):  # FSDP may let go of it before the average is there
+                streams.keep(reduced, streams.current(device))
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
             inner.gradients.averaged_in_backward = True
 

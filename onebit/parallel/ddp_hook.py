@@ -25,6 +25,7 @@ from onebit.collectives.agreement import agree
 from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
+from onebit.kernels import streams
 from onebit.kernels.data.layout import BLOCK_SIZE, check_block_size
 from onebit.kernels.data.wire import Norm, check_scale
 from onebit.parallel.unwrap import own_module
@@ -56,7 +57,7 @@ class OneBitState:
         self.process_group, self.node_group = process_group, node_group
         self._options: dict[str, Any] = {"block_size": block_size, "norm": norm, "reply": reply}
         self._topology: Topology | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._side: streams.Stream | None = None
         self._reducers: dict[Names, CompressedAllReduce] = {}
         self._loaded: list[dict[str, Any]] = []
         self._sent, self._agreed = 0, False
@@ -88,13 +89,13 @@ class OneBitState:
     @contextmanager
     def beside(self, flat: Tensor) -> Iterator[None]:
         """On a GPU: what is done to `flat` in here waits for the present stream, and not the other way round."""
-        if not flat.is_cuda:
+        if not streams.has_streams(flat.device):
             yield
             return
-        self._side = self._side or torch.cuda.Stream(flat.device)
-        self._side.wait_stream(torch.cuda.current_stream(flat.device))
-        flat.record_stream(self._side)
-        with torch.cuda.stream(self._side):
+        self._side = self._side or streams.new(flat.device)
+        streams.join(self._side, streams.current(flat.device))
+        streams.keep(flat, self._side)
+        with streams.within(self._side):
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def onebit_hook(state: OneBitState, bucket: GradBucket) -> torch.futures.Future[
 def local(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The bucket as it is, with nothing more to wait for."""
     flat = bucket.buffer()
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    future = streams.future(flat.device)
     future.set_result(flat)
     return future
 

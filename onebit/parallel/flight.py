@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
 from onebit.collectives.waits import waiting
+from onebit.kernels import streams
 from onebit.optim import held
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Version, versions_of
@@ -30,7 +30,7 @@ class Flight:
         undo: Sequence[Undo],
         replicas: Transport,
         node: Transport | None,
-        side: Any,
+        side: streams.Stream | None,
         hyper: Tensor,
         betas: list[tuple[float, float]],
         means: Sequence[list[Tensor] | None],
@@ -97,15 +97,15 @@ class Flight:
         with waiting(self.states[0].device):
             self._thread.join()
             if self._side is not None:
-                torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+                streams.join(streams.current(self._side.device), self._side)
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            if self._side is not None:  # a thread starts on device 0, and would make a context there
-                torch.cuda.set_device(self._side.device)
-            with torch.no_grad(), torch.cuda.stream(self._side):
+            if self._side is not None:
+                streams.choose_device(self._side)
+            with torch.no_grad(), streams.within(self._side):
                 self._begun.wait()
                 for s in reversed(range(len(self._reducers))):
                     compress = partial(self._compress, s)
@@ -143,20 +143,22 @@ class _Signal:
     as the forward pass did.
     """
 
-    def __init__(self, side: Any) -> None:
+    def __init__(self, side: streams.Stream | None) -> None:
         self._side, self._set = side, threading.Event()
-        self._events: dict[Any, Any] = {}  # by stream, the last one
+        self._events: dict[streams.Stream, streams.Event] = {}  # the last one
 
     def mark(self) -> None:
         """What the present stream has to do comes before."""
         if self._side is not None:
-            stream = torch.cuda.current_stream(self._side.device)
-            self._events.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
+            device = self._side.device
+            stream = streams.current(device)
+            self._events[stream] = streams.mark(device, again=self._events.get(stream))
 
     def set(self) -> None:
         self._set.set()
 
     def wait(self) -> None:
         self._set.wait()
-        for event in self._events.values():
-            self._side.wait_event(event)
+        if self._side is not None:
+            for event in self._events.values():
+                streams.wait_for(self._side, event)

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
+from onebit.kernels import streams
 from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
@@ -156,7 +157,7 @@ class Overlap:
         self._snapshot = current
         self._means = [node_means(state) if state.slices > 1 else None for state in current.compressed]
         self._place = {p: (s, i) for s, state in enumerate(current.compressed) for i, p in enumerate(state.params)}
-        self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
+        self._side = streams.new(setup.device) if streams.has_streams(setup.device) else None
         own = weakref.ref(self)
 
         def ready(parameter: Tensor) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.waits import Waits
-from onebit.kernels.data.upload import capturing
+from onebit.kernels import streams
+from onebit.kernels.streams import capturing
 from onebit.log import tell
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -221,17 +222,13 @@ class PayOff:
 
     def _mark(self) -> Any:
         """This moment: of the stream on a GPU, else of the host."""
-        if self._device.type != "cuda":
-            return self._now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return streams.mark(self._device, timing=True) if streams.has_streams(self._device) else self._now()
 
     def _read(self) -> None:
         """Times of the steps that are over by now."""
         while len(self._ends) > 1:
             (_, before, _), (kind, end, waits) = self._ends[0], self._ends[1]
-            if self._device.type == "cuda":
+            if streams.has_streams(self._device):
                 if not (end.query() and waits.passed):
                     return
                 seconds = before.elapsed_time(end) / 1e3

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from onebit.collectives.agreement import all_gather_values, listed
-from onebit.kernels.data.upload import capturing
+from onebit.kernels.streams import capturing
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot

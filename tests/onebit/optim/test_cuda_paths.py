@@ -84,15 +84,27 @@ def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     assert ends[0] == ends[1] and not written
 
 
+class Stream:
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cuda", 1)
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(("waits for", event.of))
+
+
 class Cuda:
     """Streams and events, of which `log` has what happened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert not enable_timing
+
             def record(self, stream: Any) -> None:
-                self.of = stream.cuda_stream
+                self.of = stream.name
 
         self.log: list[Any] = []
+        self.streams: dict[str, Stream] = {}
         self.current = self.stream("main")
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
@@ -100,10 +112,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
     def stream(self, name: str) -> Any:
-        def wait(event: Any) -> None:
-            self.log.append(("waits for", event.of))
-
-        return SimpleNamespace(device=torch.device("cuda", 1), cuda_stream=name, wait_event=wait)
+        return self.streams.setdefault(name, Stream(name, self.log))
 
 
 def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str], waits: Any = lambda stream: None) -> list[Any]:
