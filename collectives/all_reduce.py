@@ -145,7 +145,7 @@ class CompressedAllReduce:
         exchange.agree({"dtype": str(x.dtype)})
         backend, node = exchange.backend, self.topology.node
         if node is not None:
-            whole = [t for t in x.tensors if t is not None]
+            whole = [t.detach() for t in x.tensors if t is not None]
             for chunk in exchange.chunks:
                 average_slices(exchange.layout.slices(chunk.index, node.size), whole, whole, node)
         self._flags.zero_()

@@ -258,12 +258,14 @@ class Exchange(ABC):
     def clear_replies(self, flags: Tensor) -> None:
         """What was received stands for 0, where flags, int32 [1], is 0. `residual` has been computed anew: it does not
         depend on a tensor scale any more."""
-        received = [chunk.own_reply.payload for chunk in self.chunks]
-        received += [self.replies.payload, self.arriving.payload]
+        received = [self.replies.payload, *(chunk.own_reply.payload for chunk in self.chunks)]
+        if self.arriving is not self.replies:
+            received.append(self.arriving.payload)
         if self.residual.scale is not None:
             received.append(self.residual.scale)
+        taken = flags == 0
         for each in received:
-            each.masked_fill_(flags == 0, 0)
+            each.masked_fill_(taken, 0)
 
     def _chunk(self, index: int, residual: Residual, server: Server | None) -> Chunk:
         layout, ranks, node = self.layout, self.transport.size, self.node

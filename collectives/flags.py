@@ -32,6 +32,7 @@ def read_flags(exchanges: Sequence[Exchange], flags: Tensor) -> None:
     """After exchanges whose messages had flags of their own: `flags`, int32 [1], is set where any was, or it was set
     before, and all replies are marked alike."""
     replies = [exchange.replies.flags for exchange in exchanges]
-    flags.copy_(torch.stack([flags.max(), *(marked.max() for marked in replies)]).max())
+    for marked in replies:
+        torch.maximum(flags, marked.amax(0, keepdim=True), out=flags)
     for marked in replies:
         marked.copy_(flags.expand_as(marked))

@@ -54,8 +54,8 @@ class Pointers:
                 f"got {len(tensors)} {self.what}s for a layout of {self.layout.parameters} parameters: pass one "
                 f"for each, None where there is none"
             )
-        readable = tensors if self._are_readable(tensors) else [self._readable(i, t) for i, t in enumerate(tensors)]
-        self.tensors = [t.detach() if t is not None and t.requires_grad else t for t in readable]
+        readable = self._are_readable(tensors)
+        self.tensors = list(tensors) if readable else [self._readable(i, t) for i, t in enumerate(tensors)]
         self._upload.write([0 if t is None else t.data_ptr() for t in self.tensors], self.addresses)
 
     def release(self) -> None:

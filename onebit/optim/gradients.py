@@ -6,6 +6,8 @@ g' = (clip / scale) g        scale: GradScaler's;  clip = min(1, max_norm / norm
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +21,14 @@ from onebit.optim.param_groups import on_device
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-# A gradient, held so that no other is mistaken for it, and how often it was changed.
-Version = tuple[Tensor, int] | None
 _LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
+
+
+class Versions(NamedTuple):
+    """Gradients, held so that no other is mistaken for one of them, and how often each was changed."""
+
+    of: list[Tensor | None]
+    counts: list[int]
 
 
 class Gradients:
@@ -36,11 +43,11 @@ class Gradients:
         self.averaged_in_backward = False  # over all ranks that hold the same parameters
         self.node_mean: bool | None = None  # whether DDP's hook has averaged all of them over the node, if it was there
         self.ranks_agreed = False  # whether `flags` are those of all ranks
-        self._checked: list[Version] | None = None
+        self._checked: Versions | None = None
         self._clip: Tensor | None = None
         self._unscale: Tensor | None = None  # 1 / GradScaler's scale, fp32 [1], unless gradients are as they should be
         self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
-        self._averaged: dict[str, list[Version]] = {}  # what, and as it was then
+        self._averaged: dict[str, Versions] = {}  # what, and as it was then
 
     def claim_node_mean(self, by_exchange: bool) -> bool:
         """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
@@ -162,18 +169,16 @@ class HyperTable:
         return self.values
 
 
-def versions_of(states: Sequence[FlatState]) -> list[Version]:
+def versions_of(states: Sequence[FlatState]) -> Versions:
     """Of every gradient."""
-    grads = (grad for state in states for grad in state.gradients_now())
-    return [None if g is None else (g, g._version) for g in grads]
+    grads = [grad for state in states for grad in state.gradients_now()]
+    return Versions(grads, [0 if g is None else g._version for g in grads])
 
 
-def unchanged(before: list[Version] | None, states: Sequence[FlatState], in_place: bool = True) -> bool:
+def unchanged(before: Versions | None, states: Sequence[FlatState], in_place: bool = True) -> bool:
     """Whether gradients are those of `before`; with `in_place`, and were not written to since."""
     if before is None:
         return False
     now = versions_of(states)
-    return len(before) == len(now) and all(
-        a is b if a is None or b is None else a[0] is b[0] and (a[1] == b[1] or not in_place)
-        for a, b in zip(before, now, strict=True)
-    )
+    same = len(before.of) == len(now.of) and all(map(is_, before.of, now.of))
+    return same and (before.counts == now.counts or not in_place)

@@ -50,10 +50,10 @@ class UpdateLimit:
         words = replies.buffer.shape[1] // 4
         narrow = torch.int32 if replies.buffer.numel() // 4 < 2**31 else torch.int64
         self._places = [((row + i) * words + HEADER_WORDS + place).to(narrow) for i in range(replies.copies)]
-        self._numels = torch.tensor(state.whole_numels, dtype=torch.float32, device=state.device)
+        self._numels = torch.tensor(state.whole_numels, dtype=torch.int64, device=state.device)
         self.elements = sum(state.whole_numels)
-        self.share = torch.zeros(1, dtype=torch.float64, device=state.device)
-        """Of the elements, that of parameters whose last step was made shorter."""
+        self.shortened = torch.zeros(1, dtype=torch.int64, device=state.device)
+        """Elements of the parameters whose last step was made shorter."""
         if USUAL.name not in state:
             state.add(USUAL)
 
@@ -90,5 +90,5 @@ class UpdateLimit:
         limit = self._limit
         most = (TIMES * self.state[USUAL.name].abs()).clamp(min=LEAST) if limit is None else limit
         found = torch.where(rms <= most, 1.0, most / rms)
-        self.share.copy_((self._numels * (found < 1)).sum() / self._numels.sum().clamp(min=1))
+        self.shortened.copy_((self._numels * (found < 1)).sum())
         return found.float()

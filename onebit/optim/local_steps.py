@@ -65,7 +65,8 @@ class ZeroOneLocalSteps:
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
         """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""
-        w, exchange = self._step_weights(hyper), self.exchange
+        of_parameters, exchange = self._of_parameters(hyper), self.exchange
+        w = of_parameters.lr * of_parameters.bias1
         self._set_reference(w)
         exchange.materialize()
         for i in range(len(self.state.params)):
@@ -93,8 +94,9 @@ class ZeroOneLocalSteps:
         self._moved |= flags == 0
         if self.exchange.residual.scale is not None:  # it has been computed anew
             self.exchange.residual.scale.masked_fill_(flags == 0, 0)
-        self.weights += self._step_weights(hyper)
-        self.decay *= 1 - self._of_groups(hyper, "lr") * self._of_groups(hyper, "weight_decay")
+        of_parameters = self._of_parameters(hyper)
+        self.weights += of_parameters.lr * of_parameters.bias1
+        self.decay *= 1 - of_parameters.lr * of_parameters.weight_decay
         self.taken += 1
 
     def synchronize(self, hyper: Tensor) -> None:
@@ -130,7 +132,7 @@ class ZeroOneLocalSteps:
         if self.limit is None:
             return None
         if not self.taken or self._first_clip is None:
-            self._first_clip = self.limit.of_messages(hyper, self._of_replies * self._of_groups(hyper, "bias1"))
+            self._first_clip = self.limit.of_messages(hyper, self._of_replies * self._of_parameters(hyper).bias1)
             return self._first_clip
         return torch.where(self._moved, self.limit.of_squares(self._squares), self._first_clip)
 
@@ -149,11 +151,6 @@ class ZeroOneLocalSteps:
         """W"""
         self.state[FACTOR.name].copy_(torch.where(w > 0, 1 / w, 0))
 
-    def _step_weights(self, hyper: Tensor) -> Tensor:
-        """w, fp32 [parameters]"""
-        return self._of_groups(hyper, "lr") * self._of_groups(hyper, "bias1")
-
-    def _of_groups(self, hyper: Tensor, name: str) -> Tensor:
-        """A column, fp32 [parameters]."""
-        column: Any = hyper[:, Hyper._fields.index(name)]
-        return column[self._groups]
+    def _of_parameters(self, hyper: Tensor) -> Any:
+        """A `Hyper` with fp32 [parameters] for every number."""
+        return Hyper(*hyper[self._groups].unbind(1))  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from onebit.optim.sharding import is_sharded
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
+Identity = tuple[bool, list[int], list[bool], list[tuple[int, Order]]]
 PROGRESS = "onebit"  # of the first group, in a saved state: how far the run has come
 COMPRESS = "compress"  # of a group: whether stage 2 compresses what its parameters send, as it does unless told not to
 
@@ -45,8 +46,12 @@ def check_parameters(params: Sequence[Tensor]) -> None:
 
 def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
     for group in groups:
-        for p, grad in [(p, p.grad) for p in group["params"]]:
-            if grad is None or (grad.layout is torch.strided and grad.is_contiguous()):
+        grads = [p.grad for p in group["params"]]
+        there = [grad for grad in grads if grad is not None]
+        if {grad.layout for grad in there} <= {torch.strided} and all(map(Tensor.is_contiguous, there)):
+            continue  # of hundreds in every step, all are asked at once
+        for p, grad in zip(group["params"], grads, strict=True):
+            if grad is None:
                 continue
             if grad.layout is not torch.strided:
                 raise ValueError(
@@ -108,13 +113,16 @@ def is_compressed(group: Group) -> bool:
     return bool(group.get(COMPRESS, True))
 
 
-def identities(groups: Groups) -> list[tuple[bool, list[tuple[int, bool, Order]]]]:
+def identities(groups: Groups) -> list[Identity]:
     """Equal for equal sets of parameters that train, lie in the same order and are compressed alike."""
 
-    def of(p: Tensor) -> tuple[int, bool, Order]:
-        return id(p), p.requires_grad, order_of(p) if p.requires_grad else None
+    return [_identity(is_compressed(group), group["params"]) for group in groups]
 
-    return [(is_compressed(group), list(map(of, group["params"]))) for group in groups]
+
+def _identity(compressed: bool, params: Sequence[Tensor]) -> Identity:
+    training = [p.requires_grad for p in params]
+    permuted = [(i, order_of(p)) for i, p in enumerate(params) if training[i] and not p.is_contiguous()]
+    return compressed, list(map(id, params)), training, permuted
 
 
 def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:

@@ -7,13 +7,12 @@ exp_avg, times beta1, becomes the first residual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 
-import torch
 from torch import Tensor
 
 from onebit.collectives.flags import read_flags, travel_in_messages
@@ -132,13 +131,9 @@ class Snapshot:
         return not any(part.local.taken for part in self.parts if part.local is not None)
 
     @property
-    def shortened(self) -> Tensor | None:
-        """See `UpdateLimit.share`: of all parts. None where there is no limit."""
-        limits = [reducer.limit for reducer in self.reducers if reducer.limit is not None]
-        if not limits:
-            return None
-        shares = torch.stack([limit.share * limit.elements for limit in limits])
-        return shares.sum(0) / max(1, sum(limit.elements for limit in limits))
+    def limits(self) -> list[UpdateLimit]:
+        """Of steps by m."""
+        return [reducer.limit for reducer in self.reducers if reducer.limit is not None]
 
     @property
     def wire_bytes(self) -> int:
@@ -190,9 +185,9 @@ class Snapshot:
                 f"OneBitLamb"
             )
 
-    def count(self, setup: Setup, flags: Tensor, shortened: Tensor | None = None, alone: bool = False) -> None:
+    def count(self, setup: Setup, flags: Tensor, limits: Sequence[UpdateLimit] = (), alone: bool = False) -> None:
         """A step ends: see `Stages.count`. Parameters have been written."""
-        self.stages.count(flags, self.compressed, len(setup.groups), alone=alone, shortened=shortened)
+        self.stages.count(flags, self.compressed, len(setup.groups), alone=alone, limits=limits)
         for state in self.states:
             state.parameters_were_written()
             state.release_gradients()

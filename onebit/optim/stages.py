@@ -13,6 +13,7 @@ from onebit.kernels.streams import capturing
 from onebit.log import tell
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule
+from onebit.optim.limit import UpdateLimit
 
 logger = logging.getLogger("onebit")
 MOST_SHORTENED = 0.5  # of the elements, of a step that need not be told of
@@ -29,12 +30,13 @@ class AsyncReadback:
         self._arrived: streams.Event | None = None
 
     def start(self, values: Tensor) -> None:
+        """values: that nobody writes to any more."""
         if streams.has_streams(values.device):
             self._host = streams.pinned(values)
             self._host.copy_(values, non_blocking=True)
             self._arrived = streams.mark(values.device)
         else:
-            self._host, self._arrived = values.clone(), None
+            self._host, self._arrived = values, None
 
     def finish(self) -> list[float] | None:
         """What was started since the last call, if anything was."""
@@ -54,16 +56,17 @@ class Stages:
     ) -> None:
         self.rule, self.compressing = rule, compressing
         self.steps = steps  # taken, as far as the host knows: all but the last one
-        self.counts = torch.tensor([steps, skipped], dtype=torch.int64, device=device)
-        self.left_out = torch.zeros(1, dtype=torch.int64, device=device)  # local steps, by this rank alone
+        self._numbers = torch.tensor([steps, skipped, 0], dtype=torch.int64, device=device)
+        self.counts = self._numbers[:2]  # steps taken and skipped
+        self.left_out = self._numbers[2:]  # local steps, by this rank alone
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._readback = AsyncReadback()
         self.steps_before, self.skipped_before = steps, skipped  # of what was loaded
         self._known = (skipped, 0)  # what was skipped and left out, as far as the host knows
         self.skipped_in_a_row = 0  # up to the last step, the same on all ranks
         self.left_out_in_a_row = 0  # by this rank
+        self._limited = 0  # elements that the last step had a limit for
         self.shortened_in_a_row = 0  # steps that most parameters were to be moved too far by
-        self._no_limit = torch.full((1,), -1.0, dtype=torch.float64, device=device)
 
     @property
     def freeze_is_due(self) -> bool:
@@ -82,19 +85,19 @@ class Stages:
         groups: int,
         *,
         alone: bool = False,
-        shortened: Tensor | None = None,
+        limits: Sequence[UpdateLimit] = (),
     ) -> None:
         """A step ends: taken where flags, int32 [1], is 0, else skipped; where ranks moved alone, taken in any case.
-        shortened: see `UpdateLimit.share`."""
+        limits: of the step."""
         if alone:
-            self.counts[:1] += 1
-            self.left_out += flags != 0
+            self.counts[:1].add_(1)
+            self.left_out.add_(flags)
         else:
             self.counts.index_add_(0, flags, self._one)
         if not capturing(flags.device):
-            numbers = self.rule.measure(states, groups) if self._measures else []
-            of_limit = self._no_limit if shortened is None else shortened
-            self._readback.start(torch.cat([self.counts.double(), self.left_out.double(), of_limit, *numbers]))
+            measured = self.rule.measure(states, groups) if self._measures else []
+            self._readback.start(torch.cat([self._numbers, *(limit.shortened for limit in limits), *measured]))
+            self._limited = sum(limit.elements for limit in limits)
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
         """Whether the last step was taken. False if no step is left to read. beta2s: 0 without bias correction."""
@@ -103,15 +106,16 @@ class Stages:
             return False
         before, (skipped, left_out) = self.steps, self._known
         self.steps, *now = map(int, numbers[:3])
-        if numbers[3] >= 0:  # of a step that has a limit
-            self.shortened_in_a_row = self.shortened_in_a_row + 1 if numbers[3] > MOST_SHORTENED else 0
+        if self._limited:
+            most = MOST_SHORTENED * self._limited
+            self.shortened_in_a_row = self.shortened_in_a_row + 1 if sum(numbers[3:]) > most else 0
         self._known = (now[0], now[1])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if now[0] > skipped else 0
         self.left_out_in_a_row = self.left_out_in_a_row + 1 if now[1] > left_out else 0
         if self.steps == before:
             return False
         if self._measures:
-            self.rule.add(self.steps, numbers[4:], beta2s)
+            self.rule.add(self.steps, numbers[3:], beta2s)
         return True
 
     def warn_of_short_runs(self) -> None:

@@ -138,7 +138,7 @@ class OneBitStep(Step):
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
         self.current.compressed_steps += 1
-        self.current.count(self.setup, flags, self.current.shortened)
+        self.current.count(self.setup, flags, self.current.limits)
         return []
 
 
@@ -174,7 +174,7 @@ class LocalStep(Step):
         part.local.move(hyper, flags)
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
-        self.current.count(self.setup, flags, self.current.shortened, alone=True)
+        self.current.count(self.setup, flags, self.current.limits, alone=True)
         return []
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class ShownState:
         self.room = room
         self.state = defaultdict(dict, schema.live(setup, current) if room is None else room[0])
         self._shown = {p: dict(own) for p, own in self.state.items()}
-        self._seen = _identities(self._shown)
+        self._names, self._values = list(chain.from_iterable(self._shown.values())), list(_values(self._shown))
 
     def check_loaded(self) -> None:
         if self.room is not None:
@@ -43,7 +44,13 @@ class ShownState:
 
     def is_in(self, state: Mapping[Any, Any]) -> bool:
         """What every step asks. The order is that of what was shown: hashing tensors would take ten times as long."""
-        return set(map(type, state.values())) <= {dict} and _identities(state) == self._seen
+        return (
+            len(state) == len(self._shown)
+            and all(map(is_, state, self._shown))
+            and set(map(type, state.values())) <= {dict}
+            and list(chain.from_iterable(state.values())) == self._names
+            and all(map(is_, _values(state), self._values))
+        )
 
     @torch.no_grad()
     def adopted(self, setup: Setup, current: Snapshot, state: Mapping[Any, Any]) -> Snapshot:
@@ -74,10 +81,9 @@ class ShownState:
         return [*there, *(p for p in self._shown if not state.get(p))]
 
 
-def _identities(state: Mapping[Any, Mapping[str, Any]]) -> tuple[list[int], list[str], list[int]]:
-    """Of the parameters, and of all that they have: names and values, one after the other."""
-    owns = state.values()
-    return list(map(id, state)), list(chain.from_iterable(owns)), [id(v) for own in owns for v in own.values()]
+def _values(state: Mapping[Any, dict[str, Any]]) -> Iterator[Any]:
+    """Of all parameters, one after the other."""
+    return chain.from_iterable(map(dict.values, state.values()))
 
 
 def _is_same(own: Any, shown: Mapping[str, Any] | None) -> bool:

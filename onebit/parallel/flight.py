@@ -17,7 +17,7 @@ from onebit.collectives.waits import waiting
 from onebit.kernels import streams
 from onebit.optim import held
 from onebit.optim.flat_state import FlatState
-from onebit.optim.gradients import Version, versions_of
+from onebit.optim.gradients import Versions, versions_of
 from onebit.optim.reducer import MomentumReducer
 
 
@@ -39,7 +39,7 @@ class Flight:
         """side: the stream it runs on, None on a CPU. betas: what `hyper` was made of. means, wire_dtype: with two
         levels, where to put gradients averaged over the node, and what they travel as."""
         self.betas = betas
-        self.versions: list[Version] | None = None  # of the gradients when backward ended
+        self.versions: Versions | None = None  # of the gradients when backward ended
         self.accumulated = False  # whether one of them came twice
         self.states = [reducer.state for reducer in reducers]
         self._reducers, self._exchanges, self._undo = reducers, [reducer.exchange for reducer in reducers], undo

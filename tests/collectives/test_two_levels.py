@@ -60,9 +60,9 @@ def on_two_nodes(rank, size):
     found["sent"] = []
     for node_group in (node.node, None):
         options = {"chunks": 1, "reply": 1, "process_group": group(), "node_group": node_group}
-        average, x = CompressedAllReduce(2**18, **options), torch.full((2**18,), float(rank))
+        average, x = CompressedAllReduce(2**18, **options), torch.full((2**18,), float(rank), requires_grad=True)
         average(x)
-        found["sent"].append((average.wire_bytes, float(x.mean())))
+        found["sent"].append((average.wire_bytes, x.mean().item()))
     found["nodes of one"] = Topology.of(group(), ranks.split(rank)).node is None
 
     found["elsewhere"] = []

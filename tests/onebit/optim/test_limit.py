@@ -138,7 +138,7 @@ def test_the_factor_is_that_of_the_sizes_in_messages(rank: int, way: dict[str, A
     rms = [np.sqrt(of_one.mean()) if of_one.size else 0.0 for of_one in plan.unflatten(squares)]
     found = part.reducer.clip(optimizer.gradients.write_hyper(optimizer.setup, optimizer.current))
     np.testing.assert_allclose(found.numpy(), [min(1.0, 0.05 / r) if r else 1.0 for r in rms], rtol=1e-5)
-    assert (found < 1).any() and 0 < float(part.reducer.limit.share) <= 1
+    assert (found < 1).any() and 0 < int(part.reducer.limit.shortened) <= part.reducer.limit.elements
     return found.tolist()
 
 
