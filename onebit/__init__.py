@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from onebit import collectives, kernels
 from onebit.checkpoint.convert import adamw_state, merge_states
 from onebit.collectives import CollectiveError, CompressedAllReduce
+from onebit.elastic.reform import reform
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
 from onebit.optim.freeze import FreezeRule
@@ -39,6 +40,7 @@ __all__ = [
     "make_room",
     "merge_states",
     "onebit_hook",
+    "reform",
     "save",
 ]
 

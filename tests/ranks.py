@@ -60,9 +60,9 @@ class RanksError(AssertionError):
     """What went wrong on which rank."""
 
 
-def group() -> dist.ProcessGroup:
-    """Within `work`: the process group of its ranks."""
-    return _groups[_size]
+def group(size: int = 0) -> dist.ProcessGroup:
+    """Within `work`: the process group of its ranks, or of the first `size` of them."""
+    return _groups[size or _size]
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = HUNG) -> list[Any]:

@@ -102,6 +102,19 @@ class Averager(Protocol):
         ...
 
 
+@runtime_checkable
+class Sender(Protocol):
+    """A transport by which one rank sends to one other."""
+
+    def send(self, values: Tensor, to: int, phase: str) -> Work:
+        """values, contiguous, to rank `to`, which receives as many bytes. They stay as they are until `Work.wait`."""
+        ...
+
+    def receive(self, out: Tensor, source: int, phase: str) -> Work:
+        """out, contiguous, = what rank `source` sends."""
+        ...
+
+
 class Done:
     """Work that is over."""
 

@@ -110,6 +110,18 @@ class TorchTransport:
             work = dist.all_reduce(values, dist.ReduceOp.AVG, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, source=values, landing=values.view(-1), out=values)
 
+    def send(self, values: Tensor, to: int, phase: str) -> Work:
+        host = _to_pinned(values) if self._staged(values) else values
+        with collective_errors(phase, self.name):
+            work = dist.isend(host, self.members[to], self.group, _tag("send", phase))
+        return PairsWork([work], host, phase, self.name)
+
+    def receive(self, out: Tensor, source: int, phase: str) -> Work:
+        landing = _pinned_like(out) if self._staged(out) else out
+        with collective_errors(phase, self.name):
+            work = dist.irecv(landing, self.members[source], self.group, _tag("send", phase))
+        return TorchWork(work, phase, self.name, source=landing, landing=landing.view(-1), out=out)
+
     def duplicate(self) -> Transport:
         own, alive = self._duplicates, dist.distributed_c10d._world.pg_map
         own.spare = {number: group for number, group in own.spare.items() if group in alive}

@@ -1,6 +1,6 @@
 """How a saved state comes back: what `onebit.checkpoint.schema` describes, or what torch.optim.AdamW has saved.
 
-    residuals    this rank's own bit for bit, or the mean of all
+    residuals    this rank's own bit for bit, or the mean of all; where ranks have left or come, what they owe
     momentum     the same messages, or folded into the residual
 
 Which of the two is decided once, by a comparison of the `Cut` of the state with that of the run. Everything is built
@@ -116,8 +116,11 @@ class Cut:
         return self.nodes, self.slices, self.shards
 
 
-def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Snapshot]:
-    """What each param group is updated with, and where the run had come to. Nothing changes."""
+def restored(
+    setup: Setup, current: Snapshot, state_dict: Mapping[str, Any], kept: Sequence[int] | None = None
+) -> tuple[list[dict[str, Any]], Snapshot]:
+    """What each param group is updated with, and where the run had come to. Nothing changes. kept: where ranks have
+    left or come, the places of those whose residuals this rank goes on with."""
     groups = _checked_groups(setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in setup.groups)
@@ -127,7 +130,7 @@ def restored(setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]) -> 
     if numbers["compressing"]:
         _check_compressed_alike(setup, groups)
     betas = [betas_of(group) for group in merged]
-    return merged, _Restoration(setup, numbers, saved, betas).snapshot(len(current.compressed))
+    return merged, _Restoration(setup, numbers, saved, betas, kept).snapshot(len(current.compressed))
 
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
@@ -153,6 +156,7 @@ class _Restoration:
     numbers: Mapping[str, Any]
     saved: Mapping[Tensor, Saved]
     betas: Sequence[tuple[float, float]]  # of each param group that was saved
+    kept: Sequence[int] | None = None
     residuals_missing: bool = False
 
     def snapshot(self, dtypes: int) -> Snapshot:
@@ -260,7 +264,9 @@ class _Restoration:
             assert part.reducer is not None
             messages = _Messages(part.state, saved, there, saved_chunks)
             messages.check(self.setup)
-            if own_residuals and messages.has_residuals([place]):
+            if self.kept is not None:
+                messages.keep_residuals(part.reducer, self.kept)
+            elif own_residuals and messages.has_residuals([place]):
                 messages.add_residuals(part.reducer, [place])
             elif messages.has_residuals(messages.places):
                 messages.add_residuals(part.reducer, messages.places)
@@ -357,19 +363,9 @@ class _Messages:
         """The mean over nodes of what these places, all or one, have left out of their slices, and what they have left
         out as servers."""
         state, nodes = self.state, len({place // self.cut.slices for place in places})
-        spans = {place: self.spans(place) for place in places}
         servers = [chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None]
-        for i, own in enumerate(self.saved):
-            there, here, shape = saved_order(own), state.orders[i], state.shapes[i]
-            e, of_servers = torch.zeros((2, state.numels[i]), dtype=torch.float32, device="cpu")
-            for place in places:
-                for name in spans[place].keys() & own.keys():
-                    values = spread(flattened(own[name].cpu(), there), spans[place][name], i, len(e))
-                    if name == residual_name(place):
-                        e.add_(values, alpha=1 / nodes)
-                    else:
-                        of_servers.add_(values)
-            e, of_servers = (reordered(values, shape, there, here) for values in (e, of_servers))
+        for i in range(len(self.saved)):
+            e, of_servers = self._left_out(i, places, 1 / nodes)
             if not servers:  # nobody else sends what servers have left out, and messages are averaged
                 e = e.add(of_servers, alpha=self.cut.nodes / nodes)
             for part, own_e in state.parts_of(RESIDUAL.name, i):
@@ -377,6 +373,35 @@ class _Messages:
             for server in servers:
                 for part, at in server.shard.of_parameter(i):
                     server.residual.value[at : at + part.stop - part.start].copy_(of_servers[part])
+
+    def keep_residuals(self, reducer: MomentumReducer, places: Sequence[int]) -> None:
+        """What these places owe is owed by this rank, of N' senders where there were N: e N' / N, and N' E on what they
+        have averaged. With two levels a rank of the node owes what lies in its slice."""
+        exchange = reducer.exchange
+        senders = exchange.transport.size
+        for i in range(len(self.saved)):
+            e, of_servers = self._left_out(i, places, senders / self.cut.nodes)
+            owed = e.add(of_servers, alpha=senders).to(self.state.device)
+            if exchange.node.size > 1:
+                exchange.node.all_sum(owed, "collecting what the ranks of a node owe (all-reduce)").wait()
+            for part, own_e in self.state.parts_of(RESIDUAL.name, i):
+                own_e.add_(owed[part])
+
+    def _left_out(self, index: int, places: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+        """Of one parameter what these places have left out of their slices, each times share, and what they have left
+        out as servers: fp32, as the parameter lies here, 0 where they had nothing."""
+        state, own = self.state, self.saved[index]
+        there, here, shape = saved_order(own), state.orders[index], state.shapes[index]
+        e, of_servers = torch.zeros((2, state.numels[index]), dtype=torch.float32, device="cpu")
+        for place in places:
+            spans = self.spans(place)
+            for name in spans.keys() & own.keys():
+                values = spread(flattened(own[name].cpu(), there), spans[name], index, len(e))
+                if name == residual_name(place):
+                    e.add_(values, alpha=share)
+                else:
+                    of_servers.add_(values)
+        return reordered(e, shape, there, here), reordered(of_servers, shape, there, here)
 
     def put_momentum(self, reducer: MomentumReducer) -> None:
         """m as the replies of the last step, and as what this rank sent of them."""

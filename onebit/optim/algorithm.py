@@ -38,6 +38,14 @@ class LocalSteps(Protocol):
 
     taken: int  # steps since the last exchange
 
+    @property
+    def progress(self) -> Any:
+        """What of them is the same on all ranks, in a form that JSON can hold."""
+
+    def go_on(self, progress: Any, before: Any = None) -> None:
+        """With another set of ranks, where they were between two exchanges. before: this rank's own until now; None on
+        a rank that joins, which has what all had after the last exchange."""
+
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """A step by this rank's own gradient, left out where flags is not 0."""
 

@@ -124,6 +124,26 @@ class ZeroOneLocalSteps:
         self.decay.fill_(1)
         self.taken = 0
 
+    @property
+    def progress(self) -> Any:
+        return [self.taken, self.weights.tolist(), self.decay.tolist()]
+
+    def go_on(self, progress: Any, before: ZeroOneLocalSteps | None = None) -> None:
+        state = self.state
+        self.taken = int(progress[0])
+        for own, values in ((self.weights, progress[1]), (self.decay, progress[2])):
+            own.copy_(torch.tensor(values, dtype=torch.float32))
+        for i in range(len(state.params)):
+            anchor, m = state.view(ANCHOR.name, i), state.view(OWN_MOMENTUM.name, i)
+            anchor.copy_(state.value(i) if before is None else before.state.view(ANCHOR.name, i))
+            if before is not None:
+                m.copy_(before.state.view(OWN_MOMENTUM.name, i))
+        if before is not None:
+            used = state.layout.used_blocks
+            self._squares[:used].copy_(before._squares[:used])
+            self._moved.copy_(before._moved)
+            self._first_clip = before._first_clip
+
     def last_parameters(self) -> list[Tensor]:
         return [self.state.view(ANCHOR.name, i) for i in range(len(self.state.params))]
 

@@ -191,6 +191,19 @@ class RankFinder:
         self._found, self.topology = True, topology
         return alone or topology.node is not None
 
+    def topology_of(self, process_group: Any) -> Topology:
+        """Of another group, nodes as they were asked for: a collective call of the group. A Topology stays what it is.
+        Nothing changes."""
+        if not isinstance(process_group, Topology) and self._node_group not in (None, "auto"):
+            raise ValueError(
+                "the optimizer was built with a group of this rank's node, which belongs to the ranks that there were: "
+                "give a Topology, onebit.collectives.topology.Topology.of(process_group, node_group, device)"
+            )
+        return Topology.of(process_group, self._node_group, self._device)
+
+    def go_on_with(self, topology: Topology) -> None:
+        self._process_group, self._found, self.topology = topology, True, topology
+
     def check_sharding(self, groups: param_groups.Groups) -> None:
         """A ValueError where parameters were whole, and are not now, or the other way round."""
         if (shard_group(groups) is None) != (self.topology.shard is None):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.streams import capturing
 from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
-from onebit.optim.fields import FIRST_MOMENTUM, MOMENTUM, RESIDUAL
+from onebit.optim.fields import FIRST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.limit import USUAL, UpdateLimit
@@ -57,6 +58,11 @@ class Part:
             sum_squares = partial(algorithm.sum_squares_of_d, state)
             most = None if isinstance(limit, str) else limit
             self.reducer.limit = UpdateLimit(state, exchange.replies, most, sum_squares)
+
+    def parameters_at_last_sync(self) -> list[Tensor]:
+        """This rank's part of every parameter, as all ranks had it after the last exchange."""
+        moved = self.local is not None and self.local.taken
+        return self.local.last_parameters() if moved and self.local else self.state.values_now()
 
     def shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What parameters have in common and every rank has the same."""
@@ -129,6 +135,31 @@ class Snapshot:
     def synchronized(self) -> bool:
         """Whether no local step was taken since the last exchange."""
         return not any(part.local.taken for part in self.parts if part.local is not None)
+
+    @property
+    def local_steps_taken(self) -> int:
+        """Since the last exchange."""
+        return max((part.local.taken for part in self.parts if part.local is not None), default=0)
+
+    @property
+    def local_progress(self) -> list[Any]:
+        """Of every part that has local steps: what is the same on all ranks."""
+        return [part.local.progress for part in self.parts if part.local is not None]
+
+    def go_on_with_local_steps(
+        self, setup: Setup, hyper: Tensor, progress: Sequence[Any], before: Snapshot | None
+    ) -> None:
+        """Between two exchanges, with another set of ranks: see `LocalSteps.go_on`."""
+        for i, part in enumerate(self.parts):
+            assert part.reducer is not None
+            part.local = setup.algorithm.local_steps(part.state, part.reducer, hyper, self.stages.steps + 1)
+            part.local.go_on(progress[i], None if before is None else before.parts[i].local)
+
+    def masters_at_last_sync(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters that have a master copy and have moved since the last exchange, and the copy as it was then."""
+        for part in self.parts:
+            if part.local is not None and part.local.taken and MASTER.name in part.state:
+                yield from zip(part.state.params, part.local.last_parameters(), strict=True)
 
     @property
     def limits(self) -> list[UpdateLimit]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.checkpoint import restore
+from onebit.collectives.topology import Topology
 from onebit.collectives.waits import counted
 from onebit.kernels.streams import capturing
 from onebit.optim import held, param_groups
@@ -82,6 +83,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
         self.pay_off = PayOff(device)
         self.watch = Watch(chosen.check_every)
+        self.reforms = 0  # how often the run has gone on with other ranks: see onebit.reform
         self._built_for = param_groups.identities(groups)
         self.install(Snapshot.of(self.setup))
         self._built = True
@@ -217,6 +219,32 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._shown = ShownState(self.setup, snapshot, room)
         self.state = self._shown.state
         self.param_groups[0][PROGRESS] = {}
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has begun no step and loaded nothing. Reading it waits for the device."""
+        return not self.current.ranks_agree and not bool(self.current.stages.counts.any())
+
+    def topology_of(self, process_group: Any) -> Topology:
+        """The ranks of another group: see `RankFinder.topology_of`."""
+        return self._ranks.topology_of(process_group)
+
+    def check_between_steps(self, what: str) -> None:
+        """A ValueError where state is neither the last step's nor the next one's."""
+        self.overlap.check_at_rest(what)
+        self.current.check_own_parameters(what)
+        self._shown.check_loaded()
+        self._catch_up()
+
+    def go_on_with(self, topology: Topology, snapshot: Snapshot, reforms: int) -> None:
+        """From `snapshot`, with other ranks: see `onebit.reform`. They compare what they have with the coming step, as
+        before the first one."""
+        self._ranks.go_on_with(topology)
+        self.setup, self.reforms = replace(self.setup, topology=topology), reforms
+        self.overlap.forget_ranks()
+        self.watch = Watch(self.setup.options.check_every)
+        self.averaged_in_backward, self.leave_out_buckets = False, lambda buckets: None
+        self.install(snapshot)
 
     def _catch_up(self) -> None:
         """Take over what users have put into `optimizer.state`, and what the host has to know of the last step."""

@@ -244,6 +244,12 @@ class Overlap:
             return 2
         return int(flight.versions is not None and not unchanged(flight.versions, flight.states))
 
+    def forget_ranks(self) -> None:
+        """Other ranks from here on: groups of theirs are made when the coming step is prepared."""
+        self._pause()
+        self._coming, self._groups, self._asked = None, None, None
+        self._model = lambda: None
+
     def check_at_rest(self, what: str) -> None:
         if self.in_flight:
             raise ValueError(

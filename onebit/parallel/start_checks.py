@@ -55,7 +55,7 @@ def _agree(setup: Setup, current: Snapshot, averaged_in_backward: bool) -> list[
     try:
         agree(transport, setup.device, _facts(setup, current))
         params = [p for state in current.states for p in state.params]
-        values = [p for state in current.states for p in state.values_now()]
+        values = [p for part in current.parts for p in part.parameters_at_last_sync()]
         if params:
             agree_on_values(transport, values, lambda i: f"parameter {setup.name_of(params[i])}")
     except ValueError as error:

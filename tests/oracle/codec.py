@@ -164,6 +164,17 @@ def compress(
     return Message(c, sigma(c) > 0, np.array(found), valid, lengths)
 
 
+def reformed(
+    workers: Sequence[np.ndarray], server: np.ndarray, owner: np.ndarray, senders: tuple[int, int],
+    kept: Sequence[Sequence[int]],
+) -> Arrays:  # fmt: skip
+    """What every rank of another group owes, one flat array each: e N' / N + N' E, where senders are N and N', of each
+    rank of the group before in kept, which has served where it is the owner. Servers owe nothing any more."""
+    before, now = senders
+    owed = [now / before * e + now * np.where(owner == k, server, 0.0) for k, e in enumerate(workers)]
+    return [sum((owed[k] for k in places), np.zeros(server.shape)) for places in kept]
+
+
 @dataclass
 class SimulatedAllReduce:
     """gather, average, scatter over N ranks, with every rank's worker and server residual between calls.

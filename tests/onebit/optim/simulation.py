@@ -452,11 +452,14 @@ def assert_alike(case, recorded):
             assert all(np.array_equal(own.fields[name], other.fields[name]) for name in other.fields), what
 
 
-def check(case, recorded, of=Simulation):
-    """Every step on every rank against the simulation, re-synced before each. Returns how LAMB's ratios came about."""
+def check(case, recorded, of=Simulation, earlier=()):
+    """Every step on every rank against the simulation, re-synced before each. Returns how LAMB's ratios came about.
+    earlier: what ranks had recorded before."""
     assert_alike(case, recorded)
     sim = of(case, len(recorded) // case.each)
     compared = []
+    for now in earlier:
+        sim.set_to(now)
     for now in zip(*of_senders(case, recorded, sim), strict=True):
         compared.append(sim.check_step(now, now[0].step))
         sim.set_to(now)

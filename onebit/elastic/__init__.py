@@ -1,0 +1,1 @@
+"""Ranks that leave and join a run without a restart."""

@@ -1,0 +1,55 @@
+"""What is lost with a rank that died: what its residuals held, which no other rank knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit.collectives.topology import Topology
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
+
+logger = logging.getLogger("onebit")
+
+
+def warn_of_losses(
+    setup: Setup, current: Snapshot, topology: Topology, ranks: int, kept: Sequence[Sequence[int]]
+) -> None:
+    """One log line, on the first rank of the new `topology`. setup, current: before. ranks: of the old group. kept: by
+    rank of the new one, whose residuals each goes on with. The first rank that stays tells how large its own are."""
+    gone = sorted(set(range(ranks)) - {place for places in kept for place in places})
+    first = next(rank for rank, places in enumerate(kept) if places)
+    if not gone or not current.reducers or topology.everyone.rank != first:
+        return
+    e, served, m = _norms(current)
+    names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+    text = (
+        f"{names} of {ranks} did not come along, and what compression had left out there is lost: the residual, which "
+        f"counts 1 / {setup.topology.nodes} in the mean. Rank {setup.topology.place}, which stays, has one of "
+        f"{_times(e, m)} the momentum's norm"
+    )
+    if served is not None:
+        text += f", and for the part that it averages one of {_times(served, m)}"
+    if not current.synchronized:
+        text += f". The {current.local_steps_taken} steps that they took since the last exchange are lost, too"
+    logger.warning("%s", text)
+
+
+def _norms(current: Snapshot) -> tuple[float, float | None, float]:
+    """Of this rank's residual, of that for what it averages for all, if it does, and of the momentum."""
+    exchanges = [reducer.exchange for reducer in current.reducers]
+    e = _norm([exchange.residual.left_out() for exchange in exchanges])
+    served = [exchange.server_residual.left_out() for exchange in exchanges if exchange.server_residual is not None]
+    m = _norm([m for reducer in current.reducers for m in reducer.momentum()])
+    return e, _norm(served) if served else None, m
+
+
+def _norm(parts: Sequence[Tensor]) -> float:
+    return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
+
+
+def _times(size: float, m: float) -> str:
+    return f"{size / m:.2g} times" if m > 0 else f"{size:.2g} (no message was received yet), not known in terms of"

@@ -1,0 +1,180 @@
+"""Runs that go on with other ranks, recorded before and after `onebit.reform` and over ten more steps."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import onebit
+from tests import oracle
+from tests.onebit.checkpoint.states import other_parameters
+from tests.onebit.optim.simulation import After, after
+from tests.onebit.runs import Case, take
+from tests.ranks import group, run_ranks
+
+MORE = 10  # steps after a reform
+RATE = 0.75  # what learning rates are multiplied by before
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Move:
+    """The first `there` ranks train, then the first `here`. Those that leave are lost, or in good order."""
+
+    case: Case
+    there: int
+    here: int
+    at: int  # the step after which ranks change
+    in_good_order: bool = False
+    each: int = 1  # ranks a node, after it
+
+    @property
+    def now(self) -> Case:
+        return self.case.but(each=self.each)
+
+    @property
+    def leaving(self) -> list[int]:
+        return list(range(self.here, self.there)) if self.in_good_order else []
+
+    @property
+    def kept(self) -> list[list[int]]:
+        """Of each rank now, whose residuals it goes on with."""
+        stay = min(self.here, self.there)
+        kept = [[rank] if rank < stay else [] for rank in range(self.here)]
+        for j, rank in enumerate(self.leaving):
+            kept[j % stay].append(rank)
+        return kept
+
+    @property
+    def senders(self) -> tuple[int, int]:
+        return self.there // self.case.each, self.here // self.each
+
+
+@dataclass
+class Moved:
+    """What a rank saw."""
+
+    frozen: After | None = None  # where stage 1 had come to, if it was over
+    before: After | None = None
+    later: list[After] = field(default_factory=list)  # after the reform, and after each step from there
+    rates: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+def moved(move: Move) -> list[Moved]:
+    return run_ranks(max(move.there, move.here), work, move)
+
+
+def work(rank: int, size: int, move: Move) -> Moved:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the variance: other tests are of these
+        return _moved(rank, move)
+
+
+def _moved(rank: int, move: Move) -> Moved:
+    case, found = move.case, Moved()
+    was, is_there = rank < move.there, rank < move.here
+    params = case.parameters() if was else other_parameters(case)
+    optimizer = (case if was else move.now).build(params, group(move.there if was else move.here))
+    ordered = [params[p] for p in case.order]
+    if was:
+        for step in range(1, move.at + 1):
+            take(case, rank, optimizer, params, step)
+            if step == case.options.get("freeze_step") and step < move.at:
+                found.frozen = after(step, "", optimizer, ordered)
+        for g in optimizer.param_groups:
+            g["lr"] *= RATE  # as a schedule leaves it
+        found.before = after(move.at, "", optimizer, ordered)
+    if is_there or move.leaving:
+        ranks = move.now.ranks(group(move.here))["process_group"] if is_there else None
+        with heard() as found.said:
+            onebit.reform(optimizer, ranks, leaving=move.leaving)
+    if not is_there:
+        return found
+    found.rates = [g["lr"] for g in optimizer.param_groups]
+    found.counts = optimizer.current.stages.counts.tolist()
+    found.later = [after(move.at, "", optimizer, ordered)]
+    for step in range(move.at + 1, move.at + 1 + MORE):
+        coming = getattr(optimizer, "schedule", None)
+        take(case, rank, optimizer, params, step)
+        kind = coming.kind if coming else "1 bit" if optimizer.compressing else "full"
+        found.later.append(after(step, kind, optimizer, ordered))
+    return found
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Warnings of onebit's log."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener, logger = Listener(logging.WARNING), logging.getLogger("onebit")
+    logger.addHandler(listener)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+
+
+def plan(case: Case, ranks: int) -> oracle.Layout:
+    """How a case with reply=1, "auto" or "direct" is cut for so many ranks."""
+    senders, options = 1 if is_direct(case, ranks) else ranks // case.each, case.options
+    numels = tuple(int(np.prod(case.shapes[p])) for p in case.order)
+    return oracle.Layout(numels, options.get("block_size", 64), case.each * senders, options.get("chunks", 1))
+
+
+def is_direct(case: Case, ranks: int) -> bool:
+    reply = case.options.get("reply", 1)
+    return reply == "direct" or (reply == "auto" and ranks // case.each == 2)
+
+
+def flat(layout: oracle.Layout, values: np.ndarray) -> np.ndarray:
+    """Of the elements of parameters alone, which lie the same in every layout."""
+    return np.concatenate(layout.unflatten(values))
+
+
+def owners(layout: oracle.Layout, case: Case) -> np.ndarray:
+    """Whose shard each element is in, by place: node * ranks a node + slice."""
+    found, nodes = np.full(layout.size, -1), layout.ranks // case.each
+    for chunk in range(layout.chunks):
+        for shard in range(layout.ranks):
+            found[layout.shard(chunk, shard)] = shard % nodes * case.each + shard // nodes
+    return flat(layout, found)
+
+
+def own_e(layout: oracle.Layout, case: Case, rank: int, now: After) -> np.ndarray:
+    """What a rank has left out of its slice; 0 in the others."""
+    whole, at = np.zeros(layout.size), 0
+    assert now.e is not None
+    for chunk in range(layout.chunks):
+        part = layout.part(chunk, rank % case.each, case.each)
+        whole[part], at = now.e[at : at + part.stop - part.start], at + part.stop - part.start
+    return flat(layout, whole)
+
+
+def expected(move: Move, found: Sequence[Moved]) -> Arrays:
+    """The oracle's residuals after the reform, by rank."""
+    was = plan(move.case, move.there)
+    before = [each.before for each in found if each.before is not None]
+    workers = [own_e(was, move.case, rank, own) for rank, own in enumerate(before)]
+    server: Any = before[0].E
+    found_e = oracle.reformed(workers, flat(was, server), owners(was, move.case), move.senders, move.kept)
+    if move.each == 1:
+        return found_e
+    whole = [sum(found_e[n : n + move.each]) for n in range(0, move.here, move.each)]
+    layout = plan(move.now, move.here)
+    slices = [np.zeros(layout.size) for _ in range(move.each)]
+    for chunk in range(layout.chunks):
+        for index, own in enumerate(slices):
+            own[layout.part(chunk, index, move.each)] = 1
+    return [whole[rank // move.each] * flat(layout, slices[rank % move.each]) for rank in range(move.here)]
