@@ -4,11 +4,13 @@
     python -m tests.ptx --mutations    faults put into the PTX, one at a time: which of them are found
 
 parse         a kernel's text as instructions
+forms         which instructions there are
 opcodes       what each instruction computes, as one table
 operands      how it reads and writes registers
 instructions  both together, and those that reach memory
 memory        the tensors of a launch and the shared memory of its programs: bounds and alignment
-races         accesses of two warps that nothing orders
+places        bytes that several warps or lanes have had
+races         accesses that nothing orders
 warp          32 lanes and their registers
 machine       barriers, and the order in which warps run
 run           a launch of onebit.kernels.gpu.launch, executed on the tensors that were passed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.ptx import opcodes, operands
+from tests.ptx import forms, opcodes, operands
 from tests.ptx.memory import Fault, Memory
 from tests.ptx.opcodes import LANE, Computation, Lanes, Type, Unknown, computation, type_of
 from tests.ptx.operands import Read
@@ -35,6 +35,7 @@ def steps_of(kernel: Kernel) -> list[Step]:
 
 
 def _step(kernel: Kernel, number: int, of: Instruction) -> Step:
+    forms.check(of.opcode)
     guard = None if of.guard is None else _guard(of)
     match of.parts[0]:
         case "bra":
@@ -43,8 +44,8 @@ def _step(kernel: Kernel, number: int, of: Instruction) -> Step:
             return Step(of, None, guard, "end")
         case "bar" if of.parts[1] == "warp":
             return Step(of, _whole_warp(of), guard)
-        case "bar" | "barrier":
-            if of.parts[1] != "sync" or of.operands != (Immediate(0),):
+        case "bar":
+            if of.operands != (Immediate(0),):
                 raise Unknown(of.text)
             return Step(of, None, guard, "wait")
     special = {
@@ -61,13 +62,14 @@ def _step(kernel: Kernel, number: int, of: Instruction) -> Step:
 
 
 def _whole_warp(of: Instruction) -> Run:
-    """bar.warp.sync: lanes run at once, so that it only has to find all of them."""
+    """bar.warp.sync: it orders what the lanes of one warp do."""
     if of.operands != (Immediate(2**64 - 1),):
         raise Unknown(of.text)
 
     def meet(warp: Warp, lanes: Lanes) -> None:
         if lanes is not ALL:
             raise Fault("a barrier that a part of a warp has reached")
+        warp.recorder.barrier([warp.index])
 
     return meet
 
@@ -121,23 +123,24 @@ def _pack(of: Instruction) -> Run:
 
 
 def _parameter(of: Instruction) -> Run:
-    kind = type_of(of.parts[-1])
-    put, name = operands.write(of.operands[0], Type("b", kind.bits)), of.operands[1].base.name
+    kind, source = type_of(of.parts[-1]), of.operands[1]
+    if source.offset:
+        raise Unknown(of.text)
+    put, name = operands.write(of.operands[0], kind), source.base.name
     mask, dtype = (1 << kind.bits) - 1, f"u{kind.bits // 8}"
-    return lambda warp, lanes: put(warp, lanes, np.full(32, warp.arguments[name] & mask, dtype))
+    return lambda warp, lanes: put(warp, lanes, np.full(32, warp.arguments[name] & mask, dtype).view(kind.dtype))
 
 
 def _space(of: Instruction) -> Callable[[Warp], Memory]:
-    if any(each.startswith("shared") for each in of.parts):
-        return lambda warp: warp.shared
-    if "global" in of.parts:
-        return lambda warp: warp.memory
-    raise Unknown(of.text)
+    return (lambda warp: warp.shared) if "shared" in of.parts else (lambda warp: warp.memory)
 
 
 def _vector(of: Instruction, operand: Operand) -> tuple[tuple[Operand, ...], Type]:
     """The registers of an access, and the type of each."""
-    return operand.parts if isinstance(operand, Vector) else (operand,), type_of(of.parts[-1])
+    registers = operand.parts if isinstance(operand, Vector) else (operand,)
+    if len(registers) != next((int(each[1]) for each in of.parts if each in ("v2", "v4", "x2", "x4")), 1):
+        raise Malformed(f"{of.text} has {len(registers)} registers")
+    return registers, type_of(of.parts[-1])
 
 
 def _load(number: int, of: Instruction) -> Run:
@@ -173,8 +176,6 @@ def _store(number: int, of: Instruction) -> Run:
 
 def _atomic(number: int, of: Instruction) -> Run:
     """atom.global.gpu.ORDER.add or .exch: lane after lane."""
-    if of.parts[1:3] != ("global", "gpu") or of.parts[4] not in ("add", "exch"):
-        raise Unknown(of.text)
     kind, order, adds = type_of(of.parts[-1]), of.parts[3], of.parts[4] == "add"
     acquires, releases = order in ("acquire", "acq_rel"), order in ("release", "acq_rel")
     address, read = operands.address(of.operands[1]), operands.read(of.operands[2], kind)
@@ -185,7 +186,7 @@ def _atomic(number: int, of: Instruction) -> Run:
         for lane in np.flatnonzero(lanes):
             (part,) = warp.memory.parts(addresses, width, np.array([lane]))
             warp.recorder.access(warp.index, number, part, width, writes=True, atomic=True)
-            warp.recorder.synchronize(warp.index, int(addresses[lane]), acquires=acquires, releases=releases)
+            warp.recorder.synchronize(warp.index, int(lane), int(addresses[lane]), acquires=acquires, releases=releases)
             found = part.region.load(part.offsets, width, 1)
             old[lane] = found[0, 0]
             part.region.store(part.offsets, found + given[lane] if adds else np.full_like(found, given[lane]))
@@ -196,11 +197,8 @@ def _atomic(number: int, of: Instruction) -> Run:
 
 def _rows(of: Instruction, operand: Operand) -> tuple[Vector, Read, Lanes]:
     """The registers of a matrix access, one a matrix of eight rows of 16 bytes; whose lanes have the addresses."""
-    if of.parts[-1] != "b16":
-        raise Unknown(of.text)
-    count = int(next(each for each in of.parts if each in ("x1", "x2", "x4"))[1:])
     registers, _ = _vector(of, operand)
-    return registers, LANE[: 8 * count], count
+    return registers, LANE[: 8 * len(registers)], len(registers)
 
 
 def _transposed(words: np.ndarray) -> np.ndarray:

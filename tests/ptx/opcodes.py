@@ -239,11 +239,12 @@ def _select(parts: Parts) -> Computation:
 
 @opcode("bfe")
 def _extract(parts: Parts) -> Computation:
-    """`length` bits from `first` on; of a signed number with their last one before them."""
+    """`length` bits from `first` on; of a signed number with their last one before them.
+
+    Past the end of a signed number is its sign, as of one in Python."""
     kind = type_of(parts[-1])
 
     def each(a: int, first: int, length: int) -> int:
-        length = min(length, max(kind.bits - first, 0))
         field = a >> first & ((1 << length) - 1)
         negative = kind.kind == "s" and length > 0 and field >> (length - 1)
         return field - (1 << length) if negative else field
@@ -337,7 +338,7 @@ def _shuffle(parts: Parts) -> Computation:
 
     def function(a: Lanes, by: Lanes, clamp: Lanes, members: Lanes) -> Lanes:
         _check_whole(parts, members, clamp & 0x1F1F == (0 if parts[2] == "up" else 31))
-        return a[source(LANE, by.astype(np.int64)) & 31]
+        return a[source(LANE, by.astype(np.int64) & 31) & 31]
 
     return Computation(type_of("b32"), (type_of("b32"), U32, U32, U32), function)
 

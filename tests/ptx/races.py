@@ -1,9 +1,11 @@
 """Races: two accesses of one place by two warps, one of them a store, that nothing orders.
 
 What orders is written down as vector clocks, a component a warp. A barrier joins the clocks of a program's warps. An
-atomic that releases adds its warp's clock to that of its address, one that acquires takes it over. Between two of these
-a warp is in one segment; every access is kept with its segment and compared when the launch has ended. So a race is
-found whether or not the order of this run made it harmful. Two atomics do not race. Nor do two warps that hold copies
+atomic that releases adds its lane's clock to that of its address, one that acquires takes it over: the other lanes of
+its warp take part where they meet that lane. Between two of these a lane is in one segment; every access is kept with
+its segment and compared when the launch has ended. So a race is found whether or not the order of this run made it
+harmful. Two atomics do not race. In shared memory the lanes of a warp race, too, in an epoch: from one meeting, at a
+barrier of the warp or the program, to the next. In global memory they count as one. Nor do two warps that hold copies
 of a value, and store it to shared memory by the same instruction: Triton lets them, where a tensor has fewer elements
 than a program has threads.
 
@@ -16,21 +18,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from tests.ptx.memory import SHARED, Part, Region
+from tests.ptx.places import Access, Event, Places
 
 Lanes = np.ndarray
-
-
-class Access(NamedTuple):
-    segment: int
-    instruction: int
-    writes: bool
-    atomic: bool
-    repeats: bool  # a store of what is there already
+EVERY = np.arange(32)
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Conflict:
     region: str
     one: Access
     other: Access
-    between: str  # "warps" of a program, or "programs"
+    between: str  # "lanes" of a warp, "warps" of a program, or "programs"
     places: tuple[int, ...]
 
     def told(self, texts: Sequence[str]) -> str:
@@ -58,33 +53,42 @@ Doubted = dict[tuple[int, int, str], Lanes]  # by segment, instruction and regio
 
 
 class Recorder:
-    """Clocks and accesses of one launch."""
+    """Clocks and accesses of one launch. `segments`: which one each lane is in. `own`: each warp's own clock. `met`:
+    what that was when its lanes met. `touched`: which lanes have had memory since."""
 
     def __init__(self, programs: int, warps: int, doubted: Doubted | None = None) -> None:
+        count = programs * warps
         self.doubted, self.random = doubted or {}, np.random.default_rng(0)
         self.warps_of_program = warps
-        self.clocks = np.eye(programs * warps, dtype=np.int32)  # [warps, warps]
+        self.own, self.met = np.ones(count, np.int32), np.zeros(count, np.int32)
         self.locks: dict[int, Lanes] = {}
         self.owners: list[int] = []
-        self.vectors: list[Lanes] = []
-        self.segments = [0] * len(self.clocks)
+        self.vectors: list[Lanes] = []  # [warps] of each segment
+        self.segments, self.touched = np.zeros((count, 32), np.int64), np.zeros((count, 32), bool)
+        self.epochs, self.latest = list(range(count)), count
         self.numbers: dict[Access, int] = {}
-        self.found: dict[Region, list[tuple[Lanes, int, int]]] = defaultdict(list)
-        for warp in range(len(self.clocks)):
-            self._enter(warp)
+        self.found: dict[Region, list[Event]] = defaultdict(list)
+        for warp in range(count):
+            self._enter(warp, EVERY, np.zeros(count, np.int32))
 
-    def _enter(self, warp: int) -> None:
-        self.segments[warp] = len(self.owners)
+    def _enter(self, warp: int, lanes: Lanes, clock: Lanes) -> None:
+        """A new segment of some lanes of a warp."""
+        self.segments[warp, lanes] = len(self.owners)
         self.owners.append(warp)
-        self.vectors.append(self.clocks[warp].copy())
+        self.vectors.append(clock.copy())
+        self.vectors[-1][warp] = self.own[warp]
 
     def access(
         self, warp: int, instruction: int, part: Part, size: int, *, writes: bool, atomic: bool = False,
         repeats: bool = False,
     ) -> None:  # fmt: skip
-        key = Access(self.segments[warp], instruction, writes, atomic, repeats)
-        number = self.numbers.setdefault(key, len(self.numbers))
-        self.found[part.region].append((part.offsets, size, number))
+        segments = self.segments[warp][part.lanes]
+        if not atomic:
+            self.touched[warp, part.lanes] = True
+        for segment in segments[:1] if (segments == segments[0]).all() else np.unique(segments):
+            key = Access(int(segment), self.epochs[warp], instruction, writes, atomic, repeats)
+            number, those = self.numbers.setdefault(key, len(self.numbers)), segments == segment
+            self.found[part.region].append(Event(part.offsets[those], part.lanes[those], size, number))
 
     def store(self, warp: int, instruction: int, part: Part, values: Lanes) -> None:
         """Before values, [lanes, count], are stored."""
@@ -96,49 +100,56 @@ class Recorder:
                 self.access(warp, instruction, some, size, writes=True, repeats=repeats)
 
     def barrier(self, warps: Sequence[int]) -> None:
-        """Of the warps of one program."""
-        joined = self.clocks[warps].max(axis=0)
+        """Of all lanes of some warps: those of one program, or one warp."""
+        joined = np.max([self.vectors[segment] for segment in np.unique(self.segments[warps])], axis=0)
         for warp in warps:
-            self._advance(warp, joined)
+            self.met[warp] = self.own[warp]
+            self.own[warp] += 1
+            self._enter(warp, EVERY, joined)
+            self.touched[warp] = False
+            self.epochs[warp], self.latest = self.latest, self.latest + 1
 
-    def synchronize(self, warp: int, address: int, *, acquires: bool, releases: bool) -> None:
-        """By an atomic."""
-        lock = self.locks.get(address)
+    def synchronize(self, warp: int, lane: int, address: int, *, acquires: bool, releases: bool) -> None:
+        """By an atomic of one lane. What other lanes of its warp do is ordered with that where they meet."""
+        clock, lock = self.vectors[self.segments[warp, lane]].copy(), self.locks.get(address)
         if acquires and lock is not None:
-            self.clocks[warp] = np.maximum(self.clocks[warp], lock)
+            clock = np.maximum(clock, lock)
         if releases:
-            self.locks[address] = self.clocks[warp].copy() if lock is None else np.maximum(lock, self.clocks[warp])
+            given = clock.copy()
+            if np.delete(self.touched[warp], lane).any():
+                given[warp] = self.met[warp]
+            self.locks[address] = given if lock is None else np.maximum(lock, given)
         if acquires or releases:
-            self._advance(warp, self.clocks[warp])
-
-    def _advance(self, warp: int, clock: Lanes) -> None:
-        self.clocks[warp] = clock
-        self.clocks[warp, warp] += 1
-        self._enter(warp)
+            self.own[warp] += 1
+            for segment in np.unique(np.delete(self.segments[warp], lane)):
+                self._enter(warp, self.segments[warp] == segment, self.vectors[segment])
+            self._enter(warp, lane == EVERY, clock)
 
     def loaded(self, warp: int, instruction: int, part: Part, values: Lanes) -> Lanes:
         """What is loaded: [lanes, count]. Where it is in doubt, anything."""
-        key = (self.segments[warp], instruction, part.region.name)
-        if key not in self.doubted:
+        size, segments = values.itemsize * values.shape[1], self.segments[warp][part.lanes]
+        doubted = np.zeros(len(values), bool)
+        for segment in np.unique(segments) if self.doubted else ():
+            places = self.doubted.get((int(segment), instruction, part.region.name), ())
+            doubted |= (segments == segment) & np.isin(part.offsets[:, None] + np.arange(size), places).any(axis=1)
+        if not doubted.any():
             return values
-        size = values.itemsize * values.shape[1]
-        doubted = np.isin(part.offsets[:, None] + np.arange(size), self.doubted[key]).any(axis=1)
         anything = self.random.integers(0, 256, (len(values), size), dtype=np.uint8).view(values.dtype)
         return np.where(doubted[:, None], anything, values)
 
     def conflicts(self) -> list[Conflict]:
         accesses, owners = list(self.numbers), np.array(self.owners)
-        found: dict[tuple[str, Access, Access], list[int]] = defaultdict(list)
+        found: dict[tuple[str, str, Access, Access], list[int]] = defaultdict(list)
         for region, events in self.found.items():
-            for numbers, places in _disputed(events, accesses, owners).items():
+            touched = Places.of(events, accesses)
+            for numbers, places in touched.of_warps(owners).items():
                 for one, other in self._unordered([accesses[i] for i in numbers]):
-                    copies = one.instruction == other.instruction and (one.repeats or other.repeats)
-                    if not (copies and region.name == SHARED):
-                        found[region.name, one, other] += places
-        return [
-            Conflict(region, one, other, self._between(one, other), tuple(places))
-            for (region, one, other), places in found.items()
-        ]
+                    if not _are_copies(region, one, other):
+                        found[region.name, self._between(one, other), one, other] += places
+            for (one, other), places in touched.of_lanes().items() if region.name == SHARED else ():
+                if not _are_copies(region, one, other):
+                    found[region.name, "lanes", one, other] += places
+        return [Conflict(region, one, other, between, tuple(at)) for (region, between, one, other), at in found.items()]
 
     def _between(self, one: Access, other: Access) -> str:
         programs = {self.owners[each.segment] // self.warps_of_program for each in (one, other)}
@@ -157,28 +168,6 @@ class Recorder:
             yield accesses[i], accesses[j]
 
 
-def _disputed(
-    events: list[tuple[Lanes, int, int]], accesses: list[Access], owners: Lanes
-) -> dict[tuple[int, ...], list[int]]:
-    """The bytes of a region by their accesses' numbers: those that more than one warp has had, and stored to.
-
-    A place is as many bytes as the narrowest access of the region.
-    """
-    place = min(size for _, size, _ in events)
-    counts = np.concatenate([np.full(len(offsets), size // place) for offsets, size, _ in events])
-    starts = np.concatenate([offsets for offsets, _, _ in events]) // place
-    numbers = np.concatenate([np.full(len(offsets), number) for offsets, _, number in events])
-    steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    pairs = np.unique((np.repeat(starts, counts) + steps) * len(accesses) + np.repeat(numbers, counts))
-    places, numbers = np.divmod(pairs, len(accesses))
-    heads = np.flatnonzero(np.concatenate(([True], places[1:] != places[:-1])))
-    warps = owners[[a.segment for a in accesses]][numbers]
-    writes = np.array([a.writes for a in accesses])[numbers]
-    several = np.minimum.reduceat(warps, heads) != np.maximum.reduceat(warps, heads)
-    disputed = np.flatnonzero(several & np.logical_or.reduceat(writes, heads))
-    ends = np.append(heads[1:], len(pairs))
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i in disputed:
-        first = int(places[heads[i]]) * place
-        found[tuple(numbers[heads[i] : ends[i]].tolist())] += range(first, first + place)
-    return found
+def _are_copies(region: Region, one: Access, other: Access) -> bool:
+    """Whether the later of two stores by one instruction has stored to shared memory what was there already."""
+    return region.name == SHARED and one.instruction == other.instruction and other.repeats

@@ -52,6 +52,22 @@ LAST = """
     @%p3 add.s32 %r8, %r8, %r5;
     @%p3 st.global.b32 [%rd1+8], %r8;
 """
+# Every lane stores; the first adds to the counter; every lane of the program that comes last reads.
+EVERY_LANE = """
+    mad.lo.s32 %r4, %r2, 32, %r1;
+    mul.wide.u32 %rd4, %r4, 4;
+    add.s64 %rd4, %rd4, %rd1;
+    st.global.b32 [%rd4], %r4;
+    {before}
+    @%p1 atom.global.gpu.acq_rel.add.u32 %r7, [%rd2], 1;
+    shfl.sync.idx.b32 %r7, %r7, 0, 31, -1;
+    {after}
+    setp.eq.s32 %p3, %r7, 1;
+    xor.b32 %r4, %r4, 32;
+    mul.wide.u32 %rd4, %r4, 4;
+    add.s64 %rd4, %rd4, %rd1;
+    @%p3 ld.global.b32 %r8, [%rd4];
+"""
 UNUSED = "ld.global.b32 %r5, [%rd1]; @%p1 st.global.b32 [%rd1], 9;"
 GUARDED = "mov.b32 %r5, 1; @%p2 bra $L__A; mov.b32 %r5, 2; $L__A: st.global.b32 [%rd3], %r5;"
 ODD_LANES = "and.b32 %r4, %r1, 1; setp.eq.s32 %p3, %r4, 1;"
@@ -106,6 +122,13 @@ def test_without_the_barrier_there_is_a_race_whatever_the_order(order):
     assert all("st.shared" in told for *_, told in races)
 
 
+def test_lanes_of_a_warp_exchange_values_where_they_meet(order):
+    exchange = EXCHANGE.replace("128", "4")
+    data, races = run(exchange.format(barrier="bar.warp.sync -1;"), order=order)
+    assert data.tolist() == [i ^ 1 for i in range(64)] and not races
+    assert {race[:2] for race in run(exchange.format(barrier=""), order=order)[1]} == {("shared memory", "lanes")}
+
+
 @pytest.mark.parametrize(
     "second, racing", [("st.global.b32 [%rd1], 5;", True), ("@%p1 st.global.b32 [%rd1], 5;", False)]
 )
@@ -118,6 +141,7 @@ def test_two_warps_that_store_one_place_race_also_with_the_same_value(second, ra
     [
         ("st.shared.b32 [%r4], %r4;", False),  # each warp has a copy of 32 values
         ("st.shared.b32 [%r4], %r1;", True),
+        ("@%p2 st.shared.b32 [%r4], 0; bar.sync 0; shr.u32 %r5, %r1, 5; st.shared.b32 [%r4], %r5;", True),
         ("@%p2 st.shared.b32 [%r4], 5; @!%p2 st.shared.b32 [%r4], 5;", True),
         ("st.shared.b32 [%r4], %r4; ld.shared.b32 %r5, [%r4+0];", True),
     ],
@@ -131,6 +155,13 @@ def test_the_last_program_to_add_sees_what_the_others_have_stored(order):
     data, races = run(body, order=order, programs=2)
     assert data[2] == 5 + 6
     assert not races
+
+
+def test_an_atomic_orders_what_one_lane_does_and_the_others_where_they_meet_it(order):
+    meet = "bar.warp.sync -1;"
+    for before, after in ((meet, meet), ("", meet), (meet, "")):
+        races = run(EVERY_LANE.format(before=before, after=after), order=order, programs=2, warps=1)[1]
+        assert {race[:2] for race in races} == (set() if before and after else {("data", "programs")})
 
 
 @pytest.mark.parametrize("ordering", ["relaxed", "release", "acquire"])
@@ -223,6 +254,17 @@ def test_a_loop_runs_until_each_lane_is_through():
     assert run(loop + "st.global.b32 [%rd3], %r4;")[0].tolist() == [1, *range(1, 64)]
 
 
+def test_an_argument_may_be_below_zero_and_what_nothing_was_written_to_is_nan():
+    text = HEAD.replace("counter //", "counter, .param .u32 low //")
+    body = (
+        "ld.param.s32 %rd5, [low]; shr.s64 %rd5, %rd5, 32; cvt.u32.u64 %r5, %rd5; st.global.v2.b32 [%rd1], {%r5, %r8};"
+    )
+    data, kernel = np.zeros(64, np.uint32), parse(text + body + "ret; }")
+    memory = Memory([Region("data", data.ctypes.data, data.nbytes)])
+    Machine(kernel, [data.ctypes.data, 0, 2**32 - 9], memory, programs=1, warps=1).run()
+    assert data[0] == 2**32 - 1 and np.isnan(data[1:2].view(np.float32))
+
+
 def test_wide_accesses_and_narrow_ones():
     body = "@%p1 st.global.v4.b32 [%rd1+16], {%r5, %r1, %r5, %r5}; @%p1 st.global.b8 [%rd1+1], %r5; "
     data, races = run(
@@ -275,11 +317,34 @@ def test_orders_differ_and_a_seed_repeats_one():
 def test_what_the_emulator_does_not_know_it_refuses():
     for body in (
         "bar.sync 1;",
+        "bar.sync 0, 32;",
+        "bar.warp.sync 1;",
         "fence.acq_rel.gpu;",
         "atom.global.cta.acq_rel.add.u32 %r7, [%rd2], 1;",
+        "atom.global.gpu.acq_rel.add.s32 %r7, [%rd2], 1;",
+        "atom.global.gpu.acq_rel.add.f32 %r7, [%rd2], %r7;",
         "ld.local.b32 %r5, [%r3];",
+        "ld.global.nc.b32 %r5, [%rd1];",
+        "ld.shared::cluster.b32 %r5, [%r3];",
+        "ld.param.b32 %r5, [data+4];",
+        "add.f32 %r5, %r5, %r6;",
+        "add.rz.f32 %r5, %r5, %r6;",
+        "add.sat.s32 %r5, %r5, %r6;",
+        "add.rn.bf16x2 %r5, %r5, %r6;",
+        "mul.rn.sat.f32 %r5, %r5, %r6;",
+        "sqrt.approx.f32 %r5, %r6;",
+        "max.bf16x2 %r5, %r5, %r6;",
+        "min.xorsign.abs.f32 %r5, %r5, %r6;",
+        "cvt.rz.bf16x2.f32 %r5, %r5, %r6;",
+        "cvt.rn.relu.f16x2.f32 %r5, %r5, %r6;",
+        "cvt.sat.s8.s32 %r5, %r6;",
+        "shfl.sync.bfly.b32 %r5, %r6, 1, 15, -1;",
+        "shfl.sync.bfly.b32 %r5, %r6, 1, 31, 1;",
     ):
         with pytest.raises(Unknown):
+            run(body)
+    for body in ("ld.global.v4.b32 {%r5, %r6}, [%rd1];", "st.global.b32 [%rd1], {%r5, %r6};"):
+        with pytest.raises(Malformed, match="2 registers"):
             run(body)
     with pytest.raises(ValueError, match="overlap"):
         Memory([Region("one", 0, 8), Region("other", 4, 8)])

@@ -121,7 +121,6 @@ def flush(values):
 
 # What is written, dtypes of the operands, what NumPy says.
 ROWS = [
-    ("add.f32 %out, %v0, %v1", "f4 f4", lambda a, b: a + b),
     ("add.rn.f32 %out, %v0, %v1", "f4 f4", lambda a, b: a + b),
     ("sub.rn.f32 %out, %v0, %v1", "f4 f4", lambda a, b: a - b),
     ("mul.rn.f32 %out, %v0, %v1", "f4 f4", lambda a, b: a * b),
@@ -172,6 +171,9 @@ ROWS = [
     ("bfe.u32 %out, %v0, 0, 32", "u4", lambda a: a),
     ("bfe.u32 %out, %v0, 28, 8", "u4", lambda a: a >> 28),
     ("bfe.s32 %out, %v0, 7, 5", "i4", lambda a: (a << 20) >> 27),
+    ("bfe.s32 %out, %v0, 40, 5", "i4", lambda a: a >> 31),
+    ("bfe.s32 %out, %v0, 24, 40", "i4", lambda a: a >> 24),
+    ("bfe.s32 %out, %v0, 7, 0", "i4", lambda a: 0 * a),
     ("prmt.b32 %out, %v0, %v1, 0x5410U", "u4 u4", ints(4, lambda x, y: permuted(x, y, 0x5410))),
     ("prmt.b32 %out, %v0, %v1, 0xbf3aU", "u4 u4", ints(4, lambda x, y: permuted(x, y, 0xBF3A))),
     ("popc.b32 %out, %v0", "u4", ints(4, lambda x: x.bit_count())),
@@ -262,7 +264,9 @@ def test_predicates(text, expected):
         ("shfl.sync.bfly.b32 %word, %v0, 4, 31, -1", lambda a: a[np.arange(32) ^ 4]),
         ("shfl.sync.idx.b32 %word, %v0, 3, 31, -1", lambda a: np.full(32, a[3])),
         ("shfl.sync.up.b32 %word, %v0, 2, 0, -1", lambda a: np.concatenate([a[:2], a[:-2]])),
+        ("shfl.sync.up.b32 %word, %v0, 34, 0, -1", lambda a: np.concatenate([a[:2], a[:-2]])),
         ("shfl.sync.down.b32 %word, %v0, 2, 31, -1", lambda a: np.concatenate([a[2:], a[-2:]])),
+        ("shfl.sync.down.b32 %word, %v0, 34, 31, -1", lambda a: np.concatenate([a[2:], a[-2:]])),
         ("redux.sync.add.s32 %word, %v0, -1", lambda a: np.full(32, a.sum(dtype="u4"))),
         ("redux.sync.max.s32 %word, %v0, -1", lambda a: np.full(32, a.view("i4").max())),
         ("redux.sync.min.u32 %word, %v0, -1", lambda a: np.full(32, a.min())),

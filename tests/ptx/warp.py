@@ -13,7 +13,7 @@ from tests.ptx.parse import Kernel
 from tests.ptx.races import Recorder
 
 ALL = np.ones(32, bool)
-GARBAGE = 0xA5  # every byte of a register that nothing has been written to
+GARBAGE = 0xFFA5A5A5A5A5A5A5  # a register that nothing has been written to: NaN, from the upper bits on
 KINDS = {1: "?", 16: "ufi", 32: "ufi", 64: "ufi"}  # how registers of each width are read, as letters of NumPy's dtypes
 
 
@@ -53,7 +53,7 @@ class Warp:
         }
         self.files: dict[str, Lanes] = {}  # [registers, lanes] by dtype, several of the same memory
         for bits, count in launched.kernel.registers.items():
-            raw = np.full((count, 4 * max(bits, 8)), 1 if bits == 1 else GARBAGE, np.uint8)
+            raw = np.full((count, 32), 1 if bits == 1 else GARBAGE >> 64 - bits, f"u{max(bits // 8, 1)}")
             for kind in KINDS[bits]:
                 dtype = np.dtype(kind if bits == 1 else f"{kind}{bits // 8}")
                 self.files[dtype.str] = raw.view(dtype)

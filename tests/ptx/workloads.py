@@ -31,8 +31,9 @@ def check(each: str, name: str, around: Around) -> None:
     wanted = theirs.outputs()
     for what, found in ours.outputs().items():
         assert found.shape == wanted[what].shape, what
-        got, want = (np.nan_to_num(numpy(tensor), nan=-1.0) for tensor in (found, wanted[what]))
-        assert_close(got, want, *_tolerance(each, what, theirs))
+        got, want = numpy(found), numpy(wanted[what])
+        assert np.array_equal(np.isnan(got), np.isnan(want)), what
+        assert_close(np.nan_to_num(got), np.nan_to_num(want), *_tolerance(each, what, theirs))
 
 
 def _tolerance(each: str, what: str, workload: Workload) -> tuple[float, float]:
