@@ -117,7 +117,7 @@ class TorchTransport:
         return PairsWork([work], host, phase, self.name)
 
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
-        landing = _pinned_like(out) if self._staged(out) else out
+        landing = streams.pinned(out) if self._staged(out) else out
         with collective_errors(phase, self.name):
             work = dist.irecv(landing, self.members[source], self.group, _tag("send", phase))
         return TorchWork(work, phase, self.name, source=landing, landing=landing.view(-1), out=out)
