@@ -155,6 +155,8 @@ class Exchange(ABC):
         self.reply_format = self._reply_format()
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
+        self.compressed: set[int] = set()  # chunks, in the last exchange, and those that this rank has averaged for all
+        self.averaged: set[int] = set()
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
         shards = self.shards(transport.size)
         slices = layout.parts(self.node.rank, self.node.size)
@@ -222,8 +224,14 @@ class Exchange(ABC):
         chunks = list(chunks or self.chunks)
         if backwards:
             chunks.reverse()
+        self.compressed, self.averaged = set(), set()
+
+        def counted(chunk: Chunk) -> None:
+            self.compressed.add(chunk.index)
+            compress(chunk)
+
         spread = Spread(node or self.node, use)
-        self._pipeline(chunks, over or self.transport, compress, spread.start)
+        self._pipeline(chunks, over or self.transport, counted, spread.start)
         spread.finish()
         return self.replies
 
@@ -254,6 +262,13 @@ class Exchange(ABC):
             for i in range(node.size):
                 residual = chunk.residual if i == node.rank else None
                 yield self.layout.part(chunk.index, i, node.size), chunk.replies.slice(i * ranks, ranks), residual
+
+    def put_replies(self, replies: Tensor) -> None:
+        """Those of an exchange that has ended on another rank, and not on this one, which has sent all of its own."""
+        self.replies.buffer.copy_(replies)
+        ranks = self.transport.size
+        for chunk in self.chunks:
+            chunk.arriving.buffer.copy_(chunk.replies.buffer[self.node.rank * ranks :][:ranks])
 
     def clear_replies(self, flags: Tensor) -> None:
         """What was received stands for 0, where flags, int32 [1], is 0. `residual` has been computed anew: it does not

@@ -77,6 +77,7 @@ class TwoPhases(Exchange):
 
     def _average_and_scatter(self, chunk: Chunk, over: Transport) -> Work:
         server = _server_of(chunk)
+        self.averaged.add(chunk.index)
         live = self.live_in(server.shard)
         self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
         self._count(self.reply_format)

@@ -2,7 +2,8 @@
 
 An exchange leaves state as it was when every message of a step has the flag. Where messages leave one by one, the
 first are sent before the last gradients are there to be checked; and small ones leave before anyone has asked the
-other ranks. So what an exchange changes is copied first, and restored where a step is skipped.
+other ranks. So what an exchange changes is copied first, and restored where a step is skipped. An exchange that did not
+end, since a rank died, can be taken back by the same copies.
 
 compress and average keep residuals as they read them: 4 + 4/N B an element of memory, written once, and with direct
 replies 4. The last replies are copied: 1/8 B an element is read and written, with direct ones N/8. On a GPU the device
@@ -11,6 +12,7 @@ decides whether to restore, by a flag that it reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,11 +38,20 @@ class Undo:
     def restore(self, flags: Tensor | None = None) -> None:
         """Every chunk as it was kept: where `flags`, int32 [1], is set, or always. On a GPU the host does not wait."""
         for chunk, copied in zip(self.chunks, self._copied, strict=True):
-            for now, kept in [*_kept(chunk), *copied]:
+            for now, kept in [*_kept(chunk.residuals), *copied]:
                 if flags is None:
                     now.copy_(kept)
                 else:
                     self.exchange.backend.restore(now, kept, flags)
+
+    def take_back(self) -> None:
+        """After an exchange that did not end: what it has changed so far."""
+        for chunk, copied in zip(self.chunks, self._copied, strict=True):
+            if chunk.index in self.exchange.compressed:
+                served = chunk.server is not None and chunk.index in self.exchange.averaged
+                changed = chunk.residuals if served else [chunk.residual]
+                for now, kept in [*_kept(changed), *copied]:
+                    now.copy_(kept)
 
 
 def _keeping(chunk: Chunk) -> Chunk:
@@ -51,9 +62,9 @@ def _keeping(chunk: Chunk) -> Chunk:
     return replace(chunk, residual=of(chunk.residual), server=server)
 
 
-def _kept(chunk: Chunk) -> list[tuple[Tensor, Tensor]]:
+def _kept(residuals: Sequence[Residual]) -> list[tuple[Tensor, Tensor]]:
     """By compress and average."""
-    return [(each.value, each.before) for each in chunk.residuals if each.before is not None]
+    return [(each.value, each.before) for each in residuals if each.before is not None]
 
 
 def _copied(chunk: Chunk) -> list[Tensor]:

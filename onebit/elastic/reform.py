@@ -25,6 +25,7 @@ from onebit.checkpoint.names import rank_of, server_rank_of
 from onebit.collectives.agreement import all_gather_json, listed, raise_on_all
 from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.topology import Topology
+from onebit.elastic.halfway import Settlement, facts_of_step
 from onebit.elastic.losses import warn_of_losses
 from onebit.optim.param_groups import PROGRESS
 from onebit.optim.snapshot import Snapshot
@@ -65,14 +66,18 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     steps, a new rank that has taken steps, parameters that are sharded (FSDP).
     """
     inner = own_optimizer(optimizer, "reform")
-    _check(inner)
+    _check(inner, leaving)
     own = _Own.of(inner)
     if leaving and not own.hand_over(leaving):
         return
     topology = inner.topology_of(process_group)
     members = _compared(topology, own)
     stayers = [rank for rank, each in enumerate(members) if not each["new"]]
-    received = _joined(topology, own, members, stayers)
+    settlement = Settlement(topology, members, stayers)
+    if stayers and not inner.is_new:
+        settlement.settle(inner)
+        own.save()
+    received = _joined(topology, own, stayers)
     failed: Exception | None = None
     groups: list[dict[str, Any]] = []
     snapshot = inner.current
@@ -85,12 +90,19 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
         warn_of_losses(inner.setup, inner.current, topology, members[stayers[0]]["ranks"], [m["kept"] for m in members])
     if received is not None:
         received.put_parameters(inner, groups)
-    own.go_on_between_exchanges(topology, snapshot, received)
+    own.go_on_between_exchanges(topology, snapshot, settlement.local_progress if stayers else [], received is not None)
     inner.go_on_with(topology, snapshot, max(each["reforms"] for each in members) + 1)
+    if stayers and settlement.sync_is_due:
+        inner.synchronize()
 
 
-def _check(inner: OneBitOptimizer) -> None:
+def _check(inner: OneBitOptimizer, leaving: Sequence[int]) -> None:
     inner.check_between_steps("reform")
+    if leaving and inner.current.under_way is not None:
+        raise ValueError(
+            "reform with leaving= after a step that did not end: ranks leave in good order between two steps. Call "
+            "reform on those that are left, without leaving="
+        )
     if inner.setup.topology.shard is not None:
         raise ValueError(
             "reform with sharded parameters (FSDP) is not possible: the parts that a lost rank held are gone. Load the "
@@ -109,10 +121,13 @@ class _Own:
 
     @classmethod
     def of(cls, inner: OneBitOptimizer) -> _Own:
-        setup, current = inner.setup, inner.current
-        new = inner.is_new
-        saved = {} if new else schema.save(setup, current)
-        return cls(inner, saved, schema.progress(setup, current), [] if new else [setup.topology.place])
+        return cls(inner, {}, {}, [] if inner.is_new else [inner.setup.topology.place])
+
+    def save(self) -> None:
+        """What it has now, beside what others have handed over."""
+        setup, current = self.inner.setup, self.inner.current
+        handed, self.numbers = self.saved, schema.progress(setup, current)
+        self.saved = {p: {**own, **handed.get(p, {})} for p, own in schema.save(setup, current).items()}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -122,9 +137,7 @@ class _Own:
             "kept": self.kept,
             "ranks": topology.nodes * topology.slices,
             "reforms": self.inner.reforms,
-            "steps": self.numbers["steps"],
-            "skipped": self.numbers["skipped_steps"],
-            "local": self.inner.current.local_steps_taken,
+            **facts_of_step(self.inner),
         }
 
     def hand_over(self, leaving: Sequence[int]) -> bool:
@@ -136,17 +149,17 @@ class _Own:
                 f"leaving={list(leaving)}: these are ranks of the old group, which has {everyone.size}, and one "
                 f"stays at least"
             )
-        params = list(self.saved)
+        state = schema.save(self.inner.setup, self.inner.current)
         for j, rank in enumerate(sorted(leaving)):
             heir = staying[j % len(staying)]
             if everyone.rank == rank:
-                residuals = {p: {n: v for n, v in own.items() if _is_residual(n)} for p, own in self.saved.items()}
+                residuals = {p: {n: v for n, v in own.items() if _is_residual(n)} for p, own in state.items()}
                 _send(everyone, heir, {"place": self.kept[0]}, residuals, device, _LEAVING)
             elif everyone.rank == heir:
                 value, states = _receive(everyone, rank, device, _LEAVING)
                 self.kept.append(value["place"])
-                for p, theirs in zip(params, states, strict=True):
-                    self.saved[p] |= theirs
+                for p, theirs in zip(state, states, strict=True):
+                    self.saved.setdefault(p, {}).update(theirs)
         return everyone.rank in staying
 
     def restored(self, topology: Topology, received: _Received | None) -> tuple[list[dict[str, Any]], Snapshot]:
@@ -165,17 +178,18 @@ class _Own:
         state_dict = {"state": saved, "param_groups": groups}
         return restore.restored(setup, inner.current, state_dict, self.kept)
 
-    def go_on_between_exchanges(self, topology: Topology, snapshot: Snapshot, received: _Received | None) -> None:
-        """What a load has no use for: local steps since the last exchange, and what this process has counted."""
+    def go_on_between_exchanges(self, topology: Topology, snapshot: Snapshot, progress: Any, joins: bool) -> None:
+        """What a load has no use for: local steps since the last exchange, of which all have this progress, and what
+        this process has counted."""
         inner = self.inner
-        setup, progress = replace(inner.setup, topology=topology), inner.current.local_progress
-        if received is None:
+        if not joins:
             snapshot.stages.go_on_counting(inner.current.stages)
-        else:
-            progress = received.value["local"]
-        if progress and any(taken for taken, *_ in progress):
+        if any(taken for taken, *_ in progress):
+            setup = replace(inner.setup, topology=topology)
             hyper = inner.gradients.write_hyper(setup, snapshot)
-            snapshot.go_on_with_local_steps(setup, hyper, progress, inner.current if received is None else None)
+            snapshot.go_on_with_local_steps(
+                setup, hyper, progress, None if inner.current.synchronized else inner.current
+            )
 
 
 def _compared(topology: Topology, own: _Own) -> list[dict[str, Any]]:
@@ -189,7 +203,7 @@ def _compared(topology: Topology, own: _Own) -> list[dict[str, Any]]:
             if each[name] != first[name]:
                 raise ValueError(
                     f"{listed([rank], everyone)} has {what} {each[name]}, and {listed(stayers[:1], everyone)} "
-                    f"{first[name]}: they do not go on from the same step of one run. On a rank that joins build a new "
+                    f"{first[name]}: they do not go on from one run. On a rank that joins build a new "
                     f"model and optimizer, take no step and load nothing"
                 )
     kept = [place for each in members for place in each["kept"]]
@@ -201,13 +215,7 @@ def _compared(topology: Topology, own: _Own) -> list[dict[str, Any]]:
     return members
 
 
-_SAME = {
-    "ranks": "a group before of a number of ranks of",
-    "reforms": "a number of reforms of",
-    "steps": "taken steps:",
-    "skipped": "skipped steps:",
-    "local": "taken local steps since the last exchange:",
-}
+_SAME = {"ranks": "been one of this many ranks:", "reforms": "gone on with other ranks this many times:"}
 
 
 @dataclass
@@ -248,7 +256,7 @@ class _Received:
                     group[name] = value
 
 
-def _joined(topology: Topology, own: _Own, members: list[dict[str, Any]], stayers: list[int]) -> _Received | None:
+def _joined(topology: Topology, own: _Own, stayers: Sequence[int]) -> _Received | None:
     """From a rank that stays to each rank that joins: what a rank that joins gets."""
     everyone, inner = topology.everyone, own.inner
     joining = [rank for rank in range(everyone.size) if rank not in stayers] if stayers else []
@@ -274,7 +282,7 @@ def _give(everyone: Any, rank: int, own: _Own) -> None:
     groups = [
         {k: _number(v) for k, v in group.items() if k not in ("params", PROGRESS)} for group in inner.param_groups
     ]
-    value = {"numbers": {**own.numbers, "wire_bytes": 0}, "groups": groups, "local": current.local_progress}
+    value = {"numbers": {**own.numbers, "wire_bytes": 0}, "groups": groups}
     _send(everyone, rank, value, state, inner.setup.device, _JOINING)
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
+from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.optim import param_groups
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
@@ -49,8 +50,11 @@ class LocalSteps(Protocol):
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """A step by this rank's own gradient, left out where flags is not 0."""
 
-    def synchronize(self, hyper: Tensor) -> None:
-        """The exchange: all ranks have the same parameters."""
+    def exchange(self, hyper: Tensor, undo: Undo | None = None) -> None:
+        """All messages. undo: keeps what they change."""
+
+    def meet(self, hyper: Tensor) -> None:
+        """After the exchange: all ranks have the same parameters."""
 
     def last_parameters(self) -> list[Tensor]:
         """What they were after the last exchange, fp32."""

@@ -44,6 +44,7 @@ class Gradients:
         self.node_mean: bool | None = None  # whether DDP's hook has averaged all of them over the node, if it was there
         self.ranks_agreed = False  # whether `flags` are those of all ranks
         self._checked: Versions | None = None
+        self.max_norm: float | None = None  # to which a norm that is not known yet will be clipped
         self._clip: Tensor | None = None
         self._unscale: Tensor | None = None  # 1 / GradScaler's scale, fp32 [1], unless gradients are as they should be
         self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
@@ -138,6 +139,14 @@ class Gradients:
             everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
         self.ranks_agreed = agree
         self._checked = versions_of(states)
+
+    def clip_as_asked(self, setup: Setup, current: Snapshot) -> None:
+        """Of averaged gradients, which ranks have not agreed on before one died: the norm is known to each of them."""
+        squares = torch.zeros(1, dtype=torch.float64, device=self.flags.device)
+        hyper, asked = self.write_hyper(setup, current, clipped=False), self.max_norm
+        self.check_finite(current.states, setup.topology.everyone, hyper, squares, agree=False)
+        if asked is not None and self._clip is None:
+            self.clip(squares.sqrt().float(), asked)
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:
         """`norm` is that of the gradients as they lie. What it is with the clipping there was, before this one."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk
+from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
 from onebit.optim.fields import LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
@@ -47,7 +48,7 @@ class ZeroOneLocalSteps:
 
     def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
         """live: bool [elements], where coordinates take part."""
-        self.state, self.exchange = state, reducer.exchange
+        self.state, self._exchange = state, reducer.exchange
         device, parameters = state.device, len(state.params)
         self.taken = 0
         self.weights = torch.zeros(parameters, dtype=torch.float32, device=device)  # the sum of w since the last sync
@@ -65,7 +66,7 @@ class ZeroOneLocalSteps:
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
         """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""
-        of_parameters, exchange = self._of_parameters(hyper), self.exchange
+        of_parameters, exchange = self._of_parameters(hyper), self._exchange
         w = of_parameters.lr * of_parameters.bias1
         self._set_reference(w)
         exchange.materialize()
@@ -84,7 +85,7 @@ class ZeroOneLocalSteps:
             anchors = [state.view(ANCHOR.name, i) for i in parameters]
             torch._foreach_copy_(anchors, [state.value(i) for i in parameters])
         clip = self._clip(hyper)
-        for span, _, residual in self.exchange.slices():
+        for span, _, residual in self._exchange.slices():
             state.backend.zero_one_local(
                 span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),
                 span.of(state[OWN_MOMENTUM.name]), residual, state.part("master", span), hyper, flags,
@@ -92,26 +93,31 @@ class ZeroOneLocalSteps:
                 None if clip is None else self._squares[span.first : span.first + span.count],
             )  # fmt: skip
         self._moved |= flags == 0
-        if self.exchange.residual.scale is not None:  # it has been computed anew
-            self.exchange.residual.scale.masked_fill_(flags == 0, 0)
+        if self._exchange.residual.scale is not None:  # it has been computed anew
+            self._exchange.residual.scale.masked_fill_(flags == 0, 0)
         of_parameters = self._of_parameters(hyper)
         self.weights += of_parameters.lr * of_parameters.bias1
         self.decay *= 1 - of_parameters.lr * of_parameters.weight_decay
         self.taken += 1
 
-    def synchronize(self, hyper: Tensor) -> None:
+    def exchange(self, hyper: Tensor, undo: Undo | None = None) -> None:
         state, alone = self.state, torch.zeros_like(hyper)  # neither momentum nor gradient: residuals alone
-        before = state[FACTOR.name]
-        self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
 
         def compress(chunk: Chunk) -> None:
-            live = self.exchange.live_in(chunk.slice)
+            if undo is not None:
+                undo.save(chunk)
+            live = self._exchange.live_in(chunk.slice)
             state.backend.compress(
                 chunk.slice, self._no_gradients, chunk.arriving, chunk.residual, alone, self._no_flags, chunk.sent,
                 live=live,
             )  # fmt: skip
 
-        total, factor = self.exchange.run(compress), state[FACTOR.name]
+        self._exchange.run(compress, chunks=None if undo is None else undo.chunks)
+
+    def meet(self, hyper: Tensor) -> None:
+        state, total = self.state, self._exchange.replies
+        before = factor = state[FACTOR.name]
+        self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
         clip = None if self.limit is None else self.limit.of_messages(hyper, factor)
         state.backend.zero_one_sync(
             state.layout.all(), state.parameters, state[VARIANCE.name], state[OWN_MOMENTUM.name], state[ANCHOR.name],
@@ -161,7 +167,7 @@ class ZeroOneLocalSteps:
         state, layout = self.state, self.state.layout
         received = torch.zeros(layout.elements, dtype=torch.float32, device=state.device)
         parts = [state.elements_of(received, i) for i in range(len(state.params))]
-        state.backend.decode(layout.all(), self.exchange.replies, Pointers.to(layout, parts))
+        state.backend.decode(layout.all(), self._exchange.replies, Pointers.to(layout, parts))
         received.masked_fill_(~live, 0)
         for i, part in enumerate(parts):
             own = state.elements_of(state[OWN_MOMENTUM.name], i)

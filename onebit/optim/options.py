@@ -50,6 +50,7 @@ class OptionArguments(TypedDict, total=False):
     chunks: int | Literal["auto"]
     master_weights: bool
     overlap: bool
+    elastic: bool
     check_every: int
     gradient_dtype: torch.dtype | None
     foreach: bool | None
@@ -114,6 +115,12 @@ class Options:
         False,
         "in stage 2 messages leave while backward still computes; clipping or scaling of gradients ends the overlap.",
     )
+    elastic: bool = _option(
+        False,
+        "a compressed step in which a rank dies can be taken back on the others, by onebit.reform: residuals and "
+        "messages are kept as they were before, 4 + 4 / N bytes an element and more. With overlap, or up to 2^20 "
+        "elements in one chunk, it is so in any case.",
+    )
     check_every: int = _option(
         1000,
         "steps between two checks that all ranks hold the same bits; if not, every rank raises a DivergenceError; "
@@ -168,8 +175,9 @@ class Options:
             )
         if not is_one_of(self.chunks, ("auto",)) and not is_whole(self.chunks, least=1, most=MOST_CHUNKS):
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap={self.overlap!r}: it must be True or False")
+        for name in ("overlap", "elastic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: it must be True or False")
         if not is_whole(self.check_every, least=0, most=MOST_STEPS):
             raise ValueError(
                 f"check_every={self.check_every!r}: it is the number of steps between two checks that all ranks hold "

@@ -76,6 +76,15 @@ class Part:
 
 
 @dataclass
+class UnderWay:
+    """An exchange that has begun and whose step has not ended."""
+
+    hyper: Tensor  # the numbers of that step
+    undo: list[Undo]  # what takes it back; none where nothing was kept
+    by_flags: bool  # whether replies tell that it must be taken back
+
+
+@dataclass
 class Snapshot:
     """Where a run has come to."""
 
@@ -87,6 +96,7 @@ class Snapshot:
     ranks_agree: bool = False  # whether all ranks were found to have the same model and options
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
+    under_way: UnderWay | None = None
     _undo: list[Undo] = field(default_factory=list)
 
     @classmethod
@@ -182,15 +192,25 @@ class Snapshot:
         other parts of sharded parameters have to be asked: no message of this rank reaches them."""
         return setup.topology.shard is None and travel_in_messages([reducer.exchange for reducer in self.reducers])
 
-    def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool) -> list[Undo]:
+    def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool, keep: bool = False) -> list[Undo]:
         """All messages of a compressed step. Where ranks have not agreed on `flags` the messages carry this rank's, and
-        `flags` become those of all; what takes the exchange back, if they say so."""
-        undo = [] if ranks_agreed else self.undo
+        `flags` become those of all; what takes the exchange back, if they say so. keep: what takes the exchange back
+        where it does not end."""
+        undo = self.undo if keep or not ranks_agreed else []
+        self.under_way = UnderWay(hyper, undo, by_flags=not ranks_agreed)
         for reducer, own in zip_longest(self.reducers, undo):
             reducer.all_reduce(hyper, flags, own)
-        if undo:
-            self.read_flags(flags)
+        if ranks_agreed:
+            return []
+        self.read_flags(flags)
         return undo
+
+    def take_back_exchange(self) -> None:
+        """One that did not end."""
+        assert self.under_way is not None
+        for undo in self.under_way.undo:
+            undo.take_back()
+        self.under_way = None
 
     @property
     def undo(self) -> list[Undo]:
@@ -283,7 +303,8 @@ class Snapshot:
                 if not bound:
                     part.state.bind_tensors()
                 assert part.local is not None
-                part.local.synchronize(hyper)
+                part.local.exchange(hyper)
+                part.local.meet(hyper)
                 part.state.parameters_were_written()
                 if not bound:
                     part.state.release_gradients()

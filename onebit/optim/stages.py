@@ -76,6 +76,11 @@ class Stages:
         self.skipped_in_a_row, self.left_out_in_a_row = before.skipped_in_a_row, before.left_out_in_a_row
         self.shortened_in_a_row = before.shortened_in_a_row
 
+    def leave_out(self, steps: int) -> None:
+        """Local steps that other ranks have taken, and this one has not."""
+        self.counts[:1] += steps
+        self.left_out += steps
+
     @property
     def freeze_is_due(self) -> bool:
         """Whether stage 2 begins with the coming step."""

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from onebit.collectives.undo import Undo
 from onebit.optim import held
-from onebit.optim.algorithm import Kind
+from onebit.optim.algorithm import Kind, LocalSteps
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Gradients
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Part, Snapshot
+from onebit.optim.snapshot import Part, Snapshot, UnderWay
 
 Timed = Literal["uncompressed", "1 bit", "no overlap", "local"]
 
@@ -75,14 +76,23 @@ class Step:
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """Exchange messages, then move every part, where flags is 0."""
         with held.kept(self.current.states):
-            exchanged = self._exchange(hyper)
-            for part in self.current.parts:
-                if part.reducer is None:
-                    self.setup.algorithm.full_step(part.state, hyper, flags)
-                else:
-                    self._move(part, part.reducer, hyper, flags)
-            for undo in exchanged:
-                undo.restore(flags)
+            self._move_parts(self._exchange(hyper), hyper, flags)
+
+    def finish(self, hyper: Tensor, flags: Tensor) -> None:
+        """The rest of `move`, with the replies of an exchange that has ended on other ranks, and not on this one."""
+        with held.kept(self.current.states):
+            under_way = self.current.under_way
+            self._move_parts(under_way.undo if under_way and under_way.by_flags else [], hyper, flags)
+
+    def _move_parts(self, exchanged: Sequence[Undo], hyper: Tensor, flags: Tensor) -> None:
+        for part in self.current.parts:
+            if part.reducer is None:
+                self.setup.algorithm.full_step(part.state, hyper, flags)
+            else:
+                self._move(part, part.reducer, hyper, flags)
+        for undo in exchanged:
+            undo.restore(flags)
+        self.current.under_way = None
 
     def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
         """All messages that parts move by; what takes them back where flags say so."""
@@ -131,7 +141,8 @@ class OneBitStep(Step):
         squares /= self.setup.topology.nodes
 
     def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
-        return self.current.exchange(hyper, self.gradients.flags, self.gradients.ranks_agreed)
+        gradients = self.gradients
+        return self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         self.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
@@ -169,9 +180,13 @@ class LocalStep(Step):
             self.gradients.average(states, node, self.setup.options.gradient_dtype)
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
+        self._move_alone(part, reducer, hyper, flags)
+
+    def _move_alone(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> LocalSteps:
         step = self.current.stages.steps + 1
         part.local = part.local or self.setup.algorithm.local_steps(part.state, reducer, hyper, step)
         part.local.move(hyper, flags)
+        return part.local
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
         self.current.count(self.setup, flags, self.current.limits, alone=True)
@@ -181,10 +196,21 @@ class LocalStep(Step):
 class SyncStep(LocalStep):
     timed_as: ClassVar[Timed] = "1 bit"
 
+    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
+        """Of what a rank owes after its own step."""
+        current, flags = self.current, self.gradients.flags
+        moved = [
+            self._move_alone(part, part.reducer, hyper, flags) for part in current.parts if part.reducer is not None
+        ]
+        undo = current.undo if self.setup.options.elastic else []
+        current.under_way = UnderWay(hyper, undo, by_flags=False)
+        for local, own in zip_longest(moved, undo):
+            local.exchange(hyper, own)
+        return []
+
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        super()._move(part, reducer, hyper, flags)
         assert part.local is not None
-        part.local.synchronize(hyper)
+        part.local.meet(hyper)
 
 
 STEPS: dict[Kind, type[Step]] = {"full": Step, "1 bit": OneBitStep, "local": LocalStep, "sync": SyncStep}

@@ -70,6 +70,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         chosen = Options.of(options, self.without_options)
         self._built, self._held = False, dict[Tensor, Tensor]()
         self.begun = False  # whether the kind of the coming step is decided
+        self.coming: Step | None = None  # that step, until it has ended
         super().__init__(params, {**defaults, COMPRESS: True})
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
         self._ranks = RankFinder(*ranks, groups, chosen, device)
@@ -142,16 +143,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
             setup, current, gradients = self.setup, self.current, self.gradients
             if not current.parts:
                 return loss  # no parameter trains
-            step = self.overlap.sent(step)
+            self.coming = step = self.overlap.sent(step)
             gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), setup, current)
             flags = step.average_and_check()
             self.after_step += warnings_of_skips(setup, current)
             step.move(gradients.write_hyper(setup, current), flags)
             report_to_scaler(self, flags)
             self.after_step += self.pay_off.due(self.overlap.timed_as(step), setup, current, self.averaged_in_backward)
-            self.after_step += step.count(flags)
-            gradients.reset()
-            self.begun = False
+            self._end_step(step, flags)
             self.leave_out_buckets(step.next_needs_no_mean)
             try:
                 self.watch.check(setup, current)
@@ -159,6 +158,36 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
                     self.after_step.pop(0)()
         return loss
+
+    def _end_step(self, step: Step, flags: Tensor) -> None:
+        self.after_step += step.count(flags)
+        self.gradients.reset()
+        self.begun, self.coming = False, None
+
+    def finish_step(self, skipped: bool) -> None:
+        """The coming step, which other ranks have finished, before a rank died: see `onebit.reform`. This rank has sent
+        all that it was to send, and the replies, if there are any, are here."""
+        step, current, gradients = self.coming, self.current, self.gradients
+        assert step is not None
+        flags, under_way = gradients.flags, current.under_way
+        if not step.alone:
+            flags.fill_(int(skipped))
+        if under_way is not None and under_way.by_flags and skipped:
+            current.take_back_exchange()
+        elif under_way is not None:
+            step.finish(under_way.hyper, flags)
+        else:
+            gradients.clip_as_asked(self.setup, current)
+            flags.fill_(int(skipped))
+            step.move(gradients.write_hyper(self.setup, current), flags)
+        self._end_step(step, flags)
+        self._catch_up()
+
+    def end_local_step(self) -> None:
+        """Of a sync whose exchange did not end and has been taken back: the exchange is still due."""
+        assert self.coming is not None
+        self._end_step(self.coming, self.gradients.flags)
+        self._catch_up()
 
     @eager
     def synchronize(self) -> None:
@@ -191,6 +220,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.after_step += current.freeze(self.setup)
             self.install(current)
         step = STEPS[kind_of_step(self.setup, current)](self.setup, current, self.gradients)
+        self.coming = step
         if current.parts and not self.begun:
             self.overlap.prepare(step)
         self.begun = True
@@ -230,11 +260,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return self._ranks.topology_of(process_group)
 
     def check_between_steps(self, what: str) -> None:
-        """A ValueError where state is neither the last step's nor the next one's."""
-        self.overlap.check_at_rest(what)
+        """A ValueError where this rank has no state of its own. Messages that are on their way are waited for."""
         self.current.check_own_parameters(what)
         self._shown.check_loaded()
-        self._catch_up()
+        self.overlap.abandon()
+        if self.current.under_way is None:
+            self._catch_up()
 
     def go_on_with(self, topology: Topology, snapshot: Snapshot, reforms: int) -> None:
         """From `snapshot`, with other ranks: see `onebit.reform`. They compare what they have with the coming step, as
@@ -272,6 +303,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             "leaves. Pass overlap=False, or don't clip"
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
+        self.gradients.max_norm = max_norm
         with counted(self.pay_off.waits):
             step.average_and_check(squares)
         step.add_squares(squares)

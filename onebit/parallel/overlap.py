@@ -16,6 +16,7 @@ Where gradients change after they have left, the exchange is taken back and done
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,13 +29,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.agreement import listed
-from onebit.collectives.transport.protocol import Ranks, Transport
+from onebit.collectives.transport.protocol import CollectiveError, Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels import streams
 from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.snapshot import Snapshot, UnderWay
 from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed
 from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, node_means
@@ -219,6 +220,13 @@ class Overlap:
         assert self._snapshot is not None
         for undo in self._snapshot.undo:
             undo.restore()
+        self._snapshot.under_way = None
+
+    def abandon(self) -> None:
+        """Messages that a rank which died keeps from arriving: `Snapshot.under_way` has what takes them back."""
+        if self._flight is not None:
+            with contextlib.suppress(CollectiveError):
+                self._finish(self._flight)
 
     def disable(self, why: str) -> None:
         """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
@@ -270,6 +278,7 @@ class Overlap:
             reducer.keep_previous_momentum()
         wire = step.setup.options.gradient_dtype
         groups.at_rest, over = False, (groups.replicas, groups.node)
+        step.current.under_way = UnderWay(hyper, step.current.undo, by_flags=True)
         self._flight = Flight(reducers, step.current.undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 

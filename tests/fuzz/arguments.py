@@ -34,7 +34,7 @@ _SENSIBLE: dict[str, tuple[Any, ...]] = {
     "freeze_step": (0, 1, 2, "auto", onebit.FreezeRule(0.5), onebit.FreezeRule(window=3)),
     "zero_variance": ("floor", "hold"), "variance_floor": (0.0, 0.01, 1.0), "scale": ("block", "tensor"),
     "norm": ("auto", "l1", "l2", "unbiased"), "block_size": (32, 64, 2048), "chunks": (1, 2, 3, "auto"),
-    "overlap": (False, True), "check_every": (0, 1, 1000),
+    "overlap": (False, True), "elastic": (False, True), "check_every": (0, 1, 1000),
     "gradient_dtype": (None, torch.bfloat16, torch.float16),
 }  # fmt: skip
 _LAMB: dict[str, tuple[Any, ...]] = {

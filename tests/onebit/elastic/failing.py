@@ -1,0 +1,55 @@
+"""A transport on which a collective fails at one point of one step, as where a rank has died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from onebit.collectives import CollectiveError
+from onebit.collectives.transport.protocol import Work
+from tests.faults.striking import Watched
+
+
+@dataclass(frozen=True)
+class Failure:
+    """before: nothing is sent. after: all has come, and what has come is overwritten, as by half of a message."""
+
+    step: int
+    phase: str
+    when: Literal["before", "after"] = "after"
+
+
+@dataclass
+class Garbled:
+    """Work that ends with an error."""
+
+    work: Work
+    out: Tensor
+    phase: str
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.out.fill_(-1 if self.out.is_floating_point() else 77)
+        raise CollectiveError(f"{self.phase} did not end: a rank died")
+
+
+class Failing(Watched):
+    """`step` is the coming one."""
+
+    def __init__(self, group: Any, failure: Failure | None) -> None:
+        super().__init__(group)
+        self.step, self._failure = 0, failure
+
+    def expect(self, out: Tensor, phase: str) -> None:
+        """Nothing: a receive that no message ends would take one of the next run."""
+
+    def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
+        at = self._failure
+        if at is None or self.step != at.step or not phase.startswith(at.phase):
+            return start()
+        if at.when == "before":
+            raise CollectiveError(f"{phase} did not begin: a rank died")
+        return Garbled(start(), out, phase)

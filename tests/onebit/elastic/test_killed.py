@@ -1,0 +1,92 @@
+"""A process is killed within a step; the others make a new group, reform, and go on to the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import onebit
+from onebit.collectives import CollectiveError
+from onebit.collectives.transport import transport_for
+from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER, Point, Striking
+from tests.onebit.runs import Case, bits, take
+from tests.ranks import group, run_ranks, run_ranks_once
+
+SHAPES = ((7, 9), (33,), (130,), (400,))
+STEPS, STRUCK = 10, {1: 3, 2: 7}
+A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
+KILLED = [
+    (A, 2, Point(1, "in the all-reduce", AVERAGE, "under way", ())),
+    (L, 1, Point(2, "between two chunks", f"{GATHER} 1", "before", ())),
+    (Z, 0, Point(2, "in the all-gather", f"{SCATTER} 1", "under way", ())),
+    (A, 0, Point(2, "after the all-gather", f"{SCATTER} 1", "after", ())),
+    (L, 2, Point(2, "in the exchange", f"{EXCHANGE} 1", "under way", (), "direct")),
+]
+
+
+def case_of(kind: str, reply: Any) -> Case:
+    options = {"freeze_step": 4, "chunks": 2, "reply": reply, "elastic": True}
+    return Case(kind, SHAPES, options=options, groups=({}, {"lr": 2e-3}))
+
+
+@pytest.mark.parametrize(("kind", "victim", "point"), KILLED, ids=lambda value: getattr(value, "name", str(value)))
+def test_survivors_go_on_as_after_a_reform_between_two_steps(kind: str, victim: int, point: Point) -> None:
+    found = run_ranks_once(3, train, (kind, victim, point), expect_dead=(victim,))
+    left = [each for each in found if each is not None]
+    assert len(left) == 2 and left[0] == left[1]
+    steps, end = left[0]
+    assert steps in (STRUCK[point.stage] - 1, STRUCK[point.stage])
+    wanted = [each for each in run_ranks(3, undisturbed, kind, victim, point.reply, steps) if each is not None]
+    assert wanted == [end, end]
+
+
+def train(rank: int, size: int, kind: str, victim: int, point: Point) -> tuple[int, bytes]:
+    """What a rank does that is left: steps when ranks changed, and parameters in the end."""
+    warnings.simplefilter("ignore", UserWarning)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    case = case_of(kind, point.reply)
+    ranks = Striking(group(), point, STRUCK[point.stage], die) if rank == victim else Striking(group())
+    params = case.parameters()
+    optimizer, reformed = case.build(params, ranks), 0
+    while (step := optimizer.steps + 1) <= STEPS:
+        ranks.begin(step)
+        try:
+            take(case, rank, optimizer, params, step)
+        except CollectiveError:
+            onebit.reform(optimizer, group_of_survivors(rank, victim))
+            reformed = optimizer.steps
+    return reformed, bits(params)
+
+
+def group_of_survivors(rank: int, victim: int) -> Any:
+    """A new world under another prefix of the store, which a process has that does not train."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    new = sorted({0, 1, 2} - {victim}).index(rank)
+    dist.init_process_group("gloo", store=dist.PrefixStore("survivors", store), rank=new, world_size=2)
+    return dist.group.WORLD
+
+
+def undisturbed(rank: int, size: int, kind: str, victim: int, reply: Any, steps: int) -> bytes | None:
+    """Parameters in the end, where ranks change between two steps."""
+    warnings.simplefilter("ignore", UserWarning)
+    case = case_of(kind, reply)
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    for step in range(1, steps + 1):
+        take(case, rank, optimizer, params, step)
+    others = transport_for(group()).split(rank == victim)
+    if rank == victim:
+        return None
+    onebit.reform(optimizer, others)
+    for step in range(steps + 1, STEPS + 1):
+        take(case, rank, optimizer, params, step)
+    return bits(params)
