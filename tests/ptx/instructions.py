@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.ptx import forms, opcodes, operands
-from tests.ptx.memory import Fault, Memory
+from tests.ptx.memory import Fault, Memory, Part
 from tests.ptx.opcodes import LANE, Computation, Lanes, Type, Unknown, computation, type_of
 from tests.ptx.operands import Read
 from tests.ptx.parse import Immediate, Instruction, Kernel, Malformed, Operand, Vector
@@ -201,6 +201,12 @@ def _rows(of: Instruction, operand: Operand) -> tuple[Vector, Read, Lanes]:
     return registers, LANE[: 8 * len(registers)], len(registers)
 
 
+def _access_rows(warp: Warp, number: int, part: Part, *, writes: bool) -> None:
+    """A row's words are several lanes': the access counts as that of two."""
+    for lanes in (part.lanes, part.lanes ^ 1):
+        warp.recorder.access(warp.index, number, Part(part.region, lanes, part.offsets), 16, writes=writes)
+
+
 def _transposed(words: np.ndarray) -> np.ndarray:
     """Of matrices of 8 by 8 elements of 16 bits, two in a word, each with rows and columns exchanged."""
     halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
@@ -216,7 +222,7 @@ def _load_matrix(number: int, of: Instruction) -> Run:
             raise Fault("a part of a warp loads matrices")
         words = np.zeros((8 * count, 4), np.uint32)
         for part in warp.shared.parts(address(warp), 16, rows):
-            warp.recorder.access(warp.index, number, part, 16, writes=False)
+            _access_rows(warp, number, part, writes=False)
             words[part.lanes] = part.region.load(part.offsets, 4, 4)
         matrices = _transposed(words) if "trans" in of.parts else words
         for write, matrix in zip(writes, matrices.reshape(count, 32), strict=True):
@@ -235,7 +241,7 @@ def _store_matrix(number: int, of: Instruction) -> Run:
         words = np.concatenate([read(warp) for read in reads]).reshape(8 * count, 4)
         words = _transposed(words) if "trans" in of.parts else words
         for part in warp.shared.parts(address(warp), 16, rows):
-            warp.recorder.access(warp.index, number, part, 16, writes=True)
+            _access_rows(warp, number, part, writes=True)
             part.region.store(part.offsets, words[part.lanes])
 
     return store

@@ -1,6 +1,6 @@
 """Faults in the text of a kernel, one at a time, and whether the emulator finds them.
 
-barrier     a barrier of a program is deleted
+barrier     a barrier of a program or of a warp is deleted
 order       an atomic orders nothing: .acq_rel becomes .relaxed
 mask        an access under a predicate is made by every lane
 clamp       a minimum or maximum of two places is the first of them
@@ -22,20 +22,21 @@ from tests.kernels.cases import F16, Case
 from tests.ptx.cases import MESSAGES, Variant, run_pass
 from tests.ptx.run import Compiled
 
-BARRIER = re.compile(r"bar\.sync\s+0;")
+BARRIER = re.compile(r"bar\.(?:sync\s+0|warp\.sync\s+-1);")
 ORDER = re.compile(r"atom\.global\.gpu\.acq_rel")
 MASK = re.compile(r"@!?%p\d+\s+(?=(ld|st)\.global)")
 CLAMP = re.compile(r"(?<![.\w])(?:min|max)\.[su](32|64)(\s+%\w+, %\w+), [-%\w]+;")
 SOME = 5
 KINDS = ("barrier", "order", "mask", "clamp")
 ORDERS = ("forward", "random")
-# Eight warps, several programs, a whole block, a tail, and padding; messages of one scale and of one a block.
+# Eight warps, several programs, a whole block, a tail, and padding; messages of one scale and of one a block. One warp.
 MUTATED = {
-    "one scale": Variant(Case((1100,), 1024, scale="tensor", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
+    "one scale": Variant(Case((1900,), 1024, scale="tensor", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
     "a scale a block": Variant(
         Case((1100,), 992, 3, norm="unbiased", param=F16, grad=F16, momentum="packed", copies=3, unaligned=True),
         passes=(*MESSAGES, *COMPARED, NOT_FINITE),
     ),
+    "one warp": Variant(Case((200,), 96, 2, norm="unbiased", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
 }
 
 

@@ -70,6 +70,7 @@ EVERY_LANE = """
 """
 UNUSED = "ld.global.b32 %r5, [%rd1]; @%p1 st.global.b32 [%rd1], 9;"
 GUARDED = "mov.b32 %r5, 1; @%p2 bra $L__A; mov.b32 %r5, 2; $L__A: st.global.b32 [%rd3], %r5;"
+WORDS = "{%r5, %r6, %r7, %r8}"
 ODD_LANES = "and.b32 %r4, %r1, 1; setp.eq.s32 %p3, %r4, 1;"
 
 
@@ -122,11 +123,33 @@ def test_without_the_barrier_there_is_a_race_whatever_the_order(order):
     assert all("st.shared" in told for *_, told in races)
 
 
+def test_an_atomic_that_acquires_sees_what_others_released_one_after_another(order):
+    atomic = "@%p1 atom.global.gpu.{order}.add.u32 %r7, [%rd2], 1;"
+    body = LAST.replace(atomic, atomic.format(order="release") + atomic.format(order="acquire"))
+    body = body.format(before="").replace("%p3, %r7, 1;", "%p3, %r7, 3;")
+    data, races = run(body, order=order, programs=2)
+    assert data[2] == 5 + 6 and not races
+
+
 def test_lanes_of_a_warp_exchange_values_where_they_meet(order):
     exchange = EXCHANGE.replace("128", "4")
     data, races = run(exchange.format(barrier="bar.warp.sync -1;"), order=order)
     assert data.tolist() == [i ^ 1 for i in range(64)] and not races
     assert {race[:2] for race in run(exchange.format(barrier=""), order=order)[1]} == {("shared memory", "lanes")}
+
+
+@pytest.mark.parametrize(
+    ("store", "load"),
+    [
+        ("st.shared.v4.b32", "ldmatrix.sync.aligned.m8n8.x4.shared.b16"),
+        ("stmatrix.sync.aligned.m8n8.x4.shared.b16", "ld.shared.v4.b32"),
+    ],
+)
+def test_words_of_a_matrix_go_to_other_lanes_than_have_its_address(store, load, order):
+    """Every lane stores 16 bytes, and has the address of those alone."""
+    for barrier in ("bar.warp.sync -1;", ""):
+        body = f"shl.b32 %r4, %r1, 4; {store} [%r4], {WORDS}; {barrier} {load} {WORDS}, [%r4];"
+        assert {race[1] for race in run(body, order=order, shared_bytes=1024)[1]} == (set() if barrier else {"lanes"})
 
 
 @pytest.mark.parametrize(
@@ -228,6 +251,7 @@ def test_accesses_of_different_widths_race_for_the_bytes_that_they_share():
         (ODD_LANES + "@%p3 bar.sync 0;", "a barrier that a part of a warp has reached"),
         (ODD_LANES + "@%p3 bar.warp.sync -1;", "a barrier that a part of a warp has reached"),
         (ODD_LANES + "@%p3 shfl.sync.bfly.b32 %r5, %r5, 1, 31, -1;", "a part of a warp shuffles"),
+        (ODD_LANES + "@%p3 redux.sync.max.s32 %r5, %r5, -1;", "a part of a warp shuffles"),
         (ODD_LANES + "@%p3 bra $L__A; bar.sync 0; $L__A:", "a barrier that a part of a warp has reached"),
         ("@%p2 bra $L__A; bar.sync 0; $L__A:", "ended without the barrier"),
         ("$L__A: bra $L__A;", "does not end"),
@@ -267,6 +291,8 @@ def test_an_argument_may_be_below_zero_and_what_nothing_was_written_to_is_nan():
 
 def test_wide_accesses_and_narrow_ones():
     body = "@%p1 st.global.v4.b32 [%rd1+16], {%r5, %r1, %r5, %r5}; @%p1 st.global.b8 [%rd1+1], %r5; "
+    before = "st.shared.b32 [%r3], %r1; bar.warp.sync -1; @!%p1 ld.shared.b32 %r5, [%r3+-4]; st.global.b32 [%rd3], %r5;"
+    assert run(before, warps=1)[0][:32].tolist() == [7, *range(31)]
     data, races = run(
         body + "ld.shared.b32 %r6, [global_smem]; setp.eq.s32 %p3, %r1, 5; @%p3 st.global.b32 [%rd1+40], %r6;"
     )
