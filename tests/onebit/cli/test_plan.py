@@ -196,7 +196,8 @@ def test_an_all_reduce_over_gloo_takes_what_its_segments_take(size, at_once):
 
 
 def test_agreeing_and_replies_wait_as_the_transport_sends_them():
-    assert replace(FAR, transport="nccl", gpus=64).all_reduce(0) == pytest.approx(2 * 6 * 0.025)  # trees
+    trees = replace(FAR, transport="nccl", gpus=64)
+    assert trees.all_reduce(1e6) == pytest.approx(2 * 1e6 / 1e9 + 2 * 6 * 0.025)
     for transport, gpus, waits in (("gloo", 4, 1), ("gloo", 2, 2), ("nccl", 4, 2), ("nccl", 2, 1)):
         assert replace(FAR, transport=transport, gpus=gpus).agreement() == pytest.approx(waits * 0.05)
     for shape, row, expected, waits in (
