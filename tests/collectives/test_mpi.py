@@ -31,10 +31,7 @@ OPEN_MPI = {
 }
 BESIDE = str(Path(sys.executable).parent)  # this Python, else the system's
 MPIEXEC = shutil.which("mpiexec", path=BESIDE) or shutil.which("mpiexec")
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec: pip install mpi4py mpich"),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec: pip install mpi4py mpich")]
 
 
 @pytest.fixture(scope="module")

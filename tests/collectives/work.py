@@ -148,11 +148,12 @@ def error_of(errors: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """What onebit logs meanwhile."""
+def logged(form: str = "%(message)s") -> Iterator[list[str]]:
+    """What onebit logs meanwhile, in a form of logging's."""
     said: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("onebit")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setFormatter(logging.Formatter(form))
+    handler.emit = lambda record: said.append(handler.format(record))  # type: ignore[method-assign]
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

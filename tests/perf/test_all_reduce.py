@@ -181,13 +181,7 @@ def test_targets_of_two_levels():
 
 def test_the_table_has_a_line_for_each_kind():
     delayed = [replace(r, rate="100mbit+50ms", seconds=0.125, bytes=0.956e6) for r in FAST]
-    lines = table(
-        [
-            *FAST,
-            *NODES,
-            *delayed,
-        ]
-    )
+    lines = table([*FAST, *NODES, *delayed])
     shown = [" ".join(line.replace("|", "").split()) for line in lines.splitlines()[1:]]
     assert shown[0] == "4 1gbit 25,000,000 - 1 bit 112.50 11.20 5.000 30.00 - -"
     assert shown[5] == "2 x 4 1gbit 4,194,304 2 1 bit, two levels 140.00 1.93 0.540 54.44 - -"

@@ -47,15 +47,8 @@ def test_what_the_page_says_of_the_papers():
 
 
 def row_of(kind, seconds, elements=2**23, rate="1gbit", **more):
-    return {
-        "hosts": 2,
-        "rate": rate,
-        "elements": elements,
-        "kind": kind,
-        "seconds": 9.0,
-        "calls": (9.0, seconds),
-        **more,
-    }
+    of = {"hosts": 2, "rate": rate, "elements": elements, "kind": kind}
+    return {**of, "seconds": 9.0, "calls": (9.0, seconds), **more}
 
 
 def test_rows_of_the_lab_that_take_what_the_model_says_have_no_error(tmp_path):

@@ -125,33 +125,48 @@ def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(case,
             assert not np.allclose(here, was, rtol=1e-5, atol=1e-6)
 
 
-class Picky:
+class Counter:
+    """Refuses what another one has saved, when it has taken a part of it."""
+
+    def __init__(self, kind, count=0):
+        self.kind, self.count = kind, count
+
     def state_dict(self):
-        return {"it": 1}
+        return {"kind": self.kind, "count": self.count}
 
     def load_state_dict(self, state):
-        raise KeyError("no such thing")
+        self.count = state["count"]
+        if state["kind"] != self.kind:
+            raise RuntimeError("a state of another kind")
 
 
 @on_ranks(2)
 def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(rank, tmp_path):
+    """A load is whole or changes nothing. Each rank gets its own: one that gave none gets none."""
     training = Training(CASE, rank)
     training.train(5)
 
-    def fails(do, extra, words):
-        with pytest.raises((ValueError, TypeError), match=words):
+    def fails(do, extra, words, errors=(ValueError, TypeError)):
+        with pytest.raises(errors, match=words):
             do(tmp_path, training.model, training.optimizer, extra=extra)
 
     fails(onebit.save, {"it": object() if rank else 1}, "rank 1 of 2: extra 'it'")
     for extra in ({3: 1}, [1]):
         fails(onebit.save, extra, "by names")
     assert not (tmp_path / "checkpoint.json").exists()
-    onebit.save(tmp_path, training.model, training.optimizer, extra={"picky": Picky(), "epoch": 1})
+    saved = {"first": Counter("a", 5), "second": Counter("a", 5), "epoch": 1}
+    onebit.save(tmp_path, training.model, training.optimizer, extra=saved)
+    kept = Run.all(training)
     training.train(2)
-    before = training.all()
+    before, first = training.all(), Counter("a", 2)
     fails(onebit.load, {"schedule": training.schedule} if rank else {}, "no extra 'schedule'")
     fails(onebit.load, {"epoch": 2}, "no load_state_dict")
-    assert same(training.all(), before)
+    fails(onebit.load, {"first": first, "second": Counter("ab"[rank])}, "rank 1 of 2: a state of an", RuntimeError)
+    assert same(training.all(), before) and first.count == 2
+    onebit.load(tmp_path, training.model, training.optimizer, extra={"first": first})
+    assert same(Run.all(training), kept) and first.count == 5
+    onebit.save(tmp_path, training.model, training.optimizer, extra=None if rank else {"epoch": 7})
+    assert onebit.load(tmp_path, training.model, training.optimizer) == ({} if rank else {"epoch": 7})
 
 
 def test_a_checkpoint_without_extra(tmp_path):

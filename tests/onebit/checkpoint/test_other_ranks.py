@@ -106,13 +106,7 @@ def test_states_that_lack_other_ranks_residuals_start_from_zero(loss):
 
 @pytest.mark.parametrize(
     ("kind", "each", "options"),
-    [
-        (A, 2, CHUNKS),
-        (L, 2, {**DIRECT, **CHUNKS}),
-        ("ZeroOneAdam", 2, {}),
-        (L, 1, TENSOR),
-        ("ZeroOneAdam", 1, {}),
-    ],
+    [(A, 2, CHUNKS), (L, 2, {**DIRECT, **CHUNKS}), ("ZeroOneAdam", 2, {}), (L, 1, TENSOR), ("ZeroOneAdam", 1, {})],
     ids=str,
 )
 def test_as_many_ranks_go_on_alike_from_own_and_merged_states(kind, each, options):

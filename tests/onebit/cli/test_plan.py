@@ -1,5 +1,6 @@
-"""The cluster model of `onebit plan`: bytes and times by message, steps that are the sum of their parts, the schedule
-of a real exchange played through as the plan has it, and what a round trip between nodes adds.
+"""The cluster model of `onebit plan`: bytes and times by message, a step that is the sum of its parts, and the schedule
+of a real exchange played through as the plan has it. The pages that print its numbers hold the rest: see
+test_plan_command.py and tests/perf/test_cluster_model.py.
 """
 
 import itertools
@@ -11,19 +12,8 @@ import pytest
 import torch
 
 from onebit.cli.plan.cluster import Cluster, Groups
-from onebit.cli.plan.exchange import compressed_all_reduce, message_bytes, play
-from onebit.cli.plan.model import (
-    BUCKET,
-    Model,
-    local_step,
-    pays_below,
-    sent_compressed,
-    sent_uncompressed,
-    stage_1,
-    stage_2,
-    uncompressed,
-)
-from onebit.collectives.chunking import candidates
+from onebit.cli.plan.exchange import message_bytes, play
+from onebit.cli.plan.model import Model, pays_below, stage_1, stage_2, uncompressed
 from onebit.collectives.direct import Direct
 from onebit.collectives.flags import MOST_ELEMENTS
 from onebit.collectives.two_phases import TwoPhases
@@ -36,7 +26,6 @@ BERT = replace(NODES, levels=1)
 ELEMENTS, SIZE = 340e6, 680e6  # of BERT: elements, bytes of gradients
 FAR = Cluster(gpus=4, gpus_per_node=1, network=8e9, latency=0, rtt=0.05, transport="gloo", memory=1e30)
 SMALL = Model(MOST_ELEMENTS, 4, overlap="none")
-LARGE = replace(SMALL, elements=MOST_ELEMENTS + 1)
 
 
 def crossing(messages, on_node):
@@ -78,21 +67,6 @@ def test_collectives_take_what_their_messages_take(gpus, per_node):
     assert fast.all_gather(1e9) == pytest.approx((m - 1) / m * 1e9 / (g * 4e9))
 
 
-def test_latencies_are_those_of_the_messages():
-    gloo, groups = replace(SLOW, transport="gloo"), Groups.of(SLOW, 2)
-    assert SLOW.all_reduce(0) == pytest.approx(2 * 2 * 1e-3 + 2 * 3 * 1e-4)  # trees
-    assert gloo.all_reduce(0) == pytest.approx(2 * 3 * 1e-3 + 2 * 3 * 1e-4)  # a ring
-    assert SLOW.all_to_all(0) == pytest.approx(12 * 1e-3 + 3 * 1e-4)
-    assert SLOW.all_gather(0) == pytest.approx(3 * 1e-3 + 12 * 1e-4)
-    assert SLOW.agreement() == pytest.approx(2 * 4 * 1e-3)
-    assert replace(SLOW, gpus=4).agreement() == pytest.approx(2 * 2 * 1e-4)
-    assert gloo.agreement() == pytest.approx(12 * 1e-3 + 3 * 1e-4)  # all to all
-    assert groups.replicas.all_to_all(0) == groups.replicas.all_gather(0) == pytest.approx(3 * 1e-3)
-    assert groups.node.all_to_all(0) == groups.node.all_gather(0) == pytest.approx(3 * 1e-4)
-    near = replace(FAR, transport="nccl", gpus=64, rtt=0)
-    assert near.all_reduce(1e9) == pytest.approx(2 * 63 / 64)  # NCCL's ring: the fewest bytes
-
-
 @pytest.mark.parametrize("elements", [1, 2049, 340_000_000])
 @pytest.mark.parametrize("ranks, chunks, slices", [(1, 1, 1), (3, 2, 1), (64, 8, 1), (2, 1, 4), (16, 8, 4)])
 def test_messages_have_the_bytes_of_the_wire(elements, ranks, chunks, slices):
@@ -101,19 +75,6 @@ def test_messages_have_the_bytes_of_the_wire(elements, ranks, chunks, slices):
         sent, replies = message_bytes(elements, ranks, chunks, way, slices)
         assert sent == (0 if way is Direct else slices * ranks * chunks * form.nbytes)
         assert replies == slices * ranks * chunks * form.nbytes
-
-
-def test_bytes_that_a_node_sends():
-    alone = replace(SLOW, gpus=4)
-    assert sent_uncompressed(BERT, SLOW) == pytest.approx(2 * SIZE * 3 / 4) == sent_uncompressed(BERT, SLOW, 4) / 2
-    assert sent_uncompressed(BERT, alone) == sent_compressed(BERT, alone) == sent_compressed(NODES, alone) == 0
-    size, _ = message_bytes(340_000_000, 16, 1, TwoPhases)
-    assert sent_compressed(BERT, SLOW) == pytest.approx(size * (4 * 12 / 16 + 15 / 16))
-    size, replies = message_bytes(340_000_000, 4, 1, TwoPhases, slices=4)
-    assert sent_compressed(NODES, SLOW) == pytest.approx(3 / 4 * (size + replies))
-    assert sent_compressed(replace(NODES, reply="direct"), SLOW) == pytest.approx(3 / 4 * 4 * size, rel=1e-3)
-    pair = replace(SLOW, gpus=8)  # of nodes, which exchange directly
-    assert stage_2(NODES, pair) == stage_2(replace(NODES, reply="direct"), pair)
 
 
 def test_a_step_is_its_parts():
@@ -133,68 +94,6 @@ def test_a_step_is_its_parts():
     rates = {"scan": 1e9, "compress": 2e9, "average": 3e9, "adam_update": 4e9}
     step = stage_2(BERT, replace(SLOW, rates=rates), 1)
     assert step.local == pytest.approx(ELEMENTS * (2 / 1e9 + 10.25 / 2e9 + 10.125 / 16 / 3e9 + 14.125 / 4e9))
-
-
-@pytest.mark.parametrize("overlap, times", [("none", 1), ("uncompressed", 2)])
-def test_a_step_of_two_levels_is_its_parts(overlap, times):
-    """4 nodes of 4: a node's mean of gradients, slices over the network at 1e9 B/s, replies over the node at 4e9."""
-    step = stage_2(replace(NODES, overlap=overlap, backward=0.0), SLOW, chunks=1)
-    mean = times * (3 / 4 * SIZE / 4e9 + 3 * 1e-4)
-    size, replies = message_bytes(340_000_000, 4, 1, TwoPhases, slices=4)
-    between = 3 / 4 * (size + replies) / 1e9 + 2 * 3 * 1e-3
-    spread = 3 / 4 * replies / 4e9 + 3 * 1e-4
-    assert step.communication == pytest.approx(mean + between + spread + 2 * 4 * 1e-3)
-    a_slice = 2 / 4 + (2 + 4 + 1 / 8 + 4 + 1 / 8) / 4 + (4 / 8 + 8 + 1 / 8) / 16  # scan, compress, average
-    assert step.local == pytest.approx(ELEMENTS * (a_slice + 1 / 8 + 4 + 10) / 1e11)
-
-
-def test_the_best_number_of_chunks_is_taken():
-    """As many are tried as `onebit.collectives.chunking.choose_chunks` measures: of slices and shards."""
-    options = candidates(BERT.elements, SLOW.gpus, BLOCK_SIZE)
-    totals = {chunks: stage_2(BERT, SLOW, chunks).total for chunks in options}
-    best = stage_2(BERT, SLOW)
-    assert best.total == min(totals.values()) == totals[best.chunks] < totals[1]
-    calls = [compressed_all_reduce(340_000_000, SLOW, chunks=chunks) for chunks in options]
-    assert compressed_all_reduce(340_000_000, SLOW) == min(calls) < calls[0]
-    small = replace(NODES, elements=3 * 16 * 16 * BLOCK_SIZE)
-    slow = replace(SLOW, network=1e6, latency=0, intra=1e6, memory=1e6)  # more chunks would be faster
-    assert stage_2(small, slow).chunks == max(candidates(small.elements, 16, BLOCK_SIZE)) == 2
-
-
-def test_overlap_hides_what_backward_is_long_enough_for():
-    alone, hidden = uncompressed(BERT, SLOW), uncompressed(replace(BERT, overlap="uncompressed"), SLOW)
-    assert alone.communication - hidden.communication == pytest.approx(BERT.backward)
-    long = replace(BERT, overlap="uncompressed", backward=1e3)
-    assert uncompressed(long, SLOW).communication == pytest.approx(alone.communication * BUCKET / SIZE)
-    assert stage_2(replace(BERT, overlap="uncompressed"), SLOW, 1) == stage_2(BERT, SLOW, 1)
-    both = stage_2(replace(BERT, overlap="both"), SLOW, 1)
-    assert stage_2(BERT, SLOW, 1).communication - both.communication == pytest.approx(BERT.backward)
-    many = uncompressed(replace(BERT, overlap="uncompressed", accumulation=3), SLOW)
-    assert many.communication == hidden.communication and many.forward == pytest.approx(3 * 0.036)
-
-
-def test_the_mean_over_a_node_hides_where_ddp_or_the_exchange_takes_it():
-    long, agreement, last = replace(NODES, backward=1e3), SLOW.agreement(), BUCKET / SIZE
-    exposed = {name: stage_2(replace(long, overlap=name), SLOW, 1).communication for name in ("uncompressed", "both")}
-    alone, node = stage_2(NODES, SLOW, 1).communication - agreement, Groups.of(SLOW, 2).node
-    by_hook, by_slices = node.all_reduce(SIZE), node.all_to_all(SIZE)
-    assert exposed["uncompressed"] == pytest.approx(alone - by_slices + last * by_hook + agreement)
-    assert exposed["both"] == pytest.approx(last * alone + agreement)
-    free = Cluster(gpus=8, gpus_per_node=2, network=4e8, latency=0, intra=1e9, intra_latency=0, memory=1e30)
-    model, mean = Model(2**30 // 2, overlap="both"), 1 / 2 * 2**30 / 1e9 / 2  # a second chunk's hides behind a gather
-    size, _ = message_bytes(2**29, 4, 2, TwoPhases, slices=2)
-    gather, spread = 3 / 4 * size / 5e7 / 2, 1 / 2 * size / 1e9 / 2
-    assert mean < gather
-    assert stage_2(model, free, chunks=2).communication == pytest.approx(mean + 4 * gather + spread)
-
-
-def test_a_local_step_sends_nothing_between_nodes():
-    slower = replace(SLOW, network=1e6, latency=1.0, rtt=0.05)
-    mean = 2 * 3 / 4 * SIZE / 4e9 + 6 * 1e-4  # over a node
-    for model, added in ((BERT, 0.0), (NODES, mean)):
-        assert local_step(model, SLOW) == local_step(model, slower)
-        update = ELEMENTS * (2 + 2 + 20 + 10) / 1e11  # scan, and the pass
-        assert local_step(model, SLOW).total == pytest.approx(0.036 + 0.061 + update + added)
 
 
 def test_compression_pays_below_the_rate_it_says():
@@ -297,7 +196,8 @@ def test_an_all_reduce_over_gloo_takes_what_its_segments_take(size, at_once):
 
 
 def test_agreeing_and_replies_wait_as_the_transport_sends_them():
-    assert replace(FAR, transport="nccl", gpus=64).all_reduce(0) == pytest.approx(2 * 6 * 0.025)  # trees
+    trees = replace(FAR, transport="nccl", gpus=64)
+    assert trees.all_reduce(1e6) == pytest.approx(2 * 1e6 / 1e9 + 2 * 6 * 0.025)
     for transport, gpus, waits in (("gloo", 4, 1), ("gloo", 2, 2), ("nccl", 4, 2), ("nccl", 2, 1)):
         assert replace(FAR, transport=transport, gpus=gpus).agreement() == pytest.approx(waits * 0.05)
     for shape, row, expected, waits in (
@@ -314,28 +214,6 @@ def test_agreeing_and_replies_wait_as_the_transport_sends_them():
         assert replace(FAR, **shape).all_gather_delay(row, expected) == pytest.approx(waits * 0.05)
     nodes = Groups.of(replace(FAR, gpus=16, gpus_per_node=4), 2).replicas  # ranks share hosts here too
     assert nodes.all_gather_delay(1e6, expected=True) == pytest.approx(3 * 0.05)
-
-
-def test_small_models_do_not_agree_and_large_ones_wait_by_chunks():
-    """2.5 round trips of a large model over Gloo, 1.5 of a small one: as measured, beside bytes and passes. Chunks
-    wait side by side over Gloo, and one after the other over NCCL."""
-    nccl = replace(FAR, transport="nccl")
-    for elements, cluster, chunks, waits in (
-        (LARGE.elements, FAR, 1, 2.5),
-        (SMALL.elements, FAR, 1, 1.5),
-        (2**26, nccl, 1, 0.5 + 1.5 + 2),
-        (2**26, nccl, 4, 4 * (0.5 + 1.5) + 2),
-    ):
-        pair = (cluster, replace(cluster, rtt=0))
-        for far, near in (
-            [stage_2(replace(LARGE, elements=elements), each, chunks).total for each in pair],
-            [compressed_all_reduce(elements, each, chunks=chunks) for each in pair],
-        ):
-            assert far - near == pytest.approx(waits * 0.05)
-    large = replace(LARGE, elements=2**26)
-    assert stage_2(large, FAR, 4).total < stage_2(large, nccl, 4).total
-    near = replace(FAR, rtt=0, network=1e6, memory=1e6)
-    assert stage_2(SMALL, near).chunks == 1 < stage_2(LARGE, near).chunks
 
 
 @pytest.mark.parametrize("overlap, reply, gpus", [

@@ -48,8 +48,8 @@ def test_options_go_before_presets():
     constants = {"intra": 100e9, "latency": pytest.approx(7e-6), "memory": 810e9, "rates": measured}
     assert cluster == Cluster(gpus=16, network=4.1e9, gpus_per_node=4, **constants)
     own = ["--elements=340M", "--forward=1", "--backward=1", "--gpus=2", "--gpus-per-node=1", "--network=0.1Tbit/s"]
-    model, cluster = planned(*own, "--transport=gloo", "--dtype=float32")
-    assert (model.elements, model.itemsize, model.levels) == (340_000_000, 4, 2)
+    model, cluster = planned(*own, "--transport=gloo", "--dtype=float32", "--steps=3k")
+    assert (model.elements, model.itemsize, model.levels, model.steps) == (340_000_000, 4, 2, 3000)
     assert cluster == Cluster(gpus=2, gpus_per_node=1, network=1e11, transport="gloo", memory=11.2e9)
     assert planned(*own, "--transport=gloo", "--memory=15")[1].memory == 15e9
 

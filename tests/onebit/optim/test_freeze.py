@@ -1,7 +1,6 @@
 """When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once, and the log. Of LAMB
 the coefficients that it needs, and its own rule."""
 
-import logging
 import math
 import warnings
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 import onebit
 from onebit import FreezeRule
 from tests import oracle
+from tests.collectives.work import logged
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import LambSimulation, Sized, as_numpy
@@ -75,7 +75,7 @@ def traced(rank, size, case):
     """Run until a few steps into stage 2. Steps with a bad gradient come beside those of the case."""
     params, optimizer = started(case, 0, rank, size)
     measured, ratios, frozen, bad = [], [], None, {step for step, *_ in case.bad}
-    with captured_logs() as messages:
+    with logged("%(levelname)s: %(message)s") as messages:
         for step in range(1, case.steps + 1):
             if step in bad:
                 take(case, rank, optimizer, params, step)
@@ -88,26 +88,8 @@ def traced(rank, size, case):
             if frozen is not None and step > frozen + 3:
                 break
     assert optimizer.skipped_steps == len(bad) and (frozen or 0) > max(bad, default=-1)
+    messages = [text for text in messages if "Compiled" not in text]  # a loop, in a process that had none
     return Traced(measured, ratios, frozen, messages, bits(params))
-
-
-class captured_logs(logging.Handler):
-    """The messages that the library logs at INFO, in a rank as well, but for that of loops being compiled."""
-
-    def __enter__(self):
-        self.logger, self.messages = logging.getLogger("onebit"), []
-        self.before = self.logger.level
-        self.logger.setLevel(logging.INFO)
-        self.logger.addHandler(self)
-        return self.messages
-
-    def __exit__(self, *_):
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.before)
-
-    def emit(self, record):
-        text = record.getMessage()
-        self.messages += [f"{record.levelname}: {text}"] * (not text.startswith("Compiled"))
 
 
 def ratio(norms, step, window):
@@ -198,7 +180,7 @@ def test_a_number_is_the_last_step_of_stage_1_and_skipped_ones_do_not_count(rank
     for bad in ((), ((1, 1, math.nan), (4, 0, math.inf), (6, 0, math.nan))):
         case = Case(kind, options={"freeze_step": 5}, bad=bad)
         params, optimizer = started(case, 0, rank, size)
-        with captured_logs() as messages:
+        with logged("%(levelname)s: %(message)s") as messages:
             for step in range(1, 7 + len(bad)):
                 take(case, rank, optimizer, params, step)
                 assert optimizer.compressing == (step == 6 + len(bad))
@@ -255,30 +237,6 @@ def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> 
     v = np.array([1.0] * 6 + [small] * 2)
     np.testing.assert_allclose(optimizer.state[p]["denominator"][:8], 1 / (np.sqrt(v) + 1e-8), rtol=1e-5)
     assert optimizer.state[p]["denominator"][8] == 0
-
-
-def test_rare_words_do_not_blow_up_after_the_freeze() -> None:
-    """Words as often as in language: the rarest had a gradient or two before the freeze. Without a floor the loss
-    goes beyond 10."""
-    torch.manual_seed(0)
-    words = 500
-    table, out = nn.Embedding(words, 32), nn.Linear(32, words)
-    params = [*table.parameters(), *out.parameters()]
-    optimizer = onebit.OneBitAdam(params, lr=2e-3, betas=(0.9, 0.98), freeze_step=300)
-    source = torch.Generator().manual_seed(1)
-    often, target = 1 / torch.arange(1, words + 1.0) ** 1.5, torch.randperm(words, generator=source)
-    losses = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(700):
-            seen = torch.multinomial(often, 64, True, generator=source)
-            loss = nn.functional.cross_entropy(out(table(seen)), target[seen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert np.mean(losses[-50:]) < np.mean(losses[250:300])
-    assert float(table.weight.detach().abs().max()) < 8
 
 
 # 1-bit LAMB
@@ -358,12 +316,7 @@ AUTO = {  # ranks, case, window, the end of the last growth that counts
     "another threshold": (1, options(UP_TO_50, freeze_step=FreezeRule(0.9)), 20, 50),
     "another window": (2, options(UP_TO_50, freeze_step=FreezeRule(window=9)), 9, 50),
     "16 comparisons a window": (1, options(UP_TO_50, freeze_step=FreezeRule(window=16)), 16, 50),
-    "two steps a comparison": (
-        1,
-        options(GROWING.but(until=(60, 60, 60)), freeze_step=FreezeRule(window=32)),
-        32,
-        60,
-    ),
+    "two steps a comparison": (1, options(GROWING.but(until=(60, 60, 60)), freeze_step=FreezeRule(window=32)), 32, 60),
     "a window of strides": (1, options(UP_TO_50, freeze_step=FreezeRule(window=33), coeff_beta=0.5), 33, 50),
 }
 

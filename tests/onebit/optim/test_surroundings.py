@@ -115,19 +115,3 @@ def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:
         ends.append(bits([*wide, *half]))
     assert ends[0] == ends[1]
     return ends[0]
-
-
-def test_16_bit_parameters_go_on_from_a_model_that_is_loaded_after_a_state_of_adamw() -> None:
-    """Which has no fp32 copies: those of before are forgotten."""
-    case = Case(dtype="bfloat16", options={"freeze_step": 50})
-    theirs, (params, optimizer) = case.parameters(), started(case, 0)
-    adamw = torch.optim.AdamW(theirs, lr=0.5)
-    run(case, 0, adamw, theirs, 1, 3)
-    state = adamw.state_dict()
-    state["param_groups"][0]["lr"] = 1e-3
-    optimizer.load_state_dict(state)
-    for p, q in zip(params, theirs, strict=True):
-        p.data.copy_(q.data)
-    take(case, 0, optimizer, params, 4)
-    for p, q in zip(params, theirs, strict=True):
-        assert float((p - q).detach().abs().max()) < 0.1

@@ -435,12 +435,7 @@ def left_out(rank, size, each, overlap, accumulate, left_out_on):
 
 @pytest.mark.parametrize(
     ("each", "overlap", "accumulate", "ranks"),
-    [
-        (False, False, False, (0, 1)),
-        (False, True, True, (0,)),
-        (True, True, False, (1,)),
-        (True, False, True, (0, 1)),
-    ],
+    [(False, False, False, (0, 1)), (False, True, True, (0,)), (True, True, False, (1,)), (True, False, True, (0, 1))],
 )
 def test_a_layer_may_be_left_out_of_any_step(each, overlap, accumulate, ranks):
     first, second = run_ranks(2, left_out, each, overlap, accumulate, ranks)
