@@ -18,6 +18,7 @@ from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
+from onebit.kernels.passes import Average
 
 
 class TwoPhases(Exchange):
@@ -78,7 +79,7 @@ class TwoPhases(Exchange):
     def _average_and_scatter(self, chunk: Chunk, over: Transport) -> Work:
         server = _server_of(chunk)
         live = self.live_in(server.shard)
-        self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
+        self.backend.run(Average(server.shard, server.received, server.residual, server.reply, live=live))
         self._count(self.reply_format)
         return over.all_gather(chunk.arriving.buffer, server.reply.buffer, _scatter_phase(chunk))
 

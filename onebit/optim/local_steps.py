@@ -28,6 +28,7 @@ from torch import Tensor
 from onebit.collectives.exchange import Chunk
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.passes import Compress, Decode, Floors, Gradients, Parameters, ZeroOneLocal, ZeroOneSync
 from onebit.optim.fields import LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
@@ -84,12 +85,12 @@ class ZeroOneLocalSteps:
             torch._foreach_copy_(anchors, [state.value(i) for i in parameters])
         clip = self._clip(hyper)
         for span, _, residual in self.exchange.slices():
-            state.backend.zero_one_local(
-                span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),
-                span.of(state[OWN_MOMENTUM.name]), residual, state.part("master", span), hyper, flags,
-                state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], clip,
+            state.backend.run(ZeroOneLocal(
+                span, Parameters(state.parameters, state.part("master", span)),
+                Gradients(state.gradients, hyper, flags), span.of(state[VARIANCE.name]),
+                span.of(state[OWN_MOMENTUM.name]), residual, floors_of(state), clip,
                 None if clip is None else self._squares[span.first : span.first + span.count],
-            )  # fmt: skip
+            ))  # fmt: skip
         self._moved |= flags == 0
         if self.exchange.residual.scale is not None:  # it has been computed anew
             self.exchange.residual.scale.masked_fill_(flags == 0, 0)
@@ -104,18 +105,15 @@ class ZeroOneLocalSteps:
 
         def compress(chunk: Chunk) -> None:
             live = self.exchange.live_in(chunk.slice)
-            state.backend.compress(
-                chunk.slice, self._no_gradients, chunk.arriving, chunk.residual, alone, self._no_flags, chunk.sent,
-                live=live,
-            )  # fmt: skip
+            gradients = Gradients(self._no_gradients, alone, self._no_flags)
+            state.backend.run(Compress(chunk.slice, gradients, chunk.arriving, chunk.residual, chunk.sent, live=live))
 
         total, factor = self.exchange.run(compress), state[FACTOR.name]
         clip = None if self.limit is None else self.limit.of_messages(hyper, factor)
-        state.backend.zero_one_sync(
-            state.layout.all(), state.parameters, state[VARIANCE.name], state[OWN_MOMENTUM.name], state[ANCHOR.name],
-            total, state.get("master"), hyper, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], self.decay, factor,
-            clip,
-        )  # fmt: skip
+        state.backend.run(ZeroOneSync(
+            state.layout.all(), Parameters(state.parameters, state.get("master")), state[VARIANCE.name],
+            state[OWN_MOMENTUM.name], state[ANCHOR.name], total, hyper, floors_of(state), self.decay, factor, clip,
+        ))  # fmt: skip
         self._moved.zero_()
         self._of_replies.copy_(factor)
         self.weights.zero_()
@@ -139,7 +137,7 @@ class ZeroOneLocalSteps:
         state, layout = self.state, self.state.layout
         received = torch.zeros(layout.elements, dtype=torch.float32, device=state.device)
         parts = [state.elements_of(received, i) for i in range(len(state.params))]
-        state.backend.decode(layout.all(), self.exchange.replies, Pointers.to(layout, parts))
+        state.backend.run(Decode(layout.all(), self.exchange.replies, Pointers.to(layout, parts)))
         received.masked_fill_(~live, 0)
         for i, part in enumerate(parts):
             own = state.elements_of(state[OWN_MOMENTUM.name], i)
@@ -157,3 +155,7 @@ class ZeroOneLocalSteps:
         """A column, fp32 [parameters]."""
         column: Any = hyper[:, Hyper._fields.index(name)]
         return column[self._groups]
+
+
+def floors_of(state: FlatState) -> Floors:
+    return Floors(state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name])
