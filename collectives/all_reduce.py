@@ -29,6 +29,7 @@ from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers, written_by_address
 from onebit.kernels.data.wire import Format, Norm, Scale, check_scale
+from onebit.kernels.passes import Compress, Decode, Gradients, Scan
 
 _OTHER_TENSORS = (
     "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
@@ -149,8 +150,9 @@ class CompressedAllReduce:
             for chunk in exchange.chunks:
                 average_slices(exchange.layout.slices(chunk.index, node.size), whole, whole, node)
         self._flags.zero_()
+        gradients = Gradients(x, self._hyper, self._flags)
         for chunk in exchange.chunks:
-            backend.scan(chunk.slice, x, self._hyper, self._flags)
+            backend.run(Scan(chunk.slice, gradients))
         undo = self._undo_of(exchange) if travel_in_messages([exchange]) else None
         if undo is None:
             self.topology.everyone.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
@@ -158,20 +160,12 @@ class CompressedAllReduce:
         def compress(chunk: Chunk) -> None:
             if undo is not None:
                 undo.save(chunk)
-            backend.compress(
-                chunk.slice,
-                x,
-                momentum=None,
-                residual=chunk.residual,
-                hyper=self._hyper,
-                flags=self._flags,
-                out=chunk.sent,
-            )
+            backend.run(Compress(chunk.slice, gradients, momentum=None, residual=chunk.residual, out=chunk.sent))
 
         def decode(chunk: Chunk) -> None:
             if undo is not None:
                 read_flags([exchange], self._flags)
-            backend.decode(chunk.span, chunk.replies, x)
+            backend.run(Decode(chunk.span, chunk.replies, x))
 
         exchange.run(compress, decode, chunks=None if undo is None else undo.chunks)
         if undo is not None:

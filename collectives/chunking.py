@@ -21,6 +21,7 @@ from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Norm, Scale
+from onebit.kernels.passes import Compress, Decode, Gradients
 from onebit.kernels.tuning import cache
 
 logger = logging.getLogger("onebit")
@@ -127,11 +128,11 @@ def measure_chunks(
         def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
             backend = exchange.backend
             replies = exchange.run(
-                lambda c: backend.compress(
-                    c.slice, x, momentum=None, residual=c.residual, hyper=hyper, flags=flags, out=c.sent
+                lambda c: backend.run(
+                    Compress(c.slice, Gradients(x, hyper, flags), momentum=None, residual=c.residual, out=c.sent)
                 )
             )
-            backend.decode(exchange.layout.all(), replies, x)  # in the place of the update, after the last chunk
+            backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after the last chunk
 
         seconds[chunks] = _slowest(topology.copies, device, step)
         if progress is not None:

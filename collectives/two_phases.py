@@ -18,6 +18,7 @@ from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
+from onebit.kernels.passes import Average
 
 
 class TwoPhases(Exchange):
@@ -79,7 +80,7 @@ class TwoPhases(Exchange):
         server = _server_of(chunk)
         self.averaged.add(chunk.index)
         live = self.live_in(server.shard)
-        self.backend.average(server.shard, server.received, server.residual, server.reply, live=live)
+        self.backend.run(Average(server.shard, server.received, server.residual, server.reply, live=live))
         self._count(self.reply_format)
         return over.all_gather(chunk.arriving.buffer, server.reply.buffer, _scatter_phase(chunk))
 

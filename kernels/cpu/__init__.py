@@ -1,15 +1,24 @@
 """The passes for CPU tensors: loops over blocks, compiled by Numba when a pass is first used."""
 
-from onebit.kernels.cpu.adam import adam_update, adam_warmup
-from onebit.kernels.cpu.codec import average, compress, decode, restore
-from onebit.kernels.cpu.lamb import lamb_warmup
-from onebit.kernels.cpu.lamb_statistics import lamb_statistics
-from onebit.kernels.cpu.local_steps import zero_one_local, zero_one_sync
-from onebit.kernels.cpu.scan import scan
-from onebit.kernels.cpu.zero_one import zero_one_full, zero_one_inverses, zero_one_update
+from torch import Tensor
 
-__all__ = [
-    "adam_update", "adam_warmup", "average", "compress", "decode", "lamb_statistics", "lamb_warmup", "restore",
-    "scan", "zero_one_full", "zero_one_inverses", "zero_one_local", "zero_one_sync",
-    "zero_one_update",
-]  # fmt: skip
+from onebit.kernels.cpu import adam, codec, lamb, lamb_statistics, local_steps, scan, zero_one
+from onebit.kernels.passes import Pass
+
+PASSES = (
+    adam.PASSES | codec.PASSES | lamb.PASSES | lamb_statistics.PASSES | local_steps.PASSES | scan.PASSES
+    | zero_one.PASSES
+)  # fmt: skip
+
+__all__ = ["PASSES", "restore", "run"]
+
+
+def run(work: Pass) -> None:
+    """Run a pass where its tensors lie."""
+    PASSES[type(work)](work)
+
+
+def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
+    """`onebit.kernels.backends.Backend.restore`."""
+    if int(flags):
+        now.copy_(kept)

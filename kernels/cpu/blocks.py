@@ -33,9 +33,7 @@ from onebit.kernels.cpu.memory import (
 )
 from onebit.kernels.data import wire
 from onebit.kernels.data.hyper import COLUMNS, Hyper
-from onebit.kernels.data.layout import WORD, Block, Span
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.wire import Messages
+from onebit.kernels.data.layout import WORD, Block
 
 FP32, BF16, FP16 = 0, 1, 2
 TYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
@@ -63,14 +61,14 @@ class Located(NamedTuple):
 
 
 @tile
-def numel_of(parameters, p):
-    return long_at(parameters + _PARAMETER * p + 8)
+def numel_of(parameter_table, p):
+    return long_at(parameter_table + _PARAMETER * p + 8)
 
 
 @tile
-def blocks_of(parameters, p, size):
+def blocks_of(parameter_table, p, block_size):
     """How many blocks a parameter has. They follow those of the parameters before it."""
-    return (numel_of(parameters, p) + (size - 1)) // size
+    return (numel_of(parameter_table, p) + (block_size - 1)) // block_size
 
 
 @tile
@@ -83,12 +81,13 @@ def _block_at(row):
 
 
 @tile
-def locate(blocks, parameters, block):
-    """A block of the span whose first row of the table lies at `blocks`."""
-    first, its = _block_at(blocks), _block_at(blocks + _BLOCK * block)
-    parameter, length = parameters + _PARAMETER * its.owner, WORD * its.words
+def locate(block_table, parameter_table, first_block, block):
+    """A block of the span that starts at block `first_block` of the table."""
+    row = block_table + _BLOCK * first_block
+    first, its = _block_at(row), _block_at(row + _BLOCK * block)
+    parameter, length = parameter_table + _PARAMETER * its.owner, WORD * its.words
     offset = WORD * its.start - long_at(parameter)
-    valid = min(max(numel_of(parameters, its.owner) - offset, 0), length)
+    valid = min(max(numel_of(parameter_table, its.owner) - offset, 0), length)
     return Located(
         its.owner, long_at(parameter + 16), offset, valid, length, WORD * (its.start - first.start),
         its.shard - first.shard, its.place, its.of_shard, WORD * its.word,
@@ -147,6 +146,20 @@ def staged(address, dtype, offset, valid, scratch):
 
 
 @tile
+def gradient_at(grads, dtype, its, scratch):
+    """Where a block of a gradient lies in fp32."""
+    return staged(long_at(grads + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+
+
+@tile
+def parameter_at(params, dtype, master, its, scratch):
+    """Where a block of a parameter lies in fp32: in the master copy if there is one."""
+    if master != 0:
+        return master + 4 * its.start
+    return staged(long_at(params + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+
+
+@tile
 def _narrow(target, values, dtype):
     if dtype == BF16:
         store_bf16(target, values)
@@ -169,6 +182,11 @@ def put(values, address, dtype, offset, valid, scratch):
         last = load(values + 4 * full)
         _narrow(scratch, last, dtype)
         copy(base + 2 * full, scratch, 2 * (valid - full))
+
+
+@tile
+def put_parameter(values, params, dtype, its, scratch):
+    put(values, long_at(params + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
 
 
 @tile
@@ -205,9 +223,15 @@ def keep(kept, i, value):
 
 
 @tile
+def value_of(values, i, otherwise):
+    """One of some fp32, or what stands for it where there are none."""
+    return otherwise if values == 0 else float_at(values + 4 * i)
+
+
+@tile
 def clip_of(clip, parameter):
     """1 where there is none."""
-    return ONE if clip == 0 else float_at(clip + 4 * parameter)
+    return value_of(clip, parameter, ONE)
 
 
 @tile
@@ -292,6 +316,15 @@ def unpack(scale, bits, row_bytes, copies, n, target, past_caches):
 
 
 @tile
+def mean_at(scale, bits, row_bytes, copies, n, scratch):
+    """Where the mean of several messages lies. 0 where the message is the only one, and its bits need no copy."""
+    if copies == 1:
+        return 0
+    unpack(scale, bits, row_bytes, copies, n, scratch, 0)
+    return scratch
+
+
+@tile
 def flag_of(message):
     return int_at(message + _FLAG)
 
@@ -337,32 +370,11 @@ def moments(g, m, v, h):
     return first_moment(g, m, h), h.beta2 * v + h.one_minus_beta2 * (g * g)
 
 
-def over(span: Span) -> tuple[int, int, int]:
-    """The arguments of every loop over the blocks of a span: its rows of the table of blocks, the table of parameters,
-    and the size of a block that is not short."""
-    table = span.layout.table(torch.device("cpu"))
-    return table.blocks.data_ptr() + _BLOCK * span.first, table.parameters.data_ptr(), span.layout.block_size
-
-
-def at(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def table(pointers: Pointers) -> tuple[int, int]:
-    """Where the addresses of tensors lie, and their type."""
-    return pointers.addresses.data_ptr(), TYPES[pointers.dtype]
-
-
-def momentum_at(momentum: torch.Tensor | Messages | None) -> tuple[int, int, int]:
-    """Where momentum lies, if it is dense, where its messages lie, if it is kept as those, and how many have a block.
-    They are cut as the messages are that a pass writes or reads beside them."""
-    if isinstance(momentum, Messages):
-        return 0, momentum.buffer.data_ptr(), momentum.copies
-    return at(momentum), 0, 1
-
-
-def messages_at(messages: Messages) -> tuple[int, int, int, int]:
-    """Where messages lie, the bytes from one to the next, whether each has one scale, and how many have a block."""
-    form = messages.format
-    tensor = int(form.scale == "tensor")
-    return messages.buffer.data_ptr(), form.nbytes, tensor, messages.copies
+@tile
+def new_moments(i, counts, g_at, m_at, v_at, h):
+    """Those of sixteen elements; elements that do not count keep theirs."""
+    g, old_m, old_v = load(g_at + 4 * i), load(m_at + 4 * i), load(v_at + 4 * i)
+    m, v = moments(g * h.grad_scale, old_m, old_v, h)
+    store(m_at + 4 * i, where(counts, m, old_m))
+    store(v_at + 4 * i, where(counts, v, old_v))
+    return m, v

@@ -1,31 +1,27 @@
 """compress, average and decode: momentum, error compensation, sign, scale and packing in one read of each array.
+`onebit.kernels.passes` has the equations and the bytes.
 
-    compress   c = beta1 m + gamma_p ((1 - beta1) g') + e
-    average    c = mean_i decode(message_i) + e
-    both       bit = sigma(c);   scale = ||c||_1 / count, or as the norm says (`wire`);   e = c - scale sigma(c)
-    decode     x = scale sigma
-
-Where `live` has no bit, c = 0 and e = 0, and the scale neither sums nor counts it. A tensor scale is known only after
-the last block: there the residual keeps c, and a second loop makes the scales from the blocks' sums and counts.
-
-Bytes an element, fp32 gradients, momentum kept as a message: compress reads g 4, c 4, m 1/8, writes c 4, bits 1/8:
-12.3. average, of the shard: reads N/8, E 4; writes E 4, bits 1/8. decode reads bits 1/8, writes x 4. `live` 1/8 more.
+A tensor scale is known only after the last block: there the residual keeps c, and a second loop makes the scales from
+the blocks' sums and counts.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor
+from collections.abc import Callable
 
+import numpy as np
+
+from onebit.kernels import passes
 from onebit.kernels.cpu.blocks import (
+    FP32,
     L2,
     UNBIASED,
     any_flag,
-    at,
     clear,
     copy_block,
     count_of,
     flag_of,
+    gradient_at,
     hyper_of,
     keep,
     kept_bits,
@@ -33,16 +29,12 @@ from onebit.kernels.cpu.blocks import (
     locate,
     mean_scale,
     message_of,
-    messages_at,
-    momentum_at,
     of_message,
-    over,
-    put,
+    put_parameter,
     signed,
-    staged,
-    table,
     unpack,
     up,
+    value_of,
     write_header,
 )
 from onebit.kernels.cpu.compile import Loop, tile
@@ -60,11 +52,8 @@ from onebit.kernels.cpu.memory import (
     store,
     streamed,
 )
-from onebit.kernels.cpu.threads import over_blocks
-from onebit.kernels.data.layout import Span
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import MOST, NORMS, Messages
+from onebit.kernels.cpu.threads import numbers, over_blocks
+from onebit.kernels.data.wire import MOST
 
 LARGE = 2**21  # elements that no cache holds
 
@@ -135,39 +124,39 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 
 @Loop
 def _compress(
-    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    grads: int, grad: int, hyper: int, flags: int, gammas: int,
-    m_flat: int, m_messages: int, m_copies: int,
-    live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, row_bytes: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
-) -> None:  # fmt: skip
-    flag, packed = int_at(flags), m_messages != 0 and m_copies == 1
-    unpacked = m_messages != 0 and not packed
+    first, stop, scratch, block_table, parameter_table, first_block, block_size,
+    grads, grads_dtype, hyper, flags, gamma, momentum, momentum_copies, live,
+    residual_value, residual_before, residual_scale, residual_partial, residual_counted,
+    out, out_bytes, out_tensor, out_norm, out_fingerprint, out_shard_blocks,
+):  # fmt: skip
+    flag, packed = int_at(flags), momentum_copies == 1
+    unpacked = momentum_copies > 1
     for block in range(first, stop):
-        its = locate(blocks, parameters, block)
-        message = message_of(out, its, row_bytes, 1)
-        copy_block(before, value, its)
+        its = locate(block_table, parameter_table, first_block, block)
+        message = message_of(out, its, out_bytes, 1)
+        copy_block(residual_before, residual_value, its)
         if its.place == 0:
-            write_header(message, flag, fingerprint, shard_blocks)
+            write_header(message, flag, out_fingerprint, out_shard_blocks)
         if flag == 0:
             p, valid = its.parameter, its.valid
-            values = staged(long_at(grads + 8 * p), grad, its.offset, valid, scratch)
-            kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * size)
-            scale, bits = of_message(message, its, tensor)
-            m_scale, m_bits = of_message(message_of(m_messages, its, row_bytes, m_copies), its, tensor)
-            its_value, its_flat = value + 4 * its.start, m_flat + 4 * its.start
+            values = gradient_at(grads, grads_dtype, its, scratch)
+            kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * block_size)
+            scale, bits = of_message(message, its, out_tensor)
+            last = message_of(momentum, its, out_bytes, momentum_copies)
+            m_scale, m_bits = of_message(last, its, out_tensor)
+            its_value, its_flat = residual_value + 4 * its.start, momentum + 4 * its.start
             if unpacked:
-                its_flat = scratch + 4 * size
-                unpack(m_scale, m_bits, row_bytes, m_copies, up(valid), its_flat, 0)
+                its_flat = scratch + 4 * block_size
+                unpack(m_scale, m_bits, out_bytes, momentum_copies, up(valid), its_flat, 0)
             summed = _compensate(
-                values, hyper_of(hyper, its.group), ONE if gammas == 0 else float_at(gammas + 4 * p),
-                float_at(m_scale) if packed else ZERO, its_flat if unpacked or m_flat != 0 else 0,
+                values, hyper_of(hyper, its.group), value_of(gamma, p, ONE),
+                float_at(m_scale) if packed else ZERO, its_flat if momentum != 0 and not packed else 0,
                 m_bits if packed else 0, up(valid), kept, its_value,
-                ZERO if tensor == 0 else float_at(residual_scale + 4 * its.shard), bits, norm,
+                value_of(residual_scale, its.shard, ZERO), bits, out_norm,
             )  # fmt: skip
             _finish(
                 summed, kept, valid, its.length, its_value, bits, scale,
-                0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
+                0 if out_tensor == 0 else residual_partial + 4 * block, residual_counted + 4 * block, out_norm,
             )  # fmt: skip
     streamed()
 
@@ -188,137 +177,103 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
 
 @Loop
 def _average(
-    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    received: int, row_bytes: int, in_tensor: int, ranks: int, inverse_ranks: float,
-    live: int, value: int, before: int, residual_scale: int, partial: int, counted: int,
-    out: int, tensor: int, norm: int, fingerprint: int, shard_blocks: int,
-) -> None:  # fmt: skip
-    flag = any_flag(received, ranks, row_bytes)
+    first, stop, scratch, block_table, parameter_table, first_block,
+    received, received_bytes, received_tensor, received_rows, inverse_ranks: float, live,
+    residual_value, residual_before, residual_scale, residual_partial, residual_counted,
+    out, out_tensor, out_norm, out_fingerprint, out_shard_blocks,
+):  # fmt: skip
+    flag = any_flag(received, received_rows, received_bytes)
     if first == 0:
-        write_header(out, flag, fingerprint, shard_blocks)
+        write_header(out, flag, out_fingerprint, out_shard_blocks)
     if flag != 0:
         for block in range(first, stop):
-            copy_block(before, value, locate(blocks, parameters, block))
+            copy_block(residual_before, residual_value, locate(block_table, parameter_table, first_block, block))
         streamed()
         return
-    last = ZERO if tensor == 0 else float_at(residual_scale)
+    last = value_of(residual_scale, 0, ZERO)
     for block in range(first, stop):
-        its = locate(blocks, parameters, block)
-        copy_block(before, value, its)
-        valid, its_value = its.valid, value + 4 * its.start
+        its = locate(block_table, parameter_table, first_block, block)
+        copy_block(residual_before, residual_value, its)
+        valid, its_value = its.valid, residual_value + 4 * its.start
         kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch)
-        scale, bits = of_message(out, its, tensor)
-        in_scale, in_bits = of_message(received, its, in_tensor)
+        scale, bits = of_message(out, its, out_tensor)
+        in_scale, in_bits = of_message(received, its, received_tensor)
         summed = _mean(
-            in_bits, in_scale, ranks, row_bytes, np.float32(inverse_ranks), up(valid), kept, its_value, last, bits, norm
+            in_bits, in_scale, received_rows, received_bytes, np.float32(inverse_ranks), up(valid), kept, its_value,
+            last, bits, out_norm,
         )  # fmt: skip
         _finish(
             summed, kept, valid, its.length, its_value, bits, scale,
-            0 if tensor == 0 else partial + 4 * block, counted + 4 * block, norm,
+            0 if out_tensor == 0 else residual_partial + 4 * block, residual_counted + 4 * block, out_norm,
         )  # fmt: skip
     streamed()
 
 
 @Loop
 def _scales(
-    blocks: int, parameters: int, messages: int, rows: int, row_bytes: int, partial: int, counted: int,
-    residual_scale: int, norm: int,
-) -> None:  # fmt: skip
+    block_table, parameter_table, first_block, out, out_rows, out_bytes, out_norm,
+    residual_partial, residual_counted, residual_scale,
+):  # fmt: skip
     """The scale of each message from its blocks' sums and counts."""
-    if flag_of(messages) != 0:
+    if flag_of(out) != 0:
         return
     first = 0
-    for row in range(rows):
-        its, summed, count = locate(blocks, parameters, first), 0.0, 0
+    for row in range(out_rows):
+        its, summed, count = locate(block_table, parameter_table, first_block, first), 0.0, 0
         for block in range(first, first + its.of_shard):
-            summed += float_at(partial + 4 * block)
-            count += int_at(counted + 4 * block)
-        scale, _ = of_message(message_of(messages, its, row_bytes, 1), its, 1)
-        set_float(scale, mean_scale(summed, count, norm))
-        set_float(residual_scale + 4 * row, mean_scale(summed, count, norm))
+            summed += float_at(residual_partial + 4 * block)
+            count += int_at(residual_counted + 4 * block)
+        scale, _ = of_message(message_of(out, its, out_bytes, 1), its, 1)
+        set_float(scale, mean_scale(summed, count, out_norm))
+        set_float(residual_scale + 4 * row, mean_scale(summed, count, out_norm))
         first += its.of_shard
 
 
 @Loop
 def _decode(
-    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    out: int, dtype: int, messages: int, row_bytes: int, tensor: int, copies: int, large: int,
-) -> None:  # fmt: skip
+    first, stop, scratch, block_table, parameter_table, first_block, block_size,
+    out, out_dtype, replies, replies_bytes, replies_tensor, replies_copies, large,
+):  # fmt: skip
     for block in range(first, stop):
-        its = locate(blocks, parameters, block)
+        its = locate(block_table, parameter_table, first_block, block)
         address, n = long_at(out + 8 * its.parameter), up(its.valid)
         if address != 0 and n > 0:
-            message = message_of(messages, its, row_bytes, copies)
-            in_place = dtype == 0 and n == its.valid
+            message = message_of(replies, its, replies_bytes, replies_copies)
+            in_place = out_dtype == FP32 and n == its.valid
             values = address + 4 * its.offset if in_place else scratch
-            if any_flag(message, copies, row_bytes) == 0:
-                scale, bits = of_message(message, its, tensor)
+            if any_flag(message, replies_copies, replies_bytes) == 0:
+                scale, bits = of_message(message, its, replies_tensor)
                 past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
-                unpack(scale, bits, row_bytes, copies, n, values, past_caches)
+                unpack(scale, bits, replies_bytes, replies_copies, n, values, past_caches)
             else:
                 for i in range(0, n, WIDTH):
                     store(values + 4 * i, splat(np.float32(np.nan)))
-            put(values, address, dtype, its.offset, its.valid, scratch + 4 * size)
+            put_parameter(values, out, out_dtype, its, scratch + 4 * block_size)
     streamed()
 
 
-def compress(
-    span: Span,
-    grads: Pointers,
-    momentum: Tensor | Messages | None,
-    residual: Residual,
-    hyper: Tensor,
-    flags: Tensor,
-    out: Messages,
-    *,
-    live: Tensor | None = None,
-    gamma: Tensor | None = None,
-) -> None:
-    """`onebit.kernels.passes.Backend.compress` in one loop."""
-    form = out.format
-    arguments = (
-        *over(span), *table(grads), at(hyper), at(flags), at(gamma), *momentum_at(momentum), at(live),
-        *_residual_at(residual), at(out.buffer), form.nbytes, int(form.scale == "tensor"), NORMS[form.norm],
-        form.fingerprint, form.layout.shard_blocks,
-    )  # fmt: skip
-    over_blocks(_compress, span, arguments, scratch_blocks=2)
-    _finish_scales(span, residual, out)
+def compress(work: passes.Compress) -> None:
+    _encode(_compress, work, scratch_blocks=2)
 
 
-def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
-    """`onebit.kernels.passes.Backend.average` in one loop."""
-    form = out.format
-    arguments = (
-        *over(span), at(received.buffer), received.format.nbytes, int(received.format.scale == "tensor"),
-        received.rows, 1 / received.rows, at(live), *_residual_at(residual), at(out.buffer),
-        int(form.scale == "tensor"), NORMS[form.norm], form.fingerprint, form.layout.shard_blocks,
-    )  # fmt: skip
-    over_blocks(_average, span, arguments)
-    _finish_scales(span, residual, out)
+def average(work: passes.Average) -> None:
+    _encode(_average, work, scratch_blocks=0)
 
 
-def _residual_at(residual: Residual) -> tuple[int, int, int, int, int]:
-    parts = residual.value, residual.before, residual.scale, residual.partial, residual.counted
-    value, before, scale, partial, counted = map(at, parts)
-    return value, before, scale, partial, counted
+def _encode(loop: Loop, work: passes.Compress | passes.Average, scratch_blocks: int) -> None:
+    found = work.arguments()
+    over_blocks(loop, work.span, found, scratch_blocks)
+    if work.residual.scale is not None:
+        _scales(*numbers(_scales, found))
 
 
-def _finish_scales(span: Span, residual: Residual, out: Messages) -> None:
-    if residual.scale is not None:
-        blocks, parameters, _ = over(span)
-        _scales(
-            blocks, parameters, at(out.buffer), out.rows, out.format.nbytes, at(residual.partial),
-            at(residual.counted), at(residual.scale), NORMS[out.format.norm],
-        )  # fmt: skip
+def decode(work: passes.Decode) -> None:
+    large = work.span.elements >= LARGE
+    over_blocks(_decode, work.span, work.arguments() | {"large": large}, scratch_blocks=1)
 
 
-def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """`onebit.kernels.passes.Backend.decode` in one loop."""
-    arguments = (*over(span), *table(out), *messages_at(messages), int(span.elements >= LARGE))
-    over_blocks(_decode, span, arguments, scratch_blocks=1)
-
-
-def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
-    """`onebit.kernels.passes.Backend.restore`."""
-    if int(flags):
-        now.copy_(kept)
+PASSES: dict[type[passes.Pass], Callable[..., None]] = {
+    passes.Compress: compress,
+    passes.Average: average,
+    passes.Decode: decode,
+}

@@ -46,11 +46,13 @@ def routine(function: Callable[..., Any]) -> Any:
 
 
 class Loop:
-    """A function of ints and floats that runs over blocks, compiled when it is first called."""
+    """A function of numbers that runs over blocks, compiled when it is first called. A parameter is an int unless it is
+    annotated."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         functools.update_wrapper(self, function)
         self._function = function
+        self.parameters = tuple(inspect.signature(function).parameters)
         self._run: Callable[..., None] | None = None
 
     def __call__(self, *arguments: float) -> None:
@@ -138,10 +140,10 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _signature(function: Callable[..., None]) -> Any:
-    """From the annotations: an int is 64 bits wide, a float is a double."""
-    kinds = {"int": numba.types.int64, "float": numba.types.float64}
+    """An int is 64 bits wide, a float is a double."""
+    kinds = {inspect.Parameter.empty: numba.types.int64, "float": numba.types.float64}
     parameters = inspect.signature(function).parameters.values()
-    return numba.types.void(*(kinds[str(each.annotation)] for each in parameters))
+    return numba.types.void(*(kinds[each.annotation] for each in parameters))
 
 
 def version() -> str:

@@ -1,49 +1,32 @@
-"""0/1 Adam's steps between messages and with one, each one pass over the model.
-
-    local    m = b1 m + (1 - b1) g';  x = x - lr (clip_p mhat / (u + eps) + wd x);  e = e + lr mhat
-    sync     x = decay_p anchor - clip_p U / (u + eps);  anchor = x as it was stored;  m = factor_p U;
-             U = decode(reply)
-
-u is that of `onebit.kernels.cpu.zero_one`.
-
-Bytes an element, fp32: local reads g 4, v 4, m 4, x 4, e 4, writes m 4, x 4, e 4: 32; sync reads v 4, anchor 4,
-bits 1/8, writes x 4, anchor 4, m 4: 20.1. A 16-bit parameter with a master copy adds 2 (written only).
-"""
+"""0/1 Adam's steps between messages and with one. `onebit.kernels.passes` has the equations and the bytes."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from onebit.kernels import passes
 from onebit.kernels.cpu.blocks import (
     ALL,
     FP32,
     any_flag,
-    at,
     clip_of,
     first_bits,
     first_moment,
+    gradient_at,
     hyper_of,
     left_out,
     locate,
     message_of,
-    messages_at,
     of_message,
-    over,
-    put,
-    staged,
-    table,
+    parameter_at,
+    put_parameter,
     unpack,
     up,
+    value_of,
 )
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, splat, total, where
-from onebit.kernels.cpu.memory import copy, float_at, int_at, load, long_at, set_float, store
-from onebit.kernels.cpu.threads import over_blocks
+from onebit.kernels.cpu.memory import copy, float_at, int_at, load, set_float, store
+from onebit.kernels.cpu.threads import one_loop
 from onebit.kernels.cpu.zero_one import direction, moved, used_root
-from onebit.kernels.data.layout import Span
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages
 
 
 @tile
@@ -73,26 +56,25 @@ def _local_block(valid, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor,
 
 @Loop
 def _local(
-    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    params: int, param: int, grads: int, grad: int, hyper: int, flags: int, exp_avg: int, exp_avg_sq: int,
-    value: int, residual_scale: int, master: int, least_root: int, root_at_zero: int, clip: int, squares: int,
-) -> None:  # fmt: skip
+    first, stop, scratch, block_table, parameter_table, first_block, block_size,
+    params, params_dtype, master, grads, grads_dtype, hyper, flags, exp_avg, exp_avg_sq,
+    residual_value, residual_scale, least_root, root_at_zero, clip, squares,
+):  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        its = locate(blocks, parameters, block)
+        its = locate(block_table, parameter_table, first_block, block)
         p, start = its.parameter, 4 * its.start
-        address = long_at(params + 8 * p)
-        g_at = staged(long_at(grads + 8 * p), grad, its.offset, its.valid, scratch)
-        x_at = staged(address, param, its.offset, its.valid, scratch + 4 * size) if master == 0 else master + start
+        g_at = gradient_at(grads, grads_dtype, its, scratch)
+        x_at = parameter_at(params, params_dtype, master, its, scratch + 4 * block_size)
         summed = _local_block(
-            its.valid, g_at, exp_avg + start, exp_avg_sq + start, 0 if value == 0 else value + start, x_at,
-            hyper_of(hyper, its.group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), residual_scale,
-            ZERO if residual_scale == 0 else float_at(residual_scale + 4 * its.shard), clip_of(clip, p),
+            its.valid, g_at, exp_avg + start, exp_avg_sq + start, 0 if residual_value == 0 else residual_value + start,
+            x_at, hyper_of(hyper, its.group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p),
+            residual_scale, value_of(residual_scale, its.shard, ZERO), clip_of(clip, p),
         )  # fmt: skip
         if squares != 0:
             set_float(squares + 4 * block, summed)
-        put(x_at, address, param, its.offset, its.valid, scratch)
+        put_parameter(x_at, params, params_dtype, its, scratch)
 
 
 @tile
@@ -109,73 +91,31 @@ def _sync_block(valid, total_at, m_at, v_at, anchor_at, h, least, at_zero, decay
 
 @Loop
 def _sync(
-    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    params: int, param: int, hyper: int, messages: int, row_bytes: int, tensor: int, copies: int,
-    exp_avg: int, exp_avg_sq: int, anchor: int, master: int, least_root: int, root_at_zero: int, decay: int,
-    factor: int, clip: int,
-) -> None:  # fmt: skip
+    first, stop, scratch, block_table, parameter_table, first_block,
+    params, params_dtype, master, exp_avg, exp_avg_sq, anchor, replies, replies_bytes, replies_tensor, replies_copies,
+    hyper, least_root, root_at_zero, decay, factor, clip,
+):  # fmt: skip
     for block in range(first, stop):
-        its = locate(blocks, parameters, block)
-        message = message_of(messages, its, row_bytes, copies)
-        if any_flag(message, copies, row_bytes) == 0:
+        its = locate(block_table, parameter_table, first_block, block)
+        message = message_of(replies, its, replies_bytes, replies_copies)
+        if any_flag(message, replies_copies, replies_bytes) == 0:
             p, start, valid = its.parameter, 4 * its.start, its.valid
-            address, x_at = long_at(params + 8 * p), anchor + start
-            scale, bits = of_message(message, its, tensor)
-            unpack(scale, bits, row_bytes, copies, up(valid), scratch, 0)
+            scale, bits = of_message(message, its, replies_tensor)
+            unpack(scale, bits, replies_bytes, replies_copies, up(valid), scratch, 0)
+            x_at = anchor + start
             _sync_block(
                 valid, scratch, exp_avg + start, exp_avg_sq + start, x_at, hyper_of(hyper, its.group),
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), float_at(decay + 4 * p),
                 float_at(factor + 4 * p), clip_of(clip, p),
             )  # fmt: skip
-            put(x_at, address, param, its.offset, valid, scratch)
+            put_parameter(x_at, params, params_dtype, its, scratch)
             if master != 0:
                 copy(master + start, x_at, 4 * valid)
-            elif param != FP32:  # as it was rounded
-                copy(x_at, staged(address, param, its.offset, valid, scratch), 4 * valid)
+            elif params_dtype != FP32:  # as it was rounded
+                copy(x_at, parameter_at(params, params_dtype, 0, its, scratch), 4 * valid)
 
 
-def zero_one_local(
-    span: Span,
-    params: Pointers,
-    grads: Pointers,
-    exp_avg_sq: Tensor,
-    exp_avg: Tensor,
-    residual: Residual | None,
-    master: Tensor | None,
-    hyper: Tensor,
-    flags: Tensor,
-    least_root: Tensor,
-    root_at_zero: Tensor,
-    clip: Tensor | None = None,
-    squares: Tensor | None = None,
-) -> None:
-    """`onebit.kernels.passes.Backend.zero_one_local` in one loop."""
-    value, scale = (None, None) if residual is None else (residual.value, residual.scale)
-    arguments = (
-        *over(span), *table(params), *table(grads), at(hyper), at(flags), at(exp_avg), at(exp_avg_sq), at(value),
-        at(scale), at(master), at(least_root), at(root_at_zero), at(clip), at(squares),
-    )  # fmt: skip
-    over_blocks(_local, span, arguments, scratch_blocks=2)
-
-
-def zero_one_sync(
-    span: Span,
-    params: Pointers,
-    exp_avg_sq: Tensor,
-    exp_avg: Tensor,
-    anchor: Tensor,
-    replies: Messages,
-    master: Tensor | None,
-    hyper: Tensor,
-    least_root: Tensor,
-    root_at_zero: Tensor,
-    decay: Tensor,
-    factor: Tensor,
-    clip: Tensor | None = None,
-) -> None:
-    """`onebit.kernels.passes.Backend.zero_one_sync` in one loop."""
-    arguments = (
-        *over(span), *table(params), at(hyper), *messages_at(replies), at(exp_avg), at(exp_avg_sq), at(anchor),
-        at(master), at(least_root), at(root_at_zero), at(decay), at(factor), at(clip),
-    )  # fmt: skip
-    over_blocks(_sync, span, arguments, scratch_blocks=1)
+PASSES = {
+    passes.ZeroOneLocal: one_loop(_local, scratch_blocks=2),
+    passes.ZeroOneSync: one_loop(_sync, scratch_blocks=1),
+}

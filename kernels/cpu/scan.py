@@ -1,34 +1,18 @@
-"""scan: one read of the gradients before anything depends on them.
-
-    flags[0] = 1 where |g'| is NaN, inf or beyond LARGEST, else as it was;   squares[b] = sum of g'^2 over block b
-
-Bytes an element, fp32: reads g 4.
+"""scan: one read of the gradients before anything depends on them. `onebit.kernels.passes` has the equations and the
+bytes.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from onebit.kernels.cpu.blocks import (
-    ALL,
-    FP32,
-    at,
-    hyper_of,
-    locate,
-    numel_of,
-    over,
-    staged,
-    table,
-    up,
-)
+from onebit.kernels import passes
+from onebit.kernels.cpu.blocks import ALL, FP32, gradient_at, hyper_of, locate, numel_of, up
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, ZERO, magnitude, splat, total
 from onebit.kernels.cpu.memory import load, long_at, set_float, set_int
-from onebit.kernels.cpu.threads import over_blocks
+from onebit.kernels.cpu.threads import one_loop
 from onebit.kernels.data import hyper as limits
-from onebit.kernels.data.layout import Span
-from onebit.kernels.data.pointers import Pointers
 
 LARGEST = np.float32(limits.LARGEST)
 SAFE = np.float32(limits.LARGEST**2)  # a sum of squares up to here holds none of an element that is too large
@@ -79,32 +63,29 @@ def _leave(square, values, count, scale, block, flags, squares):
 
 @Loop
 def _scan(
-    first: int, stop: int, scratch: int, blocks: int, parameters: int, size: int,
-    grads: int, grad: int, hyper: int, flags: int, squares: int,
-) -> None:  # fmt: skip
+    first, stop, scratch, block_table, parameter_table, first_block, block_size,
+    grads, grads_dtype, hyper, flags, squares,
+):  # fmt: skip
     end = stop  # backwards: what is read first afterwards is then in the cache
     while end > first:
         block = end - 4
-        if block >= first and grad == FP32:
-            its = locate(blocks, parameters, block)
+        if block >= first and grads_dtype == FP32:
+            its = locate(block_table, parameter_table, first_block, block)
             address, scale = long_at(grads + 8 * its.parameter), hyper_of(hyper, its.group).grad_scale
-            if address != 0 and its.offset + 4 * size <= numel_of(parameters, its.parameter):
+            if address != 0 and its.offset + 4 * block_size <= numel_of(parameter_table, its.parameter):
                 values = address + 4 * its.offset
-                a, b, c, d = _four_sums(values, size, scale)
-                _leave(a, values, size, scale, block, flags, squares)
-                _leave(b, values + 4 * size, size, scale, block + 1, flags, squares)
-                _leave(c, values + 8 * size, size, scale, block + 2, flags, squares)
-                _leave(d, values + 12 * size, size, scale, block + 3, flags, squares)
+                a, b, c, d = _four_sums(values, block_size, scale)
+                _leave(a, values, block_size, scale, block, flags, squares)
+                _leave(b, values + 4 * block_size, block_size, scale, block + 1, flags, squares)
+                _leave(c, values + 8 * block_size, block_size, scale, block + 2, flags, squares)
+                _leave(d, values + 12 * block_size, block_size, scale, block + 3, flags, squares)
                 end = block
                 continue
         end -= 1
-        its = locate(blocks, parameters, end)
+        its = locate(block_table, parameter_table, first_block, end)
         n, scale = up(its.valid), hyper_of(hyper, its.group).grad_scale
-        values = staged(long_at(grads + 8 * its.parameter), grad, its.offset, its.valid, scratch)
+        values = gradient_at(grads, grads_dtype, its, scratch)
         _leave(_sum_of_squares(values, n, scale), values, n, scale, end, flags, squares)
 
 
-def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
-    """`onebit.kernels.passes.Backend.scan` in one loop."""
-    arguments = (*over(span), *table(grads), at(hyper), at(flags), at(squares))
-    over_blocks(_scan, span, arguments, scratch_blocks=1)
+PASSES = {passes.Scan: one_loop(_scan, scratch_blocks=1)}

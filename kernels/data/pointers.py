@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.record import Record
 from onebit.kernels.data.upload import Upload
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +20,7 @@ def written_by_address(tensors: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
-class Pointers:
+class Pointers(Record):
     """One tensor a parameter (None counts as zeros), and their addresses on the device.
 
     `bind_tensors` is called each step with the tensors of that step; the address table is rewritten only when an
@@ -46,6 +48,9 @@ class Pointers:
         pointers = cls(layout, first.device, first.dtype, what)
         pointers.bind_tensors(tensors)
         return pointers
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        return {name: self.addresses, f"{name}_dtype": self.dtype}
 
     def bind_tensors(self, tensors: Sequence[Tensor | None]) -> None:
         """Point to `tensors`, one a parameter of the layout."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Span
+from onebit.kernels.data.record import Record, fields_of
 from onebit.kernels.data.wire import Format
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(Record):
     """The error that compression has left out so far, for one span and the messages it is compressed into.
 
     With block scales `value` is e. A tensor scale is known only after the whole message was read; there `value` keeps
@@ -53,6 +55,9 @@ class Residual:
             torch.zeros(rows, dtype=torch.int32, device=device),
             sizes,
         )
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        return {f"{name}_{field}": value for field, value in fields_of(self).items()}
 
     def left_out(self) -> Tensor:
         """e, fp32 [elements]. Its values in padding and for coordinates that take no part mean nothing."""

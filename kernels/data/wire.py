@@ -38,7 +38,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from torch import Tensor
 
 from onebit.kernels.data.checks import is_one_of
 from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.record import Record
 
 Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2", "unbiased"]
@@ -134,7 +135,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Messages:
+class Messages(Record):
     """Messages of one format, one a row, with a typed view of each part.
 
     With `copies` each block is in so many messages, which follow one another: row k copies + i is the i-th of those
@@ -144,6 +145,19 @@ class Messages:
     buffer: Tensor  # uint8 [rows, nbytes]
     format: Format
     copies: int = 1
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        form = self.format
+        return {
+            name: self.buffer,
+            f"{name}_bytes": form.nbytes,
+            f"{name}_rows": self.rows,
+            f"{name}_copies": self.copies,
+            f"{name}_tensor": form.scale == "tensor",
+            f"{name}_norm": NORMS[form.norm],
+            f"{name}_fingerprint": form.fingerprint,
+            f"{name}_shard_blocks": form.layout.shard_blocks,
+        }
 
     @property
     def rows(self) -> int:

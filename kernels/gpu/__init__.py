@@ -1,26 +1,14 @@
-"""The Triton passes under one name, as `cpu` has them."""
+"""The Triton passes."""
 
-from onebit.kernels.gpu.adam import adam_update, adam_warmup
-from onebit.kernels.gpu.codec import average, compress, decode
-from onebit.kernels.gpu.lamb import lamb_statistics, lamb_warmup
-from onebit.kernels.gpu.local_steps import zero_one_local, zero_one_sync
+from onebit.kernels.gpu import adam, codec, lamb, local_steps, scan, zero_one
 from onebit.kernels.gpu.restore import restore
-from onebit.kernels.gpu.scan import scan
-from onebit.kernels.gpu.zero_one import zero_one_full, zero_one_inverses, zero_one_update
+from onebit.kernels.passes import Pass
 
-__all__ = [
-    "adam_update",
-    "adam_warmup",
-    "average",
-    "compress",
-    "decode",
-    "lamb_statistics",
-    "lamb_warmup",
-    "restore",
-    "scan",
-    "zero_one_full",
-    "zero_one_inverses",
-    "zero_one_local",
-    "zero_one_sync",
-    "zero_one_update",
-]
+PASSES = adam.PASSES | codec.PASSES | lamb.PASSES | local_steps.PASSES | scan.PASSES | zero_one.PASSES
+
+__all__ = ["PASSES", "restore", "run"]
+
+
+def run(work: Pass) -> None:
+    """Run a pass on the device of its tensors."""
+    PASSES[type(work)](work)

@@ -1,201 +1,131 @@
-"""compress, average and decode as Triton kernels.
-
-    compress   c = beta1 m + gamma_p ((1 - beta1) g') + e;  bit = sigma(c);  scale = ||c||_1 / count;  e = c - scale bit
-    average    C = mean_i decode(message_i) + E;            bit = sigma(C);  scale = ||C||_1 / count;  E = C - scale bit
-    decode     x = scale sigma
-
-Scales are those of norm "l1"; `onebit.kernels.data.wire` has the others.
+"""compress, average and decode as Triton kernels. `onebit.kernels.passes` has the equations, the papers' lines and the
+bytes.
 
 compress does momentum, error compensation, sign, scale and packing in one pass, and average unpacking, mean, error
-compensation and packing: each element of the residual is read once and written once. `onebit.kernels.passes` has the
-papers' lines and the bytes of each.
+compensation and packing: each element of the residual is read once and written once.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton.language as tl
-from torch import Tensor
 
-from onebit.kernels.data.layout import Span
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Messages
+from onebit.kernels import passes
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import (
-    TYPES,
-    WIDE,
-    encoding_arguments,
-    launch,
-    momentum_arguments,
-    replies_arguments,
-    span_arguments,
-)
+from onebit.kernels.gpu.launch import one_launch
 
 
 @tiles.entry
 def compress_kernel(
-    block_table, parameter_table, addresses, hyper, flags, first_block, first_word, first_shard, blocks, shard_blocks,
-    fingerprint, gamma, m_flat, m_messages, live, value, before, residual_scale, partial, counted, counter,
-    messages, row_bytes,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr,
-    TENSOR: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr,
+    block_table, parameter_table, grads, hyper, flags, first_block, first_word, first_shard, blocks, out_shard_blocks,
+    out_fingerprint, gamma, momentum, live, residual_value, residual_before, residual_scale, residual_partial,
+    residual_counted, residual_counter, out, out_bytes,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    OUT_TENSOR: tl.constexpr, OUT_NORM: tl.constexpr, MOMENTUM_COPIES: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
-            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
-            block_value = value + start
-            kept = tiles.load_flat(block_value, length, TILE)
+            message, _, place, word, of_shard = tiles.find_message(row, first_shard, out, out_bytes, 1)
+            shard = tiles.find_shard(row, first_shard)
+            its_scale = tiles.part(residual_scale, shard)
+            its_value = residual_value + start
+            kept = tiles.load_flat(its_value, length, TILE)
             its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
-            if before is not None:
-                tiles.store_flat(before + start, kept, length, TILE)
-            p, group, offset, valid = tiles.locate(row, length, parameter_table)
-            g_base, g_valid, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
-            h = tiles.group_row(hyper, group)
-            message = messages + shard * row_bytes
+            if residual_before is not None:
+                tiles.store_flat(residual_before + start, kept, length, TILE)
+            p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
+            g_base, g_valid, wide = tiles.pointer(grads, p, offset, valid, GRADS_DTYPE, TILE)
             if place == 0:
-                tiles.write_header(message, flag, fingerprint, shard_blocks)
+                tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
                 y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
-                if m_messages is not None:
-                    m_message = m_messages + shard * COPIES * row_bytes
-                    m = tiles.decode_block(m_message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
+                if MOMENTUM_COPIES is not None:
+                    last = (momentum + shard * MOMENTUM_COPIES * out_bytes, out_bytes, place, word, of_shard)
+                    m = tiles.decode_block(last, length, TILE, OUT_TENSOR, MOMENTUM_COPIES)
                     y = tl.load(h + tiles.H_BETA1) * m + y
-                elif m_flat is not None:
-                    y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(m_flat + start, length, TILE) + y
-                scale = tiles.scale_in(message, place, TENSOR)
-                bits = tiles.bits_in(message, word, of_shard, TENSOR)
-                block_partial = partial + block if TENSOR else None
-                block_counted = counted + block if TENSOR else None
-                its_scale = residual_scale + shard if TENSOR else None
-                c = y + tiles.residual(kept, its_scale, TENSOR)
+                elif momentum is not None:
+                    y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(momentum + start, length, TILE) + y
+                c = y + tiles.residual(kept, its_scale)
+                scale = tiles.scale_in(message, place, OUT_TENSOR)
+                bits = tiles.bits_in(message, word, of_shard, OUT_TENSOR)
                 tiles.encode(
-                    c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length, TILE,
-                    TENSOR, NORM,
+                    c, its_live, its_value, scale, tiles.part(residual_partial, block),
+                    tiles.part(residual_counted, block), bits, valid, length, TILE, OUT_TENSOR, OUT_NORM,
                 )  # fmt: skip
-                if TENSOR:
-                    if tiles.finished(counter + shard, of_shard):
+                if OUT_TENSOR:
+                    if tiles.finished(residual_counter + shard, of_shard):
                         first = block - place
-                        tiles.finish_scale(scale, its_scale, partial + first, counted + first, of_shard, NORM)
+                        tiles.finish_scale(
+                            scale, its_scale, residual_partial + first, residual_counted + first, of_shard, OUT_NORM
+                        )
 
 
 @tiles.entry
 def average_kernel(
-    block_table, parameter_table, first_block, first_word, blocks, shard_blocks, fingerprint, ranks, inverse_ranks,
-    received, received_bytes, live, value, before, residual_scale, partial, counted, counter, messages,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, TENSOR: tl.constexpr, NORM: tl.constexpr,
-    IN_TENSOR: tl.constexpr,
+    block_table, parameter_table, first_block, first_word, blocks, out_shard_blocks, out_fingerprint, received_rows,
+    inverse_ranks, received, received_bytes, live, residual_value, residual_before, residual_scale, residual_partial,
+    residual_counted, residual_counter, out,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT_TENSOR: tl.constexpr, OUT_NORM: tl.constexpr,
+    RECEIVED_TENSOR: tl.constexpr,
 ):  # fmt: skip
-    flag = tiles.any_flag(received, ranks, received_bytes)
+    flag = tiles.any_flag(received, received_rows, received_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:  # of one shard, so that its place there is `block`
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             word = tl.load(row + tiles.B_WORD)
-            block_value = value + start
-            kept = tiles.load_flat(block_value, length, TILE)
+            its_value = residual_value + start
+            kept = tiles.load_flat(its_value, length, TILE)
             its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
-            if before is not None:
-                tiles.store_flat(before + start, kept, length, TILE)
+            if residual_before is not None:
+                tiles.store_flat(residual_before + start, kept, length, TILE)
             _, _, _, valid = tiles.locate(row, length, parameter_table)
             if block == 0:
-                tiles.write_header(messages, flag, fingerprint, shard_blocks)
+                tiles.write_header(out, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:
                 total = tiles.sum_of_messages(
-                    received, block, word, blocks, received_bytes, ranks, length, TILE, IN_TENSOR
+                    received, block, word, blocks, received_bytes, received_rows, length, TILE, RECEIVED_TENSOR
                 )
-                c = total * inverse_ranks + tiles.residual(kept, residual_scale, TENSOR)
-                scale = tiles.scale_in(messages, block, TENSOR)
-                bits = tiles.bits_in(messages, word, blocks, TENSOR)
-                block_partial = partial + block if TENSOR else None
-                block_counted = counted + block if TENSOR else None
+                c = total * inverse_ranks + tiles.residual(kept, residual_scale)
+                scale = tiles.scale_in(out, block, OUT_TENSOR)
+                bits = tiles.bits_in(out, word, blocks, OUT_TENSOR)
                 tiles.encode(
-                    c, its_live, block_value, scale, block_partial, block_counted, bits, valid, length, TILE,
-                    TENSOR, NORM,
+                    c, its_live, its_value, scale, tiles.part(residual_partial, block),
+                    tiles.part(residual_counted, block), bits, valid, length, TILE, OUT_TENSOR, OUT_NORM,
                 )  # fmt: skip
-                if TENSOR:
-                    if tiles.finished(counter, blocks):
-                        tiles.finish_scale(scale, residual_scale, partial, counted, blocks, NORM)
+                if OUT_TENSOR:
+                    if tiles.finished(residual_counter, blocks):
+                        tiles.finish_scale(scale, residual_scale, residual_partial, residual_counted, blocks, OUT_NORM)
 
 
 @tiles.entry
 def decode_kernel(
-    block_table, parameter_table, addresses, first_block, first_word, first_shard, blocks, messages, row_bytes,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT: tl.constexpr, TENSOR: tl.constexpr,
-    COPIES: tl.constexpr, IN_A_ROW: tl.constexpr,
+    block_table, parameter_table, out, first_block, first_word, first_shard, blocks, replies, replies_bytes,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr,
+    REPLIES_COPIES: tl.constexpr,
 ):  # fmt: skip
+    IN_A_ROW: tl.constexpr = tiles.WIDEST // OUT_DTYPE.primitive_bitwidth
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, _, length = tiles.find(block_table, first_block + block, first_word)
-            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            message = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_COPIES)
             p, _, offset, valid = tiles.locate(row, length, parameter_table)
-            base, writable, wide = tiles.pointer(addresses, p, offset, valid, OUT, TILE)
-            message = messages + shard * COPIES * row_bytes
-            flag = tiles.flag_of(message, row_bytes, COPIES)
-            x = tiles.decode_block(message, row_bytes, place, word, of_shard, length, TILE, TENSOR, COPIES)
+            base, writable, wide = tiles.pointer(out, p, offset, valid, OUT_DTYPE, TILE)
+            flag = tiles.flag_of(message, REPLIES_COPIES)
+            x = tiles.decode_block(message, length, TILE, REPLIES_TENSOR, REPLIES_COPIES)
             x = tl.where(flag == 0, x, float("nan"))
             tiles.store_tile(base, x, writable, wide, TILE, IN_A_ROW)
 
 
-def compress(
-    span: Span,
-    grads: Pointers,
-    momentum: Tensor | Messages | None,
-    residual: Residual,
-    hyper: Tensor,
-    flags: Tensor,
-    out: Messages,
-    *,
-    live: Tensor | None = None,
-    gamma: Tensor | None = None,
-) -> None:
-    """`onebit.kernels.passes.Backend.compress` in one launch."""
-    arguments = {
-        **span_arguments(span, residual.value.device),
-        **momentum_arguments(momentum, "m_"),
-        "COPIES": momentum.copies if isinstance(momentum, Messages) else 1,
-        **encoding_arguments(residual, out),
-        "first_shard": span.first_shard,
-        "row_bytes": out.format.nbytes,
-        "addresses": grads.addresses,
-        "hyper": hyper,
-        "flags": flags,
-        "gamma": gamma,
-        "live": live,
-        "GRAD": TYPES[grads.dtype],
-    }
-    launch(compress_kernel, span.count, arguments, residual.value, grads.dtype)
-
-
-def average(span: Span, received: Messages, residual: Residual, out: Messages, *, live: Tensor | None = None) -> None:
-    """`onebit.kernels.passes.Backend.average` in one launch."""
-    arguments = {
-        **span_arguments(span, residual.value.device),
-        **encoding_arguments(residual, out),
-        "received": received.buffer,
-        "received_bytes": received.format.nbytes,
-        "IN_TENSOR": received.format.scale == "tensor",
-        "ranks": received.rows,
-        "inverse_ranks": 1 / received.rows,
-        "live": live,
-    }
-    launch(average_kernel, span.count, arguments, residual.value, residual.value.dtype)
-
-
-def decode(span: Span, messages: Messages, out: Pointers) -> None:
-    """`onebit.kernels.passes.Backend.decode` in one launch."""
-    arguments = {
-        **span_arguments(span, messages.buffer.device),
-        **replies_arguments(span, messages),
-        "addresses": out.addresses,
-        "OUT": TYPES[out.dtype],
-        "IN_A_ROW": WIDE // out.dtype.itemsize,
-    }
-    launch(decode_kernel, span.count, arguments, messages.buffer, out.dtype)
+PASSES = {
+    passes.Compress: one_launch(compress_kernel),
+    passes.Average: one_launch(average_kernel),
+    passes.Decode: one_launch(decode_kernel),
+}

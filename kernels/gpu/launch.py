@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onebit.kernels.data.layout import BLOCK_SIZE, WORD, Span
-from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import NORMS, Format, Messages
+from onebit.kernels.data.layout import BLOCK_SIZE
+from onebit.kernels.data.record import argument
+from onebit.kernels.passes import Pass
 from onebit.kernels.tuning import tuner
 
-WIDE = 16  # bytes: the widest access
 MOST_WARPS = 16  # of a program: 1024 threads where a warp has 64
 ELEMENTS_OF_WARP = 128  # 32 threads with an access of 4 elements each
+DTYPES = ("PARAMS_DTYPE", "GRADS_DTYPE", "OUT_DTYPE")  # of the tensors that addresses point to
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -48,59 +48,31 @@ def recorded() -> Iterator[list[Launch]]:
         _record = before
 
 
-def span_arguments(span: Span, device: torch.device) -> dict[str, Any]:
-    """The arguments of every kernel that runs over the blocks of a span."""
-    table = span.layout.table(device)
-    return {
-        "block_table": table.blocks,
-        "parameter_table": table.parameters,
-        "first_block": span.first,
-        "first_word": span.start // WORD,
-        "blocks": span.count,
-        "TILE": triton.next_power_of_2(span.layout.block_size),
-    }
+def launcher(kernel: Any) -> Callable[[dict[str, Any]], None]:
+    """What launches a kernel over the blocks of a span. Its parameters get the arguments of the same names, those in
+    capitals are compiled in.
+    """
+    names = [(name, name.lower()) for name in kernel.arg_names if name != "BLOCKS_PER_PROGRAM"]
+
+    def run(found: dict[str, Any]) -> None:
+        found["tile"] = triton.next_power_of_2(found["block_size"])
+        arguments = {name: argument(found, source) for name, source in names}
+        for name in arguments.keys() & DTYPES:
+            arguments[name] = TYPES[arguments[name]]
+        launch(kernel, found["blocks"], arguments, found["block_table"], _dtype_of(found))
+
+    return run
 
 
-def format_arguments(span: Span, form: Format) -> dict[str, Any]:
-    """How a kernel finds a block's part of the messages of a span."""
-    return {"first_shard": span.first_shard, "row_bytes": form.nbytes, "TENSOR": form.scale == "tensor"}
+def one_launch(kernel: Any) -> Callable[[Pass], None]:
+    """What runs a pass that has one kernel."""
+    run = launcher(kernel)
+    return lambda work: run(work.arguments())
 
 
-def replies_arguments(span: Span, replies: Messages) -> dict[str, Any]:
-    """What `tiles.decode_block` reads."""
-    return {**format_arguments(span, replies.format), "messages": replies.buffer, "COPIES": replies.copies}
-
-
-def momentum_arguments(momentum: Tensor | Messages | None, prefix: str) -> dict[str, Any]:
-    """Momentum kept as messages, as a dense tensor, or not at all."""
-    packed = momentum if isinstance(momentum, Messages) else None
-    return {
-        f"{prefix}flat": None if packed else momentum,
-        f"{prefix}messages": packed and packed.buffer,
-    }
-
-
-def residual_arguments(residual: Residual) -> dict[str, Any]:
-    return {
-        "value": residual.value,
-        "before": residual.before,
-        "residual_scale": residual.scale,
-        "partial": residual.partial,
-        "counted": residual.counted,
-        "counter": residual.counter,
-    }
-
-
-def encoding_arguments(residual: Residual, out: Messages) -> dict[str, Any]:
-    """What a kernel that encodes c into `out` reads and writes, beside c itself."""
-    return {
-        **residual_arguments(residual),
-        "messages": out.buffer,
-        "fingerprint": out.format.fingerprint,
-        "shard_blocks": out.format.header[3],
-        "TENSOR": out.format.scale == "tensor",
-        "NORM": NORMS[out.format.norm],
-    }
+def _dtype_of(found: dict[str, Any]) -> torch.dtype:
+    """What a kernel's shape is tuned for."""
+    return next((found[name.lower()] for name in DTYPES if name.lower() in found), torch.float32)
 
 
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:

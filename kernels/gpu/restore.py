@@ -29,7 +29,7 @@ def restore_kernel(now, kept, flags, words, TILE: tl.constexpr, BLOCKS_PER_PROGR
 
 
 def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
-    """`onebit.kernels.passes.Backend.restore` in one launch."""
+    """`onebit.kernels.backends.Backend.restore` in one launch."""
     now, kept = (each.view(-1).view(torch.int32) for each in (now, kept))
     arguments = {"now": now, "kept": kept, "flags": flags, "words": now.numel(), "TILE": WORDS}
     launch(restore_kernel, triton.cdiv(now.numel(), WORDS), arguments, now, torch.float32)

@@ -1,8 +1,5 @@
-"""scan: one read of the gradients before anything depends on them.
-
-    flags[0] = 1 where |g'| is NaN, inf or beyond LARGEST, else as it was;   squares[b] = sum of g'^2 over block b
-
-Bytes an element, fp32: reads g 4.
+"""scan as a Triton kernel: one read of the gradients before anything depends on them. `onebit.kernels.passes` has the
+equations and the bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,13 +8,11 @@ from __future__ import annotations
 import struct
 
 import triton.language as tl
-from torch import Tensor
 
+from onebit.kernels import passes
 from onebit.kernels.data.hyper import LARGEST
-from onebit.kernels.data.layout import Span
-from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.gpu import tiles
-from onebit.kernels.gpu.launch import TYPES, WIDE, launch, span_arguments
+from onebit.kernels.gpu.launch import one_launch
 
 LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack("<f", LARGEST), "little"))
 SAFE = tl.constexpr(LARGEST**2)  # a sum of squares up to here holds none of an element that is too large
@@ -25,17 +20,18 @@ SAFE = tl.constexpr(LARGEST**2)  # a sum of squares up to here holds none of an 
 
 @tiles.entry
 def scan_kernel(
-    block_table, parameter_table, addresses, hyper, flags, squares, first_block, first_word, blocks,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD: tl.constexpr, IN_A_ROW: tl.constexpr,
+    block_table, parameter_table, grads, hyper, flags, squares, first_block, first_word, blocks,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRADS_DTYPE: tl.constexpr,
 ):  # fmt: skip
+    IN_A_ROW: tl.constexpr = tiles.WIDEST // GRADS_DTYPE.primitive_bitwidth
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, _, length = tiles.find(block_table, first_block + block, first_word)
-            p, group, offset, valid = tiles.locate(row, length, parameter_table)
-            base, readable, wide = tiles.pointer(addresses, p, offset, valid, GRAD, TILE)
+            p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
+            base, readable, wide = tiles.pointer(grads, p, offset, valid, GRADS_DTYPE, TILE)
             g = tiles.load_tile(base, readable, wide, TILE, IN_A_ROW)
-            g = g * tl.load(tiles.group_row(hyper, group) + tiles.H_GRAD_SCALE)
+            g = g * tl.load(h + tiles.H_GRAD_SCALE)
             total = tl.sum(g * g, axis=0)
             if squares is not None:
                 tl.store(squares + block, total)
@@ -45,15 +41,4 @@ def scan_kernel(
                     tl.atomic_xchg(flags, 1, sem="relaxed")  # several programs may
 
 
-def scan(span: Span, grads: Pointers, hyper: Tensor, flags: Tensor, squares: Tensor | None = None) -> None:
-    """`onebit.kernels.passes.Backend.scan` in one launch."""
-    arguments = {
-        **span_arguments(span, flags.device),
-        "addresses": grads.addresses,
-        "hyper": hyper,
-        "flags": flags,
-        "squares": squares,
-        "GRAD": TYPES[grads.dtype],
-        "IN_A_ROW": WIDE // grads.dtype.itemsize,
-    }
-    launch(scan_kernel, span.count, arguments, flags, grads.dtype)
+PASSES = {passes.Scan: one_launch(scan_kernel)}

@@ -47,17 +47,20 @@ ALIGN = tl.constexpr(wire.ALIGN)
 MOST = tl.constexpr(wire.MOST)
 L2, UNBIASED = (tl.constexpr(wire.NORMS[norm]) for norm in ("l2", "unbiased"))
 NO_PART = tl.constexpr(2.0**100)  # what an element that does not count is divided by: the inverse's square is 0 in fp32
+WIDEST = tl.constexpr(128)  # bits of an access
 ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dtype lie alike over the threads
 
 # A kernel that hosts launch. What changes with a model's size is not compiled in, nor how parts of buffers lie of which
 # a block or a parameter has one number: one binary serves every layout, and none is compiled in the middle of a run.
 entry = triton.jit(
     do_not_specialize=[
-        "first_block", "first_word", "first_shard", "blocks", "shard_blocks", "fingerprint", "ranks", "words",
+        "first_block", "first_word", "first_shard", "blocks", "out_shard_blocks", "out_fingerprint", "received_rows",
+        "words",
     ],
     do_not_specialize_on_alignment=[
-        "flags", "sums", "counts", "live", "partial", "counted", "counter", "residual_scale", "squares", "gamma",
-        "least_root", "root_at_zero", "decay", "factor", "coefficient", "clip",
+        "flags", "sums", "counts", "live", "residual_partial", "residual_counted", "residual_counter",
+        "residual_scale", "squares", "gamma", "least_root", "root_at_zero", "decay", "factor", "coefficient", "clip",
+        "state_coefficient", "state_partial", "state_counter",
     ],
 )  # fmt: skip
 
@@ -72,11 +75,18 @@ def find(block_table, block, first_word):
 
 
 @triton.jit
-def find_in_shard(row, first_shard):
-    """Where a block lies in the messages of shards from one on: its shard's place among them, its place among the
-    blocks of the shard, the word of the shard that it starts at, and how many blocks the shard has."""
-    shard = (tl.load(row + B_SHARD) - first_shard).to(tl.int64)
-    return shard, tl.load(row + B_PLACE), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
+def find_shard(row, first_shard):
+    """A block's shard, counted from one on."""
+    return (tl.load(row + B_SHARD) - first_shard).to(tl.int64)
+
+
+@triton.jit
+def find_message(row, first_shard, messages, row_bytes, copies):
+    """A block's message, or the first of its copies, which lie `row_bytes` apart; the block's place among those of the
+    shard, the word of the shard that it starts at, and how many blocks the shard has. `messages` are those of shards
+    from one on."""
+    message = messages + find_shard(row, first_shard) * copies * row_bytes
+    return message, row_bytes, tl.load(row + B_PLACE), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
 
 
 @triton.jit
@@ -92,6 +102,13 @@ def locate(row, length, parameter_table):
 
 
 @triton.jit
+def locate_with_hyper(row, length, parameter_table, hyper):
+    """The parameter of a block, the block's offset in the parameter, its valid count, and its hyper-parameters."""
+    p, group, offset, valid = locate(row, length, parameter_table)
+    return p, offset, valid, hyper + group * H_COLUMNS
+
+
+@triton.jit
 def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr):
     """The address of a parameter's block, how many elements may be accessed there, and whether in wide accesses."""
     address = tl.load(addresses + p)
@@ -99,6 +116,14 @@ def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr)
     accessible = tl.where(address == 0, 0, valid)
     wide = (address % 16 == 0) & (accessible == TILE)
     return base, accessible, wide
+
+
+@triton.jit
+def pointers(params, grads, p, offset, valid, PARAM: tl.constexpr, GRAD: tl.constexpr, TILE: tl.constexpr):
+    """Those of a parameter and its gradient, and whether both are accessed in wide accesses."""
+    p_base, p_valid, p_wide = pointer(params, p, offset, valid, PARAM, TILE)
+    g_base, g_valid, g_wide = pointer(grads, p, offset, valid, GRAD, TILE)
+    return p_base, p_valid, g_base, g_valid, p_wide & g_wide
 
 
 @triton.jit
@@ -158,6 +183,12 @@ def clip_of(clip, parameter):
     else:
         found = 1.0
     return found
+
+
+@triton.jit
+def part(base, start):
+    """A block's part of flat state, if there is any."""
+    return None if base is None else base + start
 
 
 @triton.jit
@@ -271,10 +302,9 @@ def sum_of_messages(
 
 
 @triton.jit
-def decode_block(
-    message, row_bytes, place, word, of_shard, length, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr
-):  # fmt: skip
-    """A block of a message, or its mean over COPIES of them, which lie `row_bytes` apart."""
+def decode_block(found, length, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr):
+    """A block of a message that `find_message` has found, or its mean over COPIES of them."""
+    message, row_bytes, place, word, of_shard = found
     if COPIES == 1:
         scale = tl.load(scale_in(message, place, TENSOR))
         m = signed(load_bits(bits_in(message, word, of_shard, TENSOR), length, TILE), scale)
@@ -298,8 +328,9 @@ def any_flag(messages, count, row_bytes):
 
 
 @triton.jit
-def flag_of(message, row_bytes, COPIES: tl.constexpr):
-    """Not 0 where a message, or one of its copies, carries a flag."""
+def flag_of(found, COPIES: tl.constexpr):
+    """Not 0 where a message that `find_message` has found, or one of its copies, carries a flag."""
+    message, row_bytes, _, _, _ = found
     if COPIES == 1:
         flag = tl.load(message.to(tl.pointer_type(tl.int32)) + FLAGS_WORD)
     else:
@@ -333,10 +364,10 @@ def unbiased_scale(squares, total, count):
 
 
 @triton.jit
-def residual(kept, scale, TENSOR: tl.constexpr):
+def residual(kept, scale):
     """e, from what was kept: with a tensor scale that is the c of the last step."""
     e = kept
-    if TENSOR:
+    if scale is not None:
         e = kept - signed(kept >= 0, tl.load(scale))
     return e
 
@@ -421,11 +452,6 @@ def max_partials(partial, blocks):
 
 
 @triton.jit
-def group_row(hyper, group):
-    return hyper + group * H_COLUMNS
-
-
-@triton.jit
 def first_moment(g, m, h):
     """beta1 m + (1 - beta1) g"""
     return tl.load(h + H_BETA1) * m + tl.load(h + H_ONE_MINUS_BETA1) * g
@@ -444,6 +470,26 @@ def direction(m, v, x, h):
     """mhat / (sqrt(vhat) + eps) + wd x"""
     denominator = tl.sqrt_rn(v) * tl.load(h + H_BIAS2) + tl.load(h + H_EPS)
     return tl.div_rn(m * tl.load(h + H_BIAS1), denominator) + tl.load(h + H_WEIGHT_DECAY) * x
+
+
+@triton.jit
+def used_root(v, h, least, at_zero):
+    """u"""
+    root = tl.sqrt_rn(v)
+    return tl.where(root != 0, tl.maximum(root * tl.load(h + H_BIAS2), least), at_zero)
+
+
+@triton.jit
+def over_root(m, u, h):
+    """mhat / (u + eps)"""
+    return tl.div_rn(m * tl.load(h + H_BIAS1), u + tl.load(h + H_EPS))
+
+
+@triton.jit
+def moved(x, by, u, h):
+    """x after the update; a coordinate with u = 0 does not move."""
+    x_new = x - tl.load(h + H_LR) * (by + tl.load(h + H_WEIGHT_DECAY) * x)
+    return tl.where(u != 0, x_new, x)
 
 
 @triton.jit

@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from onebit.kernels.passes import load
+from onebit.kernels.backends import load
+from onebit.kernels.passes import PASSES
 from onebit.kernels.streams import capturing
 from onebit.kernels.tuning import cache
 from onebit.kernels.tuning.machine import device_name, versions
 from onebit.kernels.tuning.timing import Timing, timing
-from onebit.kernels.tuning.workload import Pass, Workload
+from onebit.kernels.tuning.workload import Bound, Workload
 
 logger = logging.getLogger("onebit")
 
@@ -53,31 +54,8 @@ DEFAULT = Config(blocks_per_program=1, warps=4)  # a thread has 16 elements of a
 ELEMENTS = 2**26  # on an H100 the shortest pass then takes some 80 us, well above what times differ by
 FEWER = 2**24  # where there is no room for so many
 # Which pass runs a kernel. LAMB's warmup launches two.
-PASS_OF = {
-    "compress_kernel": "compress",
-    "average_kernel": "average",
-    "decode_kernel": "decode",
-    "scan_kernel": "scan",
-    "adam_warmup_kernel": "adam_warmup",
-    "adam_update_kernel": "adam_update",
-    "lamb_moments_kernel": "lamb_warmup",
-    "lamb_apply_kernel": "lamb_warmup",
-    "lamb_statistics_kernel": "lamb_statistics",
-    "zero_one_full_kernel": "zero_one_full",
-    "zero_one_inverses_kernel": "zero_one_inverses",
-    "zero_one_update_kernel": "zero_one_update",
-    "zero_one_local_kernel": "zero_one_local",
-    "zero_one_sync_kernel": "zero_one_sync",
-}
-_FLOAT32_ONLY = {
-    "average_kernel",
-    "lamb_statistics_kernel",
-    "zero_one_inverses_kernel",
-}  # they touch no parameter and no gradient
-SUMMING_KERNELS = {
-    "compress_kernel", "average_kernel", "adam_warmup_kernel", "lamb_moments_kernel", "scan_kernel",
-    "zero_one_full_kernel", "zero_one_inverses_kernel", "zero_one_local_kernel",
-}  # fmt: skip
+PASS_OF = {kernel: each.name for each in PASSES.values() for kernel in each.kernels()}
+SUMMING_KERNELS = {kernel for each in PASSES.values() for kernel, adds_up in each.kernels().items() if adds_up}
 _EQUAL = 0.01  # of the fastest time: what is as close, or within the spread of either, is as fast
 
 _NEVER = Timing(math.inf)
@@ -94,7 +72,7 @@ def candidates(kernel: str) -> list[Config]:
 
 def kernel_dtype(kernel: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype under which a kernel is looked up when parameters have `dtype`."""
-    return torch.float32 if kernel in _FLOAT32_ONLY else dtype
+    return dtype if PASSES[PASS_OF[kernel]].touches_tensors() else torch.float32
 
 
 def lookup(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
@@ -152,7 +130,7 @@ def tune(
         return _saved(choice, _key(device, kernel, dtype))
 
 
-def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Pass:
+def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Bound:
     """The pass that runs `kernel` over `elements` elements."""
     ranks = 8
     numel = elements * ranks if kernel == "average_kernel" else elements  # which works on one shard

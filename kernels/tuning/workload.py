@@ -9,26 +9,38 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from onebit.kernels.backends import Backend
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
-from onebit.kernels.passes import Backend, bytes_per_element
+from onebit.kernels.passes import PASSES, Floors, Gradients, Parameters, Pass, Storage
 
+OPTIONS = {
+    "coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3, "between": None,
+    "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1,
+}  # fmt: skip
+# Fields, of a pass or of any, that Workload calls by another name.
+CALLED = {
+    ("average", "residual"): "server_residual", ("average", "out"): "reply", ("average", "live"): "live_of_shard",
+    ("decode", "out"): "decoded", ("lamb_warmup", "state"): "warmup_state", ("zero_one_full", "live"): "written_live",
+    ("zero_one_full", "residual"): "residual_of_steps", ("zero_one_local", "residual"): "residual_of_steps",
+    ("", "out"): "sent", ("", "previous"): "momentum", ("", "state"): "statistics_state",
+}  # fmt: skip
 HYPER = Hyper.at_step(1000, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 
 @dataclass(frozen=True)
-class Pass:
+class Bound:
     """One pass with its arguments bound, and the algorithmic bytes that one run of it reads and writes."""
 
     name: str
@@ -93,65 +105,37 @@ class Workload:
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         # a small model is the same on every device, so that backends can be compared
         self.drawn_on = torch.device("cpu") if self.layout.elements < 2**20 else self.device
+        self.storage = Storage(
+            dtype.itemsize, master=self.with_master, packed=packed, ranks=ranks, masked=masked, copies=copies, kept=kept
+        )
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far, by the name of their method
 
-    def passes(self, backend: Backend) -> dict[str, Pass]:
+    def passes(self, backend: Backend) -> dict[str, Bound]:
         """Every pass of a backend (`cpu` or `gpu`), in the order of a step."""
-        w = self
-        runs: dict[str, Callable[[], None]] = {
-            "scan": lambda: backend.scan(
-                w.span, w.grads(), w.hyper(), w.flags(), None if w.bare else w.squares()
-            ),
-            "compress": lambda: backend.compress(
-                w.span, w.grads(), None if w.bare else w.momentum(), w.residual(), w.hyper(), w.flags(), w.sent(),
-                live=w.live(), gamma=w.gamma(),
-            ),
-            "average": lambda: backend.average(
-                w.shard, w.received(), w.server_residual(), w.reply(), live=w.live_of_shard()
-            ),
-            "decode": lambda: backend.decode(w.span, w.replies(), w.decoded()),
-            "adam_warmup": lambda: backend.adam_warmup(
-                w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags(),
-                w.sums() if w.summed else None,
-            ),
-            "adam_update": lambda: backend.adam_update(
-                w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), clip=w.clip()
-            ),
-            "lamb_warmup": lambda: backend.lamb_warmup(
-                w.span, w.params(), w.grads(), w.exp_avg(), w.exp_avg_sq(), w.master(), w.hyper(), w.flags(),
-                w.warmup_state(),
-                coeff_beta=0.9, min_coeff=0.01, max_coeff=0.3,
-            ),
-            "lamb_statistics": lambda: backend.lamb_statistics(
-                w.span, w.replies(), w.momentum(), w.d(), w.exp_avg_sq(), w.hyper(), w.statistics_state(),
-                factor_min=0.5, factor_max=4.0, factor_threshold=0.1, live=w.live(), gamma=w.gamma(),
-                ratio="denominator" if w.summed else "variance",
-            ),
-            "lamb_update": lambda: backend.adam_update(
-                w.span, w.params(), w.d(), w.replies(), w.master(), w.hyper(), w.statistics_state().coefficient,
-                w.clip(),
-            ),
-            "zero_one_full": lambda: backend.zero_one_full(
-                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.replies(), w.residual_of_steps(), w.master(),
-                w.hyper(), w.flags(), w.least_root(), w.root_at_zero(), w.written_live(), w.sums(), w.counts(),
-            ),
-            "zero_one_inverses": lambda: backend.zero_one_inverses(
-                w.span, w.exp_avg_sq(), w.hyper(), w.least_root(), w.root_at_zero(), w.sums()
-            ),
-            "zero_one_update": lambda: backend.zero_one_update(
-                w.span, w.params(), w.exp_avg_sq(), w.replies(), w.master(), w.hyper(), w.least_root(),
-                w.root_at_zero(), w.clip(),
-            ),
-            "zero_one_local": lambda: backend.zero_one_local(
-                w.span, w.params(), w.grads(), w.exp_avg_sq(), w.exp_avg(), w.residual_of_steps(), w.master(),
-                w.hyper(), w.flags(), w.least_root(), w.root_at_zero(), w.clip(), None if w.bare else w.squares(),
-            ),
-            "zero_one_sync": lambda: backend.zero_one_sync(
-                w.span, w.params(), w.exp_avg_sq(), w.exp_avg(), w.anchor(), w.replies(), w.master(), w.hyper(),
-                w.least_root(), w.root_at_zero(), w.decay(), w.factor(), w.clip(),
-            ),
-        }  # fmt: skip
-        return {name: Pass(name, run, self._bytes(name)) for name, run in runs.items()}
+
+        def of(name: str) -> Bound:
+            return Bound(name, lambda: backend.run(self._arguments(name)), self._bytes(name))
+
+        return {name: of(name) for name in PASSES}
+
+    def _arguments(self, name: str) -> Pass:
+        made = PASSES[name]
+        return made(**{field.name: self._argument(name, field.name) for field in fields(made)})
+
+    def _argument(self, name: str, field: str) -> Any:
+        """One of a pass: what this class calls by the name of the field, where the pass has no other."""
+        match name, field:
+            case _, "span":
+                return self.shard if name == "average" else self.span
+            case ("scan" | "zero_one_local", "squares") | ("compress", "momentum") if self.bare:
+                return None
+            case ("adam_warmup", "sums") if not self.summed:
+                return None
+            case "adam_update", "coefficient":
+                return None
+        if field in OPTIONS:
+            return OPTIONS[field]
+        return getattr(self, CALLED.get((name, field), CALLED.get(("", field), field)))()
 
     def outputs(self) -> dict[str, Tensor]:
         """Every tensor that some pass writes; of flat state the valid elements."""
@@ -185,16 +169,7 @@ class Workload:
         return found
 
     def _bytes(self, name: str) -> int:
-        each = bytes_per_element(
-            name,
-            self.dtype.itemsize,
-            master=self.with_master,
-            packed=self.packed,
-            ranks=self.layout.ranks,
-            copies=self.copies,
-            masked=self.masked,
-            kept=self.kept,
-        )
+        each = PASSES[name].bytes(self.storage)
         span = self.shard if name == "average" else self.span
         return round(each * int(span.counts().sum()))
 
@@ -236,6 +211,12 @@ class Workload:
     @_made_once
     def decoded(self) -> Pointers:
         return self._pointers("tensor")
+
+    def x(self) -> Parameters:
+        return Parameters(self.params(), self.master())
+
+    def g(self) -> Gradients:
+        return Gradients(self.grads(), self.hyper(), self.flags())
 
     @_made_once
     def exp_avg(self) -> Tensor:
@@ -294,12 +275,15 @@ class Workload:
         return None if self.bare else self.folded()
 
     @_made_once
-    def least_root(self) -> Tensor:
-        return torch.full((self.layout.parameters,), 0.1, device=self.device)
+    def floors(self) -> Floors:
+        least_root = torch.full((self.layout.parameters,), 0.1, device=self.device)
+        return Floors(least_root, torch.ones(self.layout.parameters, device=self.device))
 
-    @_made_once
-    def root_at_zero(self) -> Tensor:
-        return torch.ones(self.layout.parameters, device=self.device)
+    def coefficient(self) -> Tensor:
+        return self.statistics_state().coefficient
+
+    def ratio(self) -> str:
+        return "denominator" if self.summed else "variance"
 
     @_made_once
     def anchor(self) -> Tensor:

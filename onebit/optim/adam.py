@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.passes import AdamUpdate, AdamWarmup, Gradients, Parameters, Scan
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
@@ -35,16 +36,16 @@ class Adam(Algorithm):
     limits_updates = True
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
-        state.backend.adam_warmup(
-            state.layout.all(), state.parameters, state.gradients, state["exp_avg"], state["exp_avg_sq"],
-            state.get("master"), hyper, flags, state.scratch["sums"],
-        )  # fmt: skip
+        state.backend.run(AdamWarmup(
+            state.layout.all(), Parameters(state.parameters, state.get("master")),
+            Gradients(state.gradients, hyper, flags), state["exp_avg"], state["exp_avg_sq"], state.scratch["sums"],
+        ))  # fmt: skip
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        state.backend.adam_update(
-            state.layout.all(), state.parameters, state["denominator"], reducer.replies, state.get("master"), hyper,
-            clip=reducer.clip(hyper),
-        )  # fmt: skip
+        state.backend.run(AdamUpdate(
+            state.layout.all(), Parameters(state.parameters, state.get("master")), state["denominator"],
+            reducer.replies, hyper, clip=reducer.clip(hyper),
+        ))  # fmt: skip
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
         return sum_squares(state, "denominator")
@@ -77,7 +78,7 @@ def sum_squares(state: FlatState, name: str) -> Tensor:
     values = Pointers.to(layout, [state.elements_of(state[name], i) for i in range(len(state.params))])
     as_they_are = hyper_table([Hyper()] * (1 + max(state.groups)), state.device)
     found = torch.zeros(layout.blocks, dtype=torch.float32, device=state.device)
-    state.backend.scan(layout.all(), values, as_they_are, flags, found)
+    state.backend.run(Scan(layout.all(), Gradients(values, as_they_are, flags), found))
     return found
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.topology import Topology
+from onebit.kernels.backends import backend
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers, written_by_address
-from onebit.kernels.passes import backend
 from onebit.optim.fields import MASTER, Field
 from onebit.optim.memory_order import as_stored, flattened, in_shape, order_of
 from onebit.optim.sharding import is_sharded, local

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onebit.collectives.averaging import average_, average_slices
 from onebit.collectives.transport.protocol import Ranks, Transport
+from onebit.kernels import passes
 from onebit.kernels.data.hyper import COLUMNS, Hyper
 from onebit.kernels.data.upload import Upload
 from onebit.optim.flat_state import FlatState
@@ -132,7 +133,8 @@ class Gradients:
                 by_block = (
                     None if squares is None else torch.empty(span.count, dtype=torch.float32, device=state.device)
                 )
-                state.backend.scan(span, state.gradients, hyper, self.flags, by_block)
+                gradients = passes.Gradients(state.gradients, hyper, self.flags)
+                state.backend.run(passes.Scan(span, gradients, by_block))
                 if squares is not None and by_block is not None:
                     squares += by_block.sum(dtype=torch.float64) / (1 if is_cut else slices)
         if agree:

@@ -23,6 +23,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
+from onebit.kernels.passes import AdamUpdate, Gradients, LambStatistics, LambWarmup, Parameters
 from onebit.optim.adam import DENOMINATOR, nonzero, sum_squares
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
@@ -83,26 +84,25 @@ class Lamb(Algorithm):
         of_wholes = None
         if state.parts is not None:
             of_wholes = partial(self._coefficients_of_wholes, state, state["coefficient_average"].clone(), flags)
-        state.backend.lamb_warmup(
-            state.layout.all(), state.parameters, state.gradients, state["exp_avg"], state["exp_avg_sq"],
-            state.get("master"), hyper, flags, _lamb_state(state),
+        state.backend.run(LambWarmup(
+            state.layout.all(), Parameters(state.parameters, state.get("master")),
+            Gradients(state.gradients, hyper, flags), state["exp_avg"], state["exp_avg_sq"], _lamb_state(state),
             coeff_beta=self.coeff_beta, min_coeff=self.min_coeff, max_coeff=self.max_coeff, between=of_wholes,
-        )  # fmt: skip
+        ))  # fmt: skip
         state["coefficient_steps"].add_(flags == 0)
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         whole, m, lamb, d = state.layout.all(), reducer.replies, _lamb_state(state), state["denominator"]
         before = None if state.parts is None else (lamb.ratio.clone(), lamb.coefficient.clone())
-        state.backend.lamb_statistics(
+        state.backend.run(LambStatistics(
             whole, m, reducer.previous, d, state["exp_avg_sq"], hyper, lamb,
             factor_min=self.factor_min, factor_max=self.factor_max, factor_threshold=self.factor_threshold,
             ratio=self.ratio, live=state.get("counted_bits"), gamma=state.get("gamma"),
-        )  # fmt: skip
+        ))  # fmt: skip
         if before is not None:
             self._ratios_of_wholes(state, lamb, *before, m.flags.max() == 0)
-        state.backend.adam_update(
-            whole, state.parameters, d, m, state.get("master"), hyper, lamb.coefficient, reducer.clip(hyper)
-        )
+        x, clip = Parameters(state.parameters, state.get("master")), reducer.clip(hyper)
+        state.backend.run(AdamUpdate(whole, x, d, m, hyper, lamb.coefficient, clip))
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
         return sum_squares(state, "denominator")

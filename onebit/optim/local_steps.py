@@ -29,6 +29,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.passes import Compress, Decode, Floors, Gradients, Parameters, ZeroOneLocal, ZeroOneSync
 from onebit.optim.fields import LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
@@ -86,12 +87,12 @@ class ZeroOneLocalSteps:
             torch._foreach_copy_(anchors, [state.value(i) for i in parameters])
         clip = self._clip(hyper)
         for span, _, residual in self._exchange.slices():
-            state.backend.zero_one_local(
-                span, state.parameters, state.gradients, span.of(state[VARIANCE.name]),
-                span.of(state[OWN_MOMENTUM.name]), residual, state.part("master", span), hyper, flags,
-                state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], clip,
+            state.backend.run(ZeroOneLocal(
+                span, Parameters(state.parameters, state.part("master", span)),
+                Gradients(state.gradients, hyper, flags), span.of(state[VARIANCE.name]),
+                span.of(state[OWN_MOMENTUM.name]), residual, floors_of(state), clip,
                 None if clip is None else self._squares[span.first : span.first + span.count],
-            )  # fmt: skip
+            ))  # fmt: skip
         self._moved |= flags == 0
         if self._exchange.residual.scale is not None:  # it has been computed anew
             self._exchange.residual.scale.masked_fill_(flags == 0, 0)
@@ -107,10 +108,8 @@ class ZeroOneLocalSteps:
             if undo is not None:
                 undo.save(chunk)
             live = self._exchange.live_in(chunk.slice)
-            state.backend.compress(
-                chunk.slice, self._no_gradients, chunk.arriving, chunk.residual, alone, self._no_flags, chunk.sent,
-                live=live,
-            )  # fmt: skip
+            gradients = Gradients(self._no_gradients, alone, self._no_flags)
+            state.backend.run(Compress(chunk.slice, gradients, chunk.arriving, chunk.residual, chunk.sent, live=live))
 
         self._exchange.run(compress, chunks=None if undo is None else undo.chunks)
 
@@ -119,11 +118,10 @@ class ZeroOneLocalSteps:
         before = factor = state[FACTOR.name]
         self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
         clip = None if self.limit is None else self.limit.of_messages(hyper, factor)
-        state.backend.zero_one_sync(
-            state.layout.all(), state.parameters, state[VARIANCE.name], state[OWN_MOMENTUM.name], state[ANCHOR.name],
-            total, state.get("master"), hyper, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], self.decay, factor,
-            clip,
-        )  # fmt: skip
+        state.backend.run(ZeroOneSync(
+            state.layout.all(), Parameters(state.parameters, state.get("master")), state[VARIANCE.name],
+            state[OWN_MOMENTUM.name], state[ANCHOR.name], total, hyper, floors_of(state), self.decay, factor, clip,
+        ))  # fmt: skip
         self._moved.zero_()
         self._of_replies.copy_(factor)
         self.weights.zero_()
@@ -167,7 +165,7 @@ class ZeroOneLocalSteps:
         state, layout = self.state, self.state.layout
         received = torch.zeros(layout.elements, dtype=torch.float32, device=state.device)
         parts = [state.elements_of(received, i) for i in range(len(state.params))]
-        state.backend.decode(layout.all(), self._exchange.replies, Pointers.to(layout, parts))
+        state.backend.run(Decode(layout.all(), self._exchange.replies, Pointers.to(layout, parts)))
         received.masked_fill_(~live, 0)
         for i, part in enumerate(parts):
             own = state.elements_of(state[OWN_MOMENTUM.name], i)
@@ -180,3 +178,7 @@ class ZeroOneLocalSteps:
     def _of_parameters(self, hyper: Tensor) -> Any:
         """A `Hyper` with fp32 [parameters] for every number."""
         return Hyper(*hyper[self._groups].unbind(1))  # type: ignore[arg-type]
+
+
+def floors_of(state: FlatState) -> Floors:
+    return Floors(state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name])

@@ -13,6 +13,7 @@ from onebit.collectives.exchange import Chunk, Exchange
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
+from onebit.kernels.passes import Compress, Decode, Gradients
 from onebit.optim.fields import FIRST_MOMENTUM
 from onebit.optim.flat_state import FlatState
 from onebit.optim.limit import UpdateLimit
@@ -62,16 +63,16 @@ class MomentumReducer:
         state = self.state
         flat = torch.zeros(state.layout.elements, dtype=torch.float32, device=state.device)
         parts = [state.elements_of(flat, i) for i in range(len(state.params))]
-        state.backend.decode(state.layout.all(), self.replies, Pointers.to(state.layout, parts))
+        state.backend.run(Decode(state.layout.all(), self.replies, Pointers.to(state.layout, parts)))
         return [state.cut(flat, i) for i in range(len(state.params))]
 
     def compress(self, chunk: Chunk, hyper: Tensor, flags: Tensor) -> None:
         """One chunk's messages of b1 m + (1-b1) g."""
         live = self.exchange.live_in(chunk.slice)
-        self.state.backend.compress(
-            chunk.slice, self.state.gradients, chunk.arriving, chunk.residual, hyper, flags, chunk.sent, live=live,
-            gamma=self.gamma,
-        )  # fmt: skip
+        self.state.backend.run(Compress(
+            chunk.slice, Gradients(self.state.gradients, hyper, flags), chunk.arriving, chunk.residual, chunk.sent,
+            live=live, gamma=self.gamma,
+        ))  # fmt: skip
 
     def keep_previous_momentum(self) -> None:
         """Before an exchange overwrites it."""

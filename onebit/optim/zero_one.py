@@ -26,6 +26,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import WORD
+from onebit.kernels.passes import Gradients, Parameters, ZeroOneFull, ZeroOneInverses, ZeroOneUpdate
 from onebit.optim import local_steps
 from onebit.optim.adam import Adam
 from onebit.optim.algorithm import Kind, LocalSteps
@@ -107,11 +108,11 @@ class ZeroOne(Adam):
         assert exchange.live is not None
         for span, replies, residual in exchange.slices():
             blocks = slice(span.first, span.first + span.count)
-            state.backend.zero_one_full(
-                span, state.parameters, state.gradients, span.of(state[VARIANCE.name]), replies, residual,
-                state.part("master", span), hyper, flags, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name],
-                span.of_bits(exchange.live), sums[blocks], counts[blocks],
-            )  # fmt: skip
+            state.backend.run(ZeroOneFull(
+                span, Parameters(state.parameters, state.part("master", span)),
+                Gradients(state.gradients, hyper, flags), span.of(state[VARIANCE.name]), replies, residual,
+                local_steps.floors_of(state), span.of_bits(exchange.live), sums[blocks], counts[blocks],
+            ))  # fmt: skip
         exchange.clear_replies(flags)
         bias2 = hyper[state.scratch["groups"], Hyper._fields.index("bias2")]
         for name, root in _floors(state, state.of_parameters(torch.stack([sums, counts], 1)), bias2, options).items():
@@ -122,16 +123,15 @@ class ZeroOne(Adam):
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         bias1 = hyper[state.scratch["groups"], Hyper._fields.index("bias1")]
-        state.backend.zero_one_update(
-            state.layout.all(), state.parameters, state[VARIANCE.name], reducer.replies, state.get("master"), hyper,
-            state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], reducer.clip(hyper, bias1),
-        )  # fmt: skip
+        state.backend.run(ZeroOneUpdate(
+            state.layout.all(), Parameters(state.parameters, state.get("master")), state[VARIANCE.name],
+            reducer.replies, hyper, local_steps.floors_of(state), reducer.clip(hyper, bias1),
+        ))  # fmt: skip
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
         found = torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)
-        state.backend.zero_one_inverses(
-            state.layout.all(), state[VARIANCE.name], hyper, state[LEAST_ROOT.name], state[ROOT_AT_ZERO.name], found
-        )
+        work = ZeroOneInverses(state.layout.all(), state[VARIANCE.name], hyper, local_steps.floors_of(state), found)
+        state.backend.run(work)
         return found
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:

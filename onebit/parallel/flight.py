@@ -15,6 +15,7 @@ from onebit.collectives.transport.protocol import Transport
 from onebit.collectives.undo import Undo
 from onebit.collectives.waits import waiting
 from onebit.kernels import streams
+from onebit.kernels.passes import Gradients, Scan
 from onebit.optim import held
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Versions, versions_of
@@ -128,7 +129,7 @@ class Flight:
             average_slices(slices, whole, means, self._node, wire_dtype=self._wire_dtype)
             grads = means
         state.gradients.bind_tensors(grads)
-        state.backend.scan(chunk.slice, state.gradients, self._hyper, flags)
+        state.backend.run(Scan(chunk.slice, Gradients(state.gradients, self._hyper, flags)))
         self._reducers[s].compress(chunk, self._hyper, flags)
 
 

@@ -17,6 +17,7 @@ from onebit import OneBitLamb
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
+from onebit.kernels.passes import AdamUpdate, Parameters
 from onebit.optim.flat_state import FlatState
 from onebit.optim.lamb import Lamb
 from onebit.optim.reducer import MomentumReducer
@@ -28,8 +29,9 @@ class BasicLamb(Lamb):
     """x = x - lr c_avg (m d + wd x): no fresh variance, no ratio."""
 
     def compressed_step(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        d, master, c_avg = state["denominator"], state.get("master"), state["coefficient_average"]
-        state.backend.adam_update(state.layout.all(), state.parameters, d, reducer.replies, master, hyper, c_avg)
+        x, c_avg = Parameters(state.parameters, state.get("master")), state["coefficient_average"]
+        update = AdamUpdate(state.layout.all(), x, state["denominator"], reducer.replies, hyper, c_avg)
+        state.backend.run(update)
 
 
 class LambBasic1Bit(OneBitLamb):

@@ -30,7 +30,7 @@ import onebit
 from onebit import OneBitOptimizer
 from onebit.cli.arguments import whole_number
 from onebit.collectives.transport import LocalTransport
-from onebit.kernels import passes
+from onebit.kernels import backends
 from onebit.kernels.data.wire import Messages
 from perf.tables import markdown
 
@@ -97,9 +97,9 @@ class Operations(TorchDispatchMode):
 
 def stub_the_gpu() -> Driver:
     """From here on tensors on the CPU get the GPU's passes, over a driver that runs nothing, and no message is read."""
-    stub, load = Driver(), passes.load
+    stub, load = Driver(), backends.load
     driver.set_active(stub)
-    passes.load = lambda name: load("gpu")
+    backends.load = lambda name: load("gpu")
     Messages.check = lambda self, phase: None  # type: ignore[method-assign]
     return stub
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onebit.kernels.passes import bytes_per_element
+from onebit.kernels.passes import Storage, bytes_per_element
 from perf.command import add_out, exit_status
 from perf.kernels.static_account import MESSAGES, TARGET, WARPS, Row
 from perf.records import read_record
@@ -71,7 +71,7 @@ class Times:
 def predicted(rows: Sequence[Row], device: Device) -> Times:
     """The times of a pass: `rows` are its kernels, one after the other."""
     itemsize, master = VARIANTS[rows[0].variant]
-    moved = bytes_per_element(rows[0].name, itemsize, master=master, packed=True, ranks=MESSAGES)
+    moved = bytes_per_element(rows[0].name, Storage(itemsize, master=master, packed=True, ranks=MESSAGES))
     issue = sum(row.instructions_per_element for row in rows) / (MULTIPROCESSORS * ISSUED * CLOCK)
     lives = sum((START + row.cycles) / (row.occupancy * WARPS / row.warps) for row in rows)
     return Times(moved / device.copy, issue, lives / (MULTIPROCESSORS * CLOCK * ELEMENTS))

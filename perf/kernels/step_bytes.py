@@ -8,7 +8,7 @@ copies into its buckets and back are not (gradient_as_bucket_view=True spares Ad
 
 from __future__ import annotations
 
-from onebit.kernels.passes import bytes_per_element
+from onebit.kernels.passes import Storage, bytes_per_element
 
 RANKS = 8
 ADAMW = 7 * 4  # g, m, v, x read; m, v, x written
@@ -18,10 +18,10 @@ PACKED = 4 * 4  # averaged without DDP, over NCCL, which divides: put together a
 
 def passes(ranks: int, direct: bool = False) -> dict[str, float]:
     """Bytes an element of each, of fp32 parameters; of `average` on this rank's share."""
-    copies = ranks if direct else 1
+    storage = Storage(4, master=False, packed=True, ranks=ranks, copies=ranks if direct else 1)
 
     def of(name: str) -> float:
-        return bytes_per_element(name, 4, master=False, packed=True, ranks=ranks, copies=copies)
+        return bytes_per_element(name, storage)
 
     names = ("scan", "compress", "adam_warmup", "adam_update", "lamb_warmup", "lamb_statistics", "lamb_update")
     found = {name: of(name) for name in names}

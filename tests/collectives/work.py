@@ -21,6 +21,7 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.passes import Decode
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
 from tests.onebit.runs import nodes_of
@@ -76,7 +77,7 @@ def kept(rank: int, size: int, case: Case) -> tuple[bytes, bytes, bytes, dict[st
     all_reduce(tensors)
     exchange = all_reduce.prepare()
     spread = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-    exchange.backend.decode(exchange.layout.all(), exchange.replies, Pointers.to(exchange.layout, spread))
+    exchange.backend.run(Decode(exchange.layout.all(), exchange.replies, Pointers.to(exchange.layout, spread)))
     decoded, results = (b"".join(t.numpy().tobytes() for t in each) for each in (spread, tensors))
     return decoded, results, exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
 

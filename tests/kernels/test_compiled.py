@@ -17,6 +17,7 @@ import torch
 from onebit.kernels import cpu
 from onebit.kernels.cpu import codec, compile, threads
 from onebit.kernels.cpu.blocks import BF16, FP16, FP32, put, staged
+from onebit.kernels.passes import Scan
 from onebit.kernels.tuning.workload import Workload
 from tests.limits import HUNG
 
@@ -91,7 +92,8 @@ def scan(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path))
 
     def run():
-        monkeypatch.setattr(SCAN, "_scan", compile.Loop(vars(SCAN)["_scan"].__wrapped__))
+        loop = compile.Loop(vars(SCAN)["_scan"].__wrapped__)
+        monkeypatch.setitem(cpu.PASSES, Scan, threads.one_loop(loop, scratch_blocks=1))
         caplog.clear()
         work = Workload([5000])
         with caplog.at_level(logging.DEBUG, logger="onebit"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import MAGIC, NONFINITE, Messages
+from onebit.kernels.passes import Decode
 from onebit.kernels.tuning.workload import Workload
 from tests import oracle
 from tests.kernels.cases import BF16, F32, GRID, HALF_PLACE, MASKED, ON_BACKENDS, SCALES, Case, backend, device_of
@@ -164,7 +165,7 @@ def test_a_flagged_message_decodes_to_nan_and_a_tensor_that_is_none_is_passed_ov
     kept = world.params.tensors[1].clone()
     out = Pointers(world.layout, world.device, BF16, "parameter")
     out.bind_tensors([world.params.tensors[0], None, world.params.tensors[2]])
-    world.passes.decode(world.layout.all(), world.replies, out)
+    world.passes.run(Decode(world.layout.all(), world.replies, out))
     assert np.isnan(numpy(world.params.tensors[0])).all()
     assert torch.equal(world.params.tensors[1], kept)
     assert_close(numpy(world.params.tensors[2]), world.replied()[2], ELEMENTWISE + world.half_place, 1)

@@ -6,8 +6,8 @@ and gradients lie between guard elements.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
-from onebit.kernels.passes import Backend
+from onebit.kernels.passes import PASSES, Average, Floors, Gradients, Parameters
 from tests import oracle
 from tests.kernels.cases import BF16, ELEMENTWISE, F32, GPU, GUARD, HALF_PLACE, SENTINEL, Case, backend, device_of
 from tests.kernels.compare import assert_all_close, assert_close, assert_guards, frozen_bits, numpy, rounded, stored
@@ -228,6 +228,7 @@ MADE: dict[str, Callable[[World], Any]] = {
     "state": lamb_state,
 }
 PER_PARAMETER = ("least_root", "root_at_zero", "decay", "factor", "coefficient", "clip")
+RECORDS = {"x": Parameters, "g": Gradients, "floors": Floors}
 OPTIONS = {
     "coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3, "between": None,
     "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1, "ratio": "variance",
@@ -245,12 +246,19 @@ class World(Inputs):
 
     def run(self, name: str, chunk: int | None = None, **options: Any) -> None:
         """A pass, over all chunks or over one; LAMB's own over the whole layout. Options are arguments of others."""
-        method = {"lamb_update": "adam_update"}.get(name, name)
-        names = [*inspect.signature(getattr(Backend, method)).parameters][1:]  # without self
         whole = Chunk(0, self.layout.all(), slice(0, self.elements), slice(0, None), slice(0, self.rows))
         for c in [whole] if name in ("lamb_warmup", "lamb_statistics") else self.chunks(chunk):
-            found = {each: self.argument(name, each, c) for each in names}
-            getattr(self.passes, method)(**{**found, **options})
+            self.passes.run(self.record(PASSES[name], name, c, options))
+
+    def record(self, made: type[Any], name: str, c: Chunk, options: Mapping[str, Any]) -> Any:
+        """The arguments of a pass, or a record among them."""
+
+        def value(field: str) -> Any:
+            if field in RECORDS:
+                return self.record(RECORDS[field], name, c, options)
+            return options[field] if field in options else self.argument(name, field, c)
+
+        return made(**{field.name: value(field.name) for field in fields(made)})
 
     def argument(self, name: str, of: str, c: Chunk) -> Any:
         """One of a pass, for a chunk."""
@@ -277,7 +285,7 @@ class World(Inputs):
             return OPTIONS[of]
         if of in PER_PARAMETER:
             return self.per_parameter(getattr(self, f"{of}64"))
-        found = getattr(self, {"messages": "replies", "out": "sent", "previous": "momentum"}.get(of, of))
+        found = getattr(self, {"out": "sent", "previous": "momentum"}.get(of, of))
         if isinstance(found, Messages):
             return found.slice(c.rows.start * found.copies, (c.rows.stop - c.rows.start) * found.copies)
         if of in ("squares", "sums", "counts"):
@@ -297,7 +305,7 @@ class World(Inputs):
         shard, out = self.layout.shard(chunk, rank), self.fresh(1)
         residual = self.residual(shard, chunk * self.case.ranks + rank)
         mask, received = self.mask(self.plan.shard(chunk, rank)), received or self.received(chunk, rank)
-        self.passes.average(shard, received, residual, out, live=mask)
+        self.passes.run(Average(shard, received, residual, out, live=mask))
         return out, residual
 
     def moved(self) -> oracle.Arrays:

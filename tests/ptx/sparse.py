@@ -19,6 +19,7 @@ from onebit.kernels.data.layout import MOST_BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
+from onebit.kernels.passes import AdamUpdate, Compress, Gradients, Parameters
 from onebit.kernels.tuning.workload import HYPER
 from tests.kernels.agreement import ROUNDED
 from tests.kernels.compare import assert_close, numpy
@@ -60,9 +61,10 @@ class Giant:
         value, d = (flat[self.tail] if only_last else flat for flat in (self.value, self.d))
         if each == "compress":
             residual = Residual(value, None, None, None, None, (span.elements,))
-            backend.compress(span, self.grads, self.replies, residual, self.hyper, self.flags, self.sent)
+            gradients = Gradients(self.grads, self.hyper, self.flags)
+            backend.run(Compress(span, gradients, self.replies, residual, self.sent))
         else:
-            backend.adam_update(span, self.params, d, self.replies, None, self.hyper)
+            backend.run(AdamUpdate(span, Parameters(self.params, None), d, self.replies, self.hyper))
 
     def outputs(self) -> list[Tensor]:
         """What passes have written of the last blocks: parameters, scales, residuals and bits."""

@@ -25,7 +25,7 @@ from onebit.collectives.flags import may_travel_in_messages
 from onebit.collectives.reply import AskedReply, way_for
 from onebit.kernels.data.layout import BLOCK_SIZE, WORD
 from onebit.kernels.data.wire import bytes_of_message
-from onebit.kernels.passes import bytes_per_element
+from onebit.kernels.passes import Storage, bytes_per_element
 
 
 def pass_seconds(
@@ -33,8 +33,8 @@ def pass_seconds(
 ) -> float:
     """One pass of one rank on `elements`."""
     copies = 1 if way is None else cluster.gpus // way.shards(cluster.gpus)
-    each = bytes_per_element(name, itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies)
-    return elements * each / cluster.rates.get(name, cluster.memory)
+    of = Storage(itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies)
+    return elements * bytes_per_element(name, of) / cluster.rates.get(name, cluster.memory)
 
 
 def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], slices: int = 1) -> tuple[int, int]:

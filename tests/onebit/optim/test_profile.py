@@ -8,7 +8,6 @@ from torch import nn
 from torch.profiler import profile
 
 import onebit
-from onebit import kernels
 from tests.onebit.optim.contract import give, started
 from tests.onebit.runs import Case
 from tests.ranks import run_ranks
@@ -41,11 +40,6 @@ def test_a_profile_names_every_pass_and_wait(kind: str, updates: dict[str, int])
         [step] = found["1 bit"]
         ranges = {name: count for name, count in step.items() if name.startswith("onebit.")}
         assert ranges == {"onebit.scan": 1} | {f"onebit.{name}": 2 for name in TWICE} | updates
-
-
-def test_a_pass_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_pass"):
-        kernels.backend(torch.device("cpu")).no_such_pass()
 
 
 LOCAL = {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 2}

@@ -1,0 +1,36 @@
+"""Records: arguments that belong together, and the names under which kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Record:
+    """Arguments of a pass that belong together, a dataclass. Its `arguments` are the one list from which both backends
+    take what a kernel reads: a kernel's parameter gets the argument of the same name.
+    """
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """What a kernel may read of this record, if it is an argument with that name: the fields."""
+        return fields_of(self)
+
+
+def fields_of(record: object) -> dict[str, Any]:
+    """A record's fields, by name. A field that is a record itself stands for the arguments of that one."""
+    found: dict[str, Any] = {}
+    for name, value in vars(record).items():
+        if isinstance(value, Record):
+            found.update(value.arguments(name))
+        else:
+            found[name] = value
+    return found
+
+
+def argument(found: Mapping[str, Any], name: str) -> Any:
+    """The argument that a kernel's parameter gets. None for a part of a record in whose place there is another value:
+    None, or a tensor where there may be messages.
+    """
+    if name not in found and name.partition("_")[0] not in found:
+        raise AssertionError(f"no record has the field {name}: a kernel's parameters have the names of fields")
+    return found.get(name)
