@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from onebit.kernels.data.lamb_state import LambState
-from onebit.kernels.data.layout import WORD, Span
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.record import Record, fields_of
 from onebit.kernels.data.residual import Residual
@@ -52,7 +52,7 @@ BIT = 1 / 8  # bytes
 class Parameters(Record):
     """x"""
 
-    params: Pointers
+    param: Pointers
     master: Tensor | None  # fp32 copy of 16-bit parameters
 
 
@@ -60,7 +60,7 @@ class Parameters(Record):
 class Gradients(Record):
     """g'"""
 
-    grads: Pointers
+    grad: Pointers
     hyper: Tensor
     flags: Tensor  # int32 [1]: where it is not 0 a pass changes nothing but the headers of messages
 
@@ -139,18 +139,12 @@ class Pass(Record):
 
     def arguments(self, name: str = "") -> dict[str, Any]:
         """And what kernels read of the span."""
-        found, span = fields_of(self), self.span
-        table = span.layout.table(next(each.device for each in found.values() if isinstance(each, Tensor)))
-        return found | {
-            "block_table": table.blocks,
-            "parameter_table": table.parameters,
-            "parameters": span.layout.parameters,
-            "first_block": span.first,
-            "first_word": span.start // WORD,
-            "first_shard": span.first_shard,
-            "blocks": span.count,
-            "block_size": span.layout.block_size,
-        }
+        found = fields_of(self)
+        for each in found.values():
+            if isinstance(each, Tensor):
+                found.update(self.span.arguments(each.device))
+                break
+        return found
 
 
 @dataclass(eq=False)

@@ -57,17 +57,17 @@ def _warmup_block(valid, g_at, m_at, v_at, x_at, h):
 @Loop
 def _warmup(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    params, params_dtype, master, grads, grads_dtype, hyper, flags, exp_avg, exp_avg_sq, sums,
+    param, param_dtype, master, grad, grad_dtype, hyper, flags, exp_avg, exp_avg_sq, sums,
 ):  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
         its = locate(block_table, parameter_table, first_block, block)
         start, h = 4 * its.start, hyper_of(hyper, its.group)
-        g_at = gradient_at(grads, grads_dtype, its, scratch)
-        x_at = parameter_at(params, params_dtype, master, its, scratch + 4 * block_size)
+        g_at = gradient_at(grad, grad_dtype, its, scratch)
+        x_at = parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
         summed = _warmup_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, h)
-        put_parameter(x_at, params, params_dtype, its, scratch)
+        put_parameter(x_at, param, param_dtype, its, scratch)
         if sums != 0:
             set_float(sums + 4 * block, summed)
 
@@ -97,7 +97,7 @@ def _update_block(valid, bits, scale, m_at, d_at, x_at, lr, weight_decay, clip):
 @Loop
 def _update(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    params, params_dtype, master, d, replies, replies_bytes, replies_tensor, replies_copies, hyper, coefficient, clip,
+    param, param_dtype, master, d, replies, replies_bytes, replies_tensor, replies_copies, hyper, coefficient, clip,
 ):  # fmt: skip
     for block in range(first, stop):
         its = locate(block_table, parameter_table, first_block, block)
@@ -107,10 +107,10 @@ def _update(
             lr = h.lr if coefficient == 0 else h.lr * float_at(coefficient + 4 * p)
             scale, bits = of_message(message, its, replies_tensor)
             m_at = mean_at(scale, bits, replies_bytes, replies_copies, up(its.valid), scratch + 4 * block_size)
-            x_at = parameter_at(params, params_dtype, master, its, scratch)
+            x_at = parameter_at(param, param_dtype, master, its, scratch)
             d_at, clipped = d + 4 * its.start, clip_of(clip, p)
             _update_block(its.valid, bits, float_at(scale), m_at, d_at, x_at, lr, h.weight_decay, clipped)
-            put_parameter(x_at, params, params_dtype, its, scratch + 8 * block_size)
+            put_parameter(x_at, param, param_dtype, its, scratch + 8 * block_size)
 
 
 PASSES = {

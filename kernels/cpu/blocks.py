@@ -146,17 +146,17 @@ def staged(address, dtype, offset, valid, scratch):
 
 
 @tile
-def gradient_at(grads, dtype, its, scratch):
+def gradient_at(grad, dtype, its, scratch):
     """Where a block of a gradient lies in fp32."""
-    return staged(long_at(grads + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+    return staged(long_at(grad + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
 
 
 @tile
-def parameter_at(params, dtype, master, its, scratch):
+def parameter_at(param, dtype, master, its, scratch):
     """Where a block of a parameter lies in fp32: in the master copy if there is one."""
     if master != 0:
         return master + 4 * its.start
-    return staged(long_at(params + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+    return staged(long_at(param + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
 
 
 @tile
@@ -185,8 +185,8 @@ def put(values, address, dtype, offset, valid, scratch):
 
 
 @tile
-def put_parameter(values, params, dtype, its, scratch):
-    put(values, long_at(params + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+def put_parameter(values, param, dtype, its, scratch):
+    put(values, long_at(param + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
 
 
 @tile

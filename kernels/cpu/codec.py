@@ -125,7 +125,7 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 @Loop
 def _compress(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    grads, grads_dtype, hyper, flags, gamma, momentum, momentum_copies, live,
+    grad, grad_dtype, hyper, flags, gamma, momentum, momentum_copies, live,
     residual_value, residual_before, residual_scale, residual_partial, residual_counted,
     out, out_bytes, out_tensor, out_norm, out_fingerprint, out_shard_blocks,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def _compress(
             write_header(message, flag, out_fingerprint, out_shard_blocks)
         if flag == 0:
             p, valid = its.parameter, its.valid
-            values = gradient_at(grads, grads_dtype, its, scratch)
+            values = gradient_at(grad, grad_dtype, its, scratch)
             kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * block_size)
             scale, bits = of_message(message, its, out_tensor)
             last = message_of(momentum, its, out_bytes, momentum_copies)

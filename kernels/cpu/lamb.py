@@ -50,15 +50,15 @@ def _moments_block(valid, g_at, m_at, v_at, x_at, h):
 @Loop
 def _moments(
     first, stop, scratch, block_table, parameter_table, first_block, block_size, blocks,
-    params, params_dtype, master, grads, grads_dtype, hyper, flags, exp_avg, exp_avg_sq, state_partial,
+    param, param_dtype, master, grad, grad_dtype, hyper, flags, exp_avg, exp_avg_sq, state_partial,
 ):  # fmt: skip
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
         its = locate(block_table, parameter_table, first_block, block)
         start, h = 4 * its.start, hyper_of(hyper, its.group)
-        g_at = gradient_at(grads, grads_dtype, its, scratch)
-        x_at = parameter_at(params, params_dtype, master, its, scratch + 4 * block_size)
+        g_at = gradient_at(grad, grad_dtype, its, scratch)
+        x_at = parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
         xx, uu = _moments_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, h)
         set_float(state_partial + 4 * block, xx)
         set_float(state_partial + 4 * (blocks + block), uu)
@@ -110,7 +110,7 @@ def _apply_block(valid, m_at, v_at, x_at, lr, h):
 @Loop
 def _apply(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    params, params_dtype, master, hyper, flags, exp_avg, exp_avg_sq, state_coefficient,
+    param, param_dtype, master, hyper, flags, exp_avg, exp_avg_sq, state_coefficient,
 ):  # fmt: skip
     if int_at(flags) != 0:
         return
@@ -118,9 +118,9 @@ def _apply(
         its = locate(block_table, parameter_table, first_block, block)
         start, h = 4 * its.start, hyper_of(hyper, its.group)
         lr = h.lr * float_at(state_coefficient + 4 * its.parameter)
-        x_at = parameter_at(params, params_dtype, master, its, scratch)
+        x_at = parameter_at(param, param_dtype, master, its, scratch)
         _apply_block(its.valid, exp_avg + start, exp_avg_sq + start, x_at, lr, h)
-        put_parameter(x_at, params, params_dtype, its, scratch + 4 * block_size)
+        put_parameter(x_at, param, param_dtype, its, scratch + 4 * block_size)
 
 
 def lamb_warmup(work: passes.LambWarmup) -> None:

@@ -57,7 +57,7 @@ def _local_block(valid, g_at, m_at, v_at, e_at, x_at, h, least, at_zero, tensor,
 @Loop
 def _local(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    params, params_dtype, master, grads, grads_dtype, hyper, flags, exp_avg, exp_avg_sq,
+    param, param_dtype, master, grad, grad_dtype, hyper, flags, exp_avg, exp_avg_sq,
     residual_value, residual_scale, least_root, root_at_zero, clip, squares,
 ):  # fmt: skip
     if int_at(flags) != 0:
@@ -65,8 +65,8 @@ def _local(
     for block in range(first, stop):
         its = locate(block_table, parameter_table, first_block, block)
         p, start = its.parameter, 4 * its.start
-        g_at = gradient_at(grads, grads_dtype, its, scratch)
-        x_at = parameter_at(params, params_dtype, master, its, scratch + 4 * block_size)
+        g_at = gradient_at(grad, grad_dtype, its, scratch)
+        x_at = parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
         summed = _local_block(
             its.valid, g_at, exp_avg + start, exp_avg_sq + start, 0 if residual_value == 0 else residual_value + start,
             x_at, hyper_of(hyper, its.group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p),
@@ -74,7 +74,7 @@ def _local(
         )  # fmt: skip
         if squares != 0:
             set_float(squares + 4 * block, summed)
-        put_parameter(x_at, params, params_dtype, its, scratch)
+        put_parameter(x_at, param, param_dtype, its, scratch)
 
 
 @tile
@@ -92,7 +92,7 @@ def _sync_block(valid, total_at, m_at, v_at, anchor_at, h, least, at_zero, decay
 @Loop
 def _sync(
     first, stop, scratch, block_table, parameter_table, first_block,
-    params, params_dtype, master, exp_avg, exp_avg_sq, anchor, replies, replies_bytes, replies_tensor, replies_copies,
+    param, param_dtype, master, exp_avg, exp_avg_sq, anchor, replies, replies_bytes, replies_tensor, replies_copies,
     hyper, least_root, root_at_zero, decay, factor, clip,
 ):  # fmt: skip
     for block in range(first, stop):
@@ -108,11 +108,11 @@ def _sync(
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), float_at(decay + 4 * p),
                 float_at(factor + 4 * p), clip_of(clip, p),
             )  # fmt: skip
-            put_parameter(x_at, params, params_dtype, its, scratch)
+            put_parameter(x_at, param, param_dtype, its, scratch)
             if master != 0:
                 copy(master + start, x_at, 4 * valid)
-            elif params_dtype != FP32:  # as it was rounded
-                copy(x_at, parameter_at(params, params_dtype, 0, its, scratch), 4 * valid)
+            elif param_dtype != FP32:  # as it was rounded
+                copy(x_at, parameter_at(param, param_dtype, 0, its, scratch), 4 * valid)
 
 
 PASSES = {

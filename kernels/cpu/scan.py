@@ -64,14 +64,14 @@ def _leave(square, values, count, scale, block, flags, squares):
 @Loop
 def _scan(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    grads, grads_dtype, hyper, flags, squares,
+    grad, grad_dtype, hyper, flags, squares,
 ):  # fmt: skip
     end = stop  # backwards: what is read first afterwards is then in the cache
     while end > first:
         block = end - 4
-        if block >= first and grads_dtype == FP32:
+        if block >= first and grad_dtype == FP32:
             its = locate(block_table, parameter_table, first_block, block)
-            address, scale = long_at(grads + 8 * its.parameter), hyper_of(hyper, its.group).grad_scale
+            address, scale = long_at(grad + 8 * its.parameter), hyper_of(hyper, its.group).grad_scale
             if address != 0 and its.offset + 4 * block_size <= numel_of(parameter_table, its.parameter):
                 values = address + 4 * its.offset
                 a, b, c, d = _four_sums(values, block_size, scale)
@@ -84,7 +84,7 @@ def _scan(
         end -= 1
         its = locate(block_table, parameter_table, first_block, end)
         n, scale = up(its.valid), hyper_of(hyper, its.group).grad_scale
-        values = gradient_at(grads, grads_dtype, its, scratch)
+        values = gradient_at(grad, grad_dtype, its, scratch)
         _leave(_sum_of_squares(values, n, scale), values, n, scale, end, flags, squares)
 
 

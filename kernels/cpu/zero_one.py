@@ -85,7 +85,7 @@ def _full_block(valid, length, g_at, m_at, v_at, e_at, x_at, live, h, least, at_
 @Loop
 def _full(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    params, params_dtype, master, grads, grads_dtype, hyper, flags, exp_avg_sq,
+    param, param_dtype, master, grad, grad_dtype, hyper, flags, exp_avg_sq,
     replies, replies_bytes, replies_tensor, replies_copies, residual_value, residual_scale, least_root, root_at_zero,
     live, sums, counts,
 ):  # fmt: skip
@@ -94,8 +94,8 @@ def _full(
     for block in range(first, stop):
         its = locate(block_table, parameter_table, first_block, block)
         p, start, m_at = its.parameter, 4 * its.start, scratch + 8 * block_size
-        g_at = gradient_at(grads, grads_dtype, its, scratch)
-        x_at = parameter_at(params, params_dtype, master, its, scratch + 4 * block_size)
+        g_at = gradient_at(grad, grad_dtype, its, scratch)
+        x_at = parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
         scale, bits = of_message(message_of(replies, its, replies_bytes, replies_copies), its, replies_tensor)
         unpack(scale, bits, replies_bytes, replies_copies, up(its.valid), m_at, 0)
         summed, count = _full_block(
@@ -103,7 +103,7 @@ def _full(
             x_at, live + its.start // 8, hyper_of(hyper, its.group), float_at(least_root + 4 * p),
             float_at(root_at_zero + 4 * p), value_of(residual_scale, its.shard, ZERO),
         )  # fmt: skip
-        put_parameter(x_at, params, params_dtype, its, scratch)
+        put_parameter(x_at, param, param_dtype, its, scratch)
         set_float(sums + 4 * block, summed)
         set_float(counts + 4 * block, np.float32(count))
 
@@ -127,7 +127,7 @@ def _update_block(valid, bits, scale, m_at, v_at, x_at, h, least, at_zero, clip)
 @Loop
 def _update(
     first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    params, params_dtype, master, exp_avg_sq, replies, replies_bytes, replies_tensor, replies_copies, hyper,
+    param, param_dtype, master, exp_avg_sq, replies, replies_bytes, replies_tensor, replies_copies, hyper,
     least_root, root_at_zero, clip,
 ):  # fmt: skip
     for block in range(first, stop):
@@ -137,12 +137,12 @@ def _update(
             p, h = its.parameter, hyper_of(hyper, its.group)
             scale, bits = of_message(message, its, replies_tensor)
             m_at = mean_at(scale, bits, replies_bytes, replies_copies, up(its.valid), scratch + 4 * block_size)
-            x_at = parameter_at(params, params_dtype, master, its, scratch)
+            x_at = parameter_at(param, param_dtype, master, its, scratch)
             _update_block(
                 its.valid, bits, float_at(scale), m_at, exp_avg_sq + 4 * its.start, x_at, h,
                 float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), clip_of(clip, p),
             )  # fmt: skip
-            put_parameter(x_at, params, params_dtype, its, scratch + 8 * block_size)
+            put_parameter(x_at, param, param_dtype, its, scratch + 8 * block_size)
 
 
 @tile

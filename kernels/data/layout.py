@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +124,7 @@ class Layout:
         self._sizes: list[int] = self.numel.tolist()
         self._groups: list[int] = self.group.tolist()
         self._tables: dict[torch.device, BlockTable] = {}
+        self._arguments: dict[tuple[int, int, torch.device], dict[str, Any]] = {}
 
     def _lengths(self) -> tuple[int, npt.NDArray[np.int64]]:
         """How many blocks there are, and of each how many elements it has room for."""
@@ -213,6 +214,24 @@ class Layout:
             self._tables[device] = BlockTable(table.to(device), parameters.to(device))
         return self._tables[device]
 
+    def arguments(self, first: int, count: int, device: torch.device) -> dict[str, Any]:
+        """What kernels read of the blocks of a span, by name."""
+        key = (first, count, device)
+        if key not in self._arguments:
+            table = self.table(device)
+            self._arguments[key] = {
+                "block_table": table.blocks,
+                "parameter_table": table.parameters,
+                "parameters": self.parameters,
+                "first_block": first,
+                "first_word": int(self.starts[first]) // WORD,
+                "first_shard": int(self.shard_of_blocks[first]),
+                "blocks": count,
+                "block_size": self.block_size,
+                "tile": 1 << (self.block_size - 1).bit_length(),  # the next power of 2
+            }
+        return self._arguments[key]
+
     @cached_property
     def shard_of_blocks(self) -> npt.NDArray[np.int64]:
         return np.searchsorted(self.shards, np.arange(self.blocks), side="right") - 1
@@ -265,6 +284,10 @@ class Span:
     @property
     def first_shard(self) -> int:
         return int(self.layout.shard_of_blocks[self.first])
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """What kernels read, by name."""
+        return self.layout.arguments(self.first, self.count, device)
 
     def shards(self) -> list[Span]:
         """Those that it consists of."""

@@ -18,12 +18,10 @@ class Record:
 
 def fields_of(record: object) -> dict[str, Any]:
     """A record's fields, by name. A field that is a record itself stands for the arguments of that one."""
-    found: dict[str, Any] = {}
+    found = vars(record).copy()
     for name, value in vars(record).items():
         if isinstance(value, Record):
             found.update(value.arguments(name))
-        else:
-            found[name] = value
     return found
 
 

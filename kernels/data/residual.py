@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Span
-from onebit.kernels.data.record import Record, fields_of
+from onebit.kernels.data.record import Record
 from onebit.kernels.data.wire import Format
 
 
@@ -57,7 +57,14 @@ class Residual(Record):
         )
 
     def arguments(self, name: str) -> dict[str, Any]:
-        return {f"{name}_{field}": value for field, value in fields_of(self).items()}
+        return {
+            f"{name}_value": self.value,
+            f"{name}_scale": self.scale,
+            f"{name}_partial": self.partial,
+            f"{name}_counted": self.counted,
+            f"{name}_counter": self.counter,
+            f"{name}_before": self.before,
+        }
 
     def left_out(self) -> Tensor:
         """e, fp32 [elements]. Its values in padding and for coordinates that take no part mean nothing."""

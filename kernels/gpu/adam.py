@@ -17,9 +17,9 @@ from onebit.kernels.gpu.launch import one_launch
 
 @tiles.entry
 def adam_warmup_kernel(
-    block_table, parameter_table, params, grads, hyper, flags, first_block, first_word, blocks, exp_avg, exp_avg_sq,
+    block_table, parameter_table, param, grad, hyper, flags, first_block, first_word, blocks, exp_avg, exp_avg_sq,
     master, sums,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAMS_DTYPE: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -31,7 +31,7 @@ def adam_warmup_kernel(
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             p_base, p_valid, g_base, g_valid, wide = tiles.pointers(
-                params, grads, p, offset, valid, PARAMS_DTYPE, GRADS_DTYPE, TILE
+                param, grad, p, offset, valid, PARAM_DTYPE, GRAD_DTYPE, TILE
             )
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
@@ -47,7 +47,7 @@ def adam_warmup_kernel(
 
 @triton.jit
 def _update(
-    block_table, parameter_table, params, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, param, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, d, exp_avg_sq, least_root, root_at_zero, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
@@ -63,7 +63,7 @@ def _update(
             flag = tiles.flag_of(reply, COPIES)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             its_clip = tiles.clip_of(clip, p)
-            p_base, p_valid, wide = tiles.pointer(params, p, offset, valid, PARAM, TILE)
+            p_base, p_valid, wide = tiles.pointer(param, p, offset, valid, PARAM, TILE)
             if flag == 0:
                 x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 lr = tl.load(h + tiles.H_LR)
@@ -83,29 +83,29 @@ def _update(
 
 @tiles.entry
 def adam_update_kernel(
-    block_table, parameter_table, params, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, param, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, d, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAMS_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
 ):  # fmt: skip
     _update(
-        block_table, parameter_table, params, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
+        block_table, parameter_table, param, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
         replies, replies_bytes, d, None, None, None, master,
-        TILE, BLOCKS_PER_PROGRAM, PARAMS_DTYPE, REPLIES_TENSOR, REPLIES_COPIES,
+        TILE, BLOCKS_PER_PROGRAM, PARAM_DTYPE, REPLIES_TENSOR, REPLIES_COPIES,
     )  # fmt: skip
 
 
 @tiles.entry
 def zero_one_update_kernel(
-    block_table, parameter_table, params, hyper, clip, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, param, hyper, clip, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, exp_avg_sq, least_root, root_at_zero, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAMS_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
 ):  # fmt: skip
     _update(
-        block_table, parameter_table, params, hyper, None, clip, first_block, first_word, first_shard, blocks,
+        block_table, parameter_table, param, hyper, None, clip, first_block, first_word, first_shard, blocks,
         replies, replies_bytes, None, exp_avg_sq, least_root, root_at_zero, master,
-        TILE, BLOCKS_PER_PROGRAM, PARAMS_DTYPE, REPLIES_TENSOR, REPLIES_COPIES,
+        TILE, BLOCKS_PER_PROGRAM, PARAM_DTYPE, REPLIES_TENSOR, REPLIES_COPIES,
     )  # fmt: skip
 
 

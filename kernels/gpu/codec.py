@@ -17,10 +17,10 @@ from onebit.kernels.gpu.launch import one_launch
 
 @tiles.entry
 def compress_kernel(
-    block_table, parameter_table, grads, hyper, flags, first_block, first_word, first_shard, blocks, out_shard_blocks,
+    block_table, parameter_table, grad, hyper, flags, first_block, first_word, first_shard, blocks, out_shard_blocks,
     out_fingerprint, gamma, momentum, live, residual_value, residual_before, residual_scale, residual_partial,
     residual_counted, residual_counter, out, out_bytes,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     OUT_TENSOR: tl.constexpr, OUT_NORM: tl.constexpr, MOMENTUM_COPIES: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
@@ -37,7 +37,7 @@ def compress_kernel(
             if residual_before is not None:
                 tiles.store_flat(residual_before + start, kept, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
-            g_base, g_valid, wide = tiles.pointer(grads, p, offset, valid, GRADS_DTYPE, TILE)
+            g_base, g_valid, wide = tiles.pointer(grad, p, offset, valid, GRAD_DTYPE, TILE)
             if place == 0:
                 tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:

@@ -25,11 +25,11 @@ def _first_and_blocks(parameter_table, p, block, offset, BLOCK: tl.constexpr):
 
 @tiles.entry
 def lamb_moments_kernel(
-    block_table, parameter_table, params, grads, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
+    block_table, parameter_table, param, grad, hyper, flags, blocks, exp_avg, exp_avg_sq, master,
     state_coefficient, state_average, state_partial, state_counter, coeff_beta, one_minus_coeff_beta, min_coeff,
     max_coeff,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAMS_DTYPE: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -41,7 +41,7 @@ def lamb_moments_kernel(
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             p_base, p_valid, g_base, g_valid, wide = tiles.pointers(
-                params, grads, p, offset, valid, PARAMS_DTYPE, GRADS_DTYPE, TILE
+                param, grad, p, offset, valid, PARAM_DTYPE, GRAD_DTYPE, TILE
             )
             if (valid > 0) & (flag == 0):
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
@@ -68,8 +68,8 @@ def lamb_moments_kernel(
 
 @tiles.entry
 def lamb_apply_kernel(
-    block_table, parameter_table, params, hyper, flags, blocks, exp_avg, exp_avg_sq, master, state_coefficient,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAMS_DTYPE: tl.constexpr,
+    block_table, parameter_table, param, hyper, flags, blocks, exp_avg, exp_avg_sq, master, state_coefficient,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM_DTYPE: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -80,7 +80,7 @@ def lamb_apply_kernel(
             m = tiles.load_flat(exp_avg + start, length, TILE)
             v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
-            p_base, p_valid, wide = tiles.pointer(params, p, offset, valid, PARAMS_DTYPE, TILE)
+            p_base, p_valid, wide = tiles.pointer(param, p, offset, valid, PARAM_DTYPE, TILE)
             if flag == 0:
                 x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 c = tl.load(state_coefficient + p)

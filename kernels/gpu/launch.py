@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from onebit.kernels.tuning import tuner
 
 MOST_WARPS = 16  # of a program: 1024 threads where a warp has 64
 ELEMENTS_OF_WARP = 128  # 32 threads with an access of 4 elements each
-DTYPES = ("PARAMS_DTYPE", "GRADS_DTYPE", "OUT_DTYPE")  # of the tensors that addresses point to
+DTYPES = ("PARAM_DTYPE", "GRAD_DTYPE", "OUT_DTYPE")  # of the tensors that addresses point to
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -53,13 +54,17 @@ def launcher(kernel: Any) -> Callable[[dict[str, Any]], None]:
     capitals are compiled in.
     """
     names = [(name, name.lower()) for name in kernel.arg_names if name != "BLOCKS_PER_PROGRAM"]
+    dtypes = [(name, name.lower()) for name in DTYPES if name in kernel.arg_names]
 
     def run(found: dict[str, Any]) -> None:
-        found["tile"] = triton.next_power_of_2(found["block_size"])
-        arguments = {name: argument(found, source) for name, source in names}
-        for name in arguments.keys() & DTYPES:
-            arguments[name] = TYPES[arguments[name]]
-        launch(kernel, found["blocks"], arguments, found["block_table"], _dtype_of(found))
+        try:
+            arguments = {name: found[source] for name, source in names}
+        except KeyError:
+            arguments = {name: argument(found, source) for name, source in names}
+        dtype = found[dtypes[0][1]] if dtypes else torch.float32  # what the kernel's shape is tuned for
+        for name, source in dtypes:
+            arguments[name] = TYPES[found[source]]
+        launch(kernel, found["blocks"], arguments, found["block_table"], dtype)
 
     return run
 
@@ -68,11 +73,6 @@ def one_launch(kernel: Any) -> Callable[[Pass], None]:
     """What runs a pass that has one kernel."""
     run = launcher(kernel)
     return lambda work: run(work.arguments())
-
-
-def _dtype_of(found: dict[str, Any]) -> torch.dtype:
-    """What a kernel's shape is tuned for."""
-    return next((found[name.lower()] for name in DTYPES if name.lower() in found), torch.float32)
 
 
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:
@@ -91,6 +91,7 @@ def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dt
     _on_device(like, run)
 
 
+@functools.cache
 def _for_tile(config: tuner.Config, tile: int) -> tuner.Config:
     """A config for a tile of 2048 elements, with as many more warps as this tile has more elements: fewer would spill.
     No more warps than the tile has elements for: others would hold copies, and could read what has been stored."""

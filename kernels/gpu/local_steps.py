@@ -14,9 +14,9 @@ from onebit.kernels.gpu.launch import one_launch
 
 @tiles.entry
 def zero_one_local_kernel(
-    block_table, parameter_table, params, grads, hyper, flags, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, param, grad, hyper, flags, first_block, first_word, first_shard, blocks,
     exp_avg_sq, exp_avg, residual_value, residual_scale, master, least_root, root_at_zero, clip, squares,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAMS_DTYPE: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -31,7 +31,7 @@ def zero_one_local_kernel(
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, g_base, g_valid, wide = tiles.pointers(
-                params, grads, p, offset, valid, PARAMS_DTYPE, GRADS_DTYPE, TILE
+                param, grad, p, offset, valid, PARAM_DTYPE, GRAD_DTYPE, TILE
             )
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
@@ -54,10 +54,10 @@ def zero_one_local_kernel(
 
 @tiles.entry
 def zero_one_sync_kernel(
-    block_table, parameter_table, params, hyper, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, param, hyper, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAMS_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -70,7 +70,7 @@ def zero_one_sync_kernel(
             flag = tiles.flag_of(reply, REPLIES_COPIES)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             its_clip = tiles.clip_of(clip, p)
-            p_base, p_valid, wide = tiles.pointer(params, p, offset, valid, PARAMS_DTYPE, TILE)
+            p_base, p_valid, wide = tiles.pointer(param, p, offset, valid, PARAM_DTYPE, TILE)
             if flag == 0:
                 total = tiles.decode_block(reply, length, TILE, REPLIES_TENSOR, REPLIES_COPIES)
                 u = tiles.used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))

@@ -20,16 +20,16 @@ SAFE = tl.constexpr(LARGEST**2)  # a sum of squares up to here holds none of an 
 
 @tiles.entry
 def scan_kernel(
-    block_table, parameter_table, grads, hyper, flags, squares, first_block, first_word, blocks,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    block_table, parameter_table, grad, hyper, flags, squares, first_block, first_word, blocks,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    IN_A_ROW: tl.constexpr = tiles.WIDEST // GRADS_DTYPE.primitive_bitwidth
+    IN_A_ROW: tl.constexpr = tiles.WIDEST // GRAD_DTYPE.primitive_bitwidth
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, _, length = tiles.find(block_table, first_block + block, first_word)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
-            base, readable, wide = tiles.pointer(grads, p, offset, valid, GRADS_DTYPE, TILE)
+            base, readable, wide = tiles.pointer(grad, p, offset, valid, GRAD_DTYPE, TILE)
             g = tiles.load_tile(base, readable, wide, TILE, IN_A_ROW)
             g = g * tl.load(h + tiles.H_GRAD_SCALE)
             total = tl.sum(g * g, axis=0)

@@ -119,10 +119,10 @@ def pointer(addresses, p, offset, valid, TYPE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
-def pointers(params, grads, p, offset, valid, PARAM: tl.constexpr, GRAD: tl.constexpr, TILE: tl.constexpr):
+def pointers(param, grad, p, offset, valid, PARAM: tl.constexpr, GRAD: tl.constexpr, TILE: tl.constexpr):
     """Those of a parameter and its gradient, and whether both are accessed in wide accesses."""
-    p_base, p_valid, p_wide = pointer(params, p, offset, valid, PARAM, TILE)
-    g_base, g_valid, g_wide = pointer(grads, p, offset, valid, GRAD, TILE)
+    p_base, p_valid, p_wide = pointer(param, p, offset, valid, PARAM, TILE)
+    g_base, g_valid, g_wide = pointer(grad, p, offset, valid, GRAD, TILE)
     return p_base, p_valid, g_base, g_valid, p_wide & g_wide
 
 

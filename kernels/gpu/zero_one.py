@@ -21,10 +21,10 @@ def _of_live(values, v, at_zero):
 
 @tiles.entry
 def zero_one_full_kernel(
-    block_table, parameter_table, params, grads, hyper, flags, first_block, first_word, first_shard, blocks,
+    block_table, parameter_table, param, grad, hyper, flags, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, exp_avg_sq, residual_value, residual_scale, master, least_root, root_at_zero, live, sums,
     counts,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAMS_DTYPE: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
@@ -39,7 +39,7 @@ def zero_one_full_kernel(
             kept = None if residual_value is None else tiles.load_flat(residual_value + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             p_base, p_valid, g_base, g_valid, wide = tiles.pointers(
-                params, grads, p, offset, valid, PARAMS_DTYPE, GRADS_DTYPE, TILE
+                param, grad, p, offset, valid, PARAM_DTYPE, GRAD_DTYPE, TILE
             )
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)

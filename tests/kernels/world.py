@@ -285,7 +285,7 @@ class World(Inputs):
             return OPTIONS[of]
         if of in PER_PARAMETER:
             return self.per_parameter(getattr(self, f"{of}64"))
-        found = getattr(self, {"out": "sent", "previous": "momentum"}.get(of, of))
+        found = getattr(self, {"param": "params", "grad": "grads", "out": "sent", "previous": "momentum"}.get(of, of))
         if isinstance(found, Messages):
             return found.slice(c.rows.start * found.copies, (c.rows.stop - c.rows.start) * found.copies)
         if of in ("squares", "sums", "counts"):
