@@ -112,6 +112,38 @@ class Backend(Protocol):
         Bytes: none; where the flag is set all of `kept` is read, and `now` written.
         """
 
+    def step_squares(
+        self, span: Span, values: Tensor, replies: Messages | None, weight: Tensor | None, out: Tensor
+    ) -> None:
+        """out_p = weight_p^2 (sum over the blocks of parameter p of s_b^2 values_b).
+
+        The sum of u^2 over parameter p, where u is d times what `replies` stand for, and `values` the sums of d^2 over
+        every block, fp32. s_b is the mean of the scales of a block's messages; 1 without replies. weight: fp32
+        [parameters], None for 1. out: fp64 [parameters], the same bits of every backend. The span is the whole layout.
+
+        Bytes: none an element, 8 a block.
+        """
+
+    def step_limit(
+        self,
+        squares: Tensor,
+        numels: Tensor,
+        replies: Messages | None,
+        usual: Tensor,
+        limit: float | None,
+        out: Tensor,
+        shortened: Tensor,
+    ) -> None:
+        """rms_p = sqrt(squares_p / n_p);  out_p = min(1, limit_p / rms_p);  shortened = sum of n_p where out_p < 1.
+
+        See `onebit.optim.limit`. limit: of all parameters, a number that fp32 has, or None for max(LEAST, TIMES
+        |usual_p|). Before, where `replies` are given and none carries a flag, usual_p becomes rms_p if it is 0, and
+        min(-usual_p, rms_p) if it is negative and rms_p is not 0. squares: fp64 [parameters]; numels: n, int64; usual,
+        out: fp32; shortened: int64 [1]. The same bits of every backend.
+
+        Bytes: none an element, 28 a parameter.
+        """
+
     def decode(self, span: Span, messages: Messages, out: Pointers) -> None:
         """x = scale sigma, written to the tensors of `out`; NaN where the message carries a flag.
 
