@@ -500,6 +500,48 @@ class LambStatistics(Pass):
         }
 
 
+@dataclass(eq=False)
+class StepSquares(Pass):
+    """squares_p = weight_p^2 (sum over the blocks of parameter p of s_b^2 values_b).
+
+    The sum of u^2 over parameter p, where u is d times what `replies` stand for, and `values` the sums of d^2 over
+    every block, fp32. s_b is the mean of the scales of a block's messages; 1 without replies. weight: fp32
+    [parameters], None for 1. squares: fp64 [parameters], the same bits of every backend. The span is the whole layout.
+
+    Bytes: none an element, 8 a block.
+    """
+
+    name = "step_squares"
+    adds_up = True
+    values: Tensor
+    replies: Messages | None
+    weight: Tensor | None
+    squares: Tensor
+
+
+@dataclass(eq=False)
+class StepLimit(Pass):
+    """rms_p = sqrt(squares_p / n_p);  factor_p = min(1, limit_p / rms_p);  shortened = sum of n_p where factor_p < 1.
+
+    See `onebit.optim.limit`. limit: of all parameters, a number that fp32 has, or None for max(LEAST, TIMES
+    |usual_p|). Before, where `replies` are given and none carries a flag, usual_p becomes rms_p if it is 0, and
+    min(-usual_p, rms_p) if it is negative and rms_p is not 0. squares: fp64 [parameters]; numels: n, int64; usual,
+    factor: fp32; shortened: int64 [1]. The same bits of every backend. The span is the whole layout.
+
+    Bytes: none an element, 28 a parameter.
+    """
+
+    name = "step_limit"
+    adds_up = True
+    squares: Tensor
+    numels: Tensor
+    replies: Messages | None
+    usual: Tensor
+    limit: float | None
+    factor: Tensor
+    shortened: Tensor
+
+
 # What is measured, in the order of a step. lamb_update is an AdamUpdate with LAMB's coefficients.
 PASSES: dict[str, type[Pass]] = {
     "scan": Scan, "compress": Compress, "average": Average, "decode": Decode,
@@ -508,6 +550,7 @@ PASSES: dict[str, type[Pass]] = {
     "zero_one_full": ZeroOneFull, "zero_one_inverses": ZeroOneInverses, "zero_one_update": ZeroOneUpdate,
     "zero_one_local": ZeroOneLocal, "zero_one_sync": ZeroOneSync,
 }  # fmt: skip
+SMALL: tuple[type[Pass], ...] = (StepSquares, StepLimit)  # no bytes an element: they are not measured
 
 
 def bytes_per_element(name: str, of: Storage) -> float:

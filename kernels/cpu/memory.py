@@ -14,6 +14,8 @@ from onebit.kernels.cpu.lanes import FLOAT, FLOATS, INT, LANES, LONG, PACKED, WI
 
 _HALVES = ir.VectorType(ir.HalfType(), WIDTH)
 _SHORTS = ir.VectorType(ir.IntType(16), WIDTH)
+_DOUBLE = ir.DoubleType()
+_REAL = {FLOAT: types.float32, _DOUBLE: types.float64}  # what is no int
 
 
 def _at(builder, address, kind):
@@ -29,7 +31,7 @@ def _reader(kind, widen=None):
             value = builder.load(_at(builder, arguments[0], kind), align=1)
             return value if widen is None else getattr(builder, widen)(value, LONG)
 
-        return (types.float32 if kind == FLOAT else types.int64)(types.int64), generate
+        return _REAL.get(kind, types.int64)(types.int64), generate
 
     return read
 
@@ -40,11 +42,11 @@ def _writer(kind):
         """*address = value"""
 
         def generate(context, builder, signature, arguments):
-            value = arguments[1] if kind == FLOAT else builder.trunc(arguments[1], kind)
+            value = arguments[1] if kind in _REAL else builder.trunc(arguments[1], kind)
             builder.store(value, _at(builder, arguments[0], kind), align=1)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.float32 if kind == FLOAT else types.int64), generate
+        return types.void(types.int64, _REAL.get(kind, types.int64)), generate
 
     return write
 
@@ -52,7 +54,8 @@ def _writer(kind):
 float_at, set_float = _reader(FLOAT), _writer(FLOAT)
 int_at, set_int = _reader(INT, "sext"), _writer(INT)
 bits_at, set_bits = _reader(PACKED, "zext"), _writer(PACKED)
-long_at = _reader(LONG)
+long_at, set_long = _reader(LONG), _writer(LONG)
+double_at, set_double = _reader(_DOUBLE), _writer(_DOUBLE)
 
 
 @intrinsic

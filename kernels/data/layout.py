@@ -58,6 +58,7 @@ class BlockTable:
 
     blocks: Tensor  # int32 [blocks, 8]: see Block
     parameters: Tensor  # int64 [parameters, 3]: first element, numel, group
+    first_blocks: Tensor  # int64 [parameters + 1]: the first block of each, and the end of the last one's
 
     @property
     def owner(self) -> Tensor:
@@ -211,7 +212,8 @@ class Layout:
                 "spare": np.zeros_like(blocks),
             }
             table = torch.from_numpy(np.stack([columns[name] for name in Block._fields], axis=1).astype(np.int32))
-            self._tables[device] = BlockTable(table.to(device), parameters.to(device))
+            first_blocks = torch.from_numpy(np.append(self.first, self.used_blocks))
+            self._tables[device] = BlockTable(table.to(device), parameters.to(device), first_blocks.to(device))
         return self._tables[device]
 
     def arguments(self, first: int, count: int, device: torch.device) -> dict[str, Any]:
@@ -222,6 +224,7 @@ class Layout:
             self._arguments[key] = {
                 "block_table": table.blocks,
                 "parameter_table": table.parameters,
+                "first_blocks": table.first_blocks,
                 "parameters": self.parameters,
                 "first_block": first,
                 "first_word": int(self.starts[first]) // WORD,

@@ -1,10 +1,10 @@
 """The Triton passes."""
 
-from onebit.kernels.gpu import adam, codec, lamb, local_steps, scan, zero_one
+from onebit.kernels.gpu import adam, codec, lamb, limit, local_steps, scan, zero_one
 from onebit.kernels.gpu.restore import restore
 from onebit.kernels.passes import Pass
 
-PASSES = adam.PASSES | codec.PASSES | lamb.PASSES | local_steps.PASSES | scan.PASSES | zero_one.PASSES
+PASSES = adam.PASSES | codec.PASSES | lamb.PASSES | limit.PASSES | local_steps.PASSES | scan.PASSES | zero_one.PASSES
 
 __all__ = ["PASSES", "restore", "run"]
 

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from onebit.kernels import gpu
 from onebit.kernels.data.wire import Norm, Scale
 from onebit.kernels.gpu.launch import Launch, recorded
+from onebit.kernels.passes import StepLimit, StepSquares
 from onebit.kernels.tuning.workload import Workload
 
 TARGETS = {
@@ -44,6 +45,7 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 
 
@@ -174,7 +176,7 @@ def report(
         with recorded() as launches:
             for each in workload.passes(gpu).values():
                 each.run()
-            gpu.restore(workload.exp_avg(), workload.exp_avg_sq(), workload.flags())
+            _small_passes(workload)
         for launch in (each for each in launches if wanted(variant, each.kernel.__name__)):
             for target in targets:
                 compiled = compile_launch(launch, target)
@@ -185,6 +187,17 @@ def report(
                     row["spilled"] = assembled(compiled).spilled
                 rows.append(row)
     return rows
+
+
+def _small_passes(workload: Workload) -> None:
+    """Those that move no bytes an element."""
+    parameters, replies, limit = workload.layout.parameters, workload.replies(), None if workload.bare else 1.0
+    squares, numels = (torch.zeros(parameters, dtype=dtype) for dtype in (torch.float64, torch.int64))
+    usual, factor = torch.zeros((2, parameters))
+    gpu.restore(workload.exp_avg(), workload.exp_avg_sq(), workload.flags())
+    weight, shortened = None if workload.bare else factor, torch.zeros(1, dtype=torch.int64)
+    gpu.run(StepSquares(workload.span, workload.sums(), replies, weight, squares))
+    gpu.run(StepLimit(workload.span, squares, numels, replies, usual, limit, factor, shortened))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ from onebit.kernels.backends import backend
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers, written_by_address
+from onebit.kernels.data.wire import Messages
+from onebit.kernels.passes import StepSquares
 from onebit.optim.fields import MASTER, Field
 from onebit.optim.memory_order import as_stored, flattened, in_shape, order_of
 from onebit.optim.sharding import is_sharded, local
-
-_PIECE = 128  # blocks that are added up one after the other
 
 
 class FlatState:
@@ -214,22 +213,11 @@ class FlatState:
             if name in other:
                 self.view(name, index).copy_(other.view(name, index_there))
 
-    def of_parameters(self, of_blocks: Tensor) -> Tensor:
-        """fp64 [parameters, ...]: numbers of every block, added up in one order, the same on every rank. A GPU gives a
-        thread to each piece, then to each parameter."""
-        found = of_blocks[: self.layout.used_blocks].double()
-        found = found[:, None] if of_blocks.dim() == 1 else found  # a GPU adds up one dimension in an order of its own
-        for lengths in self._lengths_of_sums:  # unsafe: the host does not wait to check them
-            found = torch.segment_reduce(found, "sum", lengths=lengths, initial=0, unsafe=True)
-        return found[:, 0] if of_blocks.dim() == 1 else found
-
-    @cached_property
-    def _lengths_of_sums(self) -> list[Tensor]:
-        """Of pieces, in blocks, and of parameters, in pieces: the same however the space is cut into chunks."""
-        blocks = [b - a for a, b in pairwise([*self.layout.first.tolist(), self.layout.used_blocks])]
-        pieces = [min(_PIECE, n - at) for n in blocks for at in range(0, n, _PIECE)]
-        of_each = pieces, [-(-n // _PIECE) for n in blocks]
-        return [torch.tensor(lengths, dtype=torch.int64, device=self.device) for lengths in of_each]
+    def of_parameters(self, values: Tensor, replies: Messages | None = None, weight: Tensor | None = None) -> Tensor:
+        """fp64 [parameters]: numbers of every block, fp32, added up. See `StepSquares`."""
+        found = torch.empty(len(self.params), dtype=torch.float64, device=self.device)
+        self.backend.run(StepSquares(self.layout.all(), values, replies, weight, found))
+        return found
 
     def add_parts(self, values: Tensor) -> Tensor:
         """What this rank has of its parts of the parameters, added up over all parts."""

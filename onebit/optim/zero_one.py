@@ -115,7 +115,8 @@ class ZeroOne(Adam):
             ))  # fmt: skip
         exchange.clear_replies(flags)
         bias2 = hyper[state.scratch["groups"], Hyper._fields.index("bias2")]
-        for name, root in _floors(state, state.of_parameters(torch.stack([sums, counts], 1)), bias2, options).items():
+        totals = torch.stack([state.of_parameters(sums), state.of_parameters(counts)], 1)
+        for name, root in _floors(state, totals, bias2, options).items():
             state[name].copy_(torch.where(flags != 0, state[name], root))
         _mark_floored(state, exchange.live)
         if reducer.limit is not None:

@@ -13,6 +13,7 @@ import torch
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
+from onebit.kernels.passes import StepLimit, StepSquares
 from tests.kernels.cases import Case
 from tests.kernels.compare import assert_all_close, assert_close, numpy
 from tests.kernels.world import World
@@ -138,6 +139,36 @@ def check_messages(case: Case, name: str, *, masked: bool, around: Around = null
         shard = ours.layout.shard(*divmod(row, case.ranks))
         size = decoded_size(assert_same_messages(got, want, shard), shard)
         assert_same_residuals(got_left, want_left, size)
+
+
+def check_limit(case: Case, name: str, around: Around = nullcontext) -> None:
+    """step_squares and step_limit, with all that they take and with less: every bit."""
+    ours, theirs = (World(case, of) for of in (name, "cpu"))
+    with around(ours):
+        found = limits(ours)
+    assert [numpy(each).tolist() for each in found] == [numpy(each).tolist() for each in limits(theirs)]
+
+
+def limits(world: World) -> list[torch.Tensor]:
+    """What they write."""
+    layout, source, found = world.layout, np.random.default_rng(1), []
+    numels = torch.tensor(world.case.numels, device=world.device)
+
+    def filled(size: int, dtype: torch.dtype, values: np.ndarray | float = np.nan) -> torch.Tensor:
+        tensor = torch.full((size,), float("nan"), dtype=dtype)
+        tensor[: np.size(values)] = torch.from_numpy(np.asarray(values).astype(np.float32))
+        return tensor.to(world.device)
+
+    values = filled(layout.blocks, torch.float32, source.uniform(0, 1e6, layout.used_blocks))
+    weight = filled(layout.parameters, torch.float32, source.uniform(0, 2, layout.parameters))
+    for replies, weights, limit in ((world.replies, weight, None), (None, None, 0.5)):
+        squares, factor = (filled(layout.parameters, dtype) for dtype in (torch.float64, torch.float32))
+        usual = filled(layout.parameters, torch.float32, source.normal(size=layout.parameters))
+        shortened = torch.full((1,), -1, device=world.device)
+        world.passes.run(StepSquares(layout.all(), values, replies, weights, squares))
+        world.passes.run(StepLimit(layout.all(), squares, numels, replies, usual, limit, factor, shortened))
+        found += [squares, usual, factor, shortened]
+    return found
 
 
 def assert_same_messages(ours: Messages, theirs: Messages, span: Span) -> np.ndarray:

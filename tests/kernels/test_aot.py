@@ -32,6 +32,8 @@ STREAMS = {
     "zero_one_local_kernel": (["g", "v", "m", "x", "e"], ["m", "x", "e"]),
     "zero_one_sync_kernel": (["v", "anchor"], ["x", "anchor", "m"]),
     "restore_kernel": ([], []),  # rarely does anything
+    "step_squares_kernel": ([], []),
+    "step_limit_kernel": ([], []),
 }
 ON_MESSAGES = {"compress_kernel", "average_kernel", "decode_kernel", "lamb_statistics_kernel"}
 VARIANTS = {

@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 LAUNCHES = {  # of passes in one chunk, with 8 ranks, beside what marks and restores a step that is left out
-    ("1-bit Adam", "1 bit"): 8,
-    ("1-bit LAMB", "1 bit"): 9,
-    ("0/1 Adam", "1 bit"): 8,
-    ("0/1 Adam, local steps", "local"): 2,
+    ("1-bit Adam", "1 bit"): 10,
+    ("1-bit LAMB", "1 bit"): 11,
+    ("0/1 Adam", "1 bit"): 10,
+    ("0/1 Adam, local steps", "local"): 4,
 }
+MOST_OPERATIONS = 20  # of torch, in such a step
 
 
 def test_the_passes_of_a_step_are_launched_once_whatever_the_number_of_parameters() -> None:
@@ -20,6 +21,7 @@ def test_the_passes_of_a_step_are_launched_once_whatever_the_number_of_parameter
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
-    found = {(optimizer, kind): int(launches) for optimizer, kind, launches, *_ in rows}
-    assert found.items() >= LAUNCHES.items()
-    assert all(float(operations) > 0 and float(us) > 0 for *_, operations, us in rows)
+    found = {(optimizer, kind): (int(launches), float(operations)) for optimizer, kind, launches, operations, _ in rows}
+    assert {each: found[each][0] for each in LAUNCHES} == LAUNCHES
+    assert all(0 < found[each][1] <= MOST_OPERATIONS for each in LAUNCHES)
+    assert all(float(us) > 0 for *_, us in rows)

@@ -17,7 +17,7 @@ from onebit.kernels.gpu.launch import recorded
 from onebit.kernels.tuning import tuner
 from onebit.kernels.tuning.tuner import Config
 from onebit.kernels.tuning.workload import Workload
-from tests.kernels.agreement import COMPARED, OTHERWISE, check_messages, check_pass
+from tests.kernels.agreement import COMPARED, OTHERWISE, check_limit, check_messages, check_pass
 from tests.kernels.cases import BF16, CASES, F16, Case
 from tests.kernels.world import World
 from tests.ptx import sparse, workloads
@@ -29,8 +29,9 @@ from tests.ptx.sparse import Giant
 MESSAGES = ("compress and average", "compress and average, masked and scaled")
 Worlds = World | Workload | Giant
 Change = Callable[[Compiled], Compiled]
-PASSES = (*MESSAGES, *COMPARED, *OTHERWISE)
-OF_MANY_BLOCKS = (MESSAGES[0], "lamb_warmup", "lamb_statistics")  # what adds up partial results of over 1,024 blocks
+LIMIT = "step_squares and step_limit"
+PASSES = (*MESSAGES, LIMIT, *COMPARED, *OTHERWISE)
+OF_MANY_BLOCKS = (MESSAGES[0], "lamb_warmup", "lamb_statistics", LIMIT)  # what adds up results of over 1,024 blocks
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def check(each: str, case: Case | str, around: Callable[[Worlds], AbstractContex
         sparse.check(each, around)
     elif isinstance(case, str):
         workloads.check(each, case, around)
+    elif each == LIMIT:
+        check_limit(case, "ptx", around)
     elif each in MESSAGES:
         check_messages(case, "ptx", masked=each != MESSAGES[0], around=around)
     else:

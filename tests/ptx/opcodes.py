@@ -1,7 +1,8 @@
 """What each PTX instruction computes from the values of a warp's 32 lanes (PTX ISA 8.7, section 9.7).
 
 TABLE has one entry an opcode: from its modifiers and types a `Computation`. What reads or writes memory, branches or
-waits is in `machine`. A NaN that arithmetic makes has the bits that NVIDIA's units give it, 0x7fffffff.
+waits is in `machine`. A NaN that arithmetic makes has the bits that NVIDIA's units give it, 0x7fffffff; those of f64
+give it 0xfff8000000000000.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 NAN = {
     np.dtype(np.float16): np.uint16(0x7FFF).view(np.float16),
     np.dtype(np.float32): np.uint32(0x7FFFFFFF).view(np.float32),
+    np.dtype(np.float64): np.uint64(0xFFF8 << 48).view(np.float64),
 }
 COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
@@ -299,7 +301,7 @@ def _convert(parts: Parts) -> Computation:
 
 def _is_exact(to: str, of: str) -> bool:
     """Whether no float is rounded."""
-    return (to, of) in (("f32", "f16"), ("f32", "bf16"))
+    return (to, of) in (("f32", "f16"), ("f32", "bf16"), ("f64", "f32"))
 
 
 def to_bf16(values: Lanes) -> Lanes:

@@ -13,7 +13,7 @@ EDGES = {
     "f": [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-40, 1.0, -1.0, 1e38, 65520.0, 2.0**-24, 1 + 2.0**-8],
     "u": [0, 1, 2, 31, 32, 63, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1],
 }
-CANONICAL = {2: 0x7FFF, 4: 0x7FFFFFFF}
+CANONICAL = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0xFFF8 << 48}
 
 
 def lanes(dtype, seed):
@@ -128,6 +128,10 @@ ROWS = [
     ("mul.rn.ftz.f32 %out, %v0, %v1", "f4 f4", lambda a, b: flush(flush(a) * flush(b))),
     ("sqrt.rn.f32 %out, %v0", "f4", np.sqrt),
     ("sqrt.rn.ftz.f32 %out, %v0", "f4", lambda a: np.sqrt(flush(a))),
+    ("add.f64 %out, %v0, %v1", "f8 f8", lambda a, b: a + b),
+    ("mul.f64 %out, %v0, %v1", "f8 f8", lambda a, b: a * b),
+    ("div.rn.f64 %out, %v0, %v1", "f8 f8", lambda a, b: a / b),
+    ("sqrt.rn.f64 %out, %v0", "f8", np.sqrt),
     ("abs.f32 %out, %v0", "f4", np.abs),
     ("neg.f32 %out, %v0", "f4", np.negative),
     ("min.f32 %out, %v0, %v1", "f4 f4", smallest),
@@ -195,6 +199,9 @@ ROWS = [
     ("cvt.rn.f32.s32 %out, %v0", "i4", lambda a: a.astype("f4")),
     ("cvt.rn.f32.u32 %out, %v0", "u4", lambda a: a.astype("f4")),
     ("cvt.rn.f32.u64 %out, %v0", "u8", lambda a: a.astype("f4")),
+    ("cvt.rn.f64.s64 %out, %v0", "i8", lambda a: a.astype("f8")),
+    ("cvt.f64.f32 %out, %v0", "f4", lambda a: a.astype("f8")),
+    ("cvt.rn.f32.f64 %out, %v0", "f8", lambda a: a.astype("f4")),
     ("cvt.f32.f16 %out, %v0", "f2", lambda a: a.astype("f4")),
     ("cvt.f32.bf16 %out, %v0", "u2", of_bf16),
     ("cvt.rn.f16.f32 %out, %v0", "f4", lambda a: a.astype("f2")),

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import onebit
-from onebit.optim.limit import LEAST, TIMES, USUAL
+from onebit.kernels.data.limit import LANES, LEAST, TIMES
+from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
 from tests import oracle
 from tests.onebit.runs import Case, on_ranks, options_of, run
@@ -188,12 +189,11 @@ def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
 
 
 def test_numbers_of_blocks_are_added_up_by_parameter() -> None:
-    """Of more blocks, too, than are added up one after the other."""
-    params = [nn.Parameter(torch.ones(n)) for n in (9000, 0, 40, 4097)]
+    """Of more blocks, too, than are added up at a time."""
+    params = [nn.Parameter(torch.ones(n)) for n in (32 * LANES * 2 + 40, 0, 40, 4097)]
     optimizer = onebit.OneBitAdam(params, block_size=32)
     state = optimizer.current.parts[0].state
     of_blocks = torch.arange(state.layout.blocks, dtype=torch.float32)
     ends = [*state.layout.first.tolist(), state.layout.used_blocks]
     wanted = [sum(range(a, b)) for a, b in pairwise(ends)]
     assert state.of_parameters(of_blocks).tolist() == wanted
-    assert state.of_parameters(torch.stack([of_blocks, 2 * of_blocks], 1))[:, 1].tolist() == [2 * n for n in wanted]

@@ -1,0 +1,101 @@
+"""How long a step by m is, of each parameter, and how far it is made shorter: numbers of blocks and of parameters.
+
+    squares    q_p = w_p^2 (sum over blocks of s_b^2 D_b)          limit      f_p = min(1, limit_p / sqrt(q_p / n_p))
+
+The sum has one order everywhere: lane i adds up blocks i, i + LANES, ..., and of the lanes the second half is added to
+the first until one is left. All is fp64: `onebit.kernels.gpu.limit` has the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onebit.kernels import passes
+from onebit.kernels.cpu.blocks import any_flag, locate, message_of, of_message
+from onebit.kernels.cpu.compile import Loop, tile
+from onebit.kernels.cpu.memory import double_at, float_at, long_at, set_double, set_float, set_long
+from onebit.kernels.cpu.threads import numbers
+from onebit.kernels.data.limit import LANES, LEAST, TIMES
+
+_LEAST, _TIMES = np.float32(LEAST), np.float32(TIMES)
+
+
+@tile
+def _mean_scale(its, messages, row_bytes, tensor, copies):
+    """s of a block: the mean of what its messages have."""
+    scale, _ = of_message(message_of(messages, its, row_bytes, copies), its, tensor)
+    total = 0.0
+    for i in range(copies):
+        total += np.float64(float_at(scale + i * row_bytes))
+    return total / copies
+
+
+@tile
+def _halved(lanes, count):
+    """The sum of the first lanes, `count` of which may not be 0."""
+    left = 1
+    while left < count:
+        left *= 2
+    while left > 1:
+        left //= 2
+        for i in range(left):
+            lanes[i] += lanes[left + i]
+    return lanes[0]
+
+
+@Loop
+def _squares(
+    parameters, first_blocks, block_table, parameter_table,
+    values, replies, replies_bytes, replies_tensor, replies_copies, weight, squares,
+):  # fmt: skip
+    lanes = np.zeros(LANES)
+    for p in range(parameters):
+        first, stop = long_at(first_blocks + 8 * p), long_at(first_blocks + 8 * p + 8)
+        lanes[:] = 0.0
+        for block in range(first, stop):
+            value = np.float64(float_at(values + 4 * block))
+            if replies != 0:
+                its = locate(block_table, parameter_table, 0, block)
+                s = _mean_scale(its, replies, replies_bytes, replies_tensor, replies_copies)
+                value = s * s * value
+            lanes[(block - first) % LANES] += value
+        found = _halved(lanes, min(stop - first, LANES)) if stop > first else 0.0
+        if weight != 0:
+            w = np.float64(float_at(weight + 4 * p))
+            found = found * (w * w)
+        set_double(squares + 8 * p, found)
+
+
+@Loop
+def _limit(parameters, squares, numels, replies, replies_rows, replies_bytes, usual, limit: float, factor, shortened):
+    by_messages = replies != 0 and any_flag(replies, replies_rows, replies_bytes) == 0
+    total = 0
+    for p in range(parameters):
+        n = long_at(numels + 8 * p)
+        rms = math.sqrt(double_at(squares + 8 * p) / max(n, 1))
+        r = float_at(usual + 4 * p)
+        if by_messages:
+            now = np.float32(rms)
+            if r == 0:
+                r = now
+            elif r < 0 and now > 0:
+                r = min(-r, now)
+            set_float(usual + 4 * p, r)
+        most = limit if limit > 0 else np.float64(max(_TIMES * abs(r), _LEAST))
+        found = 1.0 if rms <= most else most / rms
+        set_float(factor + 4 * p, np.float32(found))
+        total += n if found < 1 else 0
+    set_long(shortened, total)
+
+
+def step_squares(work: passes.StepSquares) -> None:
+    _squares(*numbers(_squares, work.arguments()))
+
+
+def step_limit(work: passes.StepLimit) -> None:
+    _limit(*numbers(_limit, work.arguments() | {"limit": work.limit or 0.0}))
+
+
+PASSES = {passes.StepSquares: step_squares, passes.StepLimit: step_limit}
