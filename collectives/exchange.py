@@ -158,6 +158,7 @@ class Exchange(ABC):
         self.compressed: set[int] = set()  # chunks, in the last exchange, and those that this rank has averaged for all
         self.averaged: set[int] = set()
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
+        self.all_live = False  # whether `live`, where it is there, is known to have every coordinate
         shards = self.shards(transport.size)
         slices = layout.parts(self.node.rank, self.node.size)
         self.residual = Residual.zeros(slices, self.format, device, value)
@@ -252,8 +253,8 @@ class Exchange(ABC):
             self._agreed = True
 
     def live_in(self, span: Span) -> Tensor | None:
-        """A span's part of `live`."""
-        return None if self.live is None else span.of_bits(self.live)
+        """A span's part of `live`; None where all coordinates take part."""
+        return None if self.live is None or self.all_live else span.of_bits(self.live)
 
     def slices(self) -> Iterator[tuple[Span, Messages, Residual | None]]:
         """Of every chunk each slice, with its replies, and its residual where it is this rank's."""

@@ -17,6 +17,7 @@ from onebit.kernels.passes import Compress, Decode, Gradients
 from onebit.optim.fields import FIRST_MOMENTUM
 from onebit.optim.flat_state import FlatState
 from onebit.optim.limit import UpdateLimit
+from onebit.optim.stages import AsyncReadback
 
 
 class MomentumReducer:
@@ -29,6 +30,7 @@ class MomentumReducer:
         m = exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
         self.limit: UpdateLimit | None = None  # of a step by m
+        self._all_live = AsyncReadback()
 
     @property
     def replies(self) -> Messages:
@@ -57,6 +59,17 @@ class MomentumReducer:
         """f, fp32 [parameters], of a step by m times weight: how much of the step is taken. None for all of every
         step."""
         return None if self.limit is None else self.limit.of_messages(hyper, weight)
+
+    def mask_was_updated(self, all_live: Tensor) -> None:
+        """By a step. all_live: bool [1], whether every coordinate takes part now; the host knows with the next step."""
+        self.exchange.all_live = False
+        self._all_live.start(all_live)
+
+    def read_mask(self) -> None:
+        """A step begins: whether its messages need a mask."""
+        found = self._all_live.finish()
+        if found is not None:
+            self.exchange.all_live = bool(found[0])
 
     def momentum(self) -> list[Tensor]:
         """m of the last step, decoded: fp32, a tensor a parameter. NaN where the step was not taken."""

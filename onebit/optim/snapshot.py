@@ -51,6 +51,7 @@ class Part:
         exchange = setup.way.of(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
         live, limit = algorithm.live(state), options.update_limit
         exchange.live = None if live is None else packed(live)
+        exchange.all_live = live is not None and int(live.sum()) == sum(state.numels)
         self.reducer = MomentumReducer(state, exchange, algorithm.gamma(state), algorithm.needs_previous_momentum)
         if limit is not None and algorithm.limits_updates:
             if USUAL not in algorithm.stage_2:
@@ -245,6 +246,8 @@ class Snapshot:
 
     def read_last_step(self, setup: Setup) -> bool:
         """What the host has to know of it. Whether fields have changed: from here on messages hold the momentum."""
+        for reducer in self.reducers:
+            reducer.read_mask()
         betas = [betas_of(group)[1] if setup.options.bias_correction else 0.0 for group in setup.groups]
         if not self.stages.read_last_step(betas):
             return False

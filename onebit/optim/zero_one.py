@@ -115,10 +115,13 @@ class ZeroOne(Adam):
             ))  # fmt: skip
         exchange.clear_replies(flags)
         bias2 = hyper[state.scratch["groups"], Hyper._fields.index("bias2")]
-        totals = torch.stack([state.of_parameters(sums), state.of_parameters(counts)], 1)
-        for name, root in _floors(state, totals, bias2, options).items():
+        totals = state.add_parts(torch.stack([state.of_parameters(sums), state.of_parameters(counts)], 1))
+        for name, root in _floors(totals, bias2, options).items():
             state[name].copy_(torch.where(flags != 0, state[name], root))
         _mark_floored(state, exchange.live)
+        if not state.held_indices:
+            whole = (totals[:, 1] == state.scratch["numels"]) | (state[ROOT_AT_ZERO.name] != 0)
+            reducer.mask_was_updated(whole.all().view(1))
         if reducer.limit is not None:
             reducer.limit.variance_was_updated(flags)
 
@@ -142,7 +145,7 @@ class ZeroOne(Adam):
         for field in self.stage_2:
             if field.name not in state and field is not RESIDUAL and field.always:
                 state.add(field)
-        for name, root in _floors(state, totals, bias2, options).items():
+        for name, root in _floors(state.add_parts(totals), bias2, options).items():
             state[name].copy_(root)
         return {}
 
@@ -199,7 +202,9 @@ class ZeroOne(Adam):
         lengths = [n for i, (a, b) in enumerate(pairwise(starts)) for n in (own[i], b - a - own[i])]
         counts = torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)
         in_bytes = torch.tensor(lengths, dtype=torch.int64, device=state.device)
-        return {**super().scratch(state), "counts": counts, "groups": groups, "bytes": in_bytes}
+        numels = torch.tensor(state.whole_numels, dtype=torch.float64, device=state.device)
+        found = {"counts": counts, "groups": groups, "bytes": in_bytes, "numels": numels}
+        return {**super().scratch(state), **found}
 
     def check_uncompressed(self) -> None:
         if self.syncs is not None:
@@ -240,10 +245,9 @@ class ZeroOne(Adam):
                 )
 
 
-def _floors(state: FlatState, totals: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor]:
+def _floors(totals: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor]:
     """fp32 [parameters] each, from the sum of v over every parameter and how many in it are not 0. bias2: of every
     parameter."""
-    totals = state.add_parts(totals)
     root = (totals[:, 0] / totals[:, 1].clamp(min=1)).sqrt() * bias2.double()
     at_zero = root if options.zero_variance == "floor" else torch.zeros_like(root)
     return {LEAST_ROOT.name: (options.variance_floor**0.5 * root).float(), ROOT_AT_ZERO.name: at_zero.float()}

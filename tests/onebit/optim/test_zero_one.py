@@ -383,3 +383,39 @@ def test_a_state_without_local_steps_where_there_are_some() -> None:
     _, optimizer = started(CASE.but(options={"var_update_scaler": 2, "var_freeze_step": 5}), 12)
     with pytest.raises(ValueError, match="local_step_scaler=none, here it is 3"):
         LOCAL.build(LOCAL.parameters()).load_state_dict(optimizer.state_dict())
+
+
+def masks(optimizer: Any) -> list[bool]:
+    """Of each flat state, whether its messages are made with a mask."""
+    exchanges = [reducer.exchange for reducer in optimizer.current.reducers]
+    return [exchange.live_in(exchange.layout.all()) is not None for exchange in exchanges]
+
+
+def test_messages_are_made_without_a_mask_where_every_coordinate_takes_part() -> None:
+    """With zero_variance="hold" that is after the full step that gives the last one a variance; also of a state that is
+    loaded. Steps are the same bit for bit."""
+    runs = []
+    for masked in (False, True):
+        params = [nn.Parameter(torch.zeros(n)) for n in (40, 0, 7)]
+        build = partial(onebit.ZeroOneAdam, params, lr=0.1, var_update_scaler=2, zero_variance="hold", reply=1)
+        optimizer, source, found = build(), torch.Generator().manual_seed(0), []
+        for step in range(1, 16):
+            kind = optimizer.schedule.kind
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=source)
+            params[0].grad[3] *= step > 7
+            params[0].grad[5] *= float("nan") if step == 9 else 1.0
+            if masked and optimizer.compressing:
+                for reducer in optimizer.current.reducers:
+                    reducer.read_mask()
+                    reducer.exchange.all_live = False
+            optimizer.step()
+            found += [(step, *masks(optimizer))] if kind == "1 bit" else []
+        runs.append((found, bits(params)))
+        if not masked:
+            other = build()
+            other.load_state_dict(optimizer.state_dict())
+            assert masks(other) == [False]
+    assert runs[0][1] == runs[1][1]
+    assert runs[0][0] == [(step, step < 12) for step in (4, 6, 8, 9, 10, 11, 13, 14, 15)]  # the twelfth is a full one
+    assert runs[1][0] == [(step, True) for step, _ in runs[0][0]]
