@@ -1,14 +1,11 @@
 """The cluster model against the papers' tables and the lab: transcription, fits, errors, and the page."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from onebit.cli.plan.cluster import Cluster
-from onebit.cli.plan.exchange import compressed_all_reduce
 from onebit.cli.plan.options import CLUSTERS
-from perf.cluster import lab, papers, report
+from perf.cluster import papers, report
 from perf.cluster.papers import ADAM_TABLE, LAMB_TABLE, PROFILES, Compared, median_error
 from perf.records import RESULTS
 
@@ -44,39 +41,6 @@ def test_what_the_page_says_of_the_papers():
     one, other = (row.all_reduce for row in PROFILES.values() if row.network == "InfiniBand" and row.nodes == 1)
     assert 5.5 < other / one < 6.5  # "6 times apart"
     assert median_error([Compared("", "", predicted, 2) for predicted in (3, 2, 1, 2.2, 1)]) == 0.5
-
-
-def row_of(kind, seconds, elements=2**23, rate="1gbit", **more):
-    of = {"hosts": 2, "rate": rate, "elements": elements, "kind": kind}
-    return {**of, "seconds": 9.0, "calls": (9.0, seconds), **more}
-
-
-def test_rows_of_the_lab_that_take_what_the_model_says_have_no_error(tmp_path):
-    """Two ranks on one core; hosts of four ranks; a delay, with passes of another record."""
-    half, rates, about = {"decode": 2e9}, {"decode": 4e9}, {"device": "Some CPU", "cpu_count": 1}
-    alone = Cluster(2, 0.956e9, gpus_per_node=1, latency=1e-4, rates=half, transport="gloo")
-    record = {**about, "pass_bytes_per_s": {"2": rates}, "latency_s": 1e-4}
-    packed = 2 * compressed_all_reduce(2**23, alone, chunks=2, reply=1)
-    rows = [row_of("fp32", 1.0, 1024), row_of("1 bit", packed, chunks=2), row_of("fp32", alone.all_reduce(2**25))]
-    (tmp_path / lab.OTHER).write_text(json.dumps({**record, "rows": rows}))
-    far = Cluster(2, 0.956e9, gpus_per_node=1, latency=1e-4, rates=half, transport="gloo", rtt=0.01)
-    rows = [row_of("fp16", far.all_reduce(2**24), rate="1gbit+10ms")]
-    (tmp_path / lab.LINKS.replace("*", "far")).write_text(json.dumps({**about, "rows": rows}))
-    hop, intra = 5e-5, 2e9
-    nodes = Cluster(8, 0.956e9, 4, 1e-4, intra, hop, rates={"decode": 0.5e9}, transport="gloo")
-    took = {"1 bit": compressed_all_reduce(2**23, nodes, chunks=2, reply=1)}
-    took["1 bit, two levels"] = compressed_all_reduce(2**23, nodes, chunks=2, levels=2)
-    rows = [row_of(kind, seconds, chunks=2, each=4) for kind, seconds in took.items()]
-    for elements, chunks, mean in ((1024, 1, 3 * hop), (2**21, 2, 2 * 3 * hop + 3 / 4 * 4 * 2**21 / intra)):
-        rows.append(row_of("1 bit, two levels", 1.0, elements, chunks=chunks, phases={"node mean": mean}, each=4))
-    shapes = {"2x4": {"pass_bytes_per_s": rates, "latency_s": 1e-4, "rows": rows}}
-    (tmp_path / "cluster_model-nodes-cpu.json").write_text(json.dumps({**about, "shapes": shapes}))
-    found = lab.compared(tmp_path)
-    assert [row.source.partition(", ")[2] for row in found] == [
-        "a rank a host: 1 bit", "a rank a host: uncompressed", "several ranks a host: 1 bit",
-        "several ranks a host: 1 bit, two levels", "links of 10 ms: uncompressed",
-    ]  # fmt: skip
-    assert [row.error for row in found] == pytest.approx([-0.5, 0, 0, 0, 0])
 
 
 def test_the_page_is_what_the_command_writes(tmp_path, monkeypatch, capsys):

@@ -13,16 +13,20 @@ import torch
 
 from perf import bench
 from perf.all_reduce import benchmark as all_reduce
+from perf.all_reduce import targets
+from perf.all_reduce.measure import Row
 from perf.bench import Section
 from perf.convergence import study
 from perf.kernels import benchmark as kernels
 from perf.lab import demo, network
 from perf.lab.namespaces import LabUnavailable
 from perf.methods import command as methods
-from perf.records import RESULTS
+from perf.records import RESULTS, read_record
 from perf.summary import summary
 from perf.targets import Target, as_json, targets_of
 from perf.train_step import benchmark as train_step
+from perf.train_step import report
+from perf.train_step.record import Record
 from tests.limits import HUNG
 from tests.test_structure import ROOT
 
@@ -182,13 +186,35 @@ def test_checks_measure_no_kernel_and_a_wrong_stage_or_no_gpu_is_an_error(tmp_pa
 
 
 def test_the_summary_has_what_was_missed(tmp_path):
-    targets = [Target("as fast as x", reached, 2.0, at_most) for reached in (1.5, 2.5) for at_most in (False, True)]
-    (tmp_path / "a.json").write_text(json.dumps({"targets": as_json(targets)}))
+    made = [Target("as fast as x", reached, 2.0, at_most) for reached in (1.5, 2.5) for at_most in (False, True)]
+    (tmp_path / "a.json").write_text(json.dumps({"targets": as_json(made)}))
     (tmp_path / "b.json").write_text("{}")
     missed = ["1.50 times as fast as x, to reach 2: missed", "2.5 as fast as x, at most 2: missed"]
     assert summary(tmp_path) == "\n    ".join(["a.json: 2 of 4 met", *missed])
     assert "no record" in summary(tmp_path / "none")
     assert "of 8 met" in summary(RESULTS)
+
+
+def of_all_reduce(path):
+    return targets.targets([Row.of(row) for row in read_record(path)["rows"]])
+
+
+def of_train_step(path):
+    record = Record(path)
+    return report.targets(record.rows, record.runs)
+
+
+@pytest.mark.parametrize("of, name, least", [(of_all_reduce, "all_reduce", 34), (of_train_step, "train_step", 28)])
+def test_the_records_have_the_targets_of_their_rows(of, name, least):
+    """Of every network that was measured: those that its rows speak of, and no other."""
+    seen = 0
+    for path in (ROOT / RESULTS).glob(f"{name}-*.json"):
+        if not path.stem.endswith("-report"):  # of perf.profile
+            found, there = of(path), targets_of(read_record(path))
+            assert [(t.what, t.needed) for t in found] == [(t.what, t.needed) for t in there], path
+            assert [t.reached for t in found] == pytest.approx([t.reached for t in there]), path
+            seen += len(found)
+    assert seen >= least
 
 
 @pytest.mark.parametrize("at_most", [False, True])

@@ -11,7 +11,7 @@ from perf.train_step.benchmark import parse_arguments
 from perf.train_step.measure import Row
 from perf.train_step.plots import draw
 from perf.train_step.record import StepRecord
-from perf.train_step.variants import OURS, SPACED, TRAINED
+from perf.train_step.variants import OURS, TRAINED
 from tests.perf.train_step_rows import ABOUT, ROWS, RUNS, row, run
 
 
@@ -27,74 +27,11 @@ def test_a_link_is_chosen_by_the_share_that_it_makes():
         report.link_for(0.93, replace(unshaped, bytes=None))
 
 
-def test_the_share_and_the_speed_that_it_asks_for():
-    assert row("fp16", 4.0, share=0.93).share == pytest.approx(0.93)
-    (met,) = report.speed_targets(ROWS)
-    assert (met.reached, met.needed, met.met) == (pytest.approx(4 / 0.7), 5.5, True)
-    assert "25mbit, where all-reduce takes 93.0% of fp16's" in str(met)
-    (missed,) = report.speed_targets([*ROWS[:3], row(OURS, 0.8)])
-    assert not missed.met
-    for share in (0.90, 0.95):
-        assert report.speed_targets([row("fp16", 4.0, share=share), ROWS[3]]) == []
-    assert report.speed_targets([ROWS[1], replace(ROWS[3], rate="1gbit")]) == []
-
-
-def test_time_is_that_of_both_stages():
-    group = {r.variant: r for r in ROWS}
-    assert report.seconds_after(group, OURS, 20, 10) == 10 * 9.0
-    assert report.seconds_after(group, OURS, 20, 100) == pytest.approx(20 * 9.0 + 80 * 0.7)
-    assert report.seconds_after(group, "powersgd-1", 20, 100) == pytest.approx(20 * 8.0 + 80 * 0.6)
-    assert report.seconds_after(group, "fp32", 20, 100) == 100 * 8.0
-    halves = {**group, "adam-1-bf16": row("adam-1-bf16", 4.5), "adam-2-bf16": row("adam-2-bf16", 0.7)}
-    assert report.seconds_after(halves, "adam-2-bf16", 20, 100) == pytest.approx(20 * 4.5 + 80 * 0.7)
-    kinds = {"full": 4.0, "bit": 0.5, "alone": 0.25, "sync": 0.75}
-    several = {**group, **{f"zero-one-{kind}": row(f"zero-one-{kind}", s) for kind, s in kinds.items()}}
-    assert report.seconds_after(several, "zero-one", 20, 10) == pytest.approx(7 * 4.0 + 3 * 0.5)  # 1 to 5, 7, 9
-    after_20 = 10 * 0.5 + 10 * 4.0  # 11, 13 and 17 are full, too
-    local = 6 * 0.5 + 2 * (0.25 + 0.75) + 0.75  # up to 26; then 27, a sync 28, 29, a sync 30
-    assert report.seconds_after(several, "zero-one-local", 20, 31) == pytest.approx(after_20 + local - 0.75 + 0.25)
-    assert report.timed(several, "zero-one") and not report.timed(group, "zero-one")
-    lucky = {**group, "adam-1": row("adam-1", 7.0)}
-    assert report.seconds_after(lucky, OURS, 20, 10) == 10 * 8.0
-
-
-def test_sooner_at_the_loss_that_powersgd_ends_with():
-    (target,) = report.loss_targets(ROWS, RUNS)
-    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.7)) and target.met  # at step 50
-    sooner = row("adam-2-overlap", 0.6)  # trains as OURS does, bit for bit, and has no run of its own
-    _, target = report.loss_targets([*ROWS, sooner], RUNS)
-    assert target.reached == pytest.approx((20 * 8 + 80 * 0.6) / (20 * 9 + 30 * 0.6)) and "overlap" in target.what
-    assert "overlap" in report.loss_table([*ROWS, sooner], RUNS)
-    assert "overlap" not in report.loss_table(ROWS, RUNS)
-    never = [*RUNS[:2], run(OURS, [4.5, 3.0, 2.8, 2.7, 2.6])]
-    assert [t.reached for t in report.loss_targets(ROWS, never)] == [0]
-    slow = [*ROWS[:3], row(OURS, 3.0), ROWS[4]]
-    assert [t.met for t in report.loss_targets(slow, RUNS)] == [False]
-    for rows, runs in ((ROWS[1:], RUNS), (ROWS[:4], RUNS), (ROWS, RUNS[:2]), ([], RUNS), (ROWS, [])):
-        assert report.loss_targets(rows, runs) == []
-
-
-def test_a_run_of_spaced_steps_against_the_baselines():
-    kinds = {"zero-one-full": 4.0, "zero-one-bit": 0.5, "zero-one-alone": 0.25, "zero-one-sync": 0.75}
-    rows = [*ROWS, *(row(name, seconds, share=0.5) for name, seconds in kinds.items())]
-    runs = [*RUNS, run(SPACED, [4.5, 3.0, 2.5, 2.2, 2.0])]
-    seconds = report.seconds_after({r.variant: r for r in rows}, SPACED, 20, 100)
-    (target,) = report.run_targets(rows, runs)
-    assert (target.reached, target.needed) == (pytest.approx(100 * 4.0 / seconds), 4.4)
-    *_, sooner = report.loss_targets(rows, runs)
-    assert "0/1 Adam" in sooner.what and sooner.needed == 1.5
-    fast = [replace(r, rate="1gbit", all_reduce=0.1) for r in rows]
-    assert report.run_targets(fast, runs) == [] == report.run_targets(rows, RUNS)
-    assert [t.needed for t in report.loss_targets(fast, runs)] == [1.0, 1.0]
-
-
 def test_curves_are_means_over_seeds():
     runs = [run(OURS, [4.0, 2.0]), run(OURS, [5.0, 3.0], seed=1), run("fp32", [4.0, 1.0])]
     assert report.mean_curves(runs) == {OURS: [(0, 4.5), (100, 2.5)], "fp32": [(0, 4.0), (100, 1.0)]}
     text = report.loss_table(ROWS, runs)
     assert "2.5000   2.0000   3.0000" in text and text.splitlines()[-1].split()[-1] == "800"
-    assert "overlap" not in text  # which trains as OURS does, bit for bit, and has no run of its own
-    assert "overlap" in report.loss_table([*ROWS, row("adam-2-overlap", 0.6)], runs)
 
 
 def test_a_record_keeps_every_addition_and_the_runs_of_before(tmp_path):
