@@ -1,6 +1,6 @@
 """What the host does in a step on a GPU, counted without one: launches, and microseconds of Python.
 
-    python -m perf.kernels.host_time [--parameters 300] [--ranks 8] [--steps 200]
+    python -m perf.kernels.host_time [--parameters 300] [--ranks 8] [--steps 200] [--out DIR]
 
 The Triton passes are launched as on a GPU, their arguments checked and looked up by Triton itself; its driver is a stub
 that runs nothing. Parameters are small tensors on the CPU, messages are not sent. Left out is what CUDA's own calls
@@ -18,7 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ from onebit.cli.arguments import whole_number
 from onebit.collectives.transport import LocalTransport
 from onebit.kernels import backends
 from onebit.kernels.data.wire import Messages
+from onebit.kernels.tuning.machine import provenance
+from perf.command import add_out, exit_status, make_folder
+from perf.records import cpu_name, machine, slug, write_record
 from perf.tables import markdown
 
 ELEMENTS = 64  # a parameter
@@ -84,14 +87,14 @@ class Unsent(LocalTransport):
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations that write memory: on a GPU a launch each."""
+    """Counts torch's operations that write memory: on a GPU a launch or a copy each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "aten" and not func.is_view
+        self.count += func.namespace == "aten" and not func.is_view and func is not torch.ops.aten.empty.memory_format
         return func(*args, **(kwargs or {}))
 
 
@@ -160,16 +163,29 @@ def table(rows: Sequence[Row]) -> str:
     return markdown(head, cells, numbers=(2, 3, 4))
 
 
+def run(arguments: argparse.Namespace) -> int:
+    make_folder(arguments.out)
+    about = {name: getattr(arguments, name) for name in ("parameters", "ranks", "steps")}
+    rows = measure(**about)
+    print(table(rows))
+    path = arguments.out / f"{slug('host_time', cpu_name())}.json"
+    write_record(path, {**about, **machine(), **provenance(), "rows": [asdict(row) for row in rows]})
+    print(f"\n{path}")
+    return 0
+
+
 def main() -> int:
+    """Exit status 2: there is no folder to write to."""
     parser = argparse.ArgumentParser("python -m perf.kernels.host_time", description=__doc__.partition("\n")[0])
     parser.add_argument("--parameters", type=whole_number, default=300)
     parser.add_argument("--ranks", type=whole_number, default=8)
     parser.add_argument("--steps", type=whole_number, default=200)
+    add_out(parser, "the record")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     os.environ["ONEBIT_QUIET"] = "1"
     warnings.filterwarnings("ignore", "all ranks have the same gradients")
-    print(table(measure(arguments.parameters, arguments.ranks, arguments.steps)))
-    return 0
+    return exit_status("perf.kernels.host_time", lambda: run(arguments))
 
 
 if __name__ == "__main__":
