@@ -6,7 +6,7 @@ A pass is a record of its arguments, which a backend runs over one span of block
 
 Adding a pass takes four places:
 
-    kernels/passes.py       a subclass of Pass, and its line in PASSES
+    kernels/passes.py       a subclass of Pass: name, bytes, equation, fields; and its line in PASSES
     tests/oracle/           the same in float64, and a test in tests/kernels/ that compares the CPU's with that
     kernels/cpu/            a loop over blocks, and its line in the file's PASSES
     kernels/gpu/            a kernel over blocks, and its line in the file's PASSES
@@ -119,13 +119,12 @@ class Pass(Record):
     """The arguments of one run of a pass."""
 
     name: ClassVar[str]
-    adds_up: ClassVar[bool] = False  # whether a program adds up elements, in an order that tuning may not change
+    moves: ClassVar[Callable[[Storage], float]]  # bytes an element, without scales (1/64 bit with blocks of 2048)
+    adds_up: ClassVar[bool]  # whether a program adds up elements, in an order that tuning may not change
     span: Span
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        """That the pass moves for one element; scales (1/64 bit with blocks of 2048) are left out."""
-        raise NotImplementedError
+    def __init_subclass__(cls, name: str, moves: Callable[[Storage], float], adds_up: bool = False) -> None:
+        cls.name, cls.moves, cls.adds_up = name, staticmethod(moves), adds_up
 
     @classmethod
     def kernels(cls) -> dict[str, bool]:
@@ -148,25 +147,21 @@ class Pass(Record):
 
 
 @dataclass(eq=False)
-class Scan(Pass):
+class Scan(Pass, name="scan", adds_up=True, moves=lambda of: of.itemsize):
     """flags[0] = 1 where any |g'| is NaN, inf or beyond LARGEST, else as it was;
     squares[b] = sum of g'^2 over block b.
 
     Bytes: reads g 4.
     """
 
-    name = "scan"
-    adds_up = True
     g: Gradients
     squares: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.itemsize
-
 
 @dataclass(eq=False)
-class Compress(Pass):
+class Compress(
+    Pass, name="compress", adds_up=True, moves=lambda of: of.itemsize + of.momentum + of.residual + BIT + of.live
+):
     """c = beta1 m + gamma_p ((1 - beta1) g') + e;  bit = sigma(c);  scale = ||c||_1 / count, or as the norm of
     `out` says (`onebit.kernels.data.wire`);  e = c - scale bit.
 
@@ -178,8 +173,6 @@ class Compress(Pass):
     Bytes: reads g 4, e 4, m 1/8; writes e 4, bits 1/8. 12.25, and 1/8 more with `live`, 4 with `before`.
     """
 
-    name = "compress"
-    adds_up = True
     g: Gradients
     momentum: Tensor | Messages | None
     residual: Residual
@@ -188,13 +181,9 @@ class Compress(Pass):
     live: Tensor | None = None
     gamma: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.itemsize + of.momentum + of.residual + BIT + of.live
-
 
 @dataclass(eq=False)
-class Average(Pass):
+class Average(Pass, name="average", adds_up=True, moves=lambda of: of.ranks * BIT + of.residual + BIT + of.live):
     """C = mean_i decode(received_i) + E;  bit = sigma(C);  scale as in Compress;  E = C - scale bit.
 
     1-bit Adam (Tang et al. 2021), Algorithm 1, line 10; 1-bit LAMB (Li et al. 2021), Algorithm 1, line 10.
@@ -205,40 +194,29 @@ class Average(Pass):
     more with `live`, 4 with `before`.
     """
 
-    name = "average"
-    adds_up = True
     received: Messages
     residual: Residual
     out: Messages
     _: KW_ONLY
     live: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.ranks * BIT + of.residual + BIT + of.live
-
     def arguments(self, name: str = "") -> dict[str, Any]:
         return super().arguments() | {"inverse_ranks": 1 / self.received.rows}
 
 
 @dataclass(eq=False)
-class Decode(Pass):
+class Decode(Pass, name="decode", moves=lambda of: of.replies + of.itemsize):
     """x = scale sigma, written to the tensors of `out`; NaN where the message carries a flag.
 
     Bytes: reads bits 1/8; writes x 4. 4.125.
     """
 
-    name = "decode"
     replies: Messages
     out: Pointers
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.replies + of.itemsize
-
 
 @dataclass(eq=False)
-class AdamWarmup(Pass):
+class AdamWarmup(Pass, name="adam_warmup", adds_up=True, moves=lambda of: of.itemsize + 4 * 4 + of.parameter):
     """m = beta1 m + (1 - beta1) g';  v = beta2 v + (1 - beta2) g'^2;
     x = x - lr (mhat / (sqrt(vhat) + eps) + wd x);  sums[b] = sum of v over block b.
 
@@ -247,21 +225,15 @@ class AdamWarmup(Pass):
     Bytes: reads g 4, m 4, v 4, x 4; writes m 4, v 4, x 4. 28.
     """
 
-    name = "adam_warmup"
-    adds_up = True
     x: Parameters
     g: Gradients
     exp_avg: Tensor
     exp_avg_sq: Tensor
     sums: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.itemsize + 4 * 4 + of.parameter
-
 
 @dataclass(eq=False)
-class AdamUpdate(Pass):
+class AdamUpdate(Pass, name="adam_update", moves=lambda of: of.replies + 4 + of.parameter):
     """x = x - lr c_p (clip_p m d + wd x) with m = decode(replies).
 
     A step of stage 2: 1-bit Adam (Tang et al. 2021), Algorithm 1, line 13, with c_p = 1; and with `coefficient`,
@@ -271,7 +243,6 @@ class AdamUpdate(Pass):
     Bytes: reads x 4, d 4, bits 1/8; writes x 4. 12.125.
     """
 
-    name = "adam_update"
     x: Parameters
     d: Tensor
     replies: Messages
@@ -279,13 +250,11 @@ class AdamUpdate(Pass):
     coefficient: Tensor | None = None
     clip: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.replies + 4 + of.parameter
-
 
 @dataclass(eq=False)
-class ZeroOneFull(Pass):
+class ZeroOneFull(
+    Pass, name="zero_one_full", adds_up=True, moves=lambda of: of.itemsize + of.replies + 4 * 4 + BIT + of.parameter
+):
     """m = beta1 m + (1 - beta1) g' with m = decode(replies);  v = beta2 v + (1 - beta2) g'^2;
     x = x - lr (mhat / (u + eps) + wd x) with u as in Floors;
     e = e + beta1 m;  live = v != 0;  sums[b], counts[b]: the sum of v over block b, and how many are not 0.
@@ -298,8 +267,6 @@ class ZeroOneFull(Pass):
     Bytes: reads g 4, m 1/8, v 4, e 4, x 4; writes v 4, e 4, x 4, live 1/8. 28.25.
     """
 
-    name = "zero_one_full"
-    adds_up = True
     x: Parameters
     g: Gradients
     exp_avg_sq: Tensor
@@ -310,13 +277,9 @@ class ZeroOneFull(Pass):
     sums: Tensor
     counts: Tensor
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.itemsize + of.replies + 4 * 4 + BIT + of.parameter
-
 
 @dataclass(eq=False)
-class ZeroOneUpdate(Pass):
+class ZeroOneUpdate(Pass, name="zero_one_update", moves=lambda of: of.replies + 4 + of.parameter):
     """x = x - lr (clip_p mhat / (u + eps) + wd x) with m = decode(replies), and u as in Floors.
 
     A compressed step: 0/1 Adam (Lu et al. 2023), Algorithm 1. A coordinate with u = 0 never moves. Blocks of a
@@ -325,7 +288,6 @@ class ZeroOneUpdate(Pass):
     Bytes: reads x 4, v 4, bits 1/8; writes x 4. 12.125.
     """
 
-    name = "zero_one_update"
     x: Parameters
     exp_avg_sq: Tensor
     replies: Messages
@@ -333,13 +295,9 @@ class ZeroOneUpdate(Pass):
     floors: Floors
     clip: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.replies + 4 + of.parameter
-
 
 @dataclass(eq=False)
-class ZeroOneInverses(Pass):
+class ZeroOneInverses(Pass, name="zero_one_inverses", adds_up=True, moves=lambda of: 4):
     """sums[b] = sum of 1 / (u + eps)^2 over block b, u as in Floors, without coordinates with u = 0.
 
     After a full-precision step: what its variance makes of a momentum (see onebit.optim.limit).
@@ -347,20 +305,14 @@ class ZeroOneInverses(Pass):
     Bytes: reads v 4.
     """
 
-    name = "zero_one_inverses"
-    adds_up = True
     exp_avg_sq: Tensor
     hyper: Tensor
     floors: Floors
     sums: Tensor
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return 4
-
 
 @dataclass(eq=False)
-class ZeroOneLocal(Pass):
+class ZeroOneLocal(Pass, name="zero_one_local", adds_up=True, moves=lambda of: of.itemsize + 5 * 4 + of.parameter):
     """m = beta1 m + (1 - beta1) g';  x = x - lr (clip_p mhat / (u + eps) + wd x) with u as in Floors;
     e = e + lr mhat;  squares[b] = sum of (mhat / (u + eps))^2 over block b.
 
@@ -371,8 +323,6 @@ class ZeroOneLocal(Pass):
     Bytes: reads g 4, v 4, m 4, x 4, e 4; writes m 4, x 4, e 4. 32.
     """
 
-    name = "zero_one_local"
-    adds_up = True
     x: Parameters
     g: Gradients
     exp_avg_sq: Tensor
@@ -382,13 +332,11 @@ class ZeroOneLocal(Pass):
     clip: Tensor | None = None
     squares: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.itemsize + 5 * 4 + of.parameter
-
 
 @dataclass(eq=False)
-class ZeroOneSync(Pass):
+class ZeroOneSync(
+    Pass, name="zero_one_sync", moves=lambda of: of.replies + 4 * 4 + (4 + of.itemsize if of.master else of.itemsize)
+):
     """x = decay_p anchor - clip_p U / (u + eps) with U = decode(replies) and u as in Floors;
     anchor = x as it was stored;  m = factor_p U.
 
@@ -400,7 +348,6 @@ class ZeroOneSync(Pass):
     Bytes: reads v 4, anchor 4, bits 1/8; writes x 4, anchor 4, m 4. 20.125.
     """
 
-    name = "zero_one_sync"
     x: Parameters
     exp_avg_sq: Tensor
     exp_avg: Tensor
@@ -412,14 +359,13 @@ class ZeroOneSync(Pass):
     factor: Tensor
     clip: Tensor | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        """x is written, and not read."""
-        return of.replies + 4 * 4 + (4 + of.itemsize if of.master else of.itemsize)
-
 
 @dataclass(eq=False)
-class LambWarmup(Pass):
+class LambWarmup(
+    Pass,
+    name="lamb_warmup",
+    moves=lambda of: of.itemsize + 4 * 4 + (4 if of.master else of.itemsize) + 2 * 4 + of.parameter,
+):
     """m, v as in AdamWarmup;  u = mhat / (sqrt(vhat) + eps) + wd x;
     c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 where a norm is 0;
     x = x - lr c u;  c_avg = b3 c_avg + (1 - b3) c.
@@ -432,7 +378,6 @@ class LambWarmup(Pass):
     update. 40.
     """
 
-    name = "lamb_warmup"
     x: Parameters
     g: Gradients
     exp_avg: Tensor
@@ -444,11 +389,6 @@ class LambWarmup(Pass):
     max_coeff: float
     between: Callable[[], None] | None = None
 
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        """x is read for the norms, and again for the update."""
-        return of.itemsize + 4 * 4 + (4 if of.master else of.itemsize) + 2 * 4 + of.parameter
-
     @classmethod
     def kernels(cls) -> dict[str, bool]:
         return {"lamb_moments_kernel": True, "lamb_apply_kernel": False}
@@ -458,7 +398,7 @@ class LambWarmup(Pass):
 
 
 @dataclass(eq=False)
-class LambStatistics(Pass):
+class LambStatistics(Pass, name="lamb_statistics", moves=lambda of: of.replies + of.momentum + 3 * 4 + of.live):
     """ghat = (m - beta1 m_prev) / (1 - beta1) / gamma_p;  v = beta2 v + (1 - beta2) ghat^2;
     r = max over a parameter of v_T / v, clipped to within factor_threshold of the last r, then to
     [factor_min, factor_max];  c = r c_avg.
@@ -473,7 +413,6 @@ class LambStatistics(Pass):
     Bytes: reads v 4, d 4, bits of m and m_prev 2/8; writes v 4. 12.25, and 1/8 more with `live`.
     """
 
-    name = "lamb_statistics"
     replies: Messages
     previous: Tensor | Messages
     d: Tensor
@@ -487,10 +426,6 @@ class LambStatistics(Pass):
     ratio: Literal["variance", "denominator"] = "variance"
     live: Tensor | None = None
     gamma: Tensor | None = None
-
-    @staticmethod
-    def bytes(of: Storage) -> float:
-        return of.replies + of.momentum + 3 * 4 + of.live
 
     def arguments(self, name: str = "") -> dict[str, Any]:
         return super().arguments() | {
@@ -557,4 +492,4 @@ def bytes_per_element(name: str, of: Storage) -> float:
     """Bytes that the pass `name` of PASSES moves for one element."""
     if name not in PASSES:
         raise ValueError(f"no pass is called {name!r}: the passes are {', '.join(PASSES)}")
-    return PASSES[name].bytes(of)
+    return PASSES[name].moves(of)

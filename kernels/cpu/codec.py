@@ -12,31 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from onebit.kernels import passes
-from onebit.kernels.cpu.blocks import (
-    FP32,
-    L2,
-    UNBIASED,
-    any_flag,
-    clear,
-    copy_block,
-    count_of,
-    flag_of,
-    gradient_at,
-    hyper_of,
-    keep,
-    kept_bits,
-    left_out,
-    locate,
-    mean_scale,
-    message_of,
-    of_message,
-    put_parameter,
-    signed,
-    unpack,
-    up,
-    value_of,
-    write_header,
-)
+from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, magnitude, splat, total
 from onebit.kernels.cpu.memory import (
@@ -61,17 +37,17 @@ LARGE = 2**21  # elements that no cache holds
 @tile
 def _write(c, kept, i, value, bits, norm):
     """c where e was, its bits, and what it adds to the scale."""
-    c = keep(kept, i, c)
+    c = tiles.keep(kept, i, c)
     store(value + 4 * i, c)
     positive = c >= ZERO
     set_bits(bits + i // 8, positive if kept == 0 else positive & bits_at(kept + i // 8))
-    return c * c if norm == L2 else magnitude(c)
+    return c * c if norm == tiles.L2 else magnitude(c)
 
 
 @tile
 def _unbiased_scale(squares, sizes, count):
     """||c||_2^2 / ||c||_1 of `count` elements, at most MOST times the root mean square."""
-    largest = np.float32(MOST) * mean_scale(squares, count, L2)
+    largest = np.float32(MOST) * tiles.mean_scale(squares, count, tiles.L2)
     return min(np.float32(squares) / np.float32(sizes), largest) if sizes > ZERO else ZERO
 
 
@@ -87,19 +63,19 @@ def _squares(value, n):
 @tile
 def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, norm):
     """A block's scale and what its bits leave out; with a tensor scale its sum and count. Padding is 0."""
-    count, n = count_of(kept, valid), up(valid)
+    count, n = tiles.count_of(kept, valid), tiles.up(valid)
     if partial != 0:
         set_float(partial, summed)
         set_int(counted, count)
     else:
-        unbiased = norm == UNBIASED
-        s = _unbiased_scale(_squares(value, n), summed, count) if unbiased else mean_scale(summed, count, norm)
+        unbiased = norm == tiles.UNBIASED
+        s = _unbiased_scale(_squares(value, n), summed, count) if unbiased else tiles.mean_scale(summed, count, norm)
         set_float(scale, s)
         for i in range(0, n, WIDTH):
             c = load(value + 4 * i)
-            store(value + 4 * i, keep(kept, i, c - signed(c >= ZERO, s)))
+            store(value + 4 * i, tiles.keep(kept, i, c - tiles.signed(c >= ZERO, s)))
     if n < length:
-        clear(value + 4 * n, value + 4 * length)
+        tiles.clear(value + 4 * n, value + 4 * length)
         fill(bits + n // 8, 0, (length - n) // 8)
 
 
@@ -111,14 +87,14 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
     if m_bits != 0:
         for i in range(0, n, WIDTH):
             y = gamma * (rest * (load(values + 4 * i) * grad_scale))
-            c = signed(bits_at(m_bits + i // 8), m_scale) + y + left_out(load(value + 4 * i), last)
+            c = tiles.signed(bits_at(m_bits + i // 8), m_scale) + y + tiles.left_out(load(value + 4 * i), last)
             summed = summed + _write(c, kept, i, value, bits, norm)
     else:
         for i in range(0, n, WIDTH):
             y = gamma * (rest * (load(values + 4 * i) * grad_scale))
             if m_flat != 0:
                 y = beta1 * load(m_flat + 4 * i) + y
-            summed = summed + _write(y + left_out(load(value + 4 * i), last), kept, i, value, bits, norm)
+            summed = summed + _write(y + tiles.left_out(load(value + 4 * i), last), kept, i, value, bits, norm)
     return total(summed)
 
 
@@ -132,31 +108,31 @@ def _compress(
     flag, packed = int_at(flags), momentum_copies == 1
     unpacked = momentum_copies > 1
     for block in range(first, stop):
-        its = locate(block_table, parameter_table, first_block, block)
-        message = message_of(out, its, out_bytes, 1)
-        copy_block(residual_before, residual_value, its)
+        its = tiles.locate(block_table, parameter_table, first_block, block)
+        message = tiles.message_of(out, its, out_bytes, 1)
+        tiles.copy_block(residual_before, residual_value, its)
         if its.place == 0:
-            write_header(message, flag, out_fingerprint, out_shard_blocks)
+            tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
         if flag == 0:
             p, valid = its.parameter, its.valid
-            values = gradient_at(grad, grad_dtype, its, scratch)
-            kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch + 8 * block_size)
-            scale, bits = of_message(message, its, out_tensor)
-            last = message_of(momentum, its, out_bytes, momentum_copies)
-            m_scale, m_bits = of_message(last, its, out_tensor)
+            values = tiles.gradient_at(grad, grad_dtype, its, scratch)
+            kept = tiles.kept_bits(tiles.part(live, its.start // 8), valid, its.length, scratch + 8 * block_size)
+            scale, bits = tiles.of_message(message, its, out_tensor)
+            last = tiles.message_of(momentum, its, out_bytes, momentum_copies)
+            m_scale, m_bits = tiles.of_message(last, its, out_tensor)
             its_value, its_flat = residual_value + 4 * its.start, momentum + 4 * its.start
             if unpacked:
                 its_flat = scratch + 4 * block_size
-                unpack(m_scale, m_bits, out_bytes, momentum_copies, up(valid), its_flat, 0)
+                tiles.unpack(m_scale, m_bits, out_bytes, momentum_copies, tiles.up(valid), its_flat, 0)
             summed = _compensate(
-                values, hyper_of(hyper, its.group), value_of(gamma, p, ONE),
+                values, tiles.hyper_of(hyper, its.group), tiles.value_of(gamma, p, ONE),
                 float_at(m_scale) if packed else ZERO, its_flat if momentum != 0 and not packed else 0,
-                m_bits if packed else 0, up(valid), kept, its_value,
-                value_of(residual_scale, its.shard, ZERO), bits, out_norm,
+                m_bits if packed else 0, tiles.up(valid), kept, its_value,
+                tiles.value_of(residual_scale, its.shard, ZERO), bits, out_norm,
             )  # fmt: skip
             _finish(
                 summed, kept, valid, its.length, its_value, bits, scale,
-                0 if out_tensor == 0 else residual_partial + 4 * block, residual_counted + 4 * block, out_norm,
+                tiles.part(residual_partial, 4 * block), residual_counted + 4 * block, out_norm,
             )  # fmt: skip
     streamed()
 
@@ -169,8 +145,8 @@ def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, l
         added = splat(ZERO)
         for rank in range(ranks):
             start = rank * row_bytes
-            added = added + signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
-        c = added * inverse_ranks + left_out(load(value + 4 * i), last)
+            added = added + tiles.signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
+        c = added * inverse_ranks + tiles.left_out(load(value + 4 * i), last)
         summed = summed + _write(c, kept, i, value, bits, norm)
     return total(summed)
 
@@ -182,29 +158,31 @@ def _average(
     residual_value, residual_before, residual_scale, residual_partial, residual_counted,
     out, out_tensor, out_norm, out_fingerprint, out_shard_blocks,
 ):  # fmt: skip
-    flag = any_flag(received, received_rows, received_bytes)
+    flag = tiles.any_flag(received, received_rows, received_bytes)
     if first == 0:
-        write_header(out, flag, out_fingerprint, out_shard_blocks)
+        tiles.write_header(out, flag, out_fingerprint, out_shard_blocks)
     if flag != 0:
         for block in range(first, stop):
-            copy_block(residual_before, residual_value, locate(block_table, parameter_table, first_block, block))
+            tiles.copy_block(
+                residual_before, residual_value, tiles.locate(block_table, parameter_table, first_block, block)
+            )
         streamed()
         return
-    last = value_of(residual_scale, 0, ZERO)
+    last = tiles.value_of(residual_scale, 0, ZERO)
     for block in range(first, stop):
-        its = locate(block_table, parameter_table, first_block, block)
-        copy_block(residual_before, residual_value, its)
+        its = tiles.locate(block_table, parameter_table, first_block, block)
+        tiles.copy_block(residual_before, residual_value, its)
         valid, its_value = its.valid, residual_value + 4 * its.start
-        kept = kept_bits(0 if live == 0 else live + its.start // 8, valid, its.length, scratch)
-        scale, bits = of_message(out, its, out_tensor)
-        in_scale, in_bits = of_message(received, its, received_tensor)
+        kept = tiles.kept_bits(tiles.part(live, its.start // 8), valid, its.length, scratch)
+        scale, bits = tiles.of_message(out, its, out_tensor)
+        in_scale, in_bits = tiles.of_message(received, its, received_tensor)
         summed = _mean(
-            in_bits, in_scale, received_rows, received_bytes, np.float32(inverse_ranks), up(valid), kept, its_value,
-            last, bits, out_norm,
+            in_bits, in_scale, received_rows, received_bytes, np.float32(inverse_ranks), tiles.up(valid), kept,
+            its_value, last, bits, out_norm,
         )  # fmt: skip
         _finish(
             summed, kept, valid, its.length, its_value, bits, scale,
-            0 if out_tensor == 0 else residual_partial + 4 * block, residual_counted + 4 * block, out_norm,
+            tiles.part(residual_partial, 4 * block), residual_counted + 4 * block, out_norm,
         )  # fmt: skip
     streamed()
 
@@ -215,17 +193,17 @@ def _scales(
     residual_partial, residual_counted, residual_scale,
 ):  # fmt: skip
     """The scale of each message from its blocks' sums and counts."""
-    if flag_of(out) != 0:
+    if tiles.flag_of(out) != 0:
         return
     first = 0
     for row in range(out_rows):
-        its, summed, count = locate(block_table, parameter_table, first_block, first), 0.0, 0
+        its, summed, count = tiles.locate(block_table, parameter_table, first_block, first), 0.0, 0
         for block in range(first, first + its.of_shard):
             summed += float_at(residual_partial + 4 * block)
             count += int_at(residual_counted + 4 * block)
-        scale, _ = of_message(message_of(out, its, out_bytes, 1), its, 1)
-        set_float(scale, mean_scale(summed, count, out_norm))
-        set_float(residual_scale + 4 * row, mean_scale(summed, count, out_norm))
+        scale, _ = tiles.of_message(tiles.message_of(out, its, out_bytes, 1), its, 1)
+        set_float(scale, tiles.mean_scale(summed, count, out_norm))
+        set_float(residual_scale + 4 * row, tiles.mean_scale(summed, count, out_norm))
         first += its.of_shard
 
 
@@ -235,20 +213,20 @@ def _decode(
     out, out_dtype, replies, replies_bytes, replies_tensor, replies_copies, large,
 ):  # fmt: skip
     for block in range(first, stop):
-        its = locate(block_table, parameter_table, first_block, block)
-        address, n = long_at(out + 8 * its.parameter), up(its.valid)
+        its = tiles.locate(block_table, parameter_table, first_block, block)
+        address, n = long_at(out + 8 * its.parameter), tiles.up(its.valid)
         if address != 0 and n > 0:
-            message = message_of(replies, its, replies_bytes, replies_copies)
-            in_place = out_dtype == FP32 and n == its.valid
+            message = tiles.message_of(replies, its, replies_bytes, replies_copies)
+            in_place = out_dtype == tiles.FP32 and n == its.valid
             values = address + 4 * its.offset if in_place else scratch
-            if any_flag(message, replies_copies, replies_bytes) == 0:
-                scale, bits = of_message(message, its, replies_tensor)
+            if tiles.any_flag(message, replies_copies, replies_bytes) == 0:
+                scale, bits = tiles.of_message(message, its, replies_tensor)
                 past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
-                unpack(scale, bits, replies_bytes, replies_copies, n, values, past_caches)
+                tiles.unpack(scale, bits, replies_bytes, replies_copies, n, values, past_caches)
             else:
                 for i in range(0, n, WIDTH):
                     store(values + 4 * i, splat(np.float32(np.nan)))
-            put_parameter(values, out, out_dtype, its, scratch + 4 * block_size)
+            tiles.put_parameter(values, out, out_dtype, its, scratch + 4 * block_size)
     streamed()
 
 

@@ -7,18 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from onebit.kernels import passes
+from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.adam import direction
-from onebit.kernels.cpu.blocks import (
-    ALL,
-    blocks_of,
-    first_bits,
-    gradient_at,
-    hyper_of,
-    locate,
-    new_moments,
-    parameter_at,
-    put_parameter,
-)
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, splat, total, where
 from onebit.kernels.cpu.memory import float_at, int_at, load, set_float, store
@@ -29,7 +19,7 @@ from onebit.kernels.cpu.threads import numbers, over_blocks
 def _moments_lanes(i, counts, g_at, m_at, v_at, x_at, h):
     """Sixteen elements; those that do not count stay as they are. Returns the squares of x and u, 0 there."""
     x = load(x_at + 4 * i)
-    m, v = new_moments(i, counts, g_at, m_at, v_at, h)
+    m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
     u = direction(m, v, x, h)
     return where(counts, x * x, ZERO), where(counts, u * u, ZERO)
 
@@ -39,10 +29,10 @@ def _moments_block(valid, g_at, m_at, v_at, x_at, h):
     """Returns the sums of the squares of x and u."""
     of_x, of_u, full = splat(ZERO), splat(ZERO), valid // WIDTH * WIDTH
     for i in range(0, full, WIDTH):
-        xx, uu = _moments_lanes(i, ALL, g_at, m_at, v_at, x_at, h)
+        xx, uu = _moments_lanes(i, tiles.ALL, g_at, m_at, v_at, x_at, h)
         of_x, of_u = of_x + xx, of_u + uu
     if full < valid:
-        xx, uu = _moments_lanes(full, first_bits(valid - full), g_at, m_at, v_at, x_at, h)
+        xx, uu = _moments_lanes(full, tiles.first_bits(valid - full), g_at, m_at, v_at, x_at, h)
         of_x, of_u = of_x + xx, of_u + uu
     return total(of_x), total(of_u)
 
@@ -55,10 +45,10 @@ def _moments(
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        its = locate(block_table, parameter_table, first_block, block)
-        start, h = 4 * its.start, hyper_of(hyper, its.group)
-        g_at = gradient_at(grad, grad_dtype, its, scratch)
-        x_at = parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
+        its = tiles.locate(block_table, parameter_table, first_block, block)
+        start, h = 4 * its.start, tiles.hyper_of(hyper, its.group)
+        g_at = tiles.gradient_at(grad, grad_dtype, its, scratch)
+        x_at = tiles.parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
         xx, uu = _moments_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, h)
         set_float(state_partial + 4 * block, xx)
         set_float(state_partial + 4 * (blocks + block), uu)
@@ -81,7 +71,7 @@ def _coefficients(
         return
     of_u, stop = state_partial + 4 * blocks, 0
     for p in range(parameters):
-        first, stop = stop, stop + blocks_of(parameter_table, p, block_size)
+        first, stop = stop, stop + tiles.blocks_of(parameter_table, p, block_size)
         x_norm, u_norm = _norm(state_partial, first, stop), _norm(of_u, first, stop)
         c = ONE
         if x_norm > ZERO and u_norm > ZERO:
@@ -102,9 +92,9 @@ def _apply_lanes(i, counts, m_at, v_at, x_at, lr, h):
 def _apply_block(valid, m_at, v_at, x_at, lr, h):
     full = valid // WIDTH * WIDTH
     for i in range(0, full, WIDTH):
-        _apply_lanes(i, ALL, m_at, v_at, x_at, lr, h)
+        _apply_lanes(i, tiles.ALL, m_at, v_at, x_at, lr, h)
     if full < valid:
-        _apply_lanes(full, first_bits(valid - full), m_at, v_at, x_at, lr, h)
+        _apply_lanes(full, tiles.first_bits(valid - full), m_at, v_at, x_at, lr, h)
 
 
 @Loop
@@ -115,12 +105,12 @@ def _apply(
     if int_at(flags) != 0:
         return
     for block in range(first, stop):
-        its = locate(block_table, parameter_table, first_block, block)
-        start, h = 4 * its.start, hyper_of(hyper, its.group)
+        its = tiles.locate(block_table, parameter_table, first_block, block)
+        start, h = 4 * its.start, tiles.hyper_of(hyper, its.group)
         lr = h.lr * float_at(state_coefficient + 4 * its.parameter)
-        x_at = parameter_at(param, param_dtype, master, its, scratch)
+        x_at = tiles.parameter_at(param, param_dtype, master, its, scratch)
         _apply_block(its.valid, exp_avg + start, exp_avg_sq + start, x_at, lr, h)
-        put_parameter(x_at, param, param_dtype, its, scratch + 4 * block_size)
+        tiles.put_parameter(x_at, param, param_dtype, its, scratch + 4 * block_size)
 
 
 def lamb_warmup(work: passes.LambWarmup) -> None:

@@ -7,22 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from onebit.kernels import passes
-from onebit.kernels.cpu.blocks import (
-    ALL,
-    any_flag,
-    blocks_of,
-    first_bits,
-    hyper_of,
-    kept_bits,
-    locate,
-    mean_at,
-    message_of,
-    of_message,
-    signed,
-    unpack,
-    up,
-    value_of,
-)
+from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, largest, root, splat, where
 from onebit.kernels.cpu.memory import bits_at, float_at, load, set_float, store
@@ -71,8 +56,8 @@ def _statistics_block(
         elif bits_prev != 0:
             square = where(bits_at(bits + i // 8) ^ bits_at(bits_prev + i // 8), changed, stayed)
         else:
-            square = _square(signed(bits_at(bits + i // 8), m), load(m_flat + 4 * i), h, gamma)
-        counts = ALL if i + WIDTH <= valid else first_bits(valid - i)
+            square = _square(tiles.signed(bits_at(bits + i // 8), m), load(m_flat + 4 * i), h, gamma)
+        counts = tiles.ALL if i + WIDTH <= valid else tiles.first_bits(valid - i)
         ratio = _ratio_lanes(i, counts, square, d_at, v_at, h, gamma, denominator)
         if kept != 0:
             ratio = where(bits_at(kept + i // 8), ratio, ZERO)
@@ -86,24 +71,28 @@ def _statistics(
     hyper, replies, replies_rows, replies_bytes, replies_tensor, replies_copies, previous, previous_copies,
     d, exp_avg_sq, live, gamma, state_partial, denominator,
 ):  # fmt: skip
-    if any_flag(replies, replies_rows, replies_bytes) != 0:
+    if tiles.any_flag(replies, replies_rows, replies_bytes) != 0:
         return
     prev_packed = previous_copies == 1
     for block in range(first, stop):
-        its = locate(block_table, parameter_table, first_block, block)
-        start, n, h = 4 * its.start, up(its.valid), hyper_of(hyper, its.group)
-        kept = 0 if live == 0 else kept_bits(live + its.start // 8, its.valid, its.length, scratch + 8 * block_size)
-        scale, bits = of_message(message_of(replies, its, replies_bytes, replies_copies), its, replies_tensor)
-        last = message_of(previous, its, replies_bytes, previous_copies)
-        prev_scale, prev_bits = of_message(last, its, replies_tensor)
-        m_at, its_flat = mean_at(scale, bits, replies_bytes, replies_copies, n, scratch), previous + start
+        its = tiles.locate(block_table, parameter_table, first_block, block)
+        start, n, h = 4 * its.start, tiles.up(its.valid), tiles.hyper_of(hyper, its.group)
+        kept = (
+            0 if live == 0 else tiles.kept_bits(live + its.start // 8, its.valid, its.length, scratch + 8 * block_size)
+        )
+        scale, bits = tiles.of_message(
+            tiles.message_of(replies, its, replies_bytes, replies_copies), its, replies_tensor
+        )
+        last = tiles.message_of(previous, its, replies_bytes, previous_copies)
+        prev_scale, prev_bits = tiles.of_message(last, its, replies_tensor)
+        m_at, its_flat = tiles.mean_at(scale, bits, replies_bytes, replies_copies, n, scratch), previous + start
         if previous_copies > 1:
             its_flat = scratch + 4 * block_size
-            unpack(prev_scale, prev_bits, replies_bytes, previous_copies, n, its_flat, 0)
+            tiles.unpack(prev_scale, prev_bits, replies_bytes, previous_copies, n, its_flat, 0)
         ratio = _statistics_block(
             n, its.valid, kept, float_at(scale), bits, m_at, its_flat,
             float_at(prev_scale) if prev_packed else ZERO, prev_bits if prev_packed else 0, d + start,
-            exp_avg_sq + start, h, value_of(gamma, its.parameter, ONE), denominator,
+            exp_avg_sq + start, h, tiles.value_of(gamma, its.parameter, ONE), denominator,
         )  # fmt: skip
         set_float(state_partial + 4 * block, ratio)
 
@@ -114,12 +103,12 @@ def _ratios(
     state_partial, state_coefficient, state_average, state_ratio,
     factor_min: float, factor_max: float, factor_low: float, factor_high: float,
 ):  # fmt: skip
-    if any_flag(replies, replies_rows, replies_bytes) != 0:
+    if tiles.any_flag(replies, replies_rows, replies_bytes) != 0:
         return
     low, high = np.float32(factor_low), np.float32(factor_high)
     stop = 0
     for p in range(parameters):
-        first, stop = stop, stop + blocks_of(parameter_table, p, block_size)
+        first, stop = stop, stop + tiles.blocks_of(parameter_table, p, block_size)
         found = ZERO
         for block in range(first, stop):
             found = max(found, float_at(state_partial + 4 * block))

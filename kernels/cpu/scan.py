@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from onebit.kernels import passes
-from onebit.kernels.cpu.blocks import ALL, FP32, gradient_at, hyper_of, locate, numel_of, up
+from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, ZERO, magnitude, splat, total
 from onebit.kernels.cpu.memory import load, long_at, set_float, set_int
@@ -46,10 +46,10 @@ def _four_sums(values, size, scale):
 
 @tile
 def _finite(values, count, scale):
-    found = ALL
+    found = tiles.ALL
     for i in range(0, count, WIDTH):
         found &= magnitude(load(values + 4 * i) * scale) <= LARGEST  # false for NaN
-    return found == ALL
+    return found == tiles.ALL
 
 
 @tile
@@ -69,10 +69,10 @@ def _scan(
     end = stop  # backwards: what is read first afterwards is then in the cache
     while end > first:
         block = end - 4
-        if block >= first and grad_dtype == FP32:
-            its = locate(block_table, parameter_table, first_block, block)
-            address, scale = long_at(grad + 8 * its.parameter), hyper_of(hyper, its.group).grad_scale
-            if address != 0 and its.offset + 4 * block_size <= numel_of(parameter_table, its.parameter):
+        if block >= first and grad_dtype == tiles.FP32:
+            its = tiles.locate(block_table, parameter_table, first_block, block)
+            address, scale = long_at(grad + 8 * its.parameter), tiles.hyper_of(hyper, its.group).grad_scale
+            if address != 0 and its.offset + 4 * block_size <= tiles.numel_of(parameter_table, its.parameter):
                 values = address + 4 * its.offset
                 a, b, c, d = _four_sums(values, block_size, scale)
                 _leave(a, values, block_size, scale, block, flags, squares)
@@ -82,9 +82,9 @@ def _scan(
                 end = block
                 continue
         end -= 1
-        its = locate(block_table, parameter_table, first_block, end)
-        n, scale = up(its.valid), hyper_of(hyper, its.group).grad_scale
-        values = gradient_at(grad, grad_dtype, its, scratch)
+        its = tiles.locate(block_table, parameter_table, first_block, end)
+        n, scale = tiles.up(its.valid), tiles.hyper_of(hyper, its.group).grad_scale
+        values = tiles.gradient_at(grad, grad_dtype, its, scratch)
         _leave(_sum_of_squares(values, n, scale), values, n, scale, end, flags, squares)
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onebit.kernels.cpu.blocks import TYPES
 from onebit.kernels.cpu.compile import Loop
+from onebit.kernels.cpu.tiles import TYPES
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.record import argument
 from onebit.kernels.passes import Pass

@@ -29,6 +29,9 @@ def argument(found: Mapping[str, Any], name: str) -> Any:
     """The argument that a kernel's parameter gets. None for a part of a record in whose place there is another value:
     None, or a tensor where there may be messages.
     """
-    if name not in found and name.partition("_")[0] not in found:
-        raise AssertionError(f"no record has the field {name}: a kernel's parameters have the names of fields")
-    return found.get(name)
+    if name in found:
+        return found[name]
+    record = name.partition("_")[0]
+    assert record in found, f"no pass has the field {name}: a kernel's parameters have the names of fields"
+    assert not any(other.startswith(f"{record}_") for other in found), f"{record} has no {name}"
+    return None

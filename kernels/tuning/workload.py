@@ -169,7 +169,7 @@ class Workload:
         return found
 
     def _bytes(self, name: str) -> int:
-        each = PASSES[name].bytes(self.storage)
+        each = PASSES[name].moves(self.storage)
         span = self.shard if name == "average" else self.span
         return round(each * int(span.counts().sum()))
 

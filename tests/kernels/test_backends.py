@@ -53,10 +53,11 @@ def test_every_backend_has_every_pass(name):
 
 
 def test_a_kernel_gets_no_argument_that_no_record_has():
-    found = {"residual": None, "flags": 1}
-    assert [argument(found, name) for name in ("flags", "residual_scale")] == [1, None]
-    with pytest.raises(AssertionError, match="master"):
-        argument(found, "master")
+    found = {"residual": None, "flags": 1, "out": 2, "out_bytes": 3}
+    assert [argument(found, name) for name in ("flags", "residual_scale", "out_bytes")] == [1, None, 3]
+    for name in ("master", "out_scale"):
+        with pytest.raises(AssertionError, match=name):
+            argument(found, name)
 
 
 BLOCKS = 2500  # three rounds of 1024

@@ -16,7 +16,7 @@ import torch
 
 from onebit.kernels import cpu
 from onebit.kernels.cpu import codec, compile, threads
-from onebit.kernels.cpu.blocks import BF16, FP16, FP32, put, staged
+from onebit.kernels.cpu.tiles import BF16, FP16, FP32, put, staged
 from onebit.kernels.passes import Scan
 from onebit.kernels.tuning.workload import Workload
 from tests.limits import HUNG

@@ -223,6 +223,12 @@ def keep(kept, i, value):
 
 
 @tile
+def part(base, offset):
+    """An address in memory that there may be none of: 0 then."""
+    return 0 if base == 0 else base + offset
+
+
+@tile
 def value_of(values, i, otherwise):
     """One of some fp32, or what stands for it where there are none."""
     return otherwise if values == 0 else float_at(values + 4 * i)
