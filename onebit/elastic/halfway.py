@@ -102,7 +102,7 @@ class Settlement:
         return own["attempts"] == self.last - 1 and (own["under_way"] or own["has_averages"])
 
     def _check(self, inner: OneBitOptimizer, rank: int) -> None:
-        own, name = self._of(rank), listed([rank], self.topology.everyone)
+        own, name, first = self._of(rank), self._name(rank), self._name(self.ahead)
         kind = inner.setup.algorithm.kind
         missing = range(own["attempts"] + 1 + own["sync"], self.last + 1)
         if self._finishes(rank):
@@ -115,11 +115,13 @@ class Settlement:
             )
         if missing and not (own["compressing"] and all(kind(step) == "local" for step in missing)):
             raise ValueError(
-                f"{name} has taken {own['attempts']} steps, and {listed([self.ahead], self.topology.everyone)} "
-                f"{self.last}: they do not go on from the same step of one run, or gradients of the last step were "
-                f"dropped (call reform before zero_grad). On a rank that joins build a new model and optimizer, take "
-                f"no step and load nothing"
+                f"{name} has taken or skipped {own['attempts']} steps, and {first} {self.last}: they do not go on from "
+                f"the same step of one run, or gradients of the last step were dropped (call reform before "
+                f"zero_grad). On a rank that joins build a new model and optimizer, take no step and load nothing"
             )
+
+    def _name(self, rank: int) -> str:
+        return listed([rank], self.topology.everyone)
 
     def _send(self, inner: OneBitOptimizer, to: int) -> None:
         if self._of(to)["under_way"]:

@@ -29,10 +29,10 @@ def warn_of_losses(
     text = (
         f"{names} of {ranks} did not come along, and what compression had left out there is lost: the residual, which "
         f"counts 1 / {setup.topology.nodes} in the mean. Rank {setup.topology.place}, which stays, has one of "
-        f"{_times(e, m)} the momentum's norm"
+        f"{_size(e, m)}"
     )
     if served is not None:
-        text += f", and for the part that it averages one of {_times(served, m)}"
+        text += f", and one of {_size(served, m)} for the part that it averages"
     if not current.synchronized:
         text += f". The {current.local_steps_taken} steps that they took since the last exchange are lost, too"
     logger.warning("%s", text)
@@ -51,5 +51,5 @@ def _norm(parts: Sequence[Tensor]) -> float:
     return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
 
 
-def _times(size: float, m: float) -> str:
-    return f"{size / m:.2g} times" if m > 0 else f"{size:.2g} (no message was received yet), not known in terms of"
+def _size(norm: float, m: float) -> str:
+    return f"{norm / m:.2g} times the momentum's norm" if m > 0 else f"norm {norm:.2g} (there is no last momentum)"

@@ -68,7 +68,7 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     inner = own_optimizer(optimizer, "reform")
     _check(inner, leaving)
     own = _Own.of(inner)
-    if leaving and not own.hand_over(leaving):
+    if leaving and not inner.is_new and not own.hand_over(leaving):
         return
     topology = inner.topology_of(process_group)
     members = _compared(topology, own)
@@ -287,7 +287,10 @@ def _give(everyone: Any, rank: int, own: _Own) -> None:
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    """As JSON can hold it."""
+    if isinstance(value, (list, tuple)):
+        return [_number(each) for each in value]
+    return value.item() if hasattr(value, "item") else value
 
 
 def _is_residual(name: str) -> bool:

@@ -39,16 +39,21 @@ class Garbled:
 class Failing(Watched):
     """`step` is the coming one."""
 
-    def __init__(self, group: Any, failure: Failure | None) -> None:
+    def __init__(self, group: Any, failure: Failure | None, root: Failing | None = None) -> None:
+        """root: what it was split from, whose step counts."""
         super().__init__(group)
-        self.step, self._failure = 0, failure
+        self.step, self._failure, self._root = 0, failure, root or self
+
+    def split(self, color: int) -> Failing:
+        part: Any = super().split(color)
+        return Failing(part.group, self._failure, self._root)
 
     def expect(self, out: Tensor, phase: str) -> None:
         """Nothing: a receive that no message ends would take one of the next run."""
 
     def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
         at = self._failure
-        if at is None or self.step != at.step or not phase.startswith(at.phase):
+        if at is None or self._root.step != at.step or not phase.startswith(at.phase):
             return start()
         if at.when == "before":
             raise CollectiveError(f"{phase} did not begin: a rank died")

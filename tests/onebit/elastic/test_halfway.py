@@ -10,7 +10,8 @@ import pytest
 
 import onebit
 from onebit.collectives import CollectiveError
-from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER
+from onebit.collectives.topology import Topology
+from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SPREAD
 from tests.onebit.elastic.failing import Failing, Failure
 from tests.onebit.runs import Case, bits, same, snapshot
 from tests.ranks import group, run_ranks
@@ -20,18 +21,20 @@ SHAPES = ((7, 9), (33,), (130,), (400,))
 LOCAL = {"var_update_scaler": 3, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4}
 FROZEN, CHUNKS = {"freeze_step": 3}, {"freeze_step": 3, "chunks": 2, "elastic": True}
 FULL = {"var_update_scaler": 2}
-BOTH = (0, 1, 2)
+RANKS = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Death:
-    """Rank 2 of three is lost. failures: by rank. taken: the step that ranks 0 and 1 have taken in the end."""
+    """Rank 2 of three is lost, or of two nodes of two the second one. failures: by rank. taken: the step that ranks 0
+    and 1 have taken in the end."""
 
     kind: str
     options: dict[str, Any]
     failures: dict[int, Failure]
     taken: int
     clip: float = 0.0
+    each: int = 1  # ranks a node
     dtype: str = "float32"
     bad: tuple[tuple[int, int, float], ...] = field(default=())
 
@@ -43,11 +46,19 @@ class Death:
 
     @property
     def case(self) -> Case:
-        return Case(self.kind, SHAPES, options=self.options, groups=({}, {"lr": 3e-3}), dtype=self.dtype, bad=self.bad)
+        return Case(
+            self.kind,
+            SHAPES,
+            options=self.options,
+            groups=({}, {"lr": 3e-3}),
+            dtype=self.dtype,
+            bad=self.bad,
+            each=self.each,
+        )
 
 
 def everywhere(step: int, phase: str) -> dict[int, Failure]:
-    return dict.fromkeys(BOTH, Failure(step, phase))
+    return dict.fromkeys(RANKS, Failure(step, phase))
 
 
 LAST = f"{SCATTER} 1"
@@ -84,15 +95,21 @@ DEATHS = {
         6,
     ),
     "rank 0 has taken a full step of 0/1 Adam": Death(Z, FULL, {1: Failure(5, FINITE)}, 5),
+    "all fail in the scatter phase of nodes": Death(A, CHUNKS, everywhere(6, LAST), 5, each=2),
+    "rank 0 has its node's replies": Death(L, CHUNKS, {1: Failure(6, f"{SPREAD} 1")}, 6, each=2),
+    "rank 1 has its node's replies, direct": Death(
+        A, {**CHUNKS, "reply": "direct"}, {0: Failure(6, f"{SPREAD} 1")}, 6, each=2
+    ),
     "rank 0 has synchronised": Death(Z, LOCAL, {1: Failure(11, SCATTER)}, 11),
 }
 
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_what_is_left_is_as_after_a_reform_between_two_steps(name: str) -> None:
-    found = run_ranks(3, die, DEATHS[name])[:2]
+    death = DEATHS[name]
+    found = run_ranks(3 if death.each == 1 else 4, die, death)[:2]
     for got, wanted in found:
-        assert got["steps"] == wanted["steps"] == DEATHS[name].taken
+        assert got["steps"] == wanted["steps"] == death.taken
         assert same(got, wanted)
 
 
@@ -104,7 +121,7 @@ def die(rank: int, size: int, death: Death) -> list[Any]:
 
 
 def run(rank: int, death: Death, failure: Failure | None) -> Any:
-    case, transport = death.case, Failing(group(3), failure)
+    case, transport = death.case, Failing(group(), failure)
     params = case.parameters()
     optimizer = case.build(params, transport)
     last = death.taken if failure is None else failure.step
@@ -118,11 +135,11 @@ def run(rank: int, death: Death, failure: Failure | None) -> Any:
         assert failure is not None and step == failure.step
     else:
         assert failure is None
-    if rank == 2:
+    if rank >= 2:
         return None
     if failure is None and death.has_frozen:
         optimizer.begin_step()
-    onebit.reform(optimizer, group(2))
+    onebit.reform(optimizer, group(2) if death.each == 1 else Topology.of(group(2)))
     attempts = int(optimizer.current.stages.counts.sum())
     after = state_of(optimizer, params)
     for step in range(attempts + 1, attempts + 4):
@@ -170,6 +187,31 @@ def die_in_a_sync(rank: int, size: int) -> Any:
             optimizer.synchronize()
             found.append([optimizer.steps, bits(params), snapshot(optimizer.state_dict()["state"])])
     return found
+
+
+def test_a_rank_that_is_local_steps_behind_leaves_them_out() -> None:
+    """Two local steps: it takes part in the next sync, after which all have the same parameters."""
+    one, other = run_ranks(3, be_late)[:2]
+    assert one["steps"] == other["steps"] == [10, 14]
+    assert one["skipped"] == 0 and other["skipped"] == 2
+    assert one["end"] == other["end"] and one["x"] != other["x"]
+
+
+def be_late(rank: int, size: int) -> Any:
+    case = Case(Z, SHAPES, options={**LOCAL})
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    for step in range(1, (11, 9, 9)[rank]):
+        take(case, rank, optimizer, params, step, 0)
+    if rank == 2:
+        return None
+    onebit.reform(optimizer, group(2))
+    assert not optimizer.synchronized
+    steps, x = [optimizer.steps], bits(params)
+    for step in range(11, 15):
+        take(case, rank, optimizer, params, step, 0)
+    optimizer.synchronize()
+    return {"steps": [*steps, optimizer.steps], "skipped": optimizer.skipped_steps, "x": x, "end": bits(params)}
 
 
 def test_a_rank_that_kept_nothing_says_so_and_all_raise() -> None:

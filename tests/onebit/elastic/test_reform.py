@@ -4,17 +4,22 @@ float64 oracle takes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+import onebit
+from onebit.collectives.transport.protocol import Work
+from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, options_of
+from tests.onebit.runs import Case, bits, options_of, take
+from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
 FIVE = ((7, 9), (33,), (2,), (130,), (400,))
@@ -178,3 +183,66 @@ def check_more_steps(move: Move, found: Sequence[Moved]) -> None:
 def split(move: Move, values: np.ndarray) -> list[np.ndarray]:
     ends = np.cumsum([int(np.prod(move.case.shapes[p])) for p in move.case.order])[:-1]
     return np.split(values, ends)
+
+
+def test_ranks_change_again_and_again() -> None:
+    """1 to 3, 3 to 2, 2 to 4, and 4 to 1: all ranks have the same parameters at any time."""
+    found = run_ranks(4, change_ranks)
+    for row in zip(*found, strict=True):
+        there = [each for each in row if each is not None]
+        assert len(there) in (1, 2, 3, 4) and len(set(there)) == 1
+    assert len({x for x in found[0] if x is not None}) == 5
+
+
+def change_ranks(rank: int, size: int) -> list[bytes | None]:
+    """Parameters after three steps each, as far as this rank takes part."""
+    own, found, step = Case(A, FIVE, options={"freeze_step": 3, "check_every": 2}), [], 0
+    params, optimizer = None, None
+    for now in (1, 3, 2, 4, 1):
+        if rank >= now:
+            params, optimizer = None, None
+            found.append(None)
+            step += 3
+            continue
+        if optimizer is None:
+            params = own.parameters()
+            optimizer = own.build(params, group(now))
+        if step:
+            onebit.reform(optimizer, group(now))
+        for _ in range(3):
+            step += 1
+            take(own, rank, optimizer, params, step)
+        found.append(bits(params))
+    return found
+
+
+class Counting(Watched):
+    """Counts what a rank may send."""
+
+    sent = 0
+
+    def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
+        self.sent += out.nbytes
+        return start()
+
+    def send(self, values: Tensor, to: int, phase: str) -> Work:
+        self.sent += values.nbytes
+        return super().send(values, to, phase)
+
+
+@pytest.mark.parametrize("in_good_order", [False, True])
+def test_ranks_that_stay_send_no_state(in_good_order: bool) -> None:
+    """To anyone, where nobody joins; all that ranks compare has some kilobytes."""
+    assert max(run_ranks(3, count_sent, in_good_order)[:2]) < 8000
+
+
+def count_sent(rank: int, size: int, in_good_order: bool) -> int:
+    own = Case(A, ((40000,),), options={"freeze_step": 3})
+    params = own.parameters()
+    optimizer = own.build(params, group(3))
+    for step in range(1, 7):
+        take(own, rank, optimizer, params, step)
+    ranks = Counting(group(2)) if rank < 2 else None
+    if ranks or in_good_order:
+        onebit.reform(optimizer, ranks, leaving=[2] if in_good_order else [])
+    return ranks.sent if ranks else 0
