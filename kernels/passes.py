@@ -436,7 +436,7 @@ class LambStatistics(Pass, name="lamb_statistics", moves=lambda of: of.replies +
 
 
 @dataclass(eq=False)
-class StepSquares(Pass):
+class StepSquares(Pass, name="step_squares", adds_up=True, moves=lambda of: 0):
     """squares_p = weight_p^2 (sum over the blocks of parameter p of s_b^2 values_b).
 
     The sum of u^2 over parameter p, where u is d times what `replies` stand for, and `values` the sums of d^2 over
@@ -446,8 +446,6 @@ class StepSquares(Pass):
     Bytes: none an element, 8 a block.
     """
 
-    name = "step_squares"
-    adds_up = True
     values: Tensor
     replies: Messages | None
     weight: Tensor | None
@@ -455,7 +453,7 @@ class StepSquares(Pass):
 
 
 @dataclass(eq=False)
-class StepLimit(Pass):
+class StepLimit(Pass, name="step_limit", adds_up=True, moves=lambda of: 0):
     """rms_p = sqrt(squares_p / n_p);  factor_p = min(1, limit_p / rms_p);  shortened = sum of n_p where factor_p < 1.
 
     See `onebit.optim.limit`. limit: of all parameters, a number that fp32 has, or None for max(LEAST, TIMES
@@ -466,8 +464,6 @@ class StepLimit(Pass):
     Bytes: none an element, 28 a parameter.
     """
 
-    name = "step_limit"
-    adds_up = True
     squares: Tensor
     numels: Tensor
     replies: Messages | None

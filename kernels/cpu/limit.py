@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from onebit.kernels import passes
-from onebit.kernels.cpu.blocks import any_flag, locate, message_of, of_message
+from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.memory import double_at, float_at, long_at, set_double, set_float, set_long
 from onebit.kernels.cpu.threads import numbers
@@ -25,7 +25,7 @@ _LEAST, _TIMES = np.float32(LEAST), np.float32(TIMES)
 @tile
 def _mean_scale(its, messages, row_bytes, tensor, copies):
     """s of a block: the mean of what its messages have."""
-    scale, _ = of_message(message_of(messages, its, row_bytes, copies), its, tensor)
+    scale, _ = tiles.of_message(tiles.message_of(messages, its, row_bytes, copies), its, tensor)
     total = 0.0
     for i in range(copies):
         total += np.float64(float_at(scale + i * row_bytes))
@@ -57,7 +57,7 @@ def _squares(
         for block in range(first, stop):
             value = np.float64(float_at(values + 4 * block))
             if replies != 0:
-                its = locate(block_table, parameter_table, 0, block)
+                its = tiles.locate(block_table, parameter_table, 0, block)
                 s = _mean_scale(its, replies, replies_bytes, replies_tensor, replies_copies)
                 value = s * s * value
             lanes[(block - first) % LANES] += value
@@ -70,7 +70,7 @@ def _squares(
 
 @Loop
 def _limit(parameters, squares, numels, replies, replies_rows, replies_bytes, usual, limit: float, factor, shortened):
-    by_messages = replies != 0 and any_flag(replies, replies_rows, replies_bytes) == 0
+    by_messages = replies != 0 and tiles.any_flag(replies, replies_rows, replies_bytes) == 0
     total = 0
     for p in range(parameters):
         n = long_at(numels + 8 * p)

@@ -228,7 +228,7 @@ class Compressor(World):
     def __call__(self, values: np.ndarray, live: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
         """What was sent, decoded, and what was left out."""
         grads, hyper = self.pointers([values], F32, "gradient"), hyper_table([Hyper()], self.device)
-        self.run("compress", grads=grads, hyper=hyper, live=None if live is None else live.to(self.device))
+        self.run("compress", grad=grads, hyper=hyper, live=None if live is None else live.to(self.device))
         left = self.residuals[0].value.cpu().numpy()[: len(values)]
         return contents(self.sent, 0, self.plan.lengths).values[: len(values)].astype(np.float32), left
 

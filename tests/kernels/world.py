@@ -246,6 +246,8 @@ class World(Inputs):
 
     def run(self, name: str, chunk: int | None = None, **options: Any) -> None:
         """A pass, over all chunks or over one; LAMB's own over the whole layout. Options are arguments of others."""
+        known = {field.name for of in (PASSES[name], *RECORDS.values()) for field in fields(of)}
+        assert options.keys() <= known, f"{name} has no {options.keys() - known}"
         whole = Chunk(0, self.layout.all(), slice(0, self.elements), slice(0, None), slice(0, self.rows))
         for c in [whole] if name in ("lamb_warmup", "lamb_statistics") else self.chunks(chunk):
             self.passes.run(self.record(PASSES[name], name, c, options))
