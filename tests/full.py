@@ -36,6 +36,7 @@ COMMANDS = {
     "static": Command("perf.kernels.static_account --check", ("kernels",), "no kernel's machine code is worse"),
     "ptx": Command("tests.ptx", ("kernels", "tests/ptx"), "every variant of every kernel, compiled, run on the CPU"),
     "ptx-faults": Command("tests.ptx --mutations", ("kernels", "tests/ptx"), "faults in the compiled kernels"),
+    "streams": Command("tests.streams", (*PRODUCT, "tests/streams"), "what waits for what on a simulated device"),
     "faults": Command("tests.faults", ("collectives", "onebit/optim"), "ranks killed and stopped at every point"),
     "poisoned": Command("tests.faults.poisoned", ("collectives", "onebit/optim"), "gradients that are not finite"),
     "soak": Command("tests.faults.soak", PRODUCT, "thousands of steps with saves, loads and skips"),

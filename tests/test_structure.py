@@ -35,7 +35,7 @@ LOOPS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}  # of o
 # Underscored names that are no class's of ours: NamedTuple's methods, and what torch and numba have no other name for.
 OF_OTHERS = {
     "_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce", "_per_optimizer_states",
-    "_join_config", "_comm_hooks", "_ddp", "_reset_state", "_get_default_store",
+    "_join_config", "_comm_hooks", "_ddp", "_reset_state", "_get_default_store", "_schema",
 }  # fmt: skip
 
 

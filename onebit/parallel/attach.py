@@ -12,6 +12,7 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels import streams
 from onebit.log import tell
+from onebit.optim.eager import eager
 from onebit.optim.sharding import is_sharded
 from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
@@ -54,22 +55,30 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
         )
 
     names, device = _same_parameters(model, inner, "FSDP"), inner.setup.device
-    main = streams.current(device) if streams.has_streams(device) else None
+    of_user: streams.Stream | None = None
+
+    @eager
+    def find_stream(module: nn.Module | None = None, inputs: Any = None) -> None:
+        """The forward pass, and so the step, is in the current stream."""
+        nonlocal of_user
+        of_user = streams.current(device) if streams.has_streams(device) else None
 
     @torch.no_grad()
     def hook(reduced: Tensor) -> None:
-        with streams.within(main):  # FSDP calls it in a stream of its own, and state belongs to the optimizer's
+        with streams.within(of_user):  # FSDP calls it in a stream of its own, and state belongs to that of the step
             if not inner.begun:
                 inner.begin_step()
+        if streams.has_streams(device):  # FSDP made it in a third one, and lets go of it when it was read in this one
+            streams.keep(reduced, streams.current(device))
         if kind_of_step(inner.setup, inner.current) == "full":
             setup = inner.setup
-            if streams.has_streams(device):  # FSDP may let go of it before the average is there
-                streams.keep(reduced, streams.current(device))
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
             inner.gradients.averaged_in_backward = True
 
     taken: list[Any] = []
     sharded: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
+    find_stream()
+    model.register_forward_pre_hook(find_stream)
     try:
         for module in sharded:
             module.set_all_reduce_hook(hook)

@@ -88,13 +88,13 @@ class OneBitState:
 
     @contextmanager
     def beside(self, flat: Tensor) -> Iterator[None]:
-        """On a GPU: what is done to `flat` in here waits for the present stream, and not the other way round."""
+        """On a GPU: what is done to `flat` in here waits for the present stream, and not the other way round. DDP has
+        the memory until it has waited for what the hook returns."""
         if not streams.has_streams(flat.device):
             yield
             return
         self._side = self._side or streams.new(flat.device)
         streams.join(self._side, streams.current(flat.device))
-        streams.keep(flat, self._side)
         with streams.within(self._side):
             yield
 

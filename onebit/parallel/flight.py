@@ -49,15 +49,11 @@ class Flight:
         self._grads: list[list[Tensor | None]] = [[None] * len(state.params) for state in self.states]
         self._members = [[{s.parameter for s in c.span.segments()} for c in e.chunks] for e in self._exchanges]
         self._missing = [[set(members) for members in of] for of in self._members]
-        self._ready = [[_Signal(self._side) for _ in e.chunks] for e in self._exchanges]
-        self._flags = [
-            torch.zeros(len(e.chunks), dtype=torch.int32, device=state.device)
-            for e, state in zip(self._exchanges, self.states, strict=True)
-        ]
+        self._ready = [[Signal(self._side) for _ in e.chunks] for e in self._exchanges]
         self._arrived: set[tuple[int, int]] = set()
         self._closed = False
         self._error: BaseException | None = None
-        self._begun = _Signal(self._side)
+        self._begun = Signal(self._side)
         self._begun.mark()
         self._begun.set()
         self._thread = threading.Thread(target=self._run, name="onebit overlap", daemon=True)
@@ -118,7 +114,8 @@ class Flight:
     def _compress(self, s: int, chunk: Chunk) -> None:
         self._ready[s][chunk.index].wait()
         self._undo[s].save(chunk)
-        state, flags = self.states[s], self._flags[s][chunk.index : chunk.index + 1]
+        state = self.states[s]
+        flags = torch.zeros(1, dtype=torch.int32, device=state.device)
         members = self._members[s][chunk.index]
         found = [g if i in members else None for i, g in enumerate(self._grads[s])]
         grads = state.stored(held.without(state, found))
@@ -139,7 +136,7 @@ def node_means(state: FlatState) -> list[Tensor]:
     return [state.elements_of(flat, i) for i in range(len(state.params))]
 
 
-class _Signal:
+class Signal:
     """From one thread to another, and on a GPU from the streams of the one to the side stream: backward runs in as many
     as the forward pass did.
     """

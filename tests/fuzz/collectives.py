@@ -1,7 +1,8 @@
 """What NCCL asks of a run's collectives, looked at while the run takes place over Gloo.
 
 The ranks of a group must start the same collectives, of the same sizes, in the same order; tensors are contiguous and
-begin at 16 bytes; and no two threads have one under way on the same group at once.
+begin at 16 bytes; and of two threads that use the same group one knows that the other has started its collectives, and
+has none under way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from unittest import mock
 from torch import Tensor
 
 from onebit.collectives.transport import TorchTransport
+from tests.streams.hosts import Hosts, Moment
 
 STARTS = ("all_to_all", "all_gather", "all_max", "all_sum")
 ALIGNED = 16  # bytes
@@ -36,6 +38,8 @@ class _Recorder:
         self.seen = Seen()
         self._within = threading.local()  # a collective that is made of others counts once
         self._under_way: dict[int, list[int]] = {}  # by group, the threads that have started one and not waited
+        self._last: dict[int, Moment] = {}  # by group
+        self.hosts = Hosts()
 
     def start(self, name: str, run: Callable[..., Any], transport: TorchTransport, *arguments: Any) -> Any:
         """Run one collective."""
@@ -50,6 +54,9 @@ class _Recorder:
         threads, here = self._under_way.setdefault(id(transport.group), []), threading.get_ident()
         if any(thread != here for thread in threads):
             self.seen.faults.append(f"{phase}: another thread has a collective of this group under way")
+        if (before := self._last.get(id(transport.group))) is not None and not before.within(self.hosts.clock):
+            self.seen.faults.append(f"{phase}: another thread used this group before, and nothing orders the two")
+        self._last[id(transport.group)] = self.hosts.now()
         self._within.any = True
         try:
             work = run(transport, *arguments)
@@ -94,6 +101,7 @@ def recorded() -> Iterator[Seen]:
                 return recorder.start(name, run, transport, *arguments)
 
             patches.enter_context(mock.patch.object(TorchTransport, name, functools.wraps(run)(start)))
+        patches.enter_context(recorder.hosts.watched())
         yield recorder.seen
 
 

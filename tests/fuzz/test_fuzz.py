@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def collectives_of(rank: int, size: int, fault: str) -> collectives.Seen:
             other = threading.Thread(target=lambda: transport.all_sum(torch.zeros(8), "of a thread").wait())
             other.start()
             other.join()
+        if fault == "no order":
+            other = threading.Thread(target=lambda: transport.all_sum(torch.zeros(8), "of a thread").wait())
+            works.pop().wait()
+            other.start()
+            while other.is_alive():
+                time.sleep(0.001)
+            transport.all_sum(torch.zeros(8), "of this thread").wait()
         for work in works:
             work.wait()
     return seen
@@ -72,6 +80,7 @@ def collectives_of(rank: int, size: int, fault: str) -> collectives.Seen:
         ("order", "phase 0 on rank 0, all_sum torch.float32 [8], phase 1 on rank 1"),
         ("strides", "is not contiguous"),
         ("alignment", "begins 4 bytes off"),
+        ("no order", "another thread used this group before, and nothing orders the two"),
         ("threads", "another thread has a collective of this group under way"),
     ],
 )

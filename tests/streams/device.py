@@ -1,0 +1,446 @@
+"""A simulated device: CPU tensors, whose operations, passes and collectives a recorder sees, and ranks that all do what
+this one does.
+
+    with simulated() as recorder:     what happens in here has streams
+
+NCCL's collectives run in a stream of their group: it waits for what the current stream has to do at the call, and
+`work.wait()` makes the current stream wait for it. Until then the work holds its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from onebit.collectives.transport import torch as transport
+from onebit.kernels import streams
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.wire import Messages
+from onebit.kernels.passes import load
+from onebit.parallel.flight import Signal
+from tests.streams import passes
+from tests.streams.hosts import Clock, take_over
+from tests.streams.recorder import Event, Recorder, Stream
+
+TORCH = str(Path(torch.__file__).parent)
+ROOT = Path(__file__).resolve().parent.parent.parent
+PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("onebit", "collectives", "kernels"))
+MAKE_ALONE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operations that write nothing
+WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")  # for whose result the host waits
+
+
+class Site(NamedTuple):
+    """A call in the product."""
+
+    path: str
+    line: int
+
+
+NOWHERE = Site("", 0)
+
+
+def site_of(frame: FrameType) -> Site:
+    return Site(frame.f_code.co_filename, frame.f_lineno)
+
+
+class Device:
+    """Stands in for `onebit.kernels.streams`. left_out: a call that has no effect."""
+
+    def __init__(self, left_out: Site = NOWHERE) -> None:
+        self.recorder, self.left_out = Recorder(), left_out
+        self.reached: set[Site] = set()
+        self.capturing = False
+        self._made = 0
+        self._own = threading.local()  # of each thread: whether it is watched, and whether it is within a pass
+
+    def counts(self, depth: int = 2) -> bool:
+        """Whether the call of the product that has led here is not left out."""
+        site = site_of(sys._getframe(depth))
+        self.reached.add(site)
+        return site != self.left_out and not getattr(self._own, "blind", False)
+
+    @contextlib.contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """What this thread does in here orders nothing."""
+        self._own.blind = True
+        try:
+            yield
+        finally:
+            self._own.blind = False
+
+    # ---- onebit.kernels.streams ----
+
+    def has_streams(self, device: torch.device) -> bool:
+        return True
+
+    def current(self, device: torch.device) -> Stream:
+        return self.recorder.current
+
+    def new(self, device: torch.device | None = None, name: str = "side") -> Stream:
+        self._made += 1
+        return Stream(f"{name} {self._made}")
+
+    @contextlib.contextmanager
+    def within(self, stream: Stream | None) -> Iterator[None]:
+        before = self.recorder.current
+        self.recorder.current = stream or before
+        try:
+            with contextlib.nullcontext() if self.watched else self.watch():
+                yield
+        finally:
+            self.recorder.current = before
+
+    def choose_device(self, stream: Stream) -> None:
+        return None
+
+    def mark(self, device: torch.device, again: Event | None = None, timing: bool = False) -> Event:
+        event = again or Event()
+        counts = self.counts()
+        self.recorder.mark(event)
+        if not counts:  # too early: before all that the stream has to do
+            event.clock = {}
+        return event
+
+    def wait_for(self, stream: Stream, event: Event) -> None:
+        if self.counts():
+            self.recorder.wait_for(stream, event)
+
+    def join(self, stream: Stream, other: Stream) -> None:
+        if self.counts():
+            self.recorder.join(stream, other)
+
+    def wait_on_host(self, passed: Stream | Event) -> None:
+        self.host_waits("for an event or a stream")
+        if self.counts():
+            take_over(self.recorder.hosts.clock, passed.clock)
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        if self.counts():
+            self.recorder.part(tensor).memory.kept_for.add(stream)
+
+    def keep_all(self, tensors: Iterable[Tensor], stream: Stream) -> None:
+        for tensor in tensors:
+            self.recorder.part(tensor).memory.kept_for.add(stream)
+
+    def future(self, device: torch.device) -> Future[Tensor]:
+        return Result(self)
+
+    def host_waits(self, what: str) -> None:
+        if self.capturing:
+            self.recorder.faults[f"the host waits in a capture: {what}"] = None
+
+    def pinned(self, like: Tensor) -> Tensor:
+        made = torch.empty_like(like)
+        self.recorder.part(made).memory.pinned = True
+        return made
+
+    # ---- what torch and passes do ----
+
+    @property
+    def watched(self) -> bool:
+        return getattr(self._own, "watched", False)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether what this thread does now is known otherwise."""
+        return getattr(self._own, "unseen", False)
+
+    @contextlib.contextmanager
+    def see(self, unseen: bool) -> Iterator[None]:
+        before, self._own.unseen = self.unseen, unseen
+        try:
+            yield
+        finally:
+            self._own.unseen = before
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """This thread's operations."""
+        self._own.watched = True
+        try:
+            with _Operations(self), _HostReads(self):
+                yield
+        finally:
+            self._own.watched = False
+
+    def operation(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        name = operator.overloadpacket.__name__
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        schema = operator._schema
+        given = [*zip(schema.arguments, arguments, strict=False), *((a, options.get(a.name)) for a in schema.arguments)]
+        for argument, value in given:
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if changes else reads).extend(_tensors(value))
+        known = {id(t.untyped_storage()) for t in [*reads, *writes]}
+        made = [t for t in _tensors(result) if id(t.untyped_storage()) not in known]
+        if name in MAKE_ALONE:
+            for tensor in made:
+                self.recorder.part(tensor)
+        elif writes or made or name in WAIT:  # others are views
+            self.launch(name, reads, [*writes, *made])
+        if name in WAIT:
+            self.host_waits(name)
+            take_over(self.recorder.hosts.clock, self.recorder.current.clock)
+
+    def launch(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: Any = None) -> None:
+        parts = ([self.recorder.part(t) for t in of] for of in (reads, writes))
+        self.recorder.launch(what, *parts, stream)
+
+    def run_pass(self, name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        reads, writes = passes.accesses(name, arguments, options)
+        self.launch(name, reads, writes)
+        if (between := options.get("between")) is not None:
+
+            def outside() -> None:
+                with self.see(unseen=False):
+                    between()
+                    self.launch(name, reads, writes)
+
+            options["between"] = outside
+        with self.see(unseen=True):
+            run(*arguments, **options)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its parts come here
+        same = _ddp_copies_back(operator, arguments)
+        result = operator(*arguments, **(options or {}))
+        if not self._device.unseen and not same:
+            self._device.operation(operator, arguments, options or {}, result)
+        return result
+
+
+def _ddp_copies_back(operator: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether DDP writes to a gradient, at the end of a backward pass, the bits that the gradient has: nobody who reads
+    it meanwhile reads others."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
+        frame = frame.f_back
+    ours = frame is not None and frame.f_code.co_filename.startswith(PRODUCT)
+    return operator is torch.ops.aten.copy_.default and not ours and _same_bits(*arguments[:2])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+class _HostReads(TorchFunctionMode):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function in (Tensor.tolist, Tensor.numpy) and not self._device.unseen:
+            self._device.host_waits(function.__name__)
+            self._device.recorder.read_on_host(arguments[0])
+        return function(*arguments, **(options or {}))
+
+
+class Result(Future):  # type: ignore[type-arg]
+    """A future of a device: it says what was in the current stream when its result was set."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self.clock: Clock = {}
+
+    def set_result(self, result: Any) -> None:
+        self.clock = dict(self._device.recorder.current.clock)
+        super().set_result(result)
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """In a stream of its own, for which torch keeps the memory of the result."""
+        stream, after = self._device.new(name="callback"), Result(self._device)
+        take_over(stream.clock, self.clock)
+        self._device.keep_all(_tensors(self.value()), stream)
+        with self._device.within(stream):
+            after.set_result(callback(self))
+        return after
+
+    def wait(self) -> Any:
+        if self._device.counts():
+            take_over(self._device.recorder.current.clock, self.clock)
+        return super().wait()
+
+
+class Group:
+    """NCCL's work."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._streams: dict[Any, Stream] = {}
+
+    def run(self, name: str, change: Callable[[], None], reads: list[Tensor], writes: list[Tensor], **of: Any) -> Any:
+        group = of.get("group") or dist.group.WORLD
+        if self.device.capturing and group not in self._streams:
+            self.device.recorder.faults[f"a group is used for the first time in a capture, by {name}"] = None
+        stream = self._streams.setdefault(group, self.device.new(name="collectives"))
+        take_over(stream.clock, self.device.recorder.current.clock)
+        self.device.launch(name, reads, writes, stream)
+        with self.device.see(unseen=True):
+            change()
+        work = Work(self.device, stream, [*reads, *writes])
+        if of.get("async_op"):
+            return work
+        take_over(self.device.recorder.current.clock, stream.clock)
+        return None
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        def change() -> None:
+            if op == dist.ReduceOp.SUM:
+                tensor.mul_(dist.get_world_size(group))
+
+        return self.run("all_reduce", change, [], [tensor], group=group, async_op=async_op)
+
+    def all_gather(self, out: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def change() -> None:
+            out.view(-1, sent.numel()).copy_(sent.view(1, -1).expand(out.numel() // sent.numel(), -1))
+
+        return self.run("all_gather", change, [sent], [out], group=group, async_op=async_op)
+
+    def reduce_scatter(
+        self, out: Tensor, sent: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        def change() -> None:
+            own = sent.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+            out.view(-1).copy_(own if op != dist.ReduceOp.SUM else own * dist.get_world_size(group))
+
+        return self.run("reduce_scatter", change, [sent], [out], group=group, async_op=async_op)
+
+    def all_to_all(self, out: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def change() -> None:
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+            out.view(size, -1).copy_(sent.view(size, -1)[rank].expand(size, -1))
+
+        return self.run("all_to_all", change, [sent], [out], group=group, async_op=async_op)
+
+
+class Work:
+    def __init__(self, device: Device, stream: Stream, held: list[Tensor]) -> None:
+        self._device, self._stream, self._clock, self._held = device, stream, dict(stream.clock), held
+
+    def wait(self) -> None:
+        if self._device.counts():
+            take_over(self._device.recorder.current.clock, self._clock)
+            self._held = []
+
+    def get_future(self) -> Result:
+        future = Result(self._device)
+        self._device.keep_all(self._held, self._stream)  # NCCL lets go of them when the collective has ended
+        future.set_result(self._held)
+        future.clock = self._clock
+        return future
+
+
+@contextlib.contextmanager
+def simulated(left_out: Site = NOWHERE) -> Iterator[Device]:
+    """left_out: a call in the product that does nothing."""
+    device = Device(left_out)
+    group = Group(device)
+    with contextlib.ExitStack() as patches:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            patches.enter_context(mock.patch.object(owner, name, value))
+
+        for name in ("has_streams", "current", "new", "within", "choose_device", "mark", "wait_for", "join", "keep"):
+            put(streams, name, getattr(device, name))
+        for name in ("wait_on_host", "future", "pinned"):
+            put(streams, name, getattr(device, name))
+        put(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+        for name in passes.WRITTEN:
+            run = getattr(load("cpu"), name)
+            put(load("cpu"), name, functools.partial(device.run_pass, name, run))
+        table = Layout.table
+
+        def seen_table(layout: Layout, of: torch.device) -> Any:
+            made = table(layout, of)
+            device.keep_all([made.blocks, made.parameters], device.recorder.part(made.blocks).memory.made_in)
+            return made
+
+        put(Layout, "table", seen_table)
+        put(Messages, "check", lambda messages, phase: None)  # a GPU has no such check
+        put(dist, "all_reduce", group.all_reduce)
+        put(dist, "all_gather_single", group.all_gather)
+        put(dist, "all_gather_into_tensor", group.all_gather)
+        put(dist, "all_to_all_single", group.all_to_all)
+        put(dist, "reduce_scatter_tensor", group.reduce_scatter)
+        make = dist.new_group
+
+        def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+            return make(ranks, backend="fake", **options)
+
+        put(dist, "new_group", new_group)
+        put(transport, "backends_of", lambda group: {"cpu": "nccl"})
+        _watch_waits(device, put)
+        patches.enter_context(device.recorder.hosts.watched(device.counts))
+        patches.enter_context(device.watch())
+        yield device
+        gc.collect()
+        device.recorder.close()
+
+
+def _watch_waits(device: Device, put: Callable[[Any, str, Any], None]) -> None:
+    """Work and signals; and DDP, which waits for what its hook returns."""
+    wait, recorder = transport.TorchWork.wait, device.recorder
+
+    def wait_for_work(work: Any) -> None:
+        if device.counts():
+            wait(work)
+
+    def signalled(run: Callable[[Signal], None]) -> Callable[[Signal], None]:
+        def signal(own: Signal) -> None:
+            with contextlib.nullcontext() if device.counts() else device.without_effect():
+                run(own)
+
+        return signal
+
+    put(Signal, "wait", signalled(Signal.wait))
+    put(Signal, "mark", signalled(Signal.mark))
+    put(transport.TorchWork, "wait", wait_for_work)
+    register = DistributedDataParallel.register_comm_hook
+
+    def register_hook(ddp: DistributedDataParallel, state: Any, hook: Callable[..., Any]) -> None:
+        @functools.wraps(hook)
+        def hooked(state: Any, bucket: Any) -> Any:
+            returned: list[Result] = []
+
+            def ddp_waits() -> None:  # its own callback comes after this one
+                for each in returned:
+                    take_over(recorder.current.clock, each.clock)
+
+            torch.autograd.Variable._execution_engine.queue_callback(ddp_waits)
+            returned.append(hook(state, bucket))
+            return returned[0]
+
+        register(ddp, state, hooked)
+
+    put(DistributedDataParallel, "register_comm_hook", register_hook)
