@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
@@ -106,10 +107,10 @@ class Backend(Protocol):
         more with `live`, 4 with `before`.
         """
 
-    def restore(self, now: Tensor, kept: Tensor, flags: Tensor) -> None:
-        """now = kept, bit for bit, where flags[0] is not 0. Any two contiguous tensors of the same whole 4 bytes.
+    def restore(self, kept: Kept, flags: Tensor) -> None:
+        """Every tensor as its copy is, bit for bit, where flags[0] is not 0.
 
-        Bytes: none; where the flag is set all of `kept` is read, and `now` written.
+        Bytes: none; where the flag is set all copies are read, and all tensors written.
         """
 
     def step_squares(

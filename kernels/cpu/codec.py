@@ -61,6 +61,7 @@ from onebit.kernels.cpu.memory import (
     streamed,
 )
 from onebit.kernels.cpu.threads import over_blocks
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
@@ -318,7 +319,8 @@ def decode(span: Span, messages: Messages, out: Pointers) -> None:
     over_blocks(_decode, span, arguments, scratch_blocks=1)
 
 
-def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
+def restore(kept: Kept, flags: Tensor) -> None:
     """`onebit.kernels.passes.Backend.restore`."""
     if int(flags):
-        now.copy_(kept)
+        for now, before in kept.pairs:
+            now.copy_(before)

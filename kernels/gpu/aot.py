@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from onebit.kernels import gpu
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.wire import Norm, Scale
 from onebit.kernels.gpu.launch import Launch, recorded
 from onebit.kernels.tuning.workload import Workload
@@ -193,7 +194,7 @@ def _small_passes(workload: Workload) -> None:
     parameters, replies, limit = workload.layout.parameters, workload.replies(), None if workload.bare else 1.0
     squares, numels = (torch.zeros(parameters, dtype=dtype) for dtype in (torch.float64, torch.int64))
     usual, factor = torch.zeros((2, parameters))
-    gpu.restore(workload.exp_avg(), workload.exp_avg_sq(), workload.flags())
+    gpu.restore(Kept([(workload.exp_avg(), workload.exp_avg_sq())]), workload.flags())
     gpu.step_squares(workload.span, workload.sums(), replies, None if workload.bare else factor, squares)
     gpu.step_limit(squares, numels, replies, usual, limit, factor, torch.zeros(1, dtype=torch.int64))
 

@@ -53,7 +53,7 @@ ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dt
 # a block or a parameter has one number: one binary serves every layout, and none is compiled in the middle of a run.
 entry = triton.jit(
     do_not_specialize=[
-        "first_block", "first_word", "first_shard", "blocks", "shard_blocks", "fingerprint", "ranks", "words",
+        "first_block", "first_word", "first_shard", "blocks", "shard_blocks", "fingerprint", "ranks", "pairs",
     ],
     do_not_specialize_on_alignment=[
         "flags", "sums", "counts", "live", "partial", "counted", "counter", "residual_scale", "squares", "gamma",
