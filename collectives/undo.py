@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.residual import Residual
 
 
@@ -29,6 +30,8 @@ class Undo:
         self.exchange = exchange
         self.chunks = [_keeping(chunk) for chunk in exchange.chunks]
         self._copied = [[(t, torch.empty_like(t)) for t in _copied(chunk)] for chunk in self.chunks]
+        of_chunks = zip(self.chunks, self._copied, strict=True)
+        self._kept = Kept([pair for chunk, copied in of_chunks for pair in (*_kept(chunk.residuals), *copied)])
 
     def save(self, chunk: Chunk) -> None:
         """Before this chunk is compressed."""
@@ -37,12 +40,11 @@ class Undo:
 
     def restore(self, flags: Tensor | None = None) -> None:
         """Every chunk as it was kept: where `flags`, int32 [1], is set, or always. On a GPU the host does not wait."""
-        for chunk, copied in zip(self.chunks, self._copied, strict=True):
-            for now, kept in [*_kept(chunk.residuals), *copied]:
-                if flags is None:
-                    now.copy_(kept)
-                else:
-                    self.exchange.backend.restore(now, kept, flags)
+        if flags is not None:
+            self.exchange.backend.restore(self._kept, flags)
+            return
+        for now, kept in self._kept.pairs:
+            now.copy_(kept)
 
     def take_back(self) -> None:
         """After an exchange that did not end: what it has changed so far."""

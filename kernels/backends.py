@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.passes import Pass
 
 BackendName = Literal["cpu", "gpu"]
@@ -21,10 +22,10 @@ class Backend(Protocol):
     def run(self, work: Pass) -> None:
         """Run a pass."""
 
-    def restore(self, now: Tensor, kept: Tensor, flags: Tensor) -> None:
-        """now = kept, bit for bit, where flags[0] is not 0. Any two contiguous tensors of the same whole 4 bytes.
+    def restore(self, kept: Kept, flags: Tensor) -> None:
+        """Every tensor as its copy is, bit for bit, where flags[0] is not 0.
 
-        Bytes: none; where the flag is set all of `kept` is read, and `now` written.
+        Bytes: none; where the flag is set all copies are read, and all tensors written.
         """
 
 
@@ -40,9 +41,9 @@ class Profiled:
         with _profiled(work.name):
             self._backend.run(work)
 
-    def restore(self, now: Tensor, kept: Tensor, flags: Tensor) -> None:
+    def restore(self, kept: Kept, flags: Tensor) -> None:
         with _profiled("restore"):
-            self._backend.restore(now, kept, flags)
+            self._backend.restore(kept, flags)
 
 
 def _profiled(name: str) -> record_function:

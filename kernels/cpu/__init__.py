@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from onebit.kernels.cpu import adam, codec, lamb, lamb_statistics, limit, local_steps, scan, zero_one
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.passes import Pass
 
 PASSES = (
@@ -18,7 +19,8 @@ def run(work: Pass) -> None:
     PASSES[type(work)](work)
 
 
-def restore(now: Tensor, kept: Tensor, flags: Tensor) -> None:
+def restore(kept: Kept, flags: Tensor) -> None:
     """`onebit.kernels.backends.Backend.restore`."""
     if int(flags):
-        now.copy_(kept)
+        for now, before in kept.pairs:
+            now.copy_(before)

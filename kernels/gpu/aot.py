@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from onebit.kernels import gpu
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.wire import Norm, Scale
 from onebit.kernels.gpu.launch import Launch, recorded
 from onebit.kernels.passes import StepLimit, StepSquares
@@ -194,7 +195,7 @@ def _small_passes(workload: Workload) -> None:
     parameters, replies, limit = workload.layout.parameters, workload.replies(), None if workload.bare else 1.0
     squares, numels = (torch.zeros(parameters, dtype=dtype) for dtype in (torch.float64, torch.int64))
     usual, factor = torch.zeros((2, parameters))
-    gpu.restore(workload.exp_avg(), workload.exp_avg_sq(), workload.flags())
+    gpu.restore(Kept([(workload.exp_avg(), workload.exp_avg_sq())]), workload.flags())
     weight, shortened = None if workload.bare else factor, torch.zeros(1, dtype=torch.int64)
     gpu.run(StepSquares(workload.span, workload.sums(), replies, weight, squares))
     gpu.run(StepLimit(workload.span, squares, numels, replies, usual, limit, factor, shortened))

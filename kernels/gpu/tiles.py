@@ -55,7 +55,7 @@ ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dt
 entry = triton.jit(
     do_not_specialize=[
         "first_block", "first_word", "first_shard", "blocks", "out_shard_blocks", "out_fingerprint", "received_rows",
-        "words",
+        "pairs",
     ],
     do_not_specialize_on_alignment=[
         "flags", "sums", "counts", "live", "residual_partial", "residual_counted", "residual_counter",

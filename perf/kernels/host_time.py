@@ -4,7 +4,8 @@
 
 The Triton passes are launched as on a GPU, their arguments checked and looked up by Triton itself; its driver is a stub
 that runs nothing. Parameters are small tensors on the CPU, messages are not sent. Left out is what CUDA's own calls
-take (a launch some 3 us), and added is what the CPU takes for torch's own small operations.
+take (a launch some 3 us), and added is what the CPU takes for torch's own small operations. Microseconds are those that
+the thread had a processor.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def measure(parameters: int, ranks: int, steps: int) -> list[Row]:
 def _by_kind(
     stub: Driver, name: str, parameters: int, ranks: int, steps: int, counting: bool
 ) -> dict[str, list[tuple[int, int, float]]]:
-    """Launches, operations and seconds of each step; the first of a kind, which compile, are left out."""
+    """Launches, operations and a processor's seconds of each step; the first of a kind, which compile, are left out."""
     kind_of_optimizer, options = CASES[name]
     params = [torch.nn.Parameter(torch.ones(ELEMENTS)) for _ in range(parameters)]
     found: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
@@ -141,10 +142,10 @@ def _by_kind(
     for _ in range(steps):
         for p in params:
             p.grad = torch.ones_like(p)
-        launches, mode, start = stub.launches, Operations(), time.perf_counter()
+        launches, mode, start = stub.launches, Operations(), time.thread_time()
         with mode if counting else nullcontext():
             optimizer.step()
-        found[_kind(optimizer)].append((stub.launches - launches, mode.count, time.perf_counter() - start))
+        found[_kind(optimizer)].append((stub.launches - launches, mode.count, time.thread_time() - start))
         if not optimizer.compressing:
             for own in optimizer.state.values():
                 own["exp_avg_sq"].fill_(1)  # no pass has run, and a variance of 0 can't be frozen

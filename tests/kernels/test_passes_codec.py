@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import MAGIC, NONFINITE, Messages
 from onebit.kernels.passes import Decode
@@ -198,18 +199,20 @@ def test_compress_and_average_keep_residuals_as_they_were(name, options, flagged
     (torch.int32, 4), (torch.uint8, 1000), (torch.float32, 8192), (torch.float32, 20_001), (torch.uint8, 20_004),
 ])  # fmt: skip
 def test_restore_copies_bits_where_the_flag_is_set(name, dtype, count):
-    """Also of what is not a number."""
+    """Also of what is not a number, and of several tensors at once."""
     whole = (torch.arange(count + 8, dtype=torch.int64, device=device_of(name)) % 100).to(dtype)
     now, kept = whole[4:-4], torch.full((count,), 77, dtype=dtype, device=whole.device)
     if dtype == torch.float32:
         kept.view(torch.int32)[::7] = 0x7FC01234
     expected, flags = frozen_bits(whole), torch.zeros(1, dtype=torch.int32, device=whole.device)
-    backend(name).restore(now, kept, flags)
-    assert frozen_bits(whole) == expected
+    others = [(torch.zeros(n, device=whole.device), torch.ones(n, device=whole.device)) for n in (3000, 0, 5)]
+    all_kept = Kept([others[0], others[1], (now, kept), others[2]])
+    backend(name).restore(all_kept, flags)
+    assert frozen_bits(whole) == expected and not any(bool(other.any()) for other, _ in others)
     flags.fill_(1)
     outside = frozen_bits(whole[:4], whole[-4:])
-    backend(name).restore(now, kept, flags)
-    assert frozen_bits(now) == frozen_bits(kept)
+    backend(name).restore(all_kept, flags)
+    assert frozen_bits(now) == frozen_bits(kept) and all(bool(other.all()) for other, _ in others)
     assert frozen_bits(whole[:4], whole[-4:]) == outside
 
 

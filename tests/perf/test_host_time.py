@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-LAUNCHES = {  # of passes in one chunk, with 8 ranks, beside what marks and restores a step that is left out
-    ("1-bit Adam", "1 bit"): 10,
-    ("1-bit LAMB", "1 bit"): 11,
-    ("0/1 Adam", "1 bit"): 10,
+LAUNCHES = {  # of passes in one chunk, with 8 ranks
+    ("1-bit Adam", "1 bit"): 7,
+    ("1-bit LAMB", "1 bit"): 8,
+    ("0/1 Adam", "1 bit"): 7,
     ("0/1 Adam, local steps", "local"): 4,
 }
 MOST_OPERATIONS = 20  # of torch, in such a step
