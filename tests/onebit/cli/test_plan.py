@@ -3,7 +3,6 @@ of a real exchange played through as the plan has it. The pages that print its n
 test_plan_command.py and tests/perf/test_cluster_model.py.
 """
 
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -214,20 +213,3 @@ def test_agreeing_and_replies_wait_as_the_transport_sends_them():
         assert replace(FAR, **shape).all_gather_delay(row, expected) == pytest.approx(waits * 0.05)
     nodes = Groups.of(replace(FAR, gpus=16, gpus_per_node=4), 2).replicas  # ranks share hosts here too
     assert nodes.all_gather_delay(1e6, expected=True) == pytest.approx(3 * 0.05)
-
-
-@pytest.mark.parametrize("overlap, reply, gpus", [
-    ("none", "auto", 8), ("uncompressed", "direct", 16), ("both", 1, 1024),
-])  # fmt: skip
-def test_more_of_a_resource_is_never_slower(overlap, reply, gpus):
-    model, cluster = replace(NODES, overlap=overlap, reply=reply), replace(SLOW, gpus=gpus, rtt=1e-3)
-    better = {"network": 1.3, "intra": 1.3, "memory": 1.3, "latency": 0.7, "intra_latency": 0.7, "rtt": 0.7}
-    for (name, factor), transport in itertools.product(better.items(), ("nccl", "gloo")):
-        grown = [
-            replace(cluster, **{name: getattr(cluster, name) * factor**k}, transport=transport)
-            for k in range(-20, 20, 2)
-        ]
-        for step in (uncompressed, stage_2):
-            totals = [step(model, each).total for each in grown]
-            assert all(later <= earlier for earlier, later in itertools.pairwise(totals)), name
-            assert totals[-1] < totals[0], name

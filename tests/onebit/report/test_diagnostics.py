@@ -12,7 +12,7 @@ from torch import nn
 
 import onebit
 from tests.checkpoints import Run
-from tests.onebit.runs import Case, kinds, on_ranks
+from tests.onebit.runs import Case, on_ranks
 from tests.ranks import group
 
 
@@ -73,14 +73,6 @@ def test_coefficients_are_those_of_the_last_step() -> None:
         s = optimizer.state[p]
         u = (s["exp_avg"] / (1 - 0.9**3)) / ((s["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
         assert said["coefficient"] == pytest.approx(min(0.3, max(0.01, float(old.norm() / u.norm()))), rel=1e-4)
-
-
-@kinds
-def test_residuals_have_norms_from_stage_2_on(kind: str) -> None:
-    run = Run(Case(kind, options={"freeze_step": 4}), 1)
-    assert all("residual_norm" not in numbers for numbers in run.optimizer.diagnostics().values())
-    run.on(2, 8)
-    assert all(numbers["residual_norm"] > 0 for numbers in run.optimizer.diagnostics().values())
 
 
 def test_names_come_from_the_model_where_they_are_known() -> None:
