@@ -291,7 +291,9 @@ class FlatState:
         return {"element": elements, "parameter": len(self.params), "bit": elements // 8}[field.per]
 
     def _cut(self, chunks: int) -> Layout:
-        return Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+        cut = Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+        cut.table(self.device)  # now, in this stream: the first pass may run in another, whose memory it would be
+        return cut
 
 
 def _size(spans: Sequence[Span]) -> int:

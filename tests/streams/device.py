@@ -15,6 +15,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,9 +33,11 @@ from torch.utils._pytree import tree_leaves
 
 from onebit.collectives.transport import torch as transport
 from onebit.kernels import streams
+from onebit.kernels.backends import load
+from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.wire import Messages
-from onebit.kernels.passes import load
+from onebit.kernels.passes import LambWarmup, Pass
 from onebit.parallel.flight import Signal
 from tests.streams import passes
 from tests.streams.hosts import Clock, take_over
@@ -205,19 +208,24 @@ class Device:
         parts = ([self.recorder.part(t) for t in of] for of in (reads, writes))
         self.recorder.launch(what, *parts, stream)
 
-    def run_pass(self, name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        reads, writes = passes.accesses(name, arguments, options)
-        self.launch(name, reads, writes)
-        if (between := options.get("between")) is not None:
+    def run_pass(self, run: Callable[[Pass], None], work: Pass) -> None:
+        reads, writes = passes.accesses(work)
+        self.launch(work.name, reads, writes)
+        if isinstance(work, LambWarmup) and (between := work.between) is not None:
 
             def outside() -> None:
                 with self.see(unseen=False):
                     between()
-                    self.launch(name, reads, writes)
+                    self.launch(work.name, reads, writes)
 
-            options["between"] = outside
+            work = replace(work, between=outside)
         with self.see(unseen=True):
-            run(*arguments, **options)
+            run(work)
+
+    def restore(self, run: Callable[[Kept, Tensor], None], kept: Kept, flags: Tensor) -> None:
+        self.launch("restore", [flags, kept.table, *(copy for _, copy in kept.pairs)], [now for now, _ in kept.pairs])
+        with self.see(unseen=True):
+            run(kept, flags)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -376,9 +384,8 @@ def simulated(left_out: Site = NOWHERE) -> Iterator[Device]:
         for name in ("wait_on_host", "future", "pinned"):
             put(streams, name, getattr(device, name))
         put(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
-        for name in passes.WRITTEN:
-            run = getattr(load("cpu"), name)
-            put(load("cpu"), name, functools.partial(device.run_pass, name, run))
+        for name, seen in (("run", device.run_pass), ("restore", device.restore)):
+            put(load("cpu"), name, functools.partial(seen, getattr(load("cpu"), name)))
         table = Layout.table
 
         def seen_table(layout: Layout, of: torch.device) -> Any:

@@ -1,8 +1,7 @@
-"""What each pass reads and writes, as `onebit.kernels.passes.Backend` has it."""
+"""What each pass reads and writes, by the fields of its record."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,50 +10,51 @@ from torch import Tensor
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.record import Record
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
-from onebit.kernels.passes import Backend
+from onebit.kernels.passes import Pass
 
 WRITTEN = {
     "scan": {"flags", "squares"},
     "compress": {"residual", "out"},
     "average": {"residual", "out"},
-    "restore": {"now"},
     "decode": {"out"},
-    "adam_warmup": {"params", "exp_avg", "exp_avg_sq", "master", "sums"},
-    "adam_update": {"params", "master"},
-    "zero_one_full": {"params", "exp_avg_sq", "residual", "master", "live", "sums", "counts"},
-    "zero_one_update": {"params", "master"},
+    "adam_warmup": {"param", "master", "exp_avg", "exp_avg_sq", "sums"},
+    "adam_update": {"param", "master"},
+    "zero_one_full": {"param", "master", "exp_avg_sq", "residual", "live", "sums", "counts"},
+    "zero_one_update": {"param", "master"},
     "zero_one_inverses": {"sums"},
-    "zero_one_local": {"params", "exp_avg", "residual", "master", "squares"},
-    "zero_one_sync": {"params", "exp_avg", "anchor", "master"},
-    "lamb_warmup": {"params", "exp_avg", "exp_avg_sq", "master", "state"},
+    "zero_one_local": {"param", "master", "exp_avg", "residual", "squares"},
+    "zero_one_sync": {"param", "master", "exp_avg", "anchor"},
+    "lamb_warmup": {"param", "master", "exp_avg", "exp_avg_sq", "state"},
     "lamb_statistics": {"exp_avg_sq", "state"},
+    "step_squares": {"squares"},
+    "step_limit": {"usual", "factor", "shortened"},
 }
 
 
-def accesses(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+def accesses(work: Pass) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that a pass reads, and those that it writes."""
-    given = inspect.signature(getattr(Backend, name)).bind(None, *arguments, **options).arguments
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    span = given.get("span")
-    for argument, value in given.items():
-        found = list(tensors_of(value, span))
-        (writes if argument in WRITTEN[name] else reads).extend(found)
+    for name, value in _fields(work):
+        (writes if name in WRITTEN[work.name] else reads).extend(tensors_of(value, work.span))
         if isinstance(value, Pointers):
             reads.append(value.addresses)
-        if isinstance(value, Span) and found == []:
-            table = value.layout.table(arguments_device(given))
-            reads += [table.blocks, table.parameters]
-    return reads, writes
+    table = work.span.layout.table([*reads, *writes][0].device)
+    return [*reads, table.blocks, table.parameters, table.first_blocks], writes
 
 
-def arguments_device(given: dict[str, Any]) -> Any:
-    return next(t.device for value in given.values() for t in tensors_of(value, None))
+def _fields(record: Record) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(record).items():
+        if isinstance(value, Record) and not isinstance(value, (Messages, Pointers, Residual, LambState)):
+            yield from _fields(value)
+        else:
+            yield name, value
 
 
-def tensors_of(value: Any, span: Span | None) -> Iterator[Tensor]:
+def tensors_of(value: Any, span: Span) -> Iterator[Tensor]:
     match value:
         case Tensor():
             yield value
@@ -62,8 +62,6 @@ def tensors_of(value: Any, span: Span | None) -> Iterator[Tensor]:
             yield value.buffer
         case Residual() | LambState():
             yield from (each for each in vars(value).values() if isinstance(each, Tensor))
-        case Pointers() if span is None:
-            yield from (each for each in value.tensors if each is not None)
         case Pointers():
             for s in span.segments():
                 tensor = value.tensors[s.parameter]
