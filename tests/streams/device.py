@@ -1,17 +1,8 @@
-"""A simulated device: CPU tensors, whose operations, passes and collectives a recorder sees, and ranks that all do what
-this one does.
-
-    with simulated() as recorder:     what happens in here has streams
-
-NCCL's collectives run in a stream of their group: it waits for what the current stream has to do at the call, and
-`work.wait()` makes the current stream wait for it. Until then the work holds its tensors.
-"""
+"""A simulated device: CPU tensors, whose operations and passes a recorder sees, with streams and events of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,26 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onebit.collectives.transport import torch as transport
-from onebit.kernels import streams
-from onebit.kernels.backends import load
 from onebit.kernels.data.kept import Kept
-from onebit.kernels.data.layout import Layout
-from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import LambWarmup, Pass
-from onebit.parallel.flight import Signal
 from tests.streams import passes
 from tests.streams.hosts import Clock, take_over
 from tests.streams.recorder import Event, Recorder, Stream
@@ -298,156 +280,3 @@ class Result(Future):  # type: ignore[type-arg]
         if self._device.counts():
             take_over(self._device.recorder.current.clock, self.clock)
         return super().wait()
-
-
-class Group:
-    """NCCL's work."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._streams: dict[Any, Stream] = {}
-
-    def run(self, name: str, change: Callable[[], None], reads: list[Tensor], writes: list[Tensor], **of: Any) -> Any:
-        group = of.get("group") or dist.group.WORLD
-        if self.device.capturing and group not in self._streams:
-            self.device.recorder.faults[f"a group is used for the first time in a capture, by {name}"] = None
-        stream = self._streams.setdefault(group, self.device.new(name="collectives"))
-        take_over(stream.clock, self.device.recorder.current.clock)
-        self.device.launch(name, reads, writes, stream)
-        with self.device.see(unseen=True):
-            change()
-        work = Work(self.device, stream, [*reads, *writes])
-        if of.get("async_op"):
-            return work
-        take_over(self.device.recorder.current.clock, stream.clock)
-        return None
-
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        def change() -> None:
-            if op == dist.ReduceOp.SUM:
-                tensor.mul_(dist.get_world_size(group))
-
-        return self.run("all_reduce", change, [], [tensor], group=group, async_op=async_op)
-
-    def all_gather(self, out: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        def change() -> None:
-            out.view(-1, sent.numel()).copy_(sent.view(1, -1).expand(out.numel() // sent.numel(), -1))
-
-        return self.run("all_gather", change, [sent], [out], group=group, async_op=async_op)
-
-    def reduce_scatter(
-        self, out: Tensor, sent: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        def change() -> None:
-            own = sent.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
-            out.view(-1).copy_(own if op != dist.ReduceOp.SUM else own * dist.get_world_size(group))
-
-        return self.run("reduce_scatter", change, [sent], [out], group=group, async_op=async_op)
-
-    def all_to_all(self, out: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        def change() -> None:
-            rank, size = dist.get_rank(group), dist.get_world_size(group)
-            out.view(size, -1).copy_(sent.view(size, -1)[rank].expand(size, -1))
-
-        return self.run("all_to_all", change, [sent], [out], group=group, async_op=async_op)
-
-
-class Work:
-    def __init__(self, device: Device, stream: Stream, held: list[Tensor]) -> None:
-        self._device, self._stream, self._clock, self._held = device, stream, dict(stream.clock), held
-
-    def wait(self) -> None:
-        if self._device.counts():
-            take_over(self._device.recorder.current.clock, self._clock)
-            self._held = []
-
-    def get_future(self) -> Result:
-        future = Result(self._device)
-        self._device.keep_all(self._held, self._stream)  # NCCL lets go of them when the collective has ended
-        future.set_result(self._held)
-        future.clock = self._clock
-        return future
-
-
-@contextlib.contextmanager
-def simulated(left_out: Site = NOWHERE) -> Iterator[Device]:
-    """left_out: a call in the product that does nothing."""
-    device = Device(left_out)
-    group = Group(device)
-    with contextlib.ExitStack() as patches:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            patches.enter_context(mock.patch.object(owner, name, value))
-
-        for name in ("has_streams", "current", "new", "within", "choose_device", "mark", "wait_for", "join", "keep"):
-            put(streams, name, getattr(device, name))
-        for name in ("wait_on_host", "future", "pinned"):
-            put(streams, name, getattr(device, name))
-        put(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
-        for name, seen in (("run", device.run_pass), ("restore", device.restore)):
-            put(load("cpu"), name, functools.partial(seen, getattr(load("cpu"), name)))
-        table = Layout.table
-
-        def seen_table(layout: Layout, of: torch.device) -> Any:
-            made = table(layout, of)
-            device.keep_all([made.blocks, made.parameters], device.recorder.part(made.blocks).memory.made_in)
-            return made
-
-        put(Layout, "table", seen_table)
-        put(Messages, "check", lambda messages, phase: None)  # a GPU has no such check
-        put(dist, "all_reduce", group.all_reduce)
-        put(dist, "all_gather_single", group.all_gather)
-        put(dist, "all_gather_into_tensor", group.all_gather)
-        put(dist, "all_to_all_single", group.all_to_all)
-        put(dist, "reduce_scatter_tensor", group.reduce_scatter)
-        make = dist.new_group
-
-        def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
-            return make(ranks, backend="fake", **options)
-
-        put(dist, "new_group", new_group)
-        put(transport, "backends_of", lambda group: {"cpu": "nccl"})
-        _watch_waits(device, put)
-        patches.enter_context(device.recorder.hosts.watched(device.counts))
-        patches.enter_context(device.watch())
-        yield device
-        gc.collect()
-        device.recorder.close()
-
-
-def _watch_waits(device: Device, put: Callable[[Any, str, Any], None]) -> None:
-    """Work and signals; and DDP, which waits for what its hook returns."""
-    wait, recorder = transport.TorchWork.wait, device.recorder
-
-    def wait_for_work(work: Any) -> None:
-        if device.counts():
-            wait(work)
-
-    def signalled(run: Callable[[Signal], None]) -> Callable[[Signal], None]:
-        def signal(own: Signal) -> None:
-            with contextlib.nullcontext() if device.counts() else device.without_effect():
-                run(own)
-
-        return signal
-
-    put(Signal, "wait", signalled(Signal.wait))
-    put(Signal, "mark", signalled(Signal.mark))
-    put(transport.TorchWork, "wait", wait_for_work)
-    register = DistributedDataParallel.register_comm_hook
-
-    def register_hook(ddp: DistributedDataParallel, state: Any, hook: Callable[..., Any]) -> None:
-        @functools.wraps(hook)
-        def hooked(state: Any, bucket: Any) -> Any:
-            returned: list[Result] = []
-
-            def ddp_waits() -> None:  # its own callback comes after this one
-                for each in returned:
-                    take_over(recorder.current.clock, each.clock)
-
-            torch.autograd.Variable._execution_engine.queue_callback(ddp_waits)
-            returned.append(hook(state, bucket))
-            return returned[0]
-
-        register(ddp, state, hooked)
-
-    put(DistributedDataParallel, "register_comm_hook", register_hook)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
 from onebit.parallel import overlap
-from tests.streams.device import NOWHERE, Site, simulated
+from tests.streams.device import NOWHERE, Site
 from tests.streams.scenarios import RANKS, SCENARIOS
+from tests.streams.simulated import simulated
 from tests.streams.sites import Call
 
 MEANT = {"doubled": "mul_ in main"}  # gradients that change while messages read them: these messages do not count

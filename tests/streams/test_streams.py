@@ -14,8 +14,8 @@ from onebit.kernels import cpu
 from onebit.kernels.passes import SMALL, Pass
 from onebit.kernels.tuning.workload import Workload
 from tests.streams import passes, runs
-from tests.streams.device import simulated
 from tests.streams.scenarios import SCENARIOS
+from tests.streams.simulated import simulated
 from tests.streams.sites import Call, calls
 
 
