@@ -66,18 +66,18 @@ def _update(
             p_base, p_valid, wide = tiles.pointer(param, p, offset, valid, PARAM, TILE)
             if flag == 0:
                 x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
-                lr = tl.load(h + tiles.H_LR)
-                if coefficient is not None:
-                    lr = lr * tl.load(coefficient + p)
                 if d is not None:
-                    m = tiles.decode_block(reply, length, TILE, TENSOR, COPIES)
-                    by, moves = m * d_or_v, d_or_v != 0
+                    d_or_u, lr = d_or_v, tl.load(h + tiles.H_LR)
+                    if coefficient is not None:
+                        lr = lr * tl.load(coefficient + p)
+                    by = tiles.decode_block(reply, length, TILE, TENSOR, COPIES) * d_or_u
                 else:
                     least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
                     m = tiles.decode_block(reply, length, TILE, TENSOR, COPIES)
-                    u = tiles.used_root(d_or_v, h, least, at_zero)
-                    by, moves = tiles.over_root(m, u, h), u != 0
-                x = tl.where(moves, x - lr * (by * its_clip + tl.load(h + tiles.H_WEIGHT_DECAY) * x), x)
+                    d_or_u = tiles.used_root(d_or_v, h, least, at_zero)
+                    by, lr = tiles.over_root(m, d_or_u, h), tl.load(h + tiles.H_LR)
+                moved = x - lr * (by * its_clip + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
+                x = tl.where(d_or_u != 0, moved, x)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 

@@ -28,9 +28,7 @@ def compress_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
-            message, _, place, word, of_shard = tiles.find_message(row, first_shard, out, out_bytes, 1)
-            shard = tiles.find_shard(row, first_shard)
-            its_scale = tiles.part(residual_scale, shard)
+            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
             its_value = residual_value + start
             kept = tiles.load_flat(its_value, length, TILE)
             its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
@@ -38,6 +36,7 @@ def compress_kernel(
                 tiles.store_flat(residual_before + start, kept, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             g_base, g_valid, wide = tiles.pointer(grad, p, offset, valid, GRAD_DTYPE, TILE)
+            message = out + shard * out_bytes
             if place == 0:
                 tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:
@@ -51,12 +50,14 @@ def compress_kernel(
                     y = tl.load(h + tiles.H_BETA1) * m + y
                 elif momentum is not None:
                     y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(momentum + start, length, TILE) + y
-                c = y + tiles.residual(kept, its_scale)
                 scale = tiles.scale_in(message, place, OUT_TENSOR)
                 bits = tiles.bits_in(message, word, of_shard, OUT_TENSOR)
+                its_partial, its_counted = tiles.part(residual_partial, block), tiles.part(residual_counted, block)
+                its_scale = tiles.part(residual_scale, shard)
+                c = y + tiles.residual(kept, its_scale)
                 tiles.encode(
-                    c, its_live, its_value, scale, tiles.part(residual_partial, block),
-                    tiles.part(residual_counted, block), bits, valid, length, TILE, OUT_TENSOR, OUT_NORM,
+                    c, its_live, its_value, scale, its_partial, its_counted, bits, valid, length, TILE, OUT_TENSOR,
+                    OUT_NORM,
                 )  # fmt: skip
                 if OUT_TENSOR:
                     if tiles.finished(residual_counter + shard, of_shard):

@@ -75,18 +75,19 @@ def find(block_table, block, first_word):
 
 
 @triton.jit
-def find_shard(row, first_shard):
-    """A block's shard, counted from one on."""
-    return (tl.load(row + B_SHARD) - first_shard).to(tl.int64)
+def find_in_shard(row, first_shard):
+    """A block's shard, counted from one on, the block's place among those of the shard, the word of the shard that it
+    starts at, and how many blocks the shard has."""
+    shard = (tl.load(row + B_SHARD) - first_shard).to(tl.int64)
+    return shard, tl.load(row + B_PLACE), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
 
 
 @triton.jit
 def find_message(row, first_shard, messages, row_bytes, copies):
-    """A block's message, or the first of its copies, which lie `row_bytes` apart; the block's place among those of the
-    shard, the word of the shard that it starts at, and how many blocks the shard has. `messages` are those of shards
-    from one on."""
-    message = messages + find_shard(row, first_shard) * copies * row_bytes
-    return message, row_bytes, tl.load(row + B_PLACE), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
+    """A block's message, or the first of its copies, which lie `row_bytes` apart, and where the block is in it.
+    `messages` are those of shards from one on."""
+    shard, place, word, of_shard = find_in_shard(row, first_shard)
+    return messages + shard * copies * row_bytes, row_bytes, place, word, of_shard
 
 
 @triton.jit
