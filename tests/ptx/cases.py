@@ -20,7 +20,7 @@ from onebit.kernels.tuning.workload import Workload
 from tests.kernels.agreement import COMPARED, OTHERWISE, check_limit, check_messages, check_pass
 from tests.kernels.cases import BF16, CASES, F16, Case
 from tests.kernels.world import World
-from tests.ptx import sparse, workloads
+from tests.ptx import edges, sparse, workloads
 from tests.ptx.machine import ORDERS
 from tests.ptx.memory import Fault
 from tests.ptx.run import Compiled, execute
@@ -87,6 +87,7 @@ VARIANTS |= {
     "1,100 blocks, one scale": Variant(Case((35_200,), 32, scale="tensor"), Config(4, 8), OF_MANY_BLOCKS),
     "1,100 blocks": Variant(Case((35_200,), 32), Config(8, 8), OF_MANY_BLOCKS[1:]),
 }
+VARIANTS |= {name: Variant(case, passes=edges.PASSES) for name, case in edges.CASES.items()}
 VARIANTS[sparse.NAME] = Variant(sparse.NAME, passes=sparse.PASSES)
 VARIANTS |= {f"aot: {name}": Variant(name, passes=workloads.PASSES) for name in workloads.NAMES}
 # What every run of the tests does: few blocks, and every kernel in each of its forms.
@@ -123,6 +124,8 @@ def check(each: str, case: Case | str, around: Callable[[Worlds], AbstractContex
         workloads.check(each, case, around)
     elif each == LIMIT:
         check_limit(case, "ptx", around)
+    elif each in edges.PASSES:
+        edges.check(each, case, around)
     elif each in MESSAGES:
         check_messages(case, "ptx", masked=each != MESSAGES[0], around=around)
     else:
