@@ -50,7 +50,9 @@ def simulated(left_out: Site = NOWHERE) -> Iterator[Device]:
 
         def seen_table(layout: Layout, of: torch.device) -> Any:
             made = table(layout, of)
-            device.keep_all([made.blocks, made.parameters], device.recorder.part(made.blocks).memory.made_in)
+            device.keep_all(
+                [made.blocks, made.parameters, made.first_blocks], device.recorder.part(made.blocks).memory.made_in
+            )
             return made
 
         put(Layout, "table", seen_table)
