@@ -47,9 +47,10 @@ def _warmup(
         return
     for block in range(first, stop):
         its = tiles.locate(block_table, parameter_table, first_block, block)
-        start, h = 4 * its.start, tiles.hyper_of(hyper, its.group)
+        start = 4 * its.start
         g_at = tiles.gradient_at(grad, grad_dtype, its, scratch)
         x_at = tiles.parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
+        h = tiles.hyper_of(hyper, its.group)
         summed = _warmup_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, h)
         tiles.put_parameter(x_at, param, param_dtype, its, scratch)
         if sums != 0:

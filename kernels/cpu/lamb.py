@@ -46,9 +46,10 @@ def _moments(
         return
     for block in range(first, stop):
         its = tiles.locate(block_table, parameter_table, first_block, block)
-        start, h = 4 * its.start, tiles.hyper_of(hyper, its.group)
+        start = 4 * its.start
         g_at = tiles.gradient_at(grad, grad_dtype, its, scratch)
         x_at = tiles.parameter_at(param, param_dtype, master, its, scratch + 4 * block_size)
+        h = tiles.hyper_of(hyper, its.group)
         xx, uu = _moments_block(its.valid, g_at, exp_avg + start, exp_avg_sq + start, x_at, h)
         set_float(state_partial + 4 * block, xx)
         set_float(state_partial + 4 * (blocks + block), uu)

@@ -117,15 +117,16 @@ def _update(
         its = tiles.locate(block_table, parameter_table, first_block, block)
         message = tiles.message_of(replies, its, replies_bytes, replies_copies)
         if tiles.any_flag(message, replies_copies, replies_bytes) == 0:
-            p, h = its.parameter, tiles.hyper_of(hyper, its.group)
+            p = its.parameter
             scale, bits = tiles.of_message(message, its, replies_tensor)
             m_at = tiles.mean_at(
                 scale, bits, replies_bytes, replies_copies, tiles.up(its.valid), scratch + 4 * block_size
             )
             x_at = tiles.parameter_at(param, param_dtype, master, its, scratch)
             _update_block(
-                its.valid, bits, float_at(scale), m_at, exp_avg_sq + 4 * its.start, x_at, h,
-                float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p), tiles.clip_of(clip, p),
+                its.valid, bits, float_at(scale), m_at, exp_avg_sq + 4 * its.start, x_at,
+                tiles.hyper_of(hyper, its.group), float_at(least_root + 4 * p), float_at(root_at_zero + 4 * p),
+                tiles.clip_of(clip, p),
             )  # fmt: skip
             tiles.put_parameter(x_at, param, param_dtype, its, scratch + 8 * block_size)
 

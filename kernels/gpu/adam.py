@@ -26,7 +26,7 @@ def adam_warmup_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             last_m = tiles.load_flat(exp_avg + start, length, TILE)
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
@@ -58,7 +58,7 @@ def _update(
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             reply = tiles.find_message(row, first_shard, replies, replies_bytes, COPIES)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             d_or_v = tiles.load_flat((exp_avg_sq if d is None else d) + start, length, TILE)
             flag = tiles.flag_of(reply, COPIES)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)

@@ -52,8 +52,9 @@ def compress_kernel(
                     y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(momentum + start, length, TILE) + y
                 scale = tiles.scale_in(message, place, OUT_TENSOR)
                 bits = tiles.bits_in(message, word, of_shard, OUT_TENSOR)
-                its_partial, its_counted = tiles.part(residual_partial, block), tiles.part(residual_counted, block)
-                its_scale = tiles.part(residual_scale, shard)
+                its_partial = None if residual_partial is None else residual_partial + block
+                its_counted = None if residual_counted is None else residual_counted + block
+                its_scale = None if residual_scale is None else residual_scale + shard
                 c = y + tiles.residual(kept, its_scale)
                 tiles.encode(
                     c, its_live, its_value, scale, its_partial, its_counted, bits, valid, length, TILE, OUT_TENSOR,
@@ -96,9 +97,11 @@ def average_kernel(
                 c = total * inverse_ranks + tiles.residual(kept, residual_scale)
                 scale = tiles.scale_in(out, block, OUT_TENSOR)
                 bits = tiles.bits_in(out, word, blocks, OUT_TENSOR)
+                its_partial = None if residual_partial is None else residual_partial + block
+                its_counted = None if residual_counted is None else residual_counted + block
                 tiles.encode(
-                    c, its_live, its_value, scale, tiles.part(residual_partial, block),
-                    tiles.part(residual_counted, block), bits, valid, length, TILE, OUT_TENSOR, OUT_NORM,
+                    c, its_live, its_value, scale, its_partial, its_counted, bits, valid, length, TILE, OUT_TENSOR,
+                    OUT_NORM,
                 )  # fmt: skip
                 if OUT_TENSOR:
                     if tiles.finished(residual_counter, blocks):

@@ -36,7 +36,7 @@ def lamb_moments_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, block, 0)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             last_m = tiles.load_flat(exp_avg + start, length, TILE)
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
@@ -76,7 +76,7 @@ def lamb_apply_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, block, 0)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             m = tiles.load_flat(exp_avg + start, length, TILE)
             v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
@@ -164,7 +164,7 @@ def lamb_statistics_kernel(
             flag = tiles.flag_of(reply, REPLIES_COPIES)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             if (valid > 0) & (flag == 0):
-                its_gamma = tiles.part(gamma, p)
+                its_gamma = None if gamma is None else gamma + p
                 squared = _squared_gradient(
                     reply, last_reply, last_m, length, its_gamma, h, TILE, REPLIES_TENSOR, REPLIES_COPIES
                 )

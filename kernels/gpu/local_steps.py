@@ -24,7 +24,7 @@ def zero_one_local_kernel(
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             shard, _, _, _ = tiles.find_in_shard(row, first_shard)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             last_m = tiles.load_flat(exp_avg + start, length, TILE)
             kept = None if residual_value is None else tiles.load_flat(residual_value + start, length, TILE)
@@ -40,7 +40,8 @@ def zero_one_local_kernel(
                 m = tl.where(u != 0, tiles.first_moment(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, h), last_m)
                 tiles.store_tile(exp_avg + start, m, valid, wide, TILE)
                 if residual_value is not None:
-                    e = tiles.residual(kept, tiles.part(residual_scale, shard))
+                    its_scale = None if residual_scale is None else residual_scale + shard
+                    e = tiles.residual(kept, its_scale)
                     held = e if residual_scale is None else tl.zeros_like(e)
                     e = tl.where(u != 0, e + tl.load(h + tiles.H_LR) * tl.load(h + tiles.H_BIAS1) * m, held)
                     tiles.store_tile(residual_value + start, e, valid, wide, TILE)
@@ -63,7 +64,7 @@ def zero_one_sync_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             reply = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_COPIES)
             v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             x = tiles.load_flat(anchor + start, length, TILE)

@@ -187,12 +187,6 @@ def clip_of(clip, parameter):
 
 
 @triton.jit
-def part(base, start):
-    """A block's part of flat state, if there is any."""
-    return None if base is None else base + start
-
-
-@triton.jit
 def signed(positive, scale):
     return tl.where(positive, scale, -scale)
 

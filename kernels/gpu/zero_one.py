@@ -34,7 +34,7 @@ def zero_one_full_kernel(
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             shard, _, _, _ = tiles.find_in_shard(row, first_shard)
             reply = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_COPIES)
-            its_master = tiles.part(master, start)
+            its_master = None if master is None else master + start
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             kept = None if residual_value is None else tiles.load_flat(residual_value + start, length, TILE)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
@@ -49,7 +49,8 @@ def zero_one_full_kernel(
                 m = _of_live(m, last_v, at_zero)
                 m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), m, last_v, h)
                 if residual_value is not None:
-                    e = _of_live(tiles.residual(kept, tiles.part(residual_scale, shard)), last_v, at_zero)
+                    its_scale = None if residual_scale is None else residual_scale + shard
+                    e = _of_live(tiles.residual(kept, its_scale), last_v, at_zero)
                     tiles.store_tile(residual_value + start, e + tl.load(h + tiles.H_BETA1) * m, valid, wide, TILE)
                 tiles.store_tile(exp_avg_sq + start, v, valid, wide, TILE)
                 counted = tiles.valid_only(v, valid, TILE)
