@@ -264,13 +264,6 @@ class Exchange(ABC):
                 residual = chunk.residual if i == node.rank else None
                 yield self.layout.part(chunk.index, i, node.size), chunk.replies.slice(i * ranks, ranks), residual
 
-    def put_replies(self, replies: Tensor) -> None:
-        """Those of an exchange that has ended on another rank, and not on this one, which has sent all of its own."""
-        self.replies.buffer.copy_(replies)
-        ranks = self.transport.size
-        for chunk in self.chunks:
-            chunk.arriving.buffer.copy_(chunk.replies.buffer[self.node.rank * ranks :][:ranks])
-
     def clear_replies(self, flags: Tensor) -> None:
         """What was received stands for 0, where flags, int32 [1], is 0. `residual` has been computed anew: it does not
         depend on a tensor scale any more."""

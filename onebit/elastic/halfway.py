@@ -133,7 +133,7 @@ class Settlement:
         if own["under_way"]:
             _, replies = receive_tensors(everyone, self.ahead, inner.setup.device, _FINISHING)
             for reducer, buffer in zip(inner.current.reducers, replies, strict=True):
-                reducer.exchange.put_replies(buffer)
+                reducer.replies.buffer.copy_(buffer)
         inner.finish_step(skipped=ahead["skipped"] > own["skipped"])
         if ahead["compressing"] and not inner.compressing and inner.current.stages.freeze_is_due:
             chosen = replace(inner.setup.options, chunks=max(ahead["chunks"]))

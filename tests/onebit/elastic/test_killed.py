@@ -23,7 +23,7 @@ STEPS, STRUCK = 10, {1: 3, 2: 7}
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
 KILLED = [
     (A, 2, Point(1, "in the all-reduce", AVERAGE, "under way", ())),
-    (L, 1, Point(2, "between two chunks", f"{GATHER} 1", "before", ())),
+    (L, 1, Point(2, "before the last chunk is compressed", f"{GATHER} 0", "before", ())),
     (Z, 0, Point(2, "in the all-gather", f"{SCATTER} 1", "under way", ())),
     (A, 0, Point(2, "after the all-gather", f"{SCATTER} 1", "after", ())),
     (L, 2, Point(2, "in the exchange", f"{EXCHANGE} 1", "under way", (), "direct")),
@@ -31,7 +31,7 @@ KILLED = [
 
 
 def case_of(kind: str, reply: Any) -> Case:
-    options = {"freeze_step": 4, "chunks": 2, "reply": reply, "elastic": True}
+    options = {"freeze_step": 4, "chunks": 3, "reply": reply, "elastic": True}
     return Case(kind, SHAPES, options=options, groups=({}, {"lr": 2e-3}))
 
 
