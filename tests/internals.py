@@ -21,7 +21,7 @@ def break_scatter(exchange: TwoPhases, broken: Callable[..., Any]) -> None:
 
 def forget_process_group(optimizer: Any) -> None:
     """As if it was built with process_group=None, before there was a default group."""
-    optimizer._ranks._process_group = None
+    optimizer.rank_finder._process_group = None
 
 
 def parameter_names(state: OneBitState) -> list[str]:

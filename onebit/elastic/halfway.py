@@ -83,7 +83,7 @@ class Settlement:
         if own["under_way"] and not self._finishes(rank):
             inner.current.take_back_exchange()
             if own["sync"]:
-                inner.end_local_step()
+                end_local_step(inner)
         for other in filter(self._finishes, self.stayers):
             if rank == self.ahead:
                 self._send(inner, other)
@@ -134,8 +134,35 @@ class Settlement:
             _, replies = receive_tensors(everyone, self.ahead, inner.setup.device, _FINISHING)
             for reducer, buffer in zip(inner.current.reducers, replies, strict=True):
                 reducer.replies.buffer.copy_(buffer)
-        inner.finish_step(skipped=ahead["skipped"] > own["skipped"])
+        finish_step(inner, skipped=ahead["skipped"] > own["skipped"])
         if ahead["compressing"] and not inner.compressing and inner.current.stages.freeze_is_due:
             chosen = replace(inner.setup.options, chunks=max(ahead["chunks"]))
             for tell in inner.current.freeze(replace(inner.setup, options=chosen)):
                 tell()
+
+
+def finish_step(inner: OneBitOptimizer, skipped: bool) -> None:
+    """The coming step, which other ranks have finished. This rank has sent all that it was to send, and the replies, if
+    there are any, are here."""
+    step, setup, current, gradients = inner.coming, inner.setup, inner.current, inner.gradients
+    assert step is not None
+    flags, under_way = gradients.flags, current.under_way
+    if not step.alone:
+        flags.fill_(int(skipped))
+    if under_way is not None and under_way.by_flags and skipped:
+        current.take_back_exchange()
+    elif under_way is not None:
+        step.finish(under_way.hyper, flags)
+    else:
+        gradients.clip_as_asked(setup, current)
+        flags.fill_(int(skipped))
+        step.move(gradients.write_hyper(setup, current), flags)
+    inner.end_step(step, flags)
+    inner.catch_up()
+
+
+def end_local_step(inner: OneBitOptimizer) -> None:
+    """Of a sync whose exchange did not end and has been taken back: the exchange is still due."""
+    assert inner.coming is not None
+    inner.end_step(inner.coming, inner.gradients.flags)
+    inner.catch_up()

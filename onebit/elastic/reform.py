@@ -31,6 +31,7 @@ from onebit.optim.param_groups import PROGRESS
 from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
+from onebit.parallel.watch import Watch
 
 Saved = dict[Tensor, dict[str, Any]]
 
@@ -68,13 +69,13 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     inner = own_optimizer(optimizer, "reform")
     _check(inner, leaving)
     own = _Own.of(inner)
-    if leaving and not inner.is_new and not own.hand_over(leaving):
+    if leaving and not is_new(inner) and not own.hand_over(leaving):
         return
-    topology = inner.topology_of(process_group)
+    topology = inner.rank_finder.topology_of(process_group)
     members = _compared(topology, own)
     stayers = [rank for rank, each in enumerate(members) if not each["new"]]
     settlement = Settlement(topology, members, stayers)
-    if stayers and not inner.is_new:
+    if stayers and not is_new(inner):
         settlement.settle(inner)
         own.save()
     received = _joined(topology, own, stayers)
@@ -91,13 +92,32 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     if received is not None:
         received.put_parameters(inner, groups)
     own.go_on_between_exchanges(topology, snapshot, settlement.local_progress if stayers else [], received is not None)
-    inner.go_on_with(topology, snapshot, max(each["reforms"] for each in members) + 1)
+    go_on_with(inner, topology, snapshot, max(each["reforms"] for each in members) + 1)
     if stayers and settlement.sync_is_due:
         inner.synchronize()
 
 
+def is_new(inner: OneBitOptimizer) -> bool:
+    """Whether a rank has begun no step and loaded nothing. Reading it waits for the device."""
+    return not inner.current.ranks_agree and not bool(inner.current.stages.counts.any())
+
+
+def go_on_with(inner: OneBitOptimizer, topology: Topology, snapshot: Snapshot, reforms: int) -> None:
+    """From `snapshot`, with other ranks. They compare what they have with the coming step, as before the first one."""
+    inner.rank_finder.go_on_with(topology)
+    inner.setup, inner.reforms = replace(inner.setup, topology=topology), reforms
+    inner.overlap.forget_ranks()
+    inner.watch = Watch(inner.setup.options.check_every)
+    inner.averaged_in_backward, inner.leave_out_buckets = False, lambda buckets: None
+    inner.install(snapshot)
+
+
 def _check(inner: OneBitOptimizer, leaving: Sequence[int]) -> None:
-    inner.check_between_steps("reform")
+    inner.current.check_own_parameters("reform")
+    inner.shown_state.check_loaded()
+    inner.overlap.abandon()
+    if inner.current.under_way is None:
+        inner.catch_up()
     if leaving and inner.current.under_way is not None:
         raise ValueError(
             "reform with leaving= after a step that did not end: ranks leave in good order between two steps. Call "
@@ -121,7 +141,7 @@ class _Own:
 
     @classmethod
     def of(cls, inner: OneBitOptimizer) -> _Own:
-        return cls(inner, {}, {}, [] if inner.is_new else [inner.setup.topology.place])
+        return cls(inner, {}, {}, [] if is_new(inner) else [inner.setup.topology.place])
 
     def save(self) -> None:
         """What it has now, beside what others have handed over."""
@@ -133,7 +153,7 @@ class _Own:
     def facts(self) -> dict[str, Any]:
         topology = self.inner.setup.topology
         return {
-            "new": self.inner.is_new,
+            "new": is_new(self.inner),
             "kept": self.kept,
             "ranks": topology.nodes * topology.slices,
             "reforms": self.inner.reforms,

@@ -23,7 +23,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.checkpoint import restore
-from onebit.collectives.topology import Topology
 from onebit.collectives.waits import counted
 from onebit.kernels.streams import capturing
 from onebit.optim import held, param_groups
@@ -73,8 +72,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.coming: Step | None = None  # that step, until it has ended
         super().__init__(params, {**defaults, COMPRESS: True})
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
-        self._ranks = RankFinder(*ranks, groups, chosen, device)
-        topology, name = self._ranks.topology, type(self).__name__
+        self.rank_finder = RankFinder(*ranks, groups, chosen, device)
+        topology, name = self.rank_finder.topology, type(self).__name__
         self.setup = Setup(name, algorithm, chosen, topology, device, groups, held=self._held)
         self.setup.warn_if_early()
         self.gradients = Gradients(device)
@@ -150,7 +149,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             step.move(gradients.write_hyper(setup, current), flags)
             report_to_scaler(self, flags)
             self.after_step += self.pay_off.due(self.overlap.timed_as(step), setup, current, self.averaged_in_backward)
-            self._end_step(step, flags)
+            self.end_step(step, flags)
             self.leave_out_buckets(step.next_needs_no_mean)
             try:
                 self.watch.check(setup, current)
@@ -159,35 +158,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     self.after_step.pop(0)()
         return loss
 
-    def _end_step(self, step: Step, flags: Tensor) -> None:
+    def end_step(self, step: Step, flags: Tensor) -> None:
         self.after_step += step.count(flags)
         self.gradients.reset()
         self.begun, self.coming = False, None
-
-    def finish_step(self, skipped: bool) -> None:
-        """The coming step, which other ranks have finished, before a rank died: see `onebit.reform`. This rank has sent
-        all that it was to send, and the replies, if there are any, are here."""
-        step, current, gradients = self.coming, self.current, self.gradients
-        assert step is not None
-        flags, under_way = gradients.flags, current.under_way
-        if not step.alone:
-            flags.fill_(int(skipped))
-        if under_way is not None and under_way.by_flags and skipped:
-            current.take_back_exchange()
-        elif under_way is not None:
-            step.finish(under_way.hyper, flags)
-        else:
-            gradients.clip_as_asked(self.setup, current)
-            flags.fill_(int(skipped))
-            step.move(gradients.write_hyper(self.setup, current), flags)
-        self._end_step(step, flags)
-        self._catch_up()
-
-    def end_local_step(self) -> None:
-        """Of a sync whose exchange did not end and has been taken back: the exchange is still due."""
-        assert self.coming is not None
-        self._end_step(self.coming, self.gradients.flags)
-        self._catch_up()
 
     @eager
     def synchronize(self) -> None:
@@ -207,9 +181,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """The coming step. The first call decides its kind, in `step` or with the first gradient of a backward pass:
         all ranks then have the same model and are in the same stage. Later calls look for what users have changed."""
         self.current.check_own_parameters("a step")
-        self._shown.check_loaded()
+        self.shown_state.check_loaded()
         check_groups(self.param_groups, self.defaults.keys())
-        self._catch_up()
+        self.catch_up()
         self.find_ranks()
         current = self.current
         if not current.ranks_agree:
@@ -229,11 +203,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def find_ranks(self) -> None:
         """Go on with the ranks and the parameters that there are now: see `RankFinder.find`. The first time, at the
         latest in the first step or load, a collective call."""
-        others = self._ranks.find(self.compressing)
+        others = self.rank_finder.find(self.compressing)
         if others:
-            self.setup = replace(self.setup, topology=self._ranks.topology)
+            self.setup = replace(self.setup, topology=self.rank_finder.topology)
         elif param_groups.identities(self.param_groups) != self._built_for:
-            self._ranks.check_sharding(self.param_groups)
+            self.rank_finder.check_sharding(self.param_groups)
         else:
             return
         self.install(Snapshot.of(self.setup, self.current))
@@ -246,45 +220,18 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.current, self.begun = snapshot, False
             self.gradients.reset()
             self.leave_out_buckets(False)
-        self._shown = ShownState(self.setup, snapshot, room)
-        self.state = self._shown.state
+        self.shown_state = ShownState(self.setup, snapshot, room)
+        self.state = self.shown_state.state
         self.param_groups[0][PROGRESS] = {}
 
-    @property
-    def is_new(self) -> bool:
-        """Whether it has begun no step and loaded nothing. Reading it waits for the device."""
-        return not self.current.ranks_agree and not bool(self.current.stages.counts.any())
-
-    def topology_of(self, process_group: Any) -> Topology:
-        """The ranks of another group: see `RankFinder.topology_of`."""
-        return self._ranks.topology_of(process_group)
-
-    def check_between_steps(self, what: str) -> None:
-        """A ValueError where this rank has no state of its own. Messages that are on their way are waited for."""
-        self.current.check_own_parameters(what)
-        self._shown.check_loaded()
-        self.overlap.abandon()
-        if self.current.under_way is None:
-            self._catch_up()
-
-    def go_on_with(self, topology: Topology, snapshot: Snapshot, reforms: int) -> None:
-        """From `snapshot`, with other ranks: see `onebit.reform`. They compare what they have with the coming step, as
-        before the first one."""
-        self._ranks.go_on_with(topology)
-        self.setup, self.reforms = replace(self.setup, topology=topology), reforms
-        self.overlap.forget_ranks()
-        self.watch = Watch(self.setup.options.check_every)
-        self.averaged_in_backward, self.leave_out_buckets = False, lambda buckets: None
-        self.install(snapshot)
-
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Take over what users have put into `optimizer.state`, and what the host has to know of the last step."""
-        adopted = self._shown.adopted(self.setup, self.current, self.state)
+        adopted = self.shown_state.adopted(self.setup, self.current, self.state)
         if adopted is not self.current:
             self.overlap.check_at_rest("changing optimizer.state")
             self.install(adopted)
         if not capturing(self.setup.device) and self.current.read_last_step(self.setup):
-            self.install(self.current, self._shown.room)
+            self.install(self.current, self.shown_state.room)
 
     @eager
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -324,7 +271,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """As torch's, in stage 1 only: after the freeze new parameters would have no variance."""
         if self._built:
             self.current.check_stage_1("add_param_group")
-            self._catch_up()
+            self.catch_up()
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError('add_param_group takes a dict with its parameters under "params"')
         mask = param_group.get(MASK)
@@ -333,7 +280,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             if self._built:
-                self._ranks.check_sharding(self.param_groups)
+                self.rank_finder.check_sharding(self.param_groups)
             check_last_group(self.param_groups, self.defaults.keys())
             if mask is not None:
                 self._held |= held.held_by(self.param_groups[-1], mask)
@@ -361,8 +308,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         self.overlap.check_at_rest("state_dict")
         self.current.check_synchronized()
-        self._catch_up()
-        saved, numbers = self._shown.saved(self.setup, self.current)
+        self.catch_up()
+        saved, numbers = self.shown_state.saved(self.setup, self.current)
         shown, self.state = self.state, defaultdict(dict, saved)
         self.param_groups[0][PROGRESS] = numbers
         try:
