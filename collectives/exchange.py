@@ -155,8 +155,7 @@ class Exchange(ABC):
         self.reply_format = self._reply_format()
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
-        self.compressed: set[int] = set()  # chunks, in the last exchange, and those that this rank has averaged for all
-        self.averaged: set[int] = set()
+        self.begin()
         self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
         self.all_live = False  # whether `live`, where it is there, is known to have every coordinate
         shards = self.shards(transport.size)
@@ -225,16 +224,21 @@ class Exchange(ABC):
         chunks = list(chunks or self.chunks)
         if backwards:
             chunks.reverse()
-        self.compressed, self.averaged = set(), set()
+        self.begin()
 
         def counted(chunk: Chunk) -> None:
-            self.compressed.add(chunk.index)
             compress(chunk)
+            self.compressed.add(chunk.index)
 
         spread = Spread(node or self.node, use)
         self._pipeline(chunks, over or self.transport, counted, spread.start)
         spread.finish()
         return self.replies
+
+    def begin(self) -> None:
+        """No chunk is compressed yet, and this rank has averaged none for all."""
+        self.compressed: set[int] = set()
+        self.averaged: set[int] = set()
 
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""

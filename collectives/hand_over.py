@@ -18,9 +18,10 @@ from onebit.kernels.data.wire import MessageError
 _MOST_JSON = 2**28  # bytes
 
 
-def send_tensors(ranks: Ranks, to: int, value: Any, tensors: Sequence[Tensor], phase: str) -> None:
-    """value: what JSON can hold. tensors: on a device that the ranks can send from. It waits until all have left."""
-    sender, at = _sender(ranks, phase), tensors[0].device
+def send_tensors(ranks: Ranks, to: int, value: Any, tensors: Sequence[Tensor], at: torch.device, phase: str) -> None:
+    """value: what JSON can hold. tensors: on `at`, a device that the ranks can send from. It waits until all have
+    left."""
+    sender = _sender(ranks, phase)
     rows = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     text = torch.frombuffer(bytearray(json.dumps([value, rows]).encode()), dtype=torch.uint8).to(at)
     for each in (torch.tensor([len(text)], dtype=torch.int64, device=at), text, *tensors):

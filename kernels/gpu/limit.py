@@ -61,7 +61,7 @@ def step_squares_kernel(
                 there = block < stop
                 value = tl.load(values + block, mask=there, other=0).to(tl.float64)
                 if replies is not None:
-                    row_words = replies_bytes // 4
+                    row_words = (replies_bytes // 4).to(tl.int64)
                     s = mean_scale(replies, block_table, block, there, row_words, REPLIES_COPIES, REPLIES_TENSOR)
                     value = s * s * value
                 total += value
@@ -91,7 +91,7 @@ def step_limit_kernel(
             r = tl.where(r == 0, now, least)
             tl.store(usual + p, r, mask=there)
         if limit is None:
-            most = tl.maximum(tl.abs(r) * TIMES_USUAL, LEAST_LIMIT).to(tl.float64)
+            most = tl.maximum(tl.abs(r) * TIMES_USUAL, LEAST_LIMIT, propagate_nan=tl.PropagateNan.ALL).to(tl.float64)
         else:
             most = tl.full((TILE,), limit, tl.float32).to(tl.float64)
         found = tl.where(rms <= most, 1.0, most / tl.where(rms == 0, 1.0, rms))

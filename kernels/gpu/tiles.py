@@ -55,12 +55,12 @@ ACCESS = tl.constexpr(4)  # elements at a time, of 4 bytes or 2: tiles of any dt
 entry = triton.jit(
     do_not_specialize=[
         "first_block", "first_word", "first_shard", "blocks", "out_shard_blocks", "out_fingerprint", "received_rows",
-        "pairs",
+        "replies_rows", "parameters", "pairs",
     ],
     do_not_specialize_on_alignment=[
         "flags", "sums", "counts", "live", "residual_partial", "residual_counted", "residual_counter",
         "residual_scale", "squares", "gamma", "least_root", "root_at_zero", "decay", "factor", "coefficient", "clip",
-        "state_coefficient", "state_partial", "state_counter",
+        "state_coefficient", "state_partial", "state_counter", "values", "weight", "usual", "numels", "shortened",
     ],
 )  # fmt: skip
 

@@ -103,6 +103,12 @@ class Settlement:
 
     def _check(self, inner: OneBitOptimizer, rank: int) -> None:
         own, name, first = self._of(rank), self._name(rank), self._name(self.ahead)
+        between = [each for each in self.stayers if self._is_between_steps(each)]
+        if rank in between and self._taken(rank) != self._taken(between[0]):
+            raise ValueError(
+                f"a rank died in optimizer.synchronize(), which some ranks have ended and others have not "
+                f"({self._name(between[0])}, {name}): load the last checkpoint"
+            )
         kind = inner.setup.algorithm.kind
         missing = range(own["attempts"] + 1 + own["sync"], self.last + 1)
         if self._finishes(rank):
@@ -120,13 +126,20 @@ class Settlement:
                 f"zero_grad). On a rank that joins build a new model and optimizer, take no step and load nothing"
             )
 
+    def _is_between_steps(self, rank: int) -> bool:
+        return self._of(rank)["attempts"] == self.last and not self._of(rank)["sync"]
+
+    def _taken(self, rank: int) -> list[int]:
+        """Local steps since the last exchange, by the parts of the model."""
+        return [taken for taken, *_ in self._of(rank)["local"]]
+
     def _name(self, rank: int) -> str:
         return listed([rank], self.topology.everyone)
 
     def _send(self, inner: OneBitOptimizer, to: int) -> None:
         if self._of(to)["under_way"]:
             replies = [reducer.replies.buffer for reducer in inner.current.reducers]
-            send_tensors(self.topology.everyone, to, None, replies, _FINISHING)
+            send_tensors(self.topology.everyone, to, None, replies, inner.setup.device, _FINISHING)
 
     def _finish(self, inner: OneBitOptimizer) -> None:
         everyone, own, ahead = self.topology.everyone, self._of(self.topology.everyone.rank), self._of(self.ahead)
@@ -152,7 +165,7 @@ def finish_step(inner: OneBitOptimizer, skipped: bool) -> None:
     if under_way is not None and under_way.by_flags and skipped:
         current.take_back_exchange()
     elif under_way is not None:
-        step.finish(under_way.hyper, flags)
+        step.finish(gradients.write_hyper(setup, current), flags)
     else:
         gradients.clip_as_asked(setup, current)
         flags.fill_(int(skipped))

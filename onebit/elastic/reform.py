@@ -320,7 +320,7 @@ def _is_residual(name: str) -> bool:
 def _send(ranks: Any, to: int, value: Any, state: Saved, device: torch.device, phase: str) -> None:
     names = [list(own) for own in state.values()]
     tensors = [v.detach().to(device) for own in state.values() for v in own.values()]
-    send_tensors(ranks, to, {"value": value, "names": names}, tensors, phase)
+    send_tensors(ranks, to, {"value": value, "names": names}, tensors, device, phase)
 
 
 def _receive(ranks: Any, source: int, device: torch.device, phase: str) -> tuple[Any, list[dict[str, Tensor]]]:

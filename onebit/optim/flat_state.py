@@ -70,7 +70,7 @@ class FlatState:
         cuts = [self._cut(chunks) for chunks in chunk_counts]
         self._room = max(cut.elements for cut in cuts)
         self._room_of_slice = max(_size(cut.parts(slice_index, slices)) for cut in cuts)
-        self.layout = self._cut(1)
+        self._use(self._cut(1))
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.gradients = Pointers(self.layout, self.device, self.dtype, "gradient")
         self._parameter_versions: list[int] = []  # after the last step
@@ -102,7 +102,7 @@ class FlatState:
         layout = self._cut(chunks)
         if layout.elements > self._room:
             raise AssertionError(f"there is no room for {chunks} chunks")
-        self.layout = layout
+        self._use(layout)
 
     def add(self, field: Field) -> Tensor:
         """A tensor for `field`, filled with its initial value."""
@@ -291,9 +291,12 @@ class FlatState:
         return {"element": elements, "parameter": len(self.params), "bit": elements // 8}[field.per]
 
     def _cut(self, chunks: int) -> Layout:
-        cut = Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
-        cut.table(self.device)  # now, in this stream: the first pass may run in another, whose memory it would be
-        return cut
+        return Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+
+    def _use(self, layout: Layout) -> None:
+        """And make its table now, in this stream: the first pass may run in another, whose memory it would be."""
+        self.layout = layout
+        layout.table(self.device)
 
 
 def _size(spans: Sequence[Span]) -> int:

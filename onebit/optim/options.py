@@ -22,6 +22,7 @@ FreezeStep = int | Literal["auto"] | FreezeRule
 AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
+SMALLEST_FLOAT = torch.finfo(torch.float32).tiny
 
 MASK = "mask"  # of a param group: see onebit.optim.held
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
@@ -163,10 +164,11 @@ class Options:
         if not is_one_of(self.zero_variance, get_args(ZeroVariance)):
             raise ValueError(f"zero_variance={self.zero_variance!r}: it must be one of {get_args(ZeroVariance)}")
         limit: Any = self.update_limit
-        if not (limit is None or is_one_of(limit, ("auto",)) or (is_finite(limit, LARGEST_FLOAT) and limit > 0)):
+        is_number = is_finite(limit, LARGEST_FLOAT) and limit >= SMALLEST_FLOAT
+        if not (limit is None or is_one_of(limit, ("auto",)) or is_number):
             raise ValueError(
                 f"update_limit={limit!r}: it is the most that the root mean square of a step over lr may be: a number "
-                f'above 0, "auto" for 1 or 3 times what is usual for a parameter, or None for no limit'
+                f'of 2**-126 or more, "auto" for 1 or 3 times what is usual for a parameter, or None for no limit'
             )
         if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(

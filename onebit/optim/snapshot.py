@@ -78,9 +78,8 @@ class Part:
 
 @dataclass
 class UnderWay:
-    """An exchange that has begun and whose step has not ended."""
+    """Exchanges of which the first has begun, and whose step has not ended."""
 
-    hyper: Tensor  # the numbers of that step
     undo: list[Undo]  # what takes it back; none where nothing was kept
     by_flags: bool  # whether replies tell that it must be taken back
 
@@ -198,7 +197,7 @@ class Snapshot:
         `flags` become those of all; what takes the exchange back, if they say so. keep: what takes the exchange back
         where it does not end."""
         undo = self.undo if keep or not ranks_agreed else []
-        self.under_way = UnderWay(hyper, undo, by_flags=not ranks_agreed)
+        self.exchanges_begin(undo, by_flags=not ranks_agreed)
         for reducer, own in zip_longest(self.reducers, undo):
             reducer.all_reduce(hyper, flags, own)
         if ranks_agreed:
@@ -206,8 +205,14 @@ class Snapshot:
         self.read_flags(flags)
         return undo
 
+    def exchanges_begin(self, undo: list[Undo], by_flags: bool) -> None:
+        """What is under way from here on: see `UnderWay`."""
+        for reducer in self.reducers:
+            reducer.exchange.begin()
+        self.under_way = UnderWay(undo, by_flags)
+
     def take_back_exchange(self) -> None:
-        """One that did not end."""
+        """Of exchanges that did not all end: as far as each had come."""
         assert self.under_way is not None
         for undo in self.under_way.undo:
             undo.take_back()
@@ -299,18 +304,22 @@ class Snapshot:
             for put_back in restore:
                 put_back()
 
-    def synchronize(self, hyper: Tensor, bound: bool) -> None:
-        """The exchange after local steps. bound: whether flat states know the gradients."""
+    def synchronize(self, hyper: Tensor, bound: bool, keep: bool = False) -> None:
+        """The exchange after local steps. bound: whether flat states know the gradients. keep: as in `exchange`."""
+        undo = self.undo if keep else []
         with held.kept(self.states):
-            for part in self.parts:
-                if not bound:
-                    part.state.bind_tensors()
-                assert part.local is not None
-                part.local.exchange(hyper)
-                part.local.meet(hyper)
-                part.state.parameters_were_written()
-                if not bound:
-                    part.state.release_gradients()
+            for state in () if bound else self.states:
+                state.bind_tensors()
+            self.exchanges_begin(undo, by_flags=False)
+            local = [part.local for part in self.parts if part.local is not None]
+            for each, own in zip_longest(local, undo):
+                each.exchange(hyper, own)
+            for each, state in zip(local, self.states, strict=True):
+                each.meet(hyper)
+                state.parameters_were_written()
+            self.under_way = None
+            for state in () if bound else self.states:
+                state.release_gradients()
 
     def freeze(self, setup: Setup) -> Reports:
         """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""

@@ -24,7 +24,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Gradients
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Part, Snapshot, UnderWay
+from onebit.optim.snapshot import Part, Snapshot
 
 Timed = Literal["uncompressed", "1 bit", "no overlap", "local"]
 
@@ -203,7 +203,7 @@ class SyncStep(LocalStep):
             self._move_alone(part, part.reducer, hyper, flags) for part in current.parts if part.reducer is not None
         ]
         undo = current.undo if self.setup.options.elastic else []
-        current.under_way = UnderWay(hyper, undo, by_flags=False)
+        current.exchanges_begin(undo, by_flags=False)
         for local, own in zip_longest(moved, undo):
             local.exchange(hyper, own)
         return []

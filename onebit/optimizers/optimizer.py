@@ -170,7 +170,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.current.check_own_parameters("synchronize")
         if not self.synchronized:
             hyper = self.gradients.write_hyper(self.setup, self.current)
-            self.current.synchronize(hyper, self.gradients.were_checked(self.current.states))
+            bound = self.gradients.were_checked(self.current.states)
+            self.current.synchronize(hyper, bound, keep=self.setup.options.elastic)
 
     def at_last_sync(self) -> AbstractContextManager[None]:
         """A context in which the model has the parameters that all ranks had after the last exchange: to evaluate or to

@@ -35,7 +35,7 @@ from onebit.kernels import streams
 from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot, UnderWay
+from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed
 from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, node_means
@@ -278,7 +278,7 @@ class Overlap:
             reducer.keep_previous_momentum()
         wire = step.setup.options.gradient_dtype
         groups.at_rest, over = False, (groups.replicas, groups.node)
-        step.current.under_way = UnderWay(hyper, step.current.undo, by_flags=True)
+        step.current.exchanges_begin(step.current.undo, by_flags=True)
         self._flight = Flight(reducers, step.current.undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 

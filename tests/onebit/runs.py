@@ -33,6 +33,7 @@ class Case:
     kind: str = "OneBitAdam"
     shapes: tuple[tuple[int, ...], ...] = ((7, 9), (33,), (2,), (130,))
     dtype: str = "float32"
+    last_dtype: str = ""  # of the last parameter, where it is another
     steps: int = 12
     options: dict[str, Any] = field(default_factory=dict)
     groups: tuple[dict[str, Any], ...] = ({},)  # parameter p is in group p % len(groups)
@@ -49,7 +50,11 @@ class Case:
         """The same on every rank."""
         source = np.random.default_rng([self.seed, 1000])
         values = [source.normal(size=shape) for shape in self.shapes]
-        return [nn.Parameter(torch.from_numpy(v).to(getattr(torch, self.dtype))) for v in values]
+        return [nn.Parameter(torch.from_numpy(v).to(self.dtype_of(p))) for p, v in enumerate(values)]
+
+    def dtype_of(self, parameter: int) -> torch.dtype:
+        is_last = parameter == len(self.shapes) - 1
+        return getattr(torch, self.last_dtype if self.last_dtype and is_last else self.dtype)
 
     def gradients(self, rank: int, step: int) -> list[Tensor | None]:
         """A common part, a rank's own part, and another magnitude for each parameter. Steps count from 1."""
@@ -57,7 +62,7 @@ class Case:
         made: list[Tensor | None] = []
         for p, shape in enumerate(self.shapes):
             values = 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=shape) + own.normal(size=shape))
-            made.append(torch.from_numpy(values).to(getattr(torch, self.dtype)))
+            made.append(torch.from_numpy(values).to(self.dtype_of(p)))
         for parameter, rows, last in self.untouched:
             if step <= last:
                 made[parameter][:rows] = 0

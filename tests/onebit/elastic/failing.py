@@ -20,6 +20,7 @@ class Failure:
     step: int
     phase: str
     when: Literal["before", "after"] = "after"
+    skip: int = 0  # how often the phase ends well in that step
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Failing(Watched):
         """root: what it was split from, whose step counts."""
         super().__init__(group)
         self.step, self._failure, self._root = 0, failure, root or self
+        self.met = 0  # how often the phase came in the failing step
 
     def split(self, color: int) -> Failing:
         part: Any = super().split(color)
@@ -54,6 +56,9 @@ class Failing(Watched):
     def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
         at = self._failure
         if at is None or self._root.step != at.step or not phase.startswith(at.phase):
+            return start()
+        self._root.met += 1
+        if self._root.met <= at.skip:
             return start()
         if at.when == "before":
             raise CollectiveError(f"{phase} did not begin: a rank died")

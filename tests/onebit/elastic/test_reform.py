@@ -46,6 +46,7 @@ MOVES = {
     "3 to 2, direct after": Move(case(A, **AUTO), 3, 2, 6),
     "3 to 2, in good order": Move(case(A), 3, 2, 6, in_good_order=True),
     "4 to 3": Move(case(Z), 4, 3, 7),
+    "3 to 2, in good order, in stage 1": Move(case(A), 3, 2, 2, in_good_order=True),
     "4 to 2, in good order": Move(case(Z, **CHUNKS), 4, 2, 7, in_good_order=True),
     "4 to 3, always direct": Move(case(A, **DIRECT), 4, 3, 6),
     "3 to 1": Move(case(A), 3, 1, 6),
