@@ -72,7 +72,7 @@ def test_tune_goes_through_every_kernel_of_a_gpu(gpu, monkeypatch, capsys):
     assert "Written to" in captured.out
     lines = captured.err.splitlines()  # not a terminal: a plain line each
     assert [re.search(r"candidate (\d)", line)[1] for line in lines] == ["1", "2"] * len(tuned)
-    assert lines[0].startswith(f"[1/{len(tuned)}] compress_kernel: blocks 4, warps 4")
+    assert lines[0].startswith(f"[1/{len(tuned)}] scan_kernel: blocks 4, warps 4")
     assert "\033" not in captured.err + captured.out
 
 

@@ -156,7 +156,7 @@ def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     assert "update_limit" in said[0] and "Clip gradients" in said[0]
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "off", True])
+@pytest.mark.parametrize("value", [0, -1.0, 1e-46, float("nan"), float("inf"), "off", True])
 def test_what_is_no_limit_is_an_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"update_limit=.*a number above 0"):
         onebit.OneBitAdam([nn.Parameter(torch.ones(3))], **options_of("OneBitAdam", {"update_limit": value}))
