@@ -168,7 +168,7 @@ class Options:
         if not (limit is None or is_one_of(limit, ("auto",)) or is_number):
             raise ValueError(
                 f"update_limit={limit!r}: it is the most that the root mean square of a step over lr may be: a number "
-                f'above 0 (2**-126 at least), "auto" for 1 or 3 times what is usual for a parameter, or None for no limit'
+                f'above 0, 2**-126 at least, "auto" for 1 or 3 times what is usual for a parameter, or None for none'
             )
         if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(
