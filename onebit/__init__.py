@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from onebit import collectives, kernels
 from onebit.checkpoint.convert import adamw_state, merge_states
 from onebit.collectives import CollectiveError, CompressedAllReduce
+from onebit.collectives.heartbeat import Heartbeat
 from onebit.elastic.reform import reform
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
@@ -29,6 +30,7 @@ __all__ = [
     "DivergenceError",
     "Field",
     "FreezeRule",
+    "Heartbeat",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitOptimizer",

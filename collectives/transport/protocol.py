@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from onebit.collectives.signs_of_life import who_is_gone
+
 FACTS = "(all-gather of facts)"
 """How a phase ends in which ranks find out that they are not in the same one: a rank with other options comes to one of
 the others, and all read what it says."""
@@ -176,10 +178,14 @@ class collective_errors:
                     f"{self._phase} is not possible: the process group has no backend for these tensors' device "
                     f"({_first_line(error)}). Use device='cuda' with NCCL, or a group with Gloo for CPU tensors"
                 ) from error
+            gone = who_is_gone()
+            why = f"gone: {gone}" if gone else (
+                "a rank died, did not come within the group's timeout (did it get fewer batches, or leave out a call "
+                "that every rank makes?), or the network failed"
+            )  # fmt: skip
             raise CollectiveError(
-                f"{self._phase} did not end: a rank died, did not come within the group's timeout (did it get fewer "
-                f"batches, or leave out a call that every rank makes?), or the network failed ({self._name}: "
-                f"{_first_line(error)}). Restart the ranks from the last checkpoint; this group can't be used any more"
+                f"{self._phase} did not end: {why} ({self._name}: {_first_line(error)}). Go on with the ranks that are "
+                f"left (onebit.reform), or restart all from the last checkpoint; this group can't be used any more"
             ) from error
 
 

@@ -17,7 +17,7 @@ from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from tests.limits import HUNG
 
-How = Literal["kill", "stop", "cut"]
+How = Literal["kill", "stop", "cut", "orphan"]  # the last: killed, with a child that holds what the process had open
 FINITE, AVERAGE = "agreeing on finite gradients", "averaging gradients (all-reduce)"
 EXCHANGE = "the exchange (all-gather of chunk"
 NODE, SPREAD = "averaging gradients over the node (all-to-all)", "the spread over the node (all-gather of chunk"
@@ -149,6 +149,12 @@ def strike_of(how: How, folder: Path) -> Callable[[], None]:
                 raise TimeoutError("nobody took the link down")
             time.sleep(0.01)
 
-    if how == "cut":
-        return be_cut
+    def leave_a_child() -> None:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if how in ("cut", "orphan"):
+        return be_cut if how == "cut" else leave_a_child
     return lambda: os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)

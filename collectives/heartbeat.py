@@ -1,0 +1,185 @@
+"""Who is gone, found fast, and a group of the ranks that are left: over a store of theirs, whoever died."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from onebit.collectives.signs_of_life import Peer, SignsOfLife, watched, who_is_gone
+from onebit.collectives.transport.protocol import CollectiveError
+
+TCPStore: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch does not list it for type checkers
+SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
+
+
+class Heartbeat:
+    """Tells which ranks died or are silent, ends the waits for them, and makes a group of the ranks that are left.
+
+        heart = onebit.Heartbeat(silent_after=10.0)          # on every rank, after init_process_group
+        try:
+            optimizer.step()
+        except onebit.CollectiveError:
+            onebit.reform(optimizer, heart.regroup())
+
+    silent_after: seconds without a sign of life after which a rank counts as gone. This is the one time to choose: more
+    than the longest pause of a process (a debugger, a compiler that holds Python's lock), less than the timeout of the
+    process group. A process that ends is known sooner.
+    minimum: fewer ranks do not go on. By default more than half must be left, so that two halves never train apart.
+
+    The default process group is watched: Gloo, and UDP between its hosts. While nobody is gone each rank sends every
+    other rank four datagrams a second, and a step is as fast as without.
+    """
+
+    def __init__(self, *, silent_after: float = 10.0, minimum: int | None = None) -> None:
+        self._timeout = _checked(silent_after, minimum)
+        self._minimum, self._generation, self._me = minimum, 0, dist.get_rank()
+        me, size, address = self._me, dist.get_world_size(), _own_address()
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        sockets = {rank: _bound(address) for rank in range(size) if rank != me}
+        ports = {rank: each.getsockname()[1] for rank, each in sockets.items()}
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, (address, self._store.port, ports))
+        self._stores = [(at, port) for at, port, _ in everyone]
+        for rank, each in sockets.items():
+            each.connect((everyone[rank][0], everyone[rank][2][me]))
+        peers = [Peer(rank, each, time.monotonic()) for rank, each in sockets.items()]
+        self._signs = SignsOfLife(peers, silent_after)
+
+    def gone(self) -> dict[int, str]:
+        """By rank of the default process group: what is known of each rank that is gone."""
+        return self._signs.gone()
+
+    def left(self) -> list[int]:
+        """The ranks of the default process group that are there. For use after an error: waits until it is known who is
+        gone, `silent_after` seconds at most."""
+        self._signs.wait_for_news(self._signs.silent_after + 2 * self._signs.interval)
+        return sorted(set(range(len(self._stores))) - self.gone().keys())
+
+    def regroup(self) -> Any:
+        """A new default process group of those that are left, all of whom call this, with the timeout of the old one,
+        which is destroyed. The store is that of the first of them, so that any rank may die, at any time."""
+        for _ in self._stores:
+            try:
+                return self._group_of(self.left())
+            except CollectiveError as error:
+                failed = error
+        raise failed
+
+    def _group_of(self, chosen: Sequence[int]) -> Any:
+        there, patience = len(self._stores), timedelta(seconds=self._signs.silent_after)
+        least = there // 2 + 1 if self._minimum is None else self._minimum
+        if len(chosen) < least:
+            raise ValueError(
+                f"{len(chosen)} of {there} ranks can't go on without the others ({self._known()}): {least} at least "
+                f"must be left. Restart from the last checkpoint, or build Heartbeat(minimum=...)"
+            )
+        try:
+            store = self._store_of(chosen, patience)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            dist.init_process_group("gloo", None, patience, len(chosen), chosen.index(self._me), store)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"not all of ranks {chosen} came to a new group within {patience.total_seconds()} s ({self._known()}): "
+                f"restart from the last checkpoint"
+            ) from error
+        dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
+        self._signs.keep(chosen)
+        self._stores, self._me = [self._stores[rank] for rank in chosen], chosen.index(self._me)
+        self._generation += 1
+        return dist.group.WORLD
+
+    def stop(self) -> None:
+        """In good order, on every rank: the others do not take this one for dead."""
+        self._signs.stop()
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def _store_of(self, chosen: Sequence[int], patience: timedelta) -> Any:
+        """When all of them have come to the store, and have chosen the same ranks. In a thread: a process that is
+        stopped may still take the connection, and then answers nothing."""
+        address, port = self._stores[chosen[0]]
+        came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def come() -> None:
+            try:
+                own = chosen[0] == self._me
+                store = self._store if own else TCPStore(address, port, is_master=False, timeout=patience)
+                came_to = PrefixStore(f"generation {self._generation + 1} of {chosen}", store)
+                came_to.set(str(self._me), "here")
+                came_to.wait([str(rank) for rank in chosen], patience)
+                came.put(came_to)
+            except RuntimeError as error:
+                came.put(error)
+
+        threading.Thread(target=come, name="onebit regroup", daemon=True).start()
+        try:
+            found = came.get(timeout=2 * patience.total_seconds())
+        except queue.Empty:
+            found = RuntimeError(f"the store of rank {chosen[0]} does not answer")
+        if isinstance(found, RuntimeError):
+            raise found
+        return found
+
+    def _known(self) -> str:
+        return who_is_gone() or "nobody is known to be gone"
+
+
+def _checked(silent_after: float, minimum: int | None) -> timedelta:
+    """The timeout of the default process group."""
+    if watched():
+        raise ValueError("there is a Heartbeat in this process already: stop() it before you build another one")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("Heartbeat watches the default process group: call torch.distributed.init_process_group first")
+    config, size = dist.get_backend_config(dist.group.WORLD), dist.get_world_size()
+    if "nccl" in config or "gloo" not in config:
+        raise ValueError(
+            f"the default process group is {config}: Heartbeat ends the waits of Gloo alone. Leave it out, and set the "
+            f"timeout of init_process_group"
+        )
+    if not isinstance(silent_after, (int, float)) or not 0.2 <= silent_after < float("inf"):
+        raise ValueError(f"silent_after={silent_after!r}: give seconds, 0.2 at least")
+    if minimum is not None and (not isinstance(minimum, int) or not 1 <= minimum <= size):
+        raise ValueError(f"minimum={minimum!r}: give a number of ranks from 1 to {size}, or None")
+    world: Any = dist.group.WORLD
+    timeout: timedelta = getattr(world._get_backend(torch.device("cpu")).options, "_timeout")  # noqa: B009
+    if timeout <= timedelta(seconds=silent_after):
+        raise ValueError(
+            f"silent_after={silent_after} s, and the process group's timeout is {timeout}: collectives would end "
+            f"before a silent rank is known. Give init_process_group a longer timeout"
+        )
+    return timeout
+
+
+def _own_address() -> str:
+    """By which this host reaches the others: that of GLOO_SOCKET_IFNAME, or on the way to the store."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+            import fcntl
+
+            found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(found[20:24])
+        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _bound(address: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound.bind((address, 0))
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,151 @@
+"""Which ranks died, and which are silent: known without a collective, and before one has waited its whole timeout.
+
+Every rank sends every other one a datagram some times a second. A process that ended refuses datagrams; a process that
+is stopped, or whose cable is cut, sends none. Then this process's waits for messages end at once with an error: Gloo
+gives up all connections of a group when one receive is late, so a receive that nobody answers is given a millisecond.
+While nobody is gone a step waits for nothing and sends nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+BEAT, BYE = b"onebit beat", b"onebit bye!"
+BYES = 3  # datagrams may be lost
+AT_ONCE = timedelta(milliseconds=1)
+UNANSWERED = 0x6F6E65  # the tag of a receive that nobody answers
+
+_watched: list[SignsOfLife] = []  # one at most
+
+
+@dataclass
+class Peer:
+    """Another rank. The socket here sends to the one there alone, and hears that one alone."""
+
+    rank: int
+    socket: socket.socket
+    heard: float
+    fate: str = ""  # why it is gone
+    said_bye: bool = False
+
+    def beat(self, now: float, silent_after: float) -> None:
+        try:
+            self._listen(now)
+            self.socket.send(BEAT)
+        except ConnectionRefusedError:
+            self.fate = "its process has ended"
+        except OSError:  # this host has no network for now: then the others are silent
+            pass
+        if not self.fate and now - self.heard > silent_after:
+            self.fate = f"no sign of life for {now - self.heard:.1f} s"
+
+    def say_bye(self) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(BYES):
+                self.socket.send(BYE)
+        self.socket.close()
+
+    def _listen(self, now: float) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                said = self.socket.recv(len(BEAT))
+                self.heard, self.said_bye = now, self.said_bye or said == BYE
+
+
+class SignsOfLife:
+    """A thread that sends and hears them."""
+
+    def __init__(self, peers: list[Peer], silent_after: float) -> None:
+        self.silent_after, self.interval = silent_after, min(0.25, silent_after / 20)
+        self._peers = peers
+        self._changed, self._stopped = threading.Condition(), threading.Event()
+        _watched.append(self)
+        self._thread = threading.Thread(target=self._watch, name="onebit signs of life", daemon=True)
+        self._thread.start()
+
+    def gone(self) -> dict[int, str]:
+        """What is known of each rank that is gone."""
+        return {peer.rank: peer.fate for peer in self._peers if peer.fate}
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Until one is gone."""
+        with self._changed:
+            self._changed.wait_for(self.gone, seconds)
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """The others do not matter any more; these have other numbers now, in this order."""
+        kept = []
+        for peer in self._peers:
+            if peer.rank in ranks:
+                kept.append(replace(peer, rank=ranks.index(peer.rank)))
+            else:
+                peer.say_bye()
+        self._peers = kept
+
+    def stop(self) -> None:
+        """In good order: the others do not take this process for dead."""
+        self._stopped.set()
+        self._thread.join()
+        for peer in self._peers:
+            peer.say_bye()
+        _watched.remove(self)
+
+    def close(self) -> None:
+        """In a forked child, which sends nothing: while it held the sockets they would refuse nothing either."""
+        for peer in self._peers:
+            peer.socket.close()
+        _watched.remove(self)
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stopped.wait(self.interval):
+            now = time.monotonic()
+            if now - last > self.silent_after / 2:  # this process stood still, and may not have been sent to meanwhile
+                for peer in self._peers:
+                    peer.heard = now
+            last, before = now, self.gone().keys()
+            for peer in self._peers:
+                if not peer.fate and not peer.said_bye:
+                    peer.beat(now, self.silent_after)
+            if self.gone().keys() - before:
+                with self._changed:
+                    self._changed.notify_all()
+                end_all_waits()
+
+
+def watched() -> bool:
+    return bool(_watched)
+
+
+def who_is_gone() -> str:
+    """For an error. That a rank died is known a moment after its connections have ended."""
+    for signs in _watched:
+        signs.wait_for_news(3 * signs.interval)
+        return ", ".join(f"rank {rank}: {fate}" for rank, fate in sorted(signs.gone().items()))
+    return ""
+
+
+def end_all_waits() -> None:
+    """Of this process, in every group: after a death none of them is of use."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for rank in range(group.size()):
+            with contextlib.suppress(RuntimeError):  # how it ends
+                group.recv([torch.empty(1)], rank, UNANSWERED).wait(AT_ONCE)
+
+
+def _close_all() -> None:
+    for signs in list(_watched):
+        signs.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -1,0 +1,118 @@
+"""Who is gone is known long before a collective's timeout, which is ten minutes here, and the others go on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onebit
+from tests.faults.elastic import problems_of, strike_ranks
+from tests.faults.striking import Fault
+from tests.limits import HUNG
+from tests.ranks import run_ranks_once
+
+SILENT = 4.0  # seconds: longer than a process of a busy machine stands still
+# Of two levels a death is known to the other node by nothing but signs of life.
+FAULTS = [
+    ("OneBitAdam", Fault("stop", 1, 0)),
+    ("ZeroOneAdam", Fault("stop", 9, 1)),
+    ("OneBitLamb", Fault("kill", 7, 0)),
+    ("OneBitAdam", Fault("kill", 11, 3)),
+    ("ZeroOneAdam", Fault("orphan", 0, 2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS, ids=str)
+def test_the_others_name_who_is_gone_and_go_on(kind: str, fault: Fault) -> None:
+    found = strike_ranks(kind, fault, SILENT)
+    assert len(found) == fault.at.ranks - 1 and not problems_of(found, fault)
+
+
+def test_one_that_only_takes_its_time_is_not_gone() -> None:
+    """Longer than `silent_after`, as all do when a machine sleeps; and one that stops in good order is none either."""
+    assert run_ranks_once(3, take_time, (), group_timeout=HUNG) == [3.0] * 3
+
+
+def take_time(rank: int, size: int) -> float:
+    with onebit.Heartbeat(silent_after=SILENT) as heart:
+        if rank == 1:
+            time.sleep(1.5 * SILENT)
+        dist.barrier()
+        ctypes.PyDLL(None).usleep(int(1.5e6 * SILENT))  # holds Python's lock, so that no thread of this process runs
+        dist.barrier()
+        time.sleep(4 * 0.2)
+        assert heart.gone() == {} and heart.left() == [0, 1, 2]
+    ones = torch.ones(1)
+    if rank != 1:
+        time.sleep(1)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
+def test_more_than_half_go_on_and_no_fewer() -> None:
+    """Of five one dies, and another one stops before the others have made their group; then one more dies of three."""
+    assert run_ranks_once(5, become_fewer, (), group_timeout=HUNG, expect_dead=(0, 3, 4))[1:3] == [2, 2]
+
+
+def become_fewer(rank: int, size: int) -> int:
+    heart = onebit.Heartbeat(silent_after=SILENT)
+    dist.barrier()
+    if rank in (0, 3):
+        os.kill(os.getpid(), signal.SIGSTOP if rank == 0 else signal.SIGKILL)
+    heart.regroup()
+    assert dist.get_world_size() == 3 and heart.gone() == {}
+    dist.barrier()
+    if rank == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert heart.left() == [0, 1] and list(heart.gone()) == [2]
+    heart.regroup()
+    dist.barrier()
+    left = dist.get_world_size()
+    heart.stop()
+    return left
+
+
+@pytest.mark.parametrize(("minimum", "left"), [(None, 2), (1, 1)])
+def test_half_does_not_go_on_unless_it_may(minimum: int | None, left: int) -> None:
+    assert run_ranks_once(2, lose_the_other, (minimum,), group_timeout=HUNG, expect_dead=(1,)) == [left, None]
+
+
+def lose_the_other(rank: int, size: int, minimum: int | None) -> int:
+    heart = onebit.Heartbeat(silent_after=SILENT, minimum=minimum)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if minimum:
+        heart.regroup()
+    else:
+        with pytest.raises(
+            ValueError, match=r"1 of 2 ranks can't go on .* \(rank 1: its process has ended\): 2 at least"
+        ):
+            heart.regroup()
+    return dist.get_world_size()
+
+
+def test_a_wrong_argument_is_an_error_on_every_rank() -> None:
+    assert run_ranks_once(2, give_wrong_arguments, (), group_timeout=60.0) == [None, None]
+
+
+def give_wrong_arguments(rank: int, size: int) -> None:
+    for silent_after, minimum, said in (
+        (0.1, None, "give seconds"),
+        ("10", None, "give seconds"),
+        (60.0, None, "the process group's timeout is 0:01:00"),
+        (10.0, 3, "a number of ranks from 1 to 2"),
+        (10.0, 0, "a number of ranks from 1 to 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            onebit.Heartbeat(silent_after=silent_after, minimum=minimum)
+    with onebit.Heartbeat(silent_after=10.0), pytest.raises(ValueError, match="there is a Heartbeat"):
+        onebit.Heartbeat()
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group first"):
+        onebit.Heartbeat()
