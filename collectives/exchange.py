@@ -95,13 +95,7 @@ class Chunk:
 
 
 def facts(
-    numels: Sequence[int],
-    block_size: int,
-    chunks: int | str,
-    scale: Scale,
-    norm: Norm,
-    reply: Reply,
-    nodes: bool = False,
+    numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm, reply: Reply, nodes: bool
 ) -> dict[str, int | str]:
     """What must be the same on all ranks for one to read another's messages."""
     return {
@@ -244,15 +238,8 @@ class Exchange(ABC):
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
         if not self._agreed:
             layout, form = self.layout, self.format
-            common = facts(
-                layout.numel.tolist(),
-                block_size=layout.block_size,
-                chunks=layout.chunks,
-                scale=form.scale,
-                norm=form.norm,
-                reply=self.way,
-                nodes=self.node.size > 1,
-            )
+            numels, nodes = layout.numel.tolist(), self.node.size > 1
+            common = facts(numels, layout.block_size, layout.chunks, form.scale, form.norm, self.way, nodes)
             agree(self.everyone, self.device, {**common, **(more or {})})
             self._agreed = True
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce, chunking
-from onebit.collectives.chunking import CANDIDATES, candidates
+from onebit.collectives.chunking import CANDIDATES, Chunking, candidates
 from onebit.collectives.transport import transport_for
 from onebit.kernels.tuning import tuner
 from tests.collectives import steps, work
@@ -26,17 +26,17 @@ SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # 
 def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, small: int = 0) -> list[Any]:
     """Of one case after the other, in a process that has read nothing yet: the chunks, how often candidates were
     measured for it, and the phases of its collectives. Models of `small` elements take one chunk, for their flags."""
-    made, real = [], chunking.measure_chunks
+    made, real = [], Chunking.measure
 
-    def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
+    def measure(own: Chunking) -> dict[int, float]:
         readings = [t for s in seconds[rank] for t in [0.0, s] * RUNS]  # however long it really takes
         with patch.object(chunking, "time", Mock(perf_counter=Mock(side_effect=readings))):
-            return real(*args, **kwargs)
+            return real(own)
 
     few = patch.object(chunking, "MOST_ELEMENTS", small)
     own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
     tuner.forget()
-    with own, few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
+    with own, few, patch.object(Chunking, "measure", autospec=True, side_effect=measure) as measured:
         for case in cases:
             transport, before = Watched(transport_for(group())), measured.call_count
             chunks = case.all_reduce(transport).prepare().layout.chunks
