@@ -18,7 +18,6 @@ from onebit import kernels
 from onebit.collectives.agreement import agree
 from onebit.collectives.averaging import average_slices
 from onebit.collectives.chunking import Chunking, shards_of
-from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.reply import AskedReply, check_reply, way_for
@@ -180,15 +179,14 @@ class CompressedAllReduce:
         if not isinstance(state, Mapping):
             raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state).__name__}")
         names, residuals = ("chunks", "format", "wire_bytes"), dict(state)
-        _check_names(state, {*names, *self._place})
+        if missing := {*names, *self._place} - state.keys():
+            raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         for name, here in self._place.items():
             if (there := residuals.pop(name)) != here:
                 raise ValueError(
                     f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are each rank's "
                     f"own. Save on every rank, build the all-reduce as it was, and load what the same rank saved"
                 )
-        if state["chunks"] != 0:
-            _check_names(state, {"residual"} if self._way is Direct else {"residual", "server_residual"})
         numbers = [residuals.pop(name) for name in names]
         if not all(map(is_whole, numbers)):
             raise ValueError(f"chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
@@ -204,7 +202,6 @@ class CompressedAllReduce:
                     f"chunks={chunks} or chunks='auto'"
                 )
             exchange = self._build(chunks)
-        exchange.check_state_dict(residuals)
         if form != exchange.format.fingerprint:
             raise ValueError(_OTHER_TENSORS)
         exchange.load_state_dict(residuals)
@@ -241,7 +238,7 @@ class CompressedAllReduce:
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
-        return self._way.of(self.topology, layout, self.device, self._scale, self._norm)
+        return self._way(self.topology, layout, self.device, self._scale, self._norm)
 
     def _undo_of(self, exchange: Exchange) -> Undo:
         if self._undo is None or self._undo.exchange is not exchange:
@@ -259,8 +256,3 @@ class CompressedAllReduce:
             self._pointers = Pointers(self._tensors, self.device, dtype)
         self._pointers.bind_tensors(tensors)
         return self._pointers
-
-
-def _check_names(state: dict[str, Any], names: set[str]) -> None:
-    if missing := names - state.keys():
-        raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")

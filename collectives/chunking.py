@@ -95,7 +95,7 @@ class Chunking:
         ranks, seconds = shards_of(self.topology, self.way), {}
         for chunks in self.options:
             layout = Layout([numel], block_size=self.block_size, ranks=ranks, chunks=chunks)
-            exchange = self.way.of(self.topology, layout, self.device, self.scale, self.norm)
+            exchange = self.way(self.topology, layout, self.device, self.scale, self.norm)
             x = Pointers.to(layout, [tensor])
 
             def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
