@@ -56,7 +56,7 @@ bench: $(STAMP)  ## measure kernels and network against the targets; BENCH_ARGS=
 
 fuzz: $(STAMP)  ## 100,000 cases of random and mutated input: only documented errors; and 1,000 random runs, interrupted; FUZZ_ARGS="--seed 1"
 	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
-	@$(BIN)/python -m tests.fuzz.runs
+	@$(BIN)/python -m tests.fuzz --only runs --cases 1000 --jobs 1
 
 docs: .venv/.demo .venv/.release  ## build the site of docs/ into build/site; a link that leads nowhere is an error
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site

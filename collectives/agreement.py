@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import FACTS, LocalTransport, Ranks
+from onebit.collectives.transport.protocol import FACTS, LocalTransport, Ranks, all_gather_values
 from onebit.kernels.data.wire import MessageError
 
 NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
@@ -80,14 +80,6 @@ def all_gather_json(transport: Ranks, device: torch.device, value: Any, phase: s
                 f"way, or the rank runs another onebit"
             ) from error
     return found
-
-
-def all_gather_values(transport: Ranks, values: Tensor, phase: str) -> Tensor:
-    """`values`, a vector, of every rank: [size, len(values)]."""
-    sent = values.view(torch.uint8)[None]
-    everyone = torch.empty((transport.size, sent.shape[1]), dtype=torch.uint8, device=values.device)
-    transport.all_gather(everyone, sent, phase).wait()
-    return everyone.view(values.dtype)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 from onebit import kernels
 from onebit.collectives.agreement import agree
 from onebit.collectives.averaging import average_slices
-from onebit.collectives.chunking import choose_chunks, shards_of
-from onebit.collectives.direct import Direct
+from onebit.collectives.chunking import Chunking, shards_of
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.reply import AskedReply, check_reply, way_for
@@ -101,26 +100,12 @@ class CompressedAllReduce:
     def prepare(self) -> Exchange:
         """Buffers and residuals, as the first call makes them. With chunks="auto" a collective call on all ranks."""
         if self._exchange is None:
-            common = facts(
-                self.numels,
-                block_size=self._block_size,
-                chunks="auto",
-                scale=self._scale,
-                norm=self._norm,
-                reply=self._way.way,
-                nodes=self.topology.node is not None,
-            )
-            agree(self.topology.everyone, self.device, common)
-            chunks = choose_chunks(
-                self.topology,
-                sum(self.numels),
-                self.device,
-                scale=self._scale,
-                norm=self._norm,
-                block_size=self._block_size,
-                way=self._way,
-            )
-            self._exchange = self._build(chunks)
+            numels, topology, way = self.numels, self.topology, self._way
+            scale, norm, block_size = self._scale, self._norm, self._block_size
+            common = facts(numels, block_size, "auto", scale, norm, way.way, topology.node is not None)
+            agree(topology.everyone, self.device, common)
+            chunking = Chunking(topology, sum(numels), self.device, scale, norm, block_size, way)
+            self._exchange = self._build(chunking.choose())
         return self._exchange
 
     @property
@@ -181,39 +166,31 @@ class CompressedAllReduce:
         """
         exchange = self._exchange
         if exchange is None:
-            own = {"rank": self.topology.everyone.rank, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
-            return {**own, **self._place}
+            return {**self._place, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
         own = {
-            "rank": self.topology.everyone.rank,
             "chunks": exchange.layout.chunks,
             "format": exchange.format.fingerprint,
             "wire_bytes": exchange.wire_bytes,
         }
-        return {**own, **self._place, **exchange.state_dict()}
+        return {**self._place, **own, **exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as if the process had never stopped: same rank, same group size, same tensors."""
         if not isinstance(state, Mapping):
             raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state).__name__}")
-        names, residuals = ("rank", "chunks", "format", "wire_bytes"), dict(state)
-        _check_names(state, {*names, *self._place})
+        names, residuals = ("chunks", "format", "wire_bytes"), dict(state)
+        if missing := {*names, *self._place} - state.keys():
+            raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         for name, here in self._place.items():
             if (there := residuals.pop(name)) != here:
                 raise ValueError(
-                    f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are kept by the "
-                    f"place of a rank and by reply. Build the all-reduce as it was when it was saved"
+                    f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are each rank's "
+                    f"own. Save on every rank, build the all-reduce as it was, and load what the same rank saved"
                 )
-        if state["chunks"] != 0:
-            _check_names(state, {"residual"} if self._way is Direct else {"residual", "server_residual"})
         numbers = [residuals.pop(name) for name in names]
         if not all(map(is_whole, numbers)):
-            raise ValueError(f"rank, chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
-        rank, chunks, form, wire_bytes = numbers
-        if rank != (here := self.topology.everyone.rank):
-            raise ValueError(
-                f"the state was saved by rank {rank}, this is rank {here}: residuals are each rank's "
-                f"own. Save on every rank, and load what the same rank saved"
-            )
+            raise ValueError(f"chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
+        chunks, form, wire_bytes = numbers
         if chunks == 0:
             self._load_unused(form, wire_bytes, residuals)
             return
@@ -225,7 +202,6 @@ class CompressedAllReduce:
                     f"chunks={chunks} or chunks='auto'"
                 )
             exchange = self._build(chunks)
-        exchange.check_state_dict(residuals)
         if form != exchange.format.fingerprint:
             raise ValueError(_OTHER_TENSORS)
         exchange.load_state_dict(residuals)
@@ -236,8 +212,13 @@ class CompressedAllReduce:
     def _place(self) -> dict[str, int | str]:
         """Whose residuals these are, and of what replies: of which sender to the network, and which of its slices."""
         topology = self.topology
-        slices = {"slice": topology.slice_index, "slices": topology.slices}
-        return {"reply": str(self._way.way), **slices, "sender": topology.replicas.rank}
+        return {
+            "rank": topology.everyone.rank,
+            "reply": str(self._way.way),
+            "slice": topology.slice_index,
+            "slices": topology.slices,
+            "sender": topology.replicas.rank,
+        }
 
     def _load_unused(self, form: int, wire_bytes: int, residuals: dict[str, Any]) -> None:
         """The state of an all-reduce that was never called: residuals of zero."""
@@ -245,10 +226,7 @@ class CompressedAllReduce:
             raise ValueError(f"a state with chunks=0 holds no {next(iter(residuals), 'wire_bytes')}: it was damaged")
         if form != self._unchunked:
             raise ValueError(_OTHER_TENSORS)
-        if self._exchange is not None:
-            for tensor in self._exchange.state_dict().values():
-                tensor.zero_()
-            self._exchange.wire_bytes = 0
+        self._exchange = None if self._chunks == "auto" else self._build(int(self._chunks))
 
     @property
     def _unchunked(self) -> int:
@@ -260,7 +238,7 @@ class CompressedAllReduce:
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._way)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
-        return self._way.of(self.topology, layout, self.device, self._scale, self._norm)
+        return self._way(self.topology, layout, self.device, self._scale, self._norm)
 
     def _undo_of(self, exchange: Exchange) -> Undo:
         if self._undo is None or self._undo.exchange is not exchange:
@@ -278,8 +256,3 @@ class CompressedAllReduce:
             self._pointers = Pointers(self._tensors, self.device, dtype)
         self._pointers.bind_tensors(tensors)
         return self._pointers
-
-
-def _check_names(state: dict[str, Any], names: set[str]) -> None:
-    if missing := names - state.keys():
-        raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")

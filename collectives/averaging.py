@@ -10,25 +10,18 @@ the way they may be of a narrower dtype than their own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import Averager, Ranks, Transport, Work
+from onebit.collectives.transport.protocol import Ranks, Transport, Work
 from onebit.kernels.data.layout import Span
 
 BUCKET_BYTES = 25 * 2**20
 _UNDER_WAY = 2
-
-
-@dataclass(frozen=True)
-class _Sent:
-    work: Work
-    flat: Tensor
-    bucket: list[Tensor]
 
 
 def average_(
@@ -46,15 +39,17 @@ def average_(
     """
     if transport.size == 1:
         return
-    under_way: list[_Sent] = []
-    for bucket in _buckets(tensors, bucket_bytes):
-        wire = narrower(own := bucket[0].dtype, wire_dtype)
-        flat, work = _start_mean(_packed(bucket, factor), transport, None if wire == own else wire)
-        under_way.append(_Sent(work, flat, bucket))
-        if len(under_way) == _UNDER_WAY:
-            _finish(under_way.pop(0), factor)
-    for sent in under_way:
-        _finish(sent, factor)
+
+    def start(bucket: list[Tensor]) -> Callable[[], None]:
+        own = bucket[0].dtype
+        wire = narrower(own, wire_dtype)
+        flat = _packed(bucket, factor).mul_(1 / transport.size)
+        if wire != own:
+            flat = flat.to(wire)
+        work = transport.all_sum(flat, "averaging gradients (all-reduce)")
+        return partial(_unpack, work, flat, bucket, factor)
+
+    _some_at_a_time(map(start, _buckets(tensors, bucket_bytes)))
 
 
 def average_slices(
@@ -74,8 +69,8 @@ def average_slices(
     dtype = into[0].dtype
     wire = narrower(dtype, wire_dtype)
     most = max(1, bucket_bytes // (node.size * wire.itemsize))
-    under_way: list[tuple[Work, Tensor, Span]] = []
-    for parts in zip(*buckets_of_slices(slices, most), strict=True):
+
+    def start(parts: Sequence[Span]) -> Callable[[], None]:
         longest = max(part.elements for part in parts)
         sent = torch.zeros((node.size, longest), dtype=wire, device=into[0].device)
         for row, part in zip(sent, parts, strict=True):
@@ -83,11 +78,20 @@ def average_slices(
         came = torch.empty_like(sent)
         phase = "averaging gradients over the node (all-to-all)"
         work = node.all_to_all(came.view(torch.uint8), sent.view(torch.uint8), phase)
-        under_way.append((work, came, parts[node.rank]))
+        return partial(_write_mean, work, came, parts[node.rank], into, factor)
+
+    _some_at_a_time(map(start, zip(*buckets_of_slices(slices, most), strict=True)))
+
+
+def _some_at_a_time(started: Iterable[Callable[[], None]]) -> None:
+    """Finish each when as many as may be are under way."""
+    under_way: list[Callable[[], None]] = []
+    for finish in started:
+        under_way.append(finish)
         if len(under_way) == _UNDER_WAY:
-            _write_mean(*under_way.pop(0), into, factor)
-    for each in under_way:
-        _write_mean(*each, into, factor)
+            under_way.pop(0)()
+    for finish in under_way:
+        finish()
 
 
 def buckets_of_slices(slices: Sequence[Span], most: int) -> list[list[Span]]:
@@ -144,23 +148,11 @@ def _packed(bucket: list[Tensor], factor: Tensor | None) -> Tensor:
     return flat if factor is None else flat.float().mul_(factor)
 
 
-def _start_mean(flat: Tensor, transport: Ranks, wire: torch.dtype | None) -> tuple[Tensor, Work]:
-    """What travels, and becomes the mean. Ranks divide it beforehand, unless the collective does."""
-    phase = "averaging gradients (all-reduce)"
-    if isinstance(transport, Averager) and wire is None and flat.dtype == torch.float32:
-        work = transport.all_mean(flat, phase)
-        if work is not None:
-            return flat, work
-    flat.mul_(1 / transport.size)
-    if wire is not None:
-        flat = flat.to(wire)
-    return flat, transport.all_sum(flat, phase)
-
-
-def _finish(sent: _Sent, factor: Tensor | None) -> None:
-    sent.work.wait()
-    if len(sent.bucket) == 1 and sent.flat.data_ptr() == sent.bucket[0].data_ptr():
+def _unpack(work: Work, flat: Tensor, bucket: list[Tensor], factor: Tensor | None) -> None:
+    work.wait()
+    if len(bucket) == 1 and flat.data_ptr() == bucket[0].data_ptr():
         return
-    flat = sent.flat if factor is None else sent.flat.float().div_(factor)
-    parts = flat.split([t.numel() for t in sent.bucket])
-    torch._foreach_copy_(sent.bucket, [part.view(t.shape) for t, part in zip(sent.bucket, parts, strict=True)])
+    if factor is not None:
+        flat = flat.float().div_(factor)
+    parts = flat.split([t.numel() for t in bucket])
+    torch._foreach_copy_(bucket, [part.view(t.shape) for t, part in zip(bucket, parts, strict=True)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from onebit.collectives.transport.protocol import Ranks
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels import streams
 from onebit.kernels.data.hyper import Hyper, hyper_table
-from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Norm, Scale
 from onebit.kernels.passes import Compress, Decode, Gradients
@@ -46,98 +47,85 @@ def shards_of(topology: Topology, way: type[Exchange]) -> int:
     return topology.slices * way.shards(topology.replicas.size)
 
 
-def candidates_on(topology: Topology, numel: int, block_size: int, way: type[Exchange]) -> list[int]:
-    """Those of a group of ranks."""
-    if topology.shard is not None:
-        return candidates(numel, shards_of(topology, way), block_size)
-    return chunk_options(numel, shards_of(topology, way), block_size)
+@dataclass(frozen=True)
+class Chunking:
+    """The number of chunks for a model of `numel` elements on a group of ranks."""
 
+    topology: Topology
+    numel: int
+    device: torch.device
+    scale: Scale = "block"
+    norm: Norm = "l1"
+    block_size: int = BLOCK_SIZE
+    way: type[Exchange] = TwoPhases
 
-def choose_chunks(
-    topology: Topology,
-    numel: int,
-    device: torch.device,
-    scale: Scale,
-    norm: Norm,
-    block_size: int,
-    way: type[Exchange] = TwoPhases,
-) -> int:
-    """The number of chunks for a model of `numel` elements: a collective call."""
-    everyone, options = topology.copies, candidates_on(topology, numel, block_size, way)
-    if everyone.size == 1 or len(options) == 1:
-        return 1
-    key = _key(topology, numel, device, way)
-    cached = cache.shared().get(key).get("chunks", 0) if everyone.rank == 0 else 0
-    chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=device)
-    everyone.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
-    if int(chunks) > 0:
-        return int(chunks)
-    seconds = measure_chunks(
-        topology, numel, device, scale=scale, norm=norm, block_size=block_size, options=options, way=way
-    )
-    best, _ = save_chunks(topology, numel, device, seconds, way)
-    if everyone.rank == 0:
-        table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
-        logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
-    return best
+    @property
+    def options(self) -> list[int]:
+        """Those worth measuring."""
+        some = chunk_options if self.topology.shard is None else candidates
+        return some(self.numel, shards_of(self.topology, self.way), self.block_size)
 
+    def choose(self) -> int:
+        """The one in the cache of rank 0, or the one measured to be best: a collective call."""
+        everyone, options = self.topology.copies, self.options
+        if everyone.size == 1 or len(options) == 1:
+            return 1
+        key = self._key()
+        cached = cache.shared().get(key).get("chunks", 0) if everyone.rank == 0 else 0
+        chunks = torch.tensor([cached if cached in options else 0], dtype=torch.int32, device=self.device)
+        everyone.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
+        if int(chunks) > 0:
+            return int(chunks)
+        seconds = self.measure()
+        best, _ = self.save(seconds)
+        if everyone.rank == 0:
+            table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
+            logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
+        return best
 
-def save_chunks(
-    topology: Topology, numel: int, device: torch.device, seconds: dict[int, float], way: type[Exchange] = TwoPhases
-) -> tuple[int, bool]:
-    """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could. A
-    collective call."""
-    best = min(seconds, key=lambda c: (seconds[c], c))
-    key = _key(topology, numel, device, way)
-    return best, topology.copies.rank > 0 or cache.shared().put(key, {"chunks": best})
+    def measure(
+        self, dtype: torch.dtype = torch.float32, progress: Callable[[int, float], None] | None = None
+    ) -> dict[int, float]:
+        """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
+        numel, everyone = min(self.numel, _MOST_ELEMENTS), self.topology.copies
+        source = torch.Generator(self.device).manual_seed(everyone.rank)
+        tensor = torch.randn(numel, generator=source, device=self.device).to(dtype)
+        flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        hyper = hyper_table([Hyper()], self.device)
+        ranks, seconds = shards_of(self.topology, self.way), {}
+        for chunks in self.options:
+            layout = Layout([numel], block_size=self.block_size, ranks=ranks, chunks=chunks)
+            exchange = self.way(self.topology, layout, self.device, self.scale, self.norm)
+            x = Pointers.to(layout, [tensor])
 
-
-def _key(topology: Topology, numel: int, device: torch.device, way: type[Exchange]) -> str:
-    """What is measured on one host, where messages pass no network, is kept apart. A collective call."""
-    ranks = f"{topology.copies.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
-    ranks += ", one host" if on_one_host(topology.copies, device) else ""
-    kind = "" if way is TwoPhases else f", reply {way.way}"
-    return f"{topology.copies.name}, {ranks}, {device.type}, 2^{numel.bit_length()} elements{kind}, chunks"
-
-
-def measure_chunks(
-    topology: Topology,
-    numel: int,
-    device: torch.device,
-    *,
-    scale: Scale,
-    norm: Norm,
-    block_size: int,
-    options: list[int],
-    progress: Callable[[int, float], None] | None = None,
-    dtype: torch.dtype = torch.float32,
-    way: type[Exchange] = TwoPhases,
-) -> dict[int, float]:
-    """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
-    numel = min(numel, _MOST_ELEMENTS)
-    source = torch.Generator(device).manual_seed(topology.copies.rank)
-    tensor = torch.randn(numel, generator=source, device=device).to(dtype)
-    flags = torch.zeros(1, dtype=torch.int32, device=device)
-    hyper = hyper_table([Hyper()], device)
-    seconds = {}
-    for chunks in options:
-        layout = Layout([numel], block_size=block_size, ranks=shards_of(topology, way), chunks=chunks)
-        exchange = way.of(topology, layout, device, scale, norm)
-        x = Pointers.to(layout, [tensor])
-
-        def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
-            backend = exchange.backend
-            replies = exchange.run(
-                lambda c: backend.run(
-                    Compress(c.slice, Gradients(x, hyper, flags), momentum=None, residual=c.residual, out=c.sent)
+            def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
+                backend = exchange.backend
+                replies = exchange.run(
+                    lambda c: backend.run(
+                        Compress(c.slice, Gradients(x, hyper, flags), momentum=None, residual=c.residual, out=c.sent)
+                    )
                 )
-            )
-            backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after the last chunk
+                backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after all chunks
 
-        seconds[chunks] = _slowest(topology.copies, device, step)
-        if progress is not None:
-            progress(chunks, seconds[chunks])
-    return seconds
+            seconds[chunks] = _slowest(everyone, self.device, step)
+            if progress is not None:
+                progress(chunks, seconds[chunks])
+        return seconds
+
+    def save(self, seconds: dict[int, float]) -> tuple[int, bool]:
+        """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could. A
+        collective call."""
+        best = min(seconds, key=lambda c: (seconds[c], c))
+        key = self._key()
+        return best, self.topology.copies.rank > 0 or cache.shared().put(key, {"chunks": best})
+
+    def _key(self) -> str:
+        """What is measured on one host, where messages pass no network, is kept apart. A collective call."""
+        topology, everyone = self.topology, self.topology.copies
+        ranks = f"{everyone.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
+        ranks += ", one host" if on_one_host(everyone, self.device) else ""
+        kind = "" if self.way is TwoPhases else f", reply {self.way.way}"
+        return f"{everyone.name}, {ranks}, {self.device.type}, 2^{self.numel.bit_length()} elements{kind}, chunks"
 
 
 def _slowest(everyone: Ranks, device: torch.device, step: Callable[[], None]) -> float:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.nn.functional import pad
-from typing_extensions import Self
 
 from onebit import kernels
 from onebit.collectives.agreement import NODES, agree
 from onebit.collectives.topology import Topology
-from onebit.collectives.transport.protocol import LocalTransport, Ranks, Transport, Work
+from onebit.collectives.transport.protocol import LocalTransport, Transport, Work
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
@@ -95,13 +94,7 @@ class Chunk:
 
 
 def facts(
-    numels: Sequence[int],
-    block_size: int,
-    chunks: int | str,
-    scale: Scale,
-    norm: Norm,
-    reply: Reply,
-    nodes: bool = False,
+    numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm, reply: Reply, nodes: bool
 ) -> dict[str, int | str]:
     """What must be the same on all ranks for one to read another's messages."""
     return {
@@ -118,11 +111,8 @@ def facts(
 
 
 class Exchange(ABC):
-    """Residuals and messages of one layout on one rank, and the way they go.
-
-    transport: the ranks of the network. node: those of this rank's node, each with a slice; None for one level.
-    everyone: all ranks that cut and encode alike, where those are more than the transport's.
-    """
+    """Residuals and messages of one layout on one rank, and the way they go between the replicas of a topology. With
+    two levels each rank of a node has a slice."""
 
     way: ClassVar[Reply]
     server_residual: Residual | None = None
@@ -134,46 +124,6 @@ class Exchange(ABC):
 
     def __init__(
         self,
-        layout: Layout,
-        transport: Transport,
-        device: torch.device,
-        scale: Scale = "block",
-        norm: Norm = "l1",
-        *,
-        value: Tensor | None = None,
-        node: Transport | None = None,
-        everyone: Ranks | None = None,
-    ) -> None:
-        """`value`, fp32 [elements of the slices], becomes this rank's residual and is what it starts from."""
-        self.node, self.everyone = node or LocalTransport(), everyone or transport
-        if layout.ranks != self.node.size * self.shards(transport.size):
-            raise ValueError(
-                f"the layout is cut for {layout.ranks} ranks, the group has {transport.size}, the node {self.node.size}"
-            )
-        self.layout, self.transport, self.device = layout, transport, device
-        self.format = Format(layout, scale, norm)
-        self.reply_format = self._reply_format()
-        self.backend = kernels.backend(device)
-        self.wire_bytes = 0
-        self.begin()
-        self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
-        self.all_live = False  # whether `live`, where it is there, is known to have every coordinate
-        shards = self.shards(transport.size)
-        slices = layout.parts(self.node.rank, self.node.size)
-        self.residual = Residual.zeros(slices, self.format, device, value)
-        self.sent = self._zeros(self.format, layout.chunks * shards)
-        copies = transport.size // shards
-        self.replies = self._zeros(self.reply_format, layout.chunks * transport.size * self.node.size, copies)
-        self.arriving = self.replies
-        if self.node.size > 1:
-            self.arriving = self._zeros(self.reply_format, layout.chunks * transport.size, copies)
-        residuals = self.residual.parts(slices)
-        self.chunks = [self._chunk(j, residuals[j], server) for j, server in enumerate(self._servers())]
-        self._agreed = False
-
-    @classmethod
-    def of(
-        cls,
         topology: Topology,
         layout: Layout,
         device: torch.device,
@@ -181,10 +131,32 @@ class Exchange(ABC):
         norm: Norm = "l1",
         *,
         value: Tensor | None = None,
-    ) -> Self:
-        """Between the replicas of a topology, with its node."""
-        node, everyone = topology.node, topology.copies
-        return cls(layout, topology.replicas, device, scale, norm, value=value, node=node, everyone=everyone)
+    ) -> None:
+        """`value`, fp32 [elements of the slices], becomes this rank's residual and is what it starts from."""
+        self.transport, self.everyone = topology.replicas, topology.copies
+        self.node = topology.node or LocalTransport()
+        ranks, places = self.transport.size, self.node.size
+        shards = self.shards(ranks)
+        if layout.ranks != places * shards:
+            raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {ranks}, the node {places}")
+        self.layout, self.device = layout, device
+        self.format = Format(layout, scale, norm)
+        self.reply_format = self._reply_format()
+        self.backend = kernels.backend(device)
+        self.wire_bytes = 0
+        self.begin()
+        self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
+        self.all_live = False  # whether `live`, where it is there, is known to have every coordinate
+        slices = layout.parts(self.node.rank, places)
+        self.residual = Residual.zeros(slices, self.format, device, value)
+        self.sent = self._zeros(self.format, layout.chunks * shards)
+        self.replies = self._zeros(self.reply_format, layout.chunks * ranks * places, ranks // shards)
+        self.arriving = self.replies
+        if places > 1:
+            self.arriving = self._zeros(self.reply_format, layout.chunks * ranks, ranks // shards)
+        residuals = self.residual.parts(slices)
+        self.chunks = [self._chunk(j, residuals[j], server) for j, server in enumerate(self._servers())]
+        self._agreed = False
 
     @classmethod
     @abstractmethod
@@ -244,15 +216,8 @@ class Exchange(ABC):
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
         if not self._agreed:
             layout, form = self.layout, self.format
-            common = facts(
-                layout.numel.tolist(),
-                block_size=layout.block_size,
-                chunks=layout.chunks,
-                scale=form.scale,
-                norm=form.norm,
-                reply=self.way,
-                nodes=self.node.size > 1,
-            )
+            numels, nodes = layout.numel.tolist(), self.node.size > 1
+            common = facts(numels, layout.block_size, layout.chunks, form.scale, form.norm, self.way, nodes)
             agree(self.everyone, self.device, {**common, **(more or {})})
             self._agreed = True
 
@@ -348,8 +313,9 @@ class Exchange(ABC):
         scales = {f"{name}_scale": residual.scale for name, residual in self.residuals.items()}
         return {**state, **{name: scale for name, scale in scales.items() if scale is not None}}
 
-    def check_state_dict(self, state: dict[str, Tensor]) -> None:
-        """A ValueError if `load_state_dict` could not copy all of it."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy residuals saved by the same rank of an equal group. A ValueError, and nothing changes, if any does not
+        fit."""
         own = self.state_dict()
         foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
         if foreign:
@@ -369,11 +335,7 @@ class Exchange(ABC):
                 raise ValueError(
                     f"{name} has values in the state that are not finite, as no run leaves it: it was damaged"
                 )
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy residuals saved by the same rank of an equal group. Nothing changes if any does not fit."""
-        self.check_state_dict(state)
-        for name, tensor in self.state_dict().items():
+        for name, tensor in own.items():
             tensor.copy_(state[name])
 
 

@@ -38,16 +38,12 @@ class Undo:
         for now, kept in self._copied[chunk.index]:
             kept.copy_(now)
 
-    def restore(self, flags: Tensor | None = None) -> None:
-        """Every chunk as it was kept: where `flags`, int32 [1], is set, or always. On a GPU the host does not wait."""
-        if flags is not None:
-            self.exchange.backend.restore(self._kept, flags)
-            return
-        for now, kept in self._kept.pairs:
-            now.copy_(kept)
+    def restore(self, flags: Tensor) -> None:
+        """Every chunk as it was kept, where `flags`, int32 [1], is set. On a GPU the host does not wait."""
+        self.exchange.backend.restore(self._kept, flags)
 
     def take_back(self) -> None:
-        """After an exchange that did not end: what it has changed so far."""
+        """What an exchange has changed so far: also of one that did not end."""
         for chunk, copied in zip(self.chunks, self._copied, strict=True):
             if chunk.index in self.exchange.compressed:
                 served = chunk.server is not None and chunk.index in self.exchange.averaged

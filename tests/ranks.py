@@ -12,7 +12,6 @@ it ends. Ranks are forked from a server that has imported torch once.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import functools
 import multiprocessing
@@ -25,10 +24,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         try:
-            with _one_thread_each():
+            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # read when the server imports torch
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     task = (rank, size, tuple(groups), self.store.port, group_timeout, theirs)
@@ -188,20 +188,6 @@ class Ranks:
             for rank in ranks:
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """The environment of the server from which ranks are forked: read when torch is imported."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _serve(rank: int, size: int, sizes: tuple[int, ...], port: int, group_timeout: float, pipe: Connection) -> None:

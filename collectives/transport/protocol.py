@@ -96,15 +96,6 @@ class EarlyReceiver(Protocol):
 
 
 @runtime_checkable
-class Averager(Protocol):
-    """A transport that may have a collective for means."""
-
-    def all_mean(self, values: Tensor, phase: str) -> Work | None:
-        """values, fp32, = the elementwise mean over ranks, the same bit for bit on each. None: it has none for them."""
-        ...
-
-
-@runtime_checkable
 class Sender(Protocol):
     """A transport by which one rank sends to one other."""
 
@@ -115,6 +106,14 @@ class Sender(Protocol):
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
         """out, contiguous, = what rank `source` sends."""
         ...
+
+
+def all_gather_values(ranks: Ranks, values: Tensor, phase: str) -> Tensor:
+    """`values`, a vector, of every rank: [size, len(values)]."""
+    sent = values.view(torch.uint8)[None]
+    everyone = torch.empty((ranks.size, sent.shape[1]), dtype=torch.uint8, device=values.device)
+    ranks.all_gather(everyone, sent, phase).wait()
+    return everyone.view(values.dtype)
 
 
 class Done:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import FACTS, Transport, Work, collective_errors
+from onebit.collectives.transport.protocol import FACTS, Transport, Work, all_gather_values, collective_errors
 from onebit.collectives.waits import waiting
 from onebit.kernels import streams
 
@@ -103,13 +103,6 @@ class TorchTransport:
             work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
         return TorchWork(work, phase, self.name, source=host, landing=host.view(-1), out=values)
 
-    def all_mean(self, values: Tensor, phase: str) -> Work | None:
-        if self._backend(values) != "nccl":
-            return None
-        with collective_errors(phase, self.name):
-            work = dist.all_reduce(values, dist.ReduceOp.AVG, group=self.group, async_op=True)
-        return TorchWork(work, phase, self.name, source=values, landing=values.view(-1), out=values)
-
     def send(self, values: Tensor, to: int, phase: str) -> Work:
         host = _to_pinned(values) if self._staged(values) else values
         with collective_errors(phase, self.name):
@@ -125,11 +118,9 @@ class TorchTransport:
     def duplicate(self) -> Transport:
         own, alive = self._duplicates, dist.distributed_c10d._world.pg_map
         own.spare = {number: group for number, group in own.spare.items() if group in alive}
-        free = torch.tensor([[sum(1 << number for number in own.spare)]], dtype=torch.int64, device=self._device)
-        everyone = torch.empty((self.size, 8), dtype=torch.uint8, device=self._device)
+        free = sum(1 << number for number in own.spare)
         phase = "looking for a group that nobody uses any more (all-gather of one number)"
-        self.all_gather(everyone, free.view(torch.uint8), phase).wait()
-        common = functools.reduce(operator.and_, everyone.view(torch.int64).view(-1).tolist())
+        common = functools.reduce(operator.and_, self._everyones(free, phase))
         if common:  # dropped on all ranks, on each when it has collected its garbage
             number = (common & -common).bit_length() - 1
             return TorchTransport(own.spare.pop(number), own, number)
@@ -162,21 +153,20 @@ class TorchTransport:
         return None
 
     def split(self, color: int) -> Transport:
-        own = torch.tensor([[color]], dtype=torch.int64, device=self._device)
-        colors = torch.empty((self.size, 8), dtype=torch.uint8, device=self._device)
-        self.all_gather(colors, own.view(torch.uint8), "telling ranks apart (all-gather of one number)").wait()
-        same = (colors.view(torch.int64).view(-1) == color).tolist()
-        ranks = dist.get_process_group_ranks(self.group)
-        return self._new_group([rank for rank, ours in zip(ranks, same, strict=True) if ours])
+        colors = self._everyones(color, "telling ranks apart (all-gather of one number)")
+        return self._new_group([rank for rank, its in zip(self.members, colors, strict=True) if its == color])
+
+    def _everyones(self, number: int, phase: str) -> list[int]:
+        """The number that each rank gives."""
+        own = torch.tensor([number], dtype=torch.int64, device=self._device)
+        return all_gather_values(self, own, phase).view(-1).tolist()
 
     def places(self, of: Transport) -> list[int]:
         if not isinstance(of, TorchTransport):
             raise TypeError(f"a group of torch.distributed can't be a part of ranks that communicate by {of.name}")
-        theirs = dist.get_process_group_ranks(of.group)
-        own = dist.get_process_group_ranks(self.group)
-        if outside := set(own) - set(theirs):
+        if outside := set(self.members) - set(of.members):
             raise ValueError(f"its rank {min(outside)} of the world is not in process_group")
-        return [theirs.index(rank) for rank in own]
+        return [of.members.index(rank) for rank in self.members]
 
     def _new_group(self, ranks: list[int], kind: str | None = None, **as_duplicate: Any) -> Transport:
         """Made by its members alone, who all are in this group."""
@@ -188,9 +178,8 @@ class TorchTransport:
     def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has made: the name on all
         ranks has to be the same, so those that have made fewer make some of themselves alone."""
-        most = torch.tensor([_groups_made()], dtype=torch.int64, device=self._device)
-        self.all_max(most, "counting process groups (all-reduce of one number)")
-        while _groups_made() < int(most):
+        most = max(self._everyones(_groups_made(), "counting process groups (all-gather of one number)"))
+        while _groups_made() < most:
             with _without_bound_device():
                 dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 

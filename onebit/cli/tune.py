@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
-from onebit.collectives.chunking import candidates_on, measure_chunks, save_chunks
+from onebit.collectives.chunking import Chunking
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
-from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.tuning import cache, tuner
 from onebit.kernels.tuning.machine import device_name
 from onebit.kernels.tuning.tuner import Choice, Config
@@ -96,7 +95,8 @@ def _tune_chunks(
     """How many chunks suit the network between the ranks."""
     topology, dtype, elements = Topology.of(), DTYPES[arguments.dtype], arguments.elements
     everyone, way = topology.everyone, way_for("auto", topology.replicas.size)
-    options = candidates_on(topology, elements, BLOCK_SIZE, way)
+    chunking = Chunking(topology, elements, device, way=way)
+    options = chunking.options
     write(f"Chunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
 
     def show(chunks: int) -> None:
@@ -110,19 +110,8 @@ def _tune_chunks(
             show(options[options.index(chunks) + 1])
 
     show(options[0])
-    seconds = measure_chunks(
-        topology,
-        elements,
-        device,
-        scale="block",
-        norm="l1",
-        block_size=BLOCK_SIZE,
-        options=options,
-        progress=measured,
-        dtype=dtype,
-        way=way,
-    )
-    best, saved = save_chunks(topology, elements, device, seconds, way)
+    seconds = chunking.measure(dtype, measured)
+    best, saved = chunking.save(seconds)
     for chunks, each in seconds.items():
         write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
     return saved

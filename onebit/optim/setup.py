@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit.collectives.chunking import candidates, choose_chunks, shards_of
+from onebit.collectives.chunking import Chunking, candidates, shards_of
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.reply import way_for
 from onebit.collectives.topology import Topology
@@ -133,9 +133,9 @@ class Setup:
             return 1
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
-        chunks = choose_chunks(
-            self.topology, numel, self.device, options.scale, self.norm, self.options.block_size, self.way
-        )
+        chunks = Chunking(
+            self.topology, numel, self.device, options.scale, self.norm, options.block_size, self.way
+        ).choose()
         if self.topology.shard is None:
             return chunks
         fewest = torch.tensor([-chunks], dtype=torch.int32, device=self.device)  # a state has one number for all shards

@@ -48,7 +48,7 @@ class Part:
         """Stage 2, from the field "residual"."""
         state, options, algorithm = self.state, setup.options, setup.algorithm
         form = options.scale, setup.norm
-        exchange = setup.way.of(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
+        exchange = setup.way(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
         live, limit = algorithm.live(state), options.update_limit
         exchange.live = None if live is None else packed(live)
         exchange.all_live = live is not None and int(live.sum()) == sum(state.numels)

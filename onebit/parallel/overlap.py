@@ -218,9 +218,7 @@ class Overlap:
 
     def _take_back(self) -> None:
         assert self._snapshot is not None
-        for undo in self._snapshot.undo:
-            undo.restore()
-        self._snapshot.under_way = None
+        self._snapshot.take_back_exchange()
 
     def abandon(self) -> None:
         """Messages that a rank which died keeps from arriving: `Snapshot.under_way` has what takes them back."""

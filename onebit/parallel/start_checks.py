@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.restore import clear_residuals
-from onebit.collectives.agreement import agree, agree_on_values, all_gather_values, checksums
+from onebit.collectives.agreement import agree, agree_on_values, checksums
 from onebit.collectives.exchange import facts
+from onebit.collectives.transport.protocol import all_gather_values
 from onebit.optim import held
 from onebit.optim.param_groups import COMPRESS
 from onebit.optim.setup import Setup

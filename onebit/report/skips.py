@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from onebit.collectives.agreement import all_gather_values, listed
+from onebit.collectives.agreement import listed
+from onebit.collectives.transport.protocol import all_gather_values
 from onebit.kernels.streams import capturing
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup

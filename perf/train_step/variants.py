@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
 from onebit.cli.demo.model import Text, Transformer
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Averager, EarlyReceiver, Ranks, Transport, Work
+from onebit.collectives.transport.protocol import EarlyReceiver, Ranks, Transport, Work
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
 from onebit.optimizers.optimizer import OneBitOptimizer
@@ -283,10 +283,6 @@ class TimedTransport:
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
         return TimedWork(self, self.inner.all_sum(values, phase))
-
-    def all_mean(self, values: Tensor, phase: str) -> Work | None:
-        work = self.inner.all_mean(values, phase) if isinstance(self.inner, Averager) else None
-        return None if work is None else TimedWork(self, work)
 
     def expect(self, out: Tensor, phase: str) -> None:
         if isinstance(self.inner, EarlyReceiver):

@@ -1,19 +1,25 @@
 """The MPI side of test_mpi: run as `mpiexec -n 4 python -m mpi4py -m tests.collectives.mpi_main OUT`.
 
-Rank 0 checks what ranks of nodes recorded, and pickles to OUT what the test compares with Gloo's ranks. Two levels are
-two nodes of two ranks, of which one's communicator has its ranks the other way round: that must change nothing.
+Each rank checks the transport and errors, rank 0 what ranks of nodes recorded. Rank 0 pickles to OUT what the test
+compares with Gloo's ranks. Two levels are two nodes of two ranks, of which one's communicator has its ranks the other
+way round: that must change nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from mpi4py import MPI
 
+from onebit.collectives import CollectiveError
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.mpi import MpiTransport
@@ -77,58 +83,61 @@ def trained(comm: Any, kind: str, overlap: bool) -> bytes:
     return runs.bits(run.params)
 
 
-def refusals(comm: Any) -> list[str]:
-    """The errors where rank 1 wants another block_size, and where only rank 0 is in a communicator."""
-    errors: list[str] = []
-    with work.error_of(errors):
-        Case((300,), 64 if comm.rank == 1 else 32).all_reduce(comm)(torch.ones(300))
+def check_transport(comm: Any) -> None:
+    """Also what a sum sends by its dtype's bytes: 7 elements are 4 shards of 2, and the sum of each goes to all."""
+    transport = transport_for(comm)
+    assert isinstance(transport, MpiTransport) and transport.name == "mpi"
+    assert (transport.rank, transport.size) == (comm.rank, comm.size)
+    assert MPI.Comm.Compare(transport.duplicate().communicator, comm) == MPI.CONGRUENT  # one of a thread's own
+    work.check_collectives(transport)
+    for dtype in (torch.bfloat16, torch.float32):
+        with (
+            patch.object(transport, "all_to_all", wraps=transport.all_to_all) as to_all,
+            patch.object(transport, "all_gather", wraps=transport.all_gather) as gather,
+        ):
+            transport.all_sum(torch.ones(7, dtype=dtype), "counted")
+        assert to_all.call_args.args[1].nbytes == 4 * gather.call_args.args[1].nbytes == 8 * dtype.itemsize
+
+
+def check_refusals(comm: Any) -> None:
+    """Where rank 1 wants another block_size, and where only rank 0 is in a communicator."""
+    case = Case((300,), 64 if comm.rank == 1 else 32)
+    with pytest.raises(ValueError, match="the ranks do not agree: rank 1 has block_size 64 where rank 0 has 32"):
+        case.all_reduce(comm)(torch.ones(300))
     mine = comm.Split(0 if comm.rank == 0 else MPI.UNDEFINED)
-    with work.error_of(errors):
+    with pytest.raises(ValueError, match="this rank is not in") if comm.rank else contextlib.nullcontext():
         transport_for(mine)
-    return errors
 
 
-def absence(comm: Any) -> str:
-    """Rank 0 comes late, when the others have given up: their error."""
+def check_absence(comm: Any) -> None:
+    """Rank 0 comes late, when the others have given up."""
     transport = MpiTransport(comm, timeout=30 if comm.rank == 0 else 1)
     sent, out = (torch.zeros((comm.size, 64), dtype=torch.uint8) for _ in range(2))
-    gave_up, errors = comm.Dup(), []
+    gave_up = comm.Dup()
     if comm.rank == 0:
         for rank in range(1, comm.size):
             gave_up.recv(source=rank)
     pending = transport.all_to_all(out, sent, PHASE)
-    with work.error_of(errors):
-        pending.wait()
-    if errors:
+    if comm.rank > 0:
+        with pytest.raises(CollectiveError, match=f"{re.escape(PHASE)} did not end within 1 s"):
+            pending.wait()
         gave_up.send(None, 0)
     comm.barrier()
     pending.wait()  # MPI still holds the buffers
-    return "".join(errors)
-
-
-def bytes_of_sum(transport: Any, dtype: torch.dtype) -> int:
-    """What this rank hands to MPI for the sum of 7 elements."""
-    counting = work.Watched(transport)
-    type(transport).all_sum(counting, torch.ones(7, dtype=dtype), "counted")
-    return counting.sent
 
 
 def main() -> None:
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
-    transport = transport_for(comm)
-    assert MPI.Comm.Compare(transport.duplicate().communicator, comm) == MPI.CONGRUENT  # one of a thread's own
+    check_transport(comm)
     own = {
-        "transport": f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}",
-        "collectives": work.collectives_over(transport),
-        "bytes": [bytes_of_sum(transport, dtype) for dtype in (torch.bfloat16, torch.float32)],
         "numbers": numbers(comm),
         "optimizer": optimizer(comm, overlap=False),
         "overlap": optimizer(comm, overlap=True),
         "nodes": of_nodes(comm),
-        "refusals": refusals(comm),
-        "absence": absence(comm),
     }
+    check_refusals(comm)
+    check_absence(comm)
     everyone = comm.gather(own)
     if everyone is not None:
         Path(sys.argv[1]).write_bytes(pickle.dumps({name: [each[name] for each in everyone] for name in own}))

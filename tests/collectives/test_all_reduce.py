@@ -12,7 +12,8 @@ import torch
 from onebit.collectives import CompressedAllReduce
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
-from tests.ranks import run_ranks
+from tests.onebit.runs import on_ranks
+from tests.ranks import group, run_ranks
 
 MANY = tuple(1 + i % 5 for i in range(300))
 CASES = {
@@ -88,17 +89,20 @@ FLAGGED = [replace(ODD, **options) for options in (
 
 
 @pytest.mark.parametrize(("third", "value"), [(0, math.nan), (1, math.inf), (2, -math.inf)])
-def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(third, value):
+@on_ranks(3)
+def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(rank, third, value):
     """The steps around the bad one are those of a run that never met it. Each value with a third of the cases."""
-    cases = FLAGGED[third::3]
-    for runs in run_ranks(3, work.with_and_without, cases, 2, value):
-        for case, (run, skipping) in zip(cases, runs, strict=True):
-            assert all(np.isnan(a).all() for a in steps.values(case, run.results[2]))
-            before, after = ({**s, "wire_bytes": 0} for s in run.states[2:4])
-            assert steps.same_state(before, after)
-            kept = replace(run, results=[run.results[step] for step in (0, 1, 3)])
-            assert kept.result_bytes == skipping.result_bytes
-            assert all(np.isfinite(a).all() for arrays in kept.results for a in steps.values(case, arrays))
+    at = 2
+    for case in FLAGGED[third::3]:
+        run = steps.record(replace(case, bad=((at, 1, value),)), rank, group())
+        assert all(np.isnan(a).all() for a in steps.values(case, run.results.pop(at)))
+        assert all(np.isfinite(a).all() for arrays in run.results for a in steps.values(case, arrays))
+        before, after = ({**state, "wire_bytes": 0} for state in run.states[at : at + 2])
+        assert steps.same_state(before, after)
+        skipping = case.all_reduce(group())
+        first = steps.record(replace(case, steps=at), rank, None, all_reduce=skipping)
+        rest = steps.record(case, rank, None, first=at + 1, all_reduce=skipping)
+        assert run.result_bytes == first.result_bytes + rest.result_bytes
 
 
 @pytest.mark.parametrize(("scale", "norm"), FORMS)

@@ -1,18 +1,18 @@
 """The uncompressed mean, and the comparison of parameters, over real ranks."""
 
+import contextlib
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Done, LocalTransport
-from tests.collectives.work import bare_transport, error_of
+from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
 
 SCALES = (4.0, 1024.0, 0.5)
@@ -82,59 +82,34 @@ def test_a_narrower_dtype_travels_instead(dtype, wire, sizes):
     assert check(3, means) == [each * NUMEL for each in sizes]
 
 
-class Dividing(LocalTransport):
-    """Two ranks with equal values, and a collective for means."""
+class Adding(LocalTransport):
+    """Two ranks with equal values."""
 
     size = 2
 
     def __init__(self):
         self.given = []
 
-    def all_mean(self, values, phase):
-        self.given.append(("mean", values.clone()))
-        return Done()
-
     def all_sum(self, values, phase):
-        self.given.append(("sum", values.clone()))
+        self.given.append(values.clone())
         values.mul_(2)
         return Done()
 
 
-@pytest.mark.parametrize("dtype, wire, called", [(F32, None, "mean"), (F32, BF16, "sum"), (BF16, None, "sum")])
-def test_what_a_collective_divides_is_not_divided_before(dtype, wire, called):
-    """Only fp32: a 1 / ranks of 16 bits is not exact, and sums of halves could leave their range."""
-    transport, given = Dividing(), tensors(0, dtype)
-    before = [t.clone() for t in given]
-    average_(given, transport, bucket_bytes=100, wire_dtype=wire)
-    assert {kind for kind, _ in transport.given} == {called}
-    assert wire is not None or all(map(torch.equal, given, before))
-    sent = torch.cat([t.float() for _, t in transport.given])
-    whole = torch.cat([t.reshape(-1) for t in before]).to(transport.given[0][1].dtype).float()
-    assert torch.equal(sent, whole if called == "mean" else whole / 2)
-
-
-def test_tensors_of_two_dtypes_travel_apart_and_nccl_has_a_collective_for_means(monkeypatch):
-    transport, given = Dividing(), [torch.ones(3), torch.ones(2).bfloat16(), torch.ones(4).bfloat16(), torch.ones(1)]
+def test_tensors_of_two_dtypes_travel_apart_and_are_divided_before():
+    """A sum of halves could leave their range."""
+    transport, given = Adding(), [torch.ones(3), torch.ones(2).bfloat16(), torch.ones(4).bfloat16(), torch.ones(1)]
     average_(given, transport)
-    assert [(kind, t.dtype, t.numel()) for kind, t in transport.given] == [
-        ("mean", F32, 3), ("sum", BF16, 6), ("mean", F32, 1)
-    ]  # fmt: skip
-    asked = []
-    monkeypatch.setattr(dist, "all_reduce", lambda values, op, group, async_op: asked.append(op) or Done())
-    assert bare_transport({"cpu": "nccl"}).all_mean(torch.ones(3), "test") is not None
-    assert bare_transport({"cpu": "gloo"}).all_mean(torch.ones(3), "test") is None
-    assert asked == [dist.ReduceOp.AVG]
+    assert [(t.dtype, t.tolist()) for t in transport.given] == [(F32, 3 * [0.5]), (BF16, 6 * [0.5]), (F32, [0.5])]
+    assert all(bool((t == 1).all()) for t in given)
 
 
-def small_and_scaled(rank, size):
+@on_ranks(2)
+def test_what_has_16_bits_keeps_what_a_scale_has_saved(rank):
     """A gradient whose true size float16 does not hold, as GradScaler has it."""
     given = torch.tensor([1e-8 * 2.0**16]).half()
     average_([given], transport_for(group()), torch.tensor([2.0**-16]), wire_dtype=F16)
-    return float(given)
-
-
-def test_what_has_16_bits_keeps_what_a_scale_has_saved():
-    assert run_ranks(2, small_and_scaled) == [pytest.approx(1e-8 * 2.0**16, rel=1e-3)] * 2
+    assert float(given) == pytest.approx(1e-8 * 2.0**16, rel=1e-3)
 
 
 ODD = [  # where (rank, tensor, element) differ, and what is said
@@ -145,21 +120,17 @@ ODD = [  # where (rank, tensor, element) differ, and what is said
 ]
 
 
-def compared(rank, size):
-    errors = []
-    for odd, _ in ODD:
-        given, text = tensors(7), []
+@on_ranks(3)
+def test_a_difference_in_one_element_is_an_error_on_every_rank(rank):
+    for odd, says in ODD:
+        given = tensors(7)
         for who, tensor, element in odd:
             given[tensor].view(-1)[element] += 1e-6 * (who == rank)
-        with error_of(text):
+        with pytest.raises(ValueError, match=says) if odd else contextlib.nullcontext():
             agree_on_values(transport_for(group()), given, lambda i: f"number {i}")
-        errors.append("".join(text))
-    return errors
 
 
-def test_a_difference_in_one_element_is_an_error_on_every_rank():
-    for texts in run_ranks(3, compared):
-        for text, (odd, says) in zip(texts, ODD, strict=True):
-            assert says in text and bool(text) == bool(odd)
-    for texts in run_ranks(2, compared):
-        assert "rank 1" in texts[2]  # of two that differ
+@on_ranks(2)
+def test_of_two_ranks_that_differ_rank_0_is_right(rank):
+    with pytest.raises(ValueError, match="number 0 has other values on rank 1 than on the rest"):
+        agree_on_values(transport_for(group()), [torch.ones(3) + rank], lambda i: f"number {i}")

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce, chunking
-from onebit.collectives.chunking import CANDIDATES, candidates
-from onebit.collectives.transport import transport_for
+from onebit.collectives.chunking import CANDIDATES, Chunking, candidates
 from onebit.kernels.tuning import tuner
-from tests.collectives import steps, work
+from tests.collectives import steps
 from tests.collectives.steps import Case
-from tests.collectives.work import Watched
+from tests.collectives.work import Noting
+from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
 
 RUNS = 3  # timed for each number of chunks
@@ -26,19 +26,19 @@ SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # 
 def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, small: int = 0) -> list[Any]:
     """Of one case after the other, in a process that has read nothing yet: the chunks, how often candidates were
     measured for it, and the phases of its collectives. Models of `small` elements take one chunk, for their flags."""
-    made, real = [], chunking.measure_chunks
+    made, real = [], Chunking.measure
 
-    def measure(*args: Any, **kwargs: Any) -> dict[int, float]:
+    def measure(own: Chunking) -> dict[int, float]:
         readings = [t for s in seconds[rank] for t in [0.0, s] * RUNS]  # however long it really takes
         with patch.object(chunking, "time", Mock(perf_counter=Mock(side_effect=readings))):
-            return real(*args, **kwargs)
+            return real(own)
 
     few = patch.object(chunking, "MOST_ELEMENTS", small)
     own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
     tuner.forget()
-    with own, few, patch.object(chunking, "measure_chunks", side_effect=measure) as measured:
+    with own, few, patch.object(Chunking, "measure", autospec=True, side_effect=measure) as measured:
         for case in cases:
-            transport, before = Watched(transport_for(group())), measured.call_count
+            transport, before = Noting(group()), measured.call_count
             chunks = case.all_reduce(transport).prepare().layout.chunks
             made.append((chunks, measured.call_count - before, transport.events))
     tuner.forget()
@@ -48,9 +48,9 @@ def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, 
 SIZE = 3
 CASE = Case((12_288,), 32, chunks="auto", steps=2)  # 8 chunks * 3 ranks * 16 blocks * 32 elements
 LAYOUTS = "comparing the ranks' layouts (all-gather of facts)"
-COMPARED = 2 * [f"{event} {LAYOUTS}" for event in ("start", "wait")]  # lengths, text
-ASKING = "all_max finding out whether all ranks are on one host (all-reduce of two numbers)"
-AGREEING = "all_max agreeing on the number of chunks (all-reduce of one number)"
+ASKING = "finding out whether all ranks are on one host (all-reduce of two numbers)"
+AGREEING = "agreeing on the number of chunks (all-reduce of one number)"
+COMPARED, ASKED, AGREED = ([f"start {phase}", f"wait {phase}"] for phase in (LAYOUTS, ASKING, AGREEING))
 BEST = 2  # of the slowest rank's seconds: 9, 5, 9, 9
 
 
@@ -97,7 +97,7 @@ def test_measured_once_and_cached_for_a_size_and_for_one_host_or_several(folders
     assert first[:2] == (BEST, 1)
     assert entries(folders[0]) == {KEY: {"chunks": BEST}}
     for choice in [*later, *agreed(run_ranks(SIZE, choices, [similar, CASE], folders))]:
-        assert choice == (BEST, 0, [*COMPARED, ASKING, AGREEING])
+        assert choice == (BEST, 0, [*COMPARED, *COMPARED, *ASKED, *AGREED])
     of_hosts = [agreed(run_ranks(SIZE, choices_on_hosts, folders)) for _ in range(2)]
     assert [[measured for _, measured, _ in found] for found in of_hosts] == [[1], [0]]
     assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
@@ -129,56 +129,45 @@ def test_the_cache_of_rank_0_counts_for_all_and_no_other_and_a_foreign_value_is_
 def test_where_there_is_nothing_to_choose_nothing_is_measured(folders, size, numel, small):
     """One rank, a small tensor, or a model whose message carries its flags."""
     (choice,) = agreed(run_ranks(size, choices, [replace(CASE, numels=(numel,))], folders, SECONDS, small))
-    assert choice == (1, 0, COMPARED)
+    assert choice == (1, 0, [*COMPARED, *COMPARED])  # lengths, text
     (choice,) = agreed(run_ranks(SIZE, choices, [CASE], folders, SECONDS, 12_287))
     assert choice[1] == 1
 
 
-def before_and_in_the_first_call(rank, size):
+@on_ranks(SIZE)
+def test_properties_and_states_are_no_collectives(rank):
     """Rank 1 reads every property and saves, while the others do nothing; then all prepare, and call it."""
-    transport = work.Watched(work.transport_for(group()))
+    transport = Noting(group())
     all_reduce = CASE.all_reduce(transport)
-    alone = None
     if rank == 1:
-        alone = all_reduce.exchange, all_reduce.chunks, all_reduce.wire_bytes, all_reduce.state_dict()
-    seen = list(transport.events)
+        assert (all_reduce.exchange, all_reduce.chunks, all_reduce.wire_bytes) == (None, None, 0)
+        whose = {"rank": 1, "reply": "1", "slice": 0, "slices": 1, "sender": 1}
+        assert {**all_reduce.state_dict(), "format": 0} == {**whose, "chunks": 0, "format": 0, "wire_bytes": 0}
+    assert transport.events == []
     exchange = all_reduce.prepare()
-    assert all_reduce.exchange is exchange is all_reduce.prepare()
     measured = len(transport.events)
+    assert measured > 0 and all_reduce.exchange is exchange is all_reduce.prepare()
     tensors = CASE.inputs(rank, 0)
     all_reduce(tensors)
     assert all_reduce.exchange is exchange
-    again = [event for event in transport.events[measured:] if "number of chunks" in event]
-    return alone, seen, measured > 0, again, all_reduce.chunks, [t.numpy().tobytes() for t in tensors]
+    assert not any("number of chunks" in event for event in transport.events[measured:])
+    return all_reduce.chunks, tensors
 
 
-def test_properties_and_states_are_no_collectives():
-    answers = run_ranks(SIZE, before_and_in_the_first_call)
-    exchange, chunks, nbytes, state = answers[1][0]
-    assert (exchange, chunks, nbytes) == (None, None, 0)
-    nothing_chosen = {"chunks": 0, "format": 0, "wire_bytes": 0}
-    whose = {"rank": 1, "reply": "1", "slice": 0, "slices": 1, "sender": 1}
-    assert {**state, "format": 0} == nothing_chosen | whose
-    for _, seen, measured, again, *after in answers:
-        assert (seen, measured, again) == ([], True, [])
-        assert after == list(answers[0][4:]) and after[0] >= 1
-
-
-def resumed_unused(rank, size):
+@on_ranks(2)
+def test_an_unused_state_starts_anew(rank):
     """The state of one that was never called, loaded into one that was, beside one that starts anew."""
-    unused, found = CASE.all_reduce(group()).state_dict(), []
     for chunks in (2, "auto"):
-        used, fresh = (replace(CASE, chunks=chunks).all_reduce(group()) for _ in range(2))
+        case = replace(CASE, chunks=chunks)
+        used, fresh = (case.all_reduce(group()) for _ in range(2))
         steps.record(CASE, rank, group(), all_reduce=used)
-        used.load_state_dict(unused)
+        used.load_state_dict(case.all_reduce(group()).state_dict())
         assert used.wire_bytes == 0
         one, other = (steps.record(CASE, rank, group(), all_reduce=each) for each in (used, fresh))
-        found.append(one.result_bytes == other.result_bytes and steps.same_state(one.states[-1], other.states[-1]))
-    return found
+        assert one.result_bytes == other.result_bytes and steps.same_state(one.states[-1], other.states[-1])
 
 
-def test_an_unused_state_starts_anew_also_when_loaded_before_the_first_use():
-    assert run_ranks(2, resumed_unused) == [[True, True]] * 2
+def test_an_unused_state_can_be_loaded_before_the_first_use():
     all_reduce = CompressedAllReduce(1000)
     all_reduce.load_state_dict(CompressedAllReduce(1000).state_dict())
     assert all_reduce.exchange is None and all_reduce.wire_bytes == 0

@@ -1,63 +1,42 @@
-"""Ranks that die, never come, or mean something else: an error that names them on every other rank, never a hang."""
+"""Ranks that never come or mean something else: an error on every other rank, never a hang."""
 
-import os
 import re
-import signal
+import socket
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from onebit.collectives import CollectiveError
-from onebit.collectives.agreement import agree, all_gather_json
+from onebit.collectives.agreement import agree, all_gather_json, listed
 from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.grid import Grid
 from onebit.collectives.transport.protocol import Done, LocalTransport
 from onebit.kernels.data.wire import MessageError
 from tests.collectives import steps
 from tests.collectives.steps import Case
-from tests.collectives.work import Watched, error_of, ranks_of
-from tests.ranks import group, run_ranks, run_ranks_once
-
-TIMEOUT = {"dies": 60.0, "stays away": 4.0}  # of the group: a death is seen at once, an absence only then
-CASE = Case((300,), chunks=2, steps=5)
-
-COMPARING = "comparing the ranks' layouts (all-gather of facts)"
-FINITE = "agreeing on finite values"
-GATHER = "the gather phase (all-to-all of chunk 1)"
-SCATTER = "the scatter phase (all-gather of chunk 0)"
+from tests.collectives.work import error_of, ranks_of
+from tests.onebit.checkpoint.test_sharded import made
+from tests.onebit.parallel.test_fsdp import mesh_of
+from tests.onebit.runs import on_ranks
+from tests.ranks import group, run_ranks_once
 
 
-def run_until_error(rank, size, phase, how):
-    """The step and the error. Rank 1 dies or stays away at the second start of `phase`, the first of a comparison."""
-    met = []
-
-    def hook(name):
-        met.append(phase in name)
-        if rank == 1 and met[-1] and sum(met) == (1 if phase == COMPARING else 2):
-            time.sleep(0.5)  # the others have finished what came before
-            if how == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3600)
-
-    all_reduce = CASE.all_reduce(Watched(transport_for(group()), hook=hook))
-    for step in range(CASE.steps):
-        try:
-            all_reduce(CASE.inputs(rank, step))
-        except CollectiveError as error:
-            return step, str(error)
-    return CASE.steps, ""
+def never_comes(rank, size):
+    if rank == 1:
+        time.sleep(3600)
+    errors, case = [], Case((300,))
+    with error_of(errors):
+        case.all_reduce(group())(case.inputs(rank, 0))
+    return errors
 
 
-@pytest.mark.parametrize("phase, how", [
-    (COMPARING, "stays away"), (FINITE, "dies"), (GATHER, "dies"), (GATHER, "stays away"), (SCATTER, "dies")
-])  # fmt: skip
-def test_the_others_name_the_phase_in_which_a_rank_is_missing(phase, how):
-    answers = run_ranks_once(3, run_until_error, (phase, how), group_timeout=TIMEOUT[how], expect_dead=[1])
-    for step, error in (answers[0], answers[2]):
-        assert error.startswith(phase), error
+def test_a_rank_that_never_comes_is_missed_where_the_others_compare():
+    answers = run_ranks_once(3, never_comes, group_timeout=4.0, expect_dead=[1])
+    for (error,) in (answers[0], answers[2]):
+        assert error.startswith("CollectiveError: comparing the ranks' layouts (all-gather of facts)")
         assert "a rank died, did not come within the group's timeout" in error
-        assert step == (0 if phase == COMPARING else 1)
 
 
 USUAL = Case((300, 63), 64, chunks=2, steps=2)
@@ -81,72 +60,76 @@ OTHERS = [
 FACTS = {fact for *_, fact, _, _ in OTHERS}
 
 
-def disagree(rank, size, cases):
-    """Ranks in `cases` want something else than the rest (-1). Their errors, and whether tensors were left alone."""
-    case, ranks = cases.get(rank, cases[-1]), ranks_of(cases[-1], size)
-    tensors, errors = case.inputs(rank, 0), []
-    kept = [t.clone() for t in tensors]
-    with error_of(errors):
+def refused(rank, size, case, usual):
+    """What a rank is told that wants `case` where most want `usual`. Tensors are left alone, and the ranks go on."""
+    ranks, tensors = ranks_of(usual, size), case.inputs(rank, 0)
+    with pytest.raises(ValueError, match="the ranks do not agree: ") as caught:
         case.all_reduce(ranks)(tensors)
-    if errors:
-        steps.record(replace(cases[-1], chunks=2), rank, ranks)
-    return "".join(errors), all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
-
-
-def disagree_in_everything(rank, size, who, nodes):
-    return [disagree(rank, size, {-1: replace(usual, nodes=nodes), who: other}) for usual, other, *_ in OTHERS]
+    assert all(map(torch.equal, tensors, case.inputs(rank, 0)))
+    steps.record(replace(usual, chunks=2), rank, ranks)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("size, who, nodes", [(3, 0, 0), (3, 2, 0), (4, 0, 2)])
-def test_a_rank_that_means_something_else_is_named_on_every_rank(size, who, nodes):
+@on_ranks()
+def test_a_rank_that_means_something_else_is_named_on_every_rank(rank, size, who, nodes):
     others = sorted({*range(size)} - {who})
-    for answers in run_ranks(size, disagree_in_everything, who, nodes):
-        for (error, untouched), (*_, fact, theirs, usual) in zip(answers, OTHERS, strict=True):
-            assert error.startswith("ValueError: the ranks do not agree: "), error
-            pattern = rf"rank {who} has {fact} {theirs!r} where rank {others[0]} has {usual!r}[;.]"
-            assert re.search(pattern.replace("None", r"\d+"), error), error
-            assert not any(f"rank {rank} has {fact}" in error for rank in others for fact in FACTS), error
-            assert untouched
+    for usual, other, fact, its, theirs in OTHERS:
+        error = refused(rank, size, other if rank == who else usual, replace(usual, nodes=nodes))
+        pattern = rf"rank {who} has {fact} {its!r} where rank {others[0]} has {theirs!r}[;.]"
+        assert re.search(pattern.replace("None", r"\d+"), error), error
+        assert not any(f"rank {each} has {fact}" in error for each in others for fact in FACTS), error
 
 
-def test_two_ranks_that_differ_are_both_named():
-    cases = {-1: USUAL, 1: replace(USUAL, scale="tensor"), 3: replace(USUAL, norm="l2")}
-    for error, _ in run_ranks(4, disagree, cases):
-        assert "rank 1 has scale 'tensor' where rank 0 has 'block'" in error
-        assert "rank 3 has norm 'l2' where rank 0 has 'l1'" in error
+@on_ranks(4)
+def test_two_ranks_that_differ_are_both_named(rank):
+    error = refused(rank, 4, {1: replace(USUAL, scale="tensor"), 3: replace(USUAL, norm="l2")}.get(rank, USUAL), USUAL)
+    assert "rank 1 has scale 'tensor' where rank 0 has 'block'" in error
+    assert "rank 3 has norm 'l2' where rank 0 has 'l1'" in error
+
+
+@on_ranks(4, once=True)
+def test_errors_name_a_rank_by_its_number_among_all_processes_and_the_host_of_one_that_runs_elsewhere(rank):
+    """Two hosts of two ranks: HSDP's error where the options of rank 3 are others, and names in groups."""
+    with patch.object(socket, "gethostname", lambda: f"node-{rank // 2}"):
+        mesh = mesh_of(2, 2)
+        net, optimizer = made(mesh, freeze_step=7 if rank == 3 else 8)
+        with pytest.raises(ValueError) as caught:
+            net(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+        replicas, shard = transport_for(mesh.get_group("replicate")), transport_for(mesh.get_group("shard"))
+        of_grid, of_replicas = [listed([i], Grid(replicas, shard)) for i in range(4)], listed([0, 1], replicas)
+    text = str(caught.value).replace(" (on node-1)", "")
+    assert "rank 3 has freeze_step 7 where rank" in text or rank in (0, 2)
+    other = 2 * (1 - rank // 2) + rank % 2  # the same place on the other host
+    elsewhere = f"{other} (on node-{other // 2})"
+    assert f"rank {elsewhere}" in of_grid and elsewhere in of_replicas
+    assert [text.split(" (")[0] for text in of_grid] == [f"rank {i}" for i in range(4)]
 
 
 CPU = torch.device("cpu")
 VALUES = [None, "", "é\n ", 0, [1, 2.5, {"a": None}], {"text": 5000 * "x"}, 100_000 * "\u2603", True]
 
 
-def gathered(rank, size):
+@on_ranks(3)
+def test_json_of_every_rank(rank):
     """Each rank gives another one of the values, every one in turn."""
-    turns, transport = [VALUES[(rank + turn) % len(VALUES)] for turn in range(len(VALUES))], transport_for(group())
-    return [all_gather_json(transport, CPU, value, "a phase") for value in turns]
+    transport, count = transport_for(group()), len(VALUES)
+    for turn in range(count):
+        found = all_gather_json(transport, CPU, VALUES[(rank + turn) % count], "a phase")
+        assert found == [VALUES[(each + turn) % count] for each in range(3)]
 
 
-def test_json_of_every_rank():
-    turns = range(len(VALUES))
-    assert run_ranks(3, gathered) == [[[VALUES[(rank + t) % len(VALUES)] for rank in range(3)] for t in turns]] * 3
-
-
-def agreed(rank, size, everyone):
-    errors = []
-    with error_of(errors):
-        agree(transport_for(group()), CPU, everyone[rank])
-    return "".join(errors)
-
-
-def test_facts_of_any_length():
+@on_ranks(3)
+def test_facts_of_any_length(rank):
     """A run of many parameters has more of them than 2,048 bytes. Their order means nothing."""
-    facts = {f"option {i}": i / 7 for i in range(500)}
-    assert run_ranks(3, agreed, [facts, dict(reversed(facts.items())), facts]) == ["", "", ""]
-    other = {**facts, "option 77": "eleven", "only here": 1}
-    for error in run_ranks(3, agreed, [facts, other, facts]):
-        start = "ValueError: the ranks do not agree: rank 1 has only here 1 where rank 0 has None; rank 1 has option"
-        assert error.startswith(start)
-        assert "rank 1 has option 77 'eleven' where rank 0 has 11.0" in error
+    transport, facts = transport_for(group()), {f"option {i}": i / 7 for i in range(500)}
+    agree(transport, CPU, dict(reversed(facts.items())) if rank == 1 else facts)
+    with pytest.raises(ValueError) as caught:
+        agree(transport, CPU, {**facts, "option 77": "eleven", "only here": 1} if rank == 1 else facts)
+    start = "the ranks do not agree: rank 1 has only here 1 where rank 0 has None; rank 1 has option"
+    assert str(caught.value).startswith(start)
+    assert "rank 1 has option 77 'eleven' where rank 0 has 11.0" in str(caught.value)
 
 
 class Damaging(LocalTransport):

@@ -14,7 +14,6 @@ import pytest
 
 from tests.checkpoints import Run
 from tests.collectives import steps, work
-from tests.collectives.test_transport import check_collectives
 from tests.ranks import group, run_ranks
 
 mpi_main = pytest.importorskip("tests.collectives.mpi_main", reason="needs mpi4py", exc_type=ImportError)
@@ -53,14 +52,6 @@ def found(tmp_path_factory):
     return pickle.loads(out.read_bytes())
 
 
-def test_the_transport_of_a_communicator(found):
-    assert found["transport"] == [f"MpiTransport {rank} of {SIZE} mpi" for rank in range(SIZE)]
-    for rank, answer in enumerate(found["collectives"]):
-        check_collectives(rank, SIZE, answer)
-    # A sum sends its dtype's bytes: 7 elements are 4 shards of 2, of both messages three quarters are for others.
-    assert found["bytes"] == [[2 * 12, 2 * 24]] * SIZE
-
-
 def test_the_simulation_and_gloos_bytes(found):
     """The same cases over Gloo give the same results and residuals."""
     for ours, theirs in zip(found["numbers"], run_ranks(SIZE, work.recorded_many, mpi_main.CASES), strict=True):
@@ -90,15 +81,3 @@ def test_two_levels_whatever_the_order_of_a_nodes_ranks(found):
     assert list(places) == [[1, 0, True], [0, 1, True], [0, 0, True], [1, 1, True]]
     for kind in zip(*ends, strict=True):  # with overlap or without, on every rank
         assert {end for both in kind for end in both} == {kind[0][0]}
-
-
-def test_errors(found):
-    """A rank that means something else, ranks that are in no communicator, and one that does not come in time."""
-    for errors in found["refusals"]:
-        assert errors[0].startswith("ValueError: the ranks do not agree: rank 1 has block_size 64 where rank 0 has 32")
-    inside, *outside = ["".join(errors[1:]) for errors in found["refusals"]]
-    late, *waiting = found["absence"]
-    says = "CollectiveError: the gather phase (all-to-all of chunk 0) did not end within 1 s"
-    assert inside == late == ""
-    assert all(error.startswith("ValueError: this rank is not in") for error in outside), outside
-    assert all(error.startswith(says) for error in waiting), waiting

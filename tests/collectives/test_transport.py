@@ -1,37 +1,84 @@
 """The transports: which one a group gets, what its collectives do, and errors that name the phase."""
 
-from unittest.mock import Mock
+import os
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import onebit
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport, collective_errors
-from onebit.collectives.transport.torch import SMALL, TorchWork
+from onebit.collectives.transport.torch import SMALL, TorchTransport, TorchWork
 from tests.collectives import work
-from tests.limits import HUNG
-from tests.ranks import run_ranks, run_ranks_once
+from tests.onebit.runs import on_ranks
+from tests.ranks import group
+
+MEMBERS = [2, 3, 7]
 
 
-def test_a_group_counts_its_own_ranks_and_a_rank_outside_is_told_so():
-    members = [2, 3, 7]
-    for rank, (default, texts, half) in enumerate(run_ranks(8, work.transports, members)):
-        assert (default, half, len(texts)) == (f"TorchTransport {rank} of 8 gloo", [rank // 2, 4], 2)
-        inside = f"TorchTransport {members.index(rank)} of 3 gloo" if rank in members else ""
-        for text in texts:
-            assert text == inside or not inside
-            assert inside or "ValueError: this rank is not in the process group" in text, text
-            assert inside or "only the group's members" in text, text
+@on_ranks(8)
+def test_a_group_counts_its_own_ranks_and_a_rank_outside_is_told_so(rank):
+    """Some have made more groups than others before all of them part in two halves."""
+
+    def about(transport):
+        return f"{type(transport).__name__} {transport.rank} of {transport.size} {transport.name}"
+
+    made, default = dist.new_group(MEMBERS), transport_for()
+    assert about(default) == f"TorchTransport {rank} of 8 gloo"
+    for maker in (transport_for, TorchTransport):
+        if rank in MEMBERS:
+            assert about(maker(made)) == f"TorchTransport {MEMBERS.index(rank)} of 3 gloo"
+        else:
+            with pytest.raises(ValueError, match=r"this rank is not in the process group.*only the group's members"):
+                maker(made)
+    half = default.split(rank % 2)
+    assert (half.rank, half.size) == (rank // 2, 4)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:gloo"])
-def test_groups_are_made_of_a_group_without_one_backend_of_its_own(backend, tmp_path):
-    arguments = (backend, str(tmp_path / "store"))
-    answers = run_ranks_once(2, work.over_a_default_group_made_with, arguments, timeout=HUNG)
-    assert [name for name, _ in answers] == ["gloo", "gloo"] or torch.cuda.is_available()
-    assert [carried[:4] for _, carried in answers] == [[1, 1, 1, 0], [1, 1, 1, 0]]
-    assert answers[0][1][4] == answers[1][1][4] != [1.0] * 70
+@on_ranks(2, once=True)
+def test_groups_are_made_of_a_group_without_one_backend_of_its_own(rank, backend, tmp_path):
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+    transport = transport_for()
+    assert transport.name == "gloo" or torch.cuda.is_available()
+    for each, most in ((transport, 1), (transport.duplicate(), 1), (transport.split(0), 1), (transport.split(rank), 0)):
+        values = torch.tensor([each.rank], dtype=torch.int64)
+        each.all_max(values, "comparing")
+        assert int(values) == most
+    params = [torch.nn.Parameter(torch.ones(70))]
+    optimizer = onebit.OneBitAdam(params, freeze_step=1, overlap=True)
+    for _ in range(3):
+        (params[0] * (rank + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(params[0], torch.ones(70))
+    return params[0].detach()
+
+
+@on_ranks(3, once=True)
+def test_no_group_of_ours_splits_the_communicator_of_a_world_with_a_device_of_its_own(rank):
+    """As init_process_group(device_id=...) makes it. Ranks 0 and 1 alone make groups."""
+    world, bound = dist.group.WORLD, torch.device("cuda", 0)
+    some, seen, new_group = dist.new_group([0, 1]), [], dist.new_group
+
+    def recording(*args, **kwargs):
+        seen.append(world.bound_device_id)
+        world.bound_device_id = None  # without a GPU nothing can be split
+        return new_group(*args, **kwargs)
+
+    world.bound_device_id = bound
+    with patch.object(dist, "new_group", recording):
+        if rank < 2:
+            transport = transport_for(some)
+            transport.duplicate()
+            transport.split(rank)
+    assert world.bound_device_id == bound and seen == [None] * len(seen)
+    assert len(seen) >= 2 or rank == 2
+    world.bound_device_id = None
 
 
 def test_a_tensor_that_no_backend_sends_and_what_is_no_group_are_refused():
@@ -43,33 +90,39 @@ def test_a_tensor_that_no_backend_sends_and_what_is_no_group_are_refused():
             transport_for(foreign)
 
 
-def check_collectives(rank, size, answer):
-    """Byte b of message k of rank i is i * 50 + k * 10 + b."""
-    to_all, to_all_again, gathered, greatest, floats, sums = answer
-    at = torch.arange(3)
-    expected = torch.stack([i * 50 + rank * 10 + at for i in range(size)])
-    assert to_all == expected.tolist()
-    assert to_all_again == (expected + 1).tolist()
-    assert gathered == torch.stack([i * 50 + at for i in range(size)]).tolist()
-    assert greatest == [size - 1, 0, 7]
-    assert floats == [0.25 * (size - 1)]
-    total = size * (size - 1) / 2
-    assert sums == [*[[total, 2.0 * size, -total, 0.5 * size]] * 4, [size * (1 + 2.0**-40)]]
-
-
 def test_collectives_of_one_process():
-    check_collectives(0, 1, work.collectives_over(LocalTransport()))
+    work.check_collectives(LocalTransport())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_collectives_of_gloo(size):
-    """Waited for in another order; small messages go to all at once, large ones in a ring or pairs; two expected."""
-    sizes = [SMALL, SMALL + 1]
-    ends = [[[(7 * rank + 250) % 256, n * rank % 256] for rank in range(size)] for n in sizes]
-    for rank, (answer, gathered, expected) in enumerate(run_ranks(size, work.collectives, sizes)):
-        check_collectives(rank, size, answer)
-        assert gathered == 2 * ends
-        assert expected == [[[10 * k + rank] * 5 for rank in range(size)] for k in range(4)]
+@on_ranks()
+def test_collectives_of_gloo(rank, size):
+    """Also two all-gathers that were announced, of which one twice, and one that was not."""
+    transport = transport_for(group())
+    work.check_collectives(transport)
+    outs = [torch.full((size, 5), 255, dtype=torch.uint8) for _ in range(4)]
+    sent = [torch.full((1, 5), 10 * k + rank, dtype=torch.uint8) for k in range(4)]
+    for out in (outs[0], outs[1], outs[1]) if size > 1 else ():
+        transport.expect(out, "test")
+    works = [transport.all_to_all(outs[3], sent[3].expand(size, 5).contiguous(), "test")]
+    works += [transport.all_gather(out, own, "test") for out, own in zip(outs[:3], sent[:3], strict=True)]
+    for one in works:
+        one.wait()
+    assert [out.tolist() for out in outs] == [[[10 * k + i] * 5 for i in range(size)] for k in range(4)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@on_ranks()
+def test_small_messages_go_to_all_at_once_and_large_ones_in_a_ring_or_in_pairs(rank, size):
+    """In pairs where torchrun says that each rank is on a host of its own."""
+    for variables in ({}, dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(size))):
+        for n in (SMALL, SMALL + 1):
+            own = torch.zeros((1, n), dtype=torch.uint8)
+            own[0, 0], own[0, -1] = (7 * rank + 250) % 256, n * rank % 256
+            everyone = torch.full((size, n), 255, dtype=torch.uint8)
+            with patch.dict(os.environ, variables):
+                transport_for(group()).all_gather(everyone, own, "gathering").wait()
+            assert everyone[:, [0, -1]].tolist() == [[(7 * i + 250) % 256, n * i % 256] for i in range(size)]
 
 
 PHASE = "the gather phase (all-to-all of chunk 3)"

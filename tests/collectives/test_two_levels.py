@@ -1,5 +1,6 @@
 """Two levels: what a node's ranks exchange is what one rank of the node's mean would, against the float64 oracle."""
 
+import contextlib
 import os
 from dataclasses import replace
 from unittest.mock import patch
@@ -15,8 +16,8 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
-from tests.onebit.runs import nodes_of
-from tests.ranks import group, run_ranks, run_ranks_once
+from tests.onebit.runs import nodes_of, on_ranks
+from tests.ranks import group, run_ranks
 
 CASES = [
     Case((1000, 63, 129), chunks=2),
@@ -45,53 +46,42 @@ def test_nodes_are_ranks_to_the_network(nodes, each):
         steps.check(case, list(ranks))
 
 
-def on_two_nodes(rank, size):
-    ranks = transport_for(group())
-    node, other, found = nodes_of(group(), 2), ranks.split(rank % 2), {}
-    average, x = CompressedAllReduce(300, chunks=2, process_group=node), torch.randn(300)
+@on_ranks(4)
+def test_a_value_that_is_not_finite_gives_nan_on_both_nodes_and_leaves_residuals(rank):
+    average, x = CompressedAllReduce(300, chunks=2, process_group=nodes_of(group(), 2)), torch.randn(300)
     average(torch.randn(300))
     before = steps.state_of(average)
     if rank == 3:
         x[7] = float("inf")
     average(x)
-    same = steps.same_state(before | {"wire_bytes": 0}, steps.state_of(average) | {"wire_bytes": 0})
-    found["bad value"] = bool(x.isnan().all()), same
+    assert x.isnan().all()
+    assert steps.same_state(before | {"wire_bytes": 0}, steps.state_of(average) | {"wire_bytes": 0})
 
-    found["sent"] = []
-    for node_group in (node.node, None):
+
+@on_ranks(4)
+def test_a_node_of_two_sends_a_third_of_the_bytes_of_two_ranks(rank):
+    """Of half the elements; with one level each of its ranks sends to two others."""
+    sent = []
+    for node_group in (nodes_of(group(), 2).node, None):
         options = {"chunks": 1, "reply": 1, "process_group": group(), "node_group": node_group}
         average, x = CompressedAllReduce(2**18, **options), torch.full((2**18,), float(rank), requires_grad=True)
         average(x)
-        found["sent"].append((average.wire_bytes, x.mean().item()))
-    found["nodes of one"] = Topology.of(group(), ranks.split(rank)).node is None
+        assert x.mean().item() == pytest.approx(1.5)
+        sent.append(average.wire_bytes)
+    assert sent[1] == pytest.approx(3 * sent[0], rel=0.01)
 
-    found["elsewhere"] = []
-    with work.error_of(found["elsewhere"]):
-        average = CompressedAllReduce(300, chunks=2, process_group=node)
-        elsewhere = CompressedAllReduce(300, chunks=2, process_group=group(), node_group=other)
-        average(torch.randn(300))
+
+@on_ranks(4)
+def test_a_state_belongs_to_a_place_in_a_node(rank):
+    """One of ranks 0 and 1 on one node, where 0 and 2 are. And nodes of one rank are one level."""
+    ranks = transport_for(group())
+    average = CompressedAllReduce(300, chunks=2, process_group=nodes_of(group(), 2))
+    elsewhere = CompressedAllReduce(300, chunks=2, process_group=group(), node_group=ranks.split(rank % 2))
+    average(torch.randn(300))
+    says = f"the state was saved with slice {rank % 2}, here it is {rank // 2}"
+    with pytest.raises(ValueError, match=says) if rank in (1, 2) else contextlib.nullcontext():
         elsewhere.load_state_dict(average.state_dict())
-    return found
-
-
-def test_what_two_nodes_of_two_ranks_do():
-    on_nodes = run_ranks(4, on_two_nodes)
-    assert [found["bad value"] for found in on_nodes] == [(True, True)] * 4  # NaN on all, residuals as they were
-    # With one level a node of 2 sends to 2 others twice 2/4 of the elements, of each of its ranks.
-    two, one = (sum(found["sent"][i][0] for found in on_nodes[:2]) for i in (0, 1))
-    assert one == pytest.approx(3 * two, rel=0.01)
-    assert [mean for found in on_nodes for _, mean in found["sent"]] == [pytest.approx(1.5)] * 8
-    assert [found["nodes of one"] for found in on_nodes] == [True] * 4  # are one level
-    errors = [found["elsewhere"] for found in on_nodes]  # a state of ranks 0 and 1 on one node, where 0 and 2 are
-    assert [bool(each) for each in errors] == [False, True, True, False]
-    assert "the state was saved with slice 1, here it is 0" in errors[1][0]
-
-
-def on_hosts(rank, size, hosts):
-    """Sizes and places of this rank's groups, and what was logged."""
-    with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), work.logged() as said:
-        found = Topology.of(group(), "auto")
-    return found.replicas.size, found.replicas.rank, found.node and (found.node.size, found.node.rank), said
+    assert Topology.of(group(), ranks.split(rank)).node is None
 
 
 EVEN = [(2, node, (2, place)) for node in (0, 1) for place in (0, 1)]
@@ -105,10 +95,15 @@ ALL_ALIKE = [(4, rank, None) for rank in range(4)]
     ([0, 0, 0, 0], ALL_ALIKE, None),
     ([0, 1, 2, 3], ALL_ALIKE, None),
 ], ids=str)  # fmt: skip
-def test_two_levels_where_hosts_have_equally_many_ranks(hosts, places, says):
-    found = run_ranks(4, on_hosts, hosts)
-    assert [each[:3] for each in found] == places
-    assert any(says in line for line in found[0][3]) if says else found[0][3] == []
+@on_ranks(4)
+def test_two_levels_where_hosts_have_equally_many_ranks(rank, hosts, places, says):
+    """places: sizes and ranks of the groups of each rank."""
+    with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), work.logged() as said:
+        found = Topology.of(group(), "auto")
+    node = found.node and (found.node.size, found.node.rank)
+    assert (found.replicas.size, found.replicas.rank, node) == places[rank]
+    if rank == 0:
+        assert any(says in line for line in said) if says else said == []
 
 
 REFUSED = {
@@ -121,22 +116,15 @@ REFUSED = {
 }
 
 
-def refused(rank, size):
-    """The errors, for the ranks that each rank calls its node; None and strings stand for themselves."""
-    errors = []
-    for nodes, _ in REFUSED.values():
+@on_ranks(4, once=True)
+def test_nodes_that_do_not_fit_are_refused_on_all_ranks(rank):
+    """The ranks that each rank calls its node; None and strings stand for themselves."""
+    for nodes, says in REFUSED.values():
         lists = sorted({tuple(ranks) for ranks in nodes if isinstance(ranks, list)})
         groups = {ranks: dist.new_group(list(ranks)) for ranks in lists}
         own = groups[tuple(nodes[rank])] if isinstance(nodes[rank], list) else nodes[rank]
-        with work.error_of(errors):
+        with pytest.raises(ValueError, match=says):
             CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own)(torch.ones(300))
-    return errors
-
-
-def test_nodes_that_do_not_fit_are_refused_on_all_ranks():
-    for errors in run_ranks_once(4, refused):
-        for error, (_, says) in zip(errors, REFUSED.values(), strict=True):
-            assert says in error and error.startswith("ValueError")
 
 
 def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):

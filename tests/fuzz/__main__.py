@@ -1,8 +1,10 @@
 """python -m tests.fuzz --cases 100000
+python -m tests.fuzz --only runs --cases 1000 --jobs 1
 
-Random and mutated input for what reads bytes of others: messages, states, checkpoints, arguments, command lines. Each
-case follows from (seed, number) alone. Each process takes its part of the cases; one that crashes or hangs is found
-with the case that it was at. The exit status is 1 where anything but a documented error came of a case.
+Random and mutated input for what reads bytes of others: messages, states, checkpoints, arguments, command lines; and
+random runs of several ranks. Each case follows from (seed, number) alone. Each process takes its part of the cases; one
+that crashes or hangs is found with the case that it was at. The exit status is 1 where anything but a documented error
+came of a case.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 
 from tests.fuzz.arguments import Arguments, CommandLine
+from tests.fuzz.runs import Runs
 from tests.fuzz.states import Files, States
 from tests.fuzz.wire import Wire
 
@@ -33,8 +36,9 @@ TARGETS: dict[str, Callable[[], Any]] = {  # a target's `case(source)` returns w
     "states": States,
     "command_line": CommandLine,
     "files": Files,
+    "runs": Runs,
 }
-SHARES = {"wire": 40, "options": 22, "states": 16, "command_line": 20, "files": 2}  # of 100 cases
+SHARES = {"wire": 40, "options": 22, "states": 16, "command_line": 20, "files": 2}  # of 100 cases; runs come alone
 LONGEST = 120.0  # seconds after which a case counts as a hang
 _TURNS = [name for name, share in SHARES.items() for _ in range(share)]
 
@@ -116,7 +120,7 @@ def main() -> int:
         ours, theirs = context.Pipe()
         numbers = range(given.first + job, given.first + given.cases, jobs)
         fuzzer = Fuzzer(given.seed, given.only, TARGETS)
-        process = context.Process(target=work, args=(numbers, fuzzer, given.seconds, at, job, theirs), daemon=True)
+        process = context.Process(target=work, args=(numbers, fuzzer, given.seconds, at, job, theirs))
         process.start()
         theirs.close()
         running.append((process, ours))

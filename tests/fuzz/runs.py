@@ -1,29 +1,20 @@
-"""python -m tests.fuzz.runs --cases 1000
-
-Random runs: an optimizer, a wrapper, dtypes, options, gradients that are missing or not finite, clipping, accumulation,
-a GradScaler; saved after a random step, in a random way, and loaded into new objects. Each goes on as the run that was
-not interrupted, bit for bit, or was refused on all ranks, and its collectives are as NCCL asks. A case follows from
-(seed, number) alone. Exit status 1 where one did not.
+"""Random runs: an optimizer, a wrapper, dtypes, options, gradients that are missing or not finite, clipping,
+accumulation, a GradScaler; saved after a random step, in a random way, and loaded into new objects. Each goes on as the
+run that was not interrupted, bit for bit, or was refused on all ranks, and its collectives are as NCCL asks.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
 import logging
 import os
-import sys
 import tempfile
-import time
 import traceback
 import warnings
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.optim.sharding import local
 from tests.fuzz import collectives
+from tests.fuzz.mutate import Source, pick
 from tests.onebit.runs import OPTIMIZERS, bits, nodes_of
-from tests.ranks import RanksError, group, run_ranks, run_ranks_once
+from tests.ranks import group, run_ranks, run_ranks_once
 
 STEPS = 12
-BATCH = 20  # cases that ranks are handed at a time
 
 
 class Net(nn.Module):
@@ -54,12 +45,9 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.between(x) if whole else x))
 
 
-def drawn(seed: int, number: int) -> dict[str, Any]:
-    """A case, the same on all ranks."""
-    source = np.random.default_rng([seed, number])
-
+def drawn(source: Source) -> dict[str, Any]:
     def one(*of: Any) -> Any:
-        return of[source.integers(len(of))]
+        return pick(source, of)
 
     kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes", "fsdp")
     options = {
@@ -169,71 +157,33 @@ def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
     return f"goes on, {'compressing' if run.optimizer.compressing else 'in stage 1'}"
 
 
-def work(rank: int, size: int, seed: int, numbers: list[int], folder: str) -> list[tuple[str, collectives.Seen]]:
-    """Of each case what came of it, which is wrong where it begins with WRONG, and the collectives."""
+def work(rank: int, size: int, case: dict[str, Any], folder: str) -> tuple[str, collectives.Seen]:
+    """What came of a case, which is wrong where it begins with WRONG, and the collectives."""
     logging.getLogger("onebit").setLevel(logging.ERROR)
     os.environ["ONEBIT_QUIET"] = "1"
-    found = []
-    for number in numbers:
-        with warnings.catch_warnings(), collectives.recorded() as seen:
-            warnings.simplefilter("ignore")
-            try:
-                came = resumed(rank, drawn(seed, number), f"{folder}/{number}")
-            except (ValueError, TypeError) as error:
-                came = f"refused: {error!s:.40}"
-            except Exception:
-                came = f"WRONG {traceback.format_exc()}"
-        found.append((came, seen))
-    return found
+    with warnings.catch_warnings(), collectives.recorded() as seen:
+        warnings.simplefilter("ignore")
+        try:
+            return resumed(rank, case, folder), seen
+        except (ValueError, TypeError) as error:
+            return f"refused: {error!s:.40}", seen
+        except Exception:
+            return f"WRONG {traceback.format_exc()}", seen
 
 
-def run_all(seed: int, numbers: range, folder: Path, until: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """How often what came of a case, and what was wrong."""
-    by_ranks: dict[tuple[int, bool], list[int]] = {}  # sharded parameters are written by all of the default group
-    for number in numbers:
-        case = drawn(seed, number)
-        by_ranks.setdefault((case["ranks"], case["wrapper"] == "fsdp"), []).append(number)
-    came: Counter[str] = Counter()
-    wrong: list[str] = []
-    for (ranks, alone), own in by_ranks.items():
-        for batch in (own[i : i + BATCH] for i in range(0, len(own), BATCH)):
-            if time.monotonic() > until:
-                return came, wrong
-            try:
-                args = seed, batch, str(folder)
-                answers = run_ranks_once(ranks, work, args) if alone else run_ranks(ranks, work, *args)
-            except RanksError as error:
-                wrong.append(f"among cases {batch}: {error}")
-                continue
-            for number, of_ranks in zip(batch, zip(*answers, strict=True), strict=True):
-                ends = [end for end, _ in of_ranks]
-                came[ends[0].partition(":")[0]] += 1
-                odd = [end for end in ends if end.startswith("WRONG")][:1] or (ends if len(set(ends)) > 1 else [])
-                odd += collectives.faults([seen for _, seen in of_ranks])
-                if odd:
-                    again = f"python -m tests.fuzz.runs --seed {seed} --first {number} --cases 1"
-                    wrong.append("\n".join([f"case {number} ({again}): {drawn(seed, number)}", *odd]))
-            print(f"{sum(came.values()):,} of {len(numbers):,}, {len(wrong)} wrong", file=sys.stderr, flush=True)
-    return came, wrong
+class Runs:
+    """Of ranks that are the same for all cases. Sharded parameters are written by all of a default group."""
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.runs", description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then (default: when all is done)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case, to run one again")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = range(given.first, given.first + given.cases)
-        came, wrong = run_all(given.seed, numbers, Path(folder), time.monotonic() + given.seconds)
-    for text in wrong:
-        print(f"\n{text}", file=sys.stderr)
-    for what, count in sorted(came.items()):
-        print(f"  {what:<34}{count:>7,}")
-    print(f"{came.total():,} runs (seed {given.seed}): {len(wrong)} wrong")
-    return 1 if wrong or not came else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def case(self, source: Source) -> str:
+        case = drawn(source)
+        with tempfile.TemporaryDirectory() as folder:
+            if case["wrapper"] == "fsdp":
+                answers = run_ranks_once(case["ranks"], work, (case, folder))
+            else:
+                answers = run_ranks(case["ranks"], work, case, folder)
+        ends = [end for end, _ in answers]
+        wrong = ends if len(set(ends)) > 1 else [end for end in ends[:1] if end.startswith("WRONG")]
+        wrong += collectives.faults([seen for _, seen in answers])
+        if wrong:
+            raise AssertionError("\n".join([str(case), *wrong]))
+        return ends[0].partition(":")[0]

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from tests.fuzz.mutate import Source
 from tests.limits import HUNG
 from tests.ranks import group, run_ranks
 
-CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400}
+CASES = {"wire": 1200, "options": 1200, "states": 800, "command_line": 600, "files": 400, "runs": 16}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -29,16 +31,11 @@ def test_only_documented_errors_come_of_it(target: str) -> None:
     fuzzer = Fuzzer(1, target)
     assert fuzzer.run(range(CASES[target])) == []
     assert fuzzer.outcomes.total() == CASES[target]
-
-
-def test_random_runs_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
-    """A few of `python -m tests.fuzz.runs`."""
-    came, wrong = runs.run_all(1, range(16), tmp_path)
-    assert not wrong and came.total() == 16 and came["goes on, compressing"] > 8
+    assert target != "runs" or fuzzer.outcomes["runs", "goes on, compressing"] > 8
 
 
 def test_a_random_run_that_goes_on_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    case = {**runs.drawn(0, 0), "wrapper": "none", "ranks": 1, "way": "state_dict", "saved": 6}
+    case = {**runs.drawn(np.random.default_rng(0)), "wrapper": "none", "ranks": 1, "way": "state_dict", "saved": 6}
     train, calls = runs.Run.train, []
 
     def one_off(self: runs.Run, rank: int, first: int, last: int) -> None:
@@ -51,18 +48,27 @@ def test_a_random_run_that_goes_on_elsewhere_is_found(monkeypatch: pytest.Monkey
         runs.resumed(0, case, str(tmp_path))
 
 
+@pytest.mark.parametrize(("ends", "says"), [
+    (["goes on", "goes on"], ""), (["WRONG x", "WRONG x"], "WRONG x"), (["goes on", "refused: y"], "refused: y")
+])  # fmt: skip
+def test_a_case_of_ranks_that_are_wrong_or_part_is_found(monkeypatch: pytest.MonkeyPatch, ends: Any, says: str) -> None:
+    for name in ("run_ranks", "run_ranks_once"):
+        monkeypatch.setattr(runs, name, lambda *_: [(end, collectives.Seen()) for end in ends])
+    with pytest.raises(AssertionError, match=says) if says else contextlib.nullcontext():
+        assert runs.Runs().case(np.random.default_rng(0)) == "goes on"
+
+
 def collectives_of(rank: int, size: int, fault: str) -> collectives.Seen:
     transport, works = TorchTransport(group()), []
     with collectives.recorded() as seen:
         values = {"strides": torch.zeros(4, 4).t(), "alignment": torch.zeros(9)[1:]}.get(fault, torch.zeros(8))
         with contextlib.suppress(ValueError, RuntimeError):
             works.append(transport.all_sum(values, f"phase {rank if fault == 'order' else 0}"))
+        other = threading.Thread(target=lambda: transport.all_sum(torch.zeros(8), "of a thread").wait())
         if fault == "threads":
-            other = threading.Thread(target=lambda: transport.all_sum(torch.zeros(8), "of a thread").wait())
             other.start()
             other.join()
         if fault == "no order":
-            other = threading.Thread(target=lambda: transport.all_sum(torch.zeros(8), "of a thread").wait())
             works.pop().wait()
             other.start()
             while other.is_alive():

@@ -15,6 +15,7 @@ from onebit.cli.plan.exchange import message_bytes, play
 from onebit.cli.plan.model import Model, pays_below, stage_1, stage_2, uncompressed
 from onebit.collectives.direct import Direct
 from onebit.collectives.flags import MOST_ELEMENTS
+from onebit.collectives.topology import Topology
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.wire import Format
@@ -158,7 +159,7 @@ def test_the_schedule_is_that_of_an_exchange(way, chunks, times, spread, delays)
     clock = Clock(gather, scatter, *delays)
     node = None if spread is None else of_a_node(clock, spread)
     layout = Layout([BLOCK_SIZE * 4 * chunks], ranks=(1 if node is None else 2) * way.shards(2), chunks=chunks)
-    exchange = way(layout, clock, torch.device("cpu"), node=node)
+    exchange = way(Topology(clock, clock, node), layout, torch.device("cpu"))
     exchange.agree = lambda: None
     for messages in (exchange.sent,) if way is Direct else (exchange.received, exchange.reply):
         messages.header.copy_(torch.tensor(exchange.format.header, dtype=torch.int32))
