@@ -109,7 +109,6 @@ def measure_chunks(
     norm: Norm,
     block_size: int,
     options: list[int],
-    progress: Callable[[int, float], None] | None = None,
     dtype: torch.dtype = torch.float32,
     way: type[Exchange] = TwoPhases,
 ) -> dict[int, float]:
@@ -135,8 +134,6 @@ def measure_chunks(
             backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after the last chunk
 
         seconds[chunks] = _slowest(topology.copies, device, step)
-        if progress is not None:
-            progress(chunks, seconds[chunks])
     return seconds
 
 
