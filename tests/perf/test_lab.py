@@ -195,8 +195,7 @@ def test_an_exception_leaves_nothing(lab, script):
 
 
 @pytest.mark.netlab
-@pytest.mark.parametrize("rtt", ["", "+20ms"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("number", "rtt"), [(signal.SIGINT, ""), (signal.SIGTERM, "+20ms"), (signal.SIGKILL, "+20ms")])
 def test_a_signal_leaves_nothing(lab, script, number, rtt, request):
     """What a killed lab leaves, the next one sweeps; its router ends by itself."""
     if rtt:
