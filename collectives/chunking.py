@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,16 +76,14 @@ class Chunking:
         everyone.all_max(chunks, "agreeing on the number of chunks (all-reduce of one number)")
         if int(chunks) > 0:
             return int(chunks)
-        seconds = self.measure()
+        seconds = self.measure(options)
         best, _ = self.save(seconds)
         if everyone.rank == 0:
             table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
             logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
         return best
 
-    def measure(
-        self, dtype: torch.dtype = torch.float32, progress: Callable[[int, float], None] | None = None
-    ) -> dict[int, float]:
+    def measure(self, options: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, float]:
         """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
         numel, everyone = min(self.numel, _MOST_ELEMENTS), self.topology.copies
         source = torch.Generator(self.device).manual_seed(everyone.rank)
@@ -93,7 +91,7 @@ class Chunking:
         flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         hyper = hyper_table([Hyper()], self.device)
         ranks, seconds = shards_of(self.topology, self.way), {}
-        for chunks in self.options:
+        for chunks in options:
             layout = Layout([numel], block_size=self.block_size, ranks=ranks, chunks=chunks)
             exchange = self.way(self.topology, layout, self.device, self.scale, self.norm)
             x = Pointers.to(layout, [tensor])
@@ -108,8 +106,6 @@ class Chunking:
                 backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after all chunks
 
             seconds[chunks] = _slowest(everyone, self.device, step)
-            if progress is not None:
-                progress(chunks, seconds[chunks])
         return seconds
 
     def save(self, seconds: dict[int, float]) -> tuple[int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -20,32 +21,21 @@ class CommandError(Exception):
     code = 2
 
 
-def whole_number(text: str) -> int:
-    """16777216, 16_777_216 or 2**24; up to 2**40, a memory no machine has"""
-    value = _parse(text)
-    if value is None or not is_whole(value, 1, 2**40):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to 2**40: write 16777216 or 2**24")
-    return value
-
-
 def whole_number_from(least: int, most: int) -> Callable[[str], int]:
-    """Reads a whole number between these limits, written in the same ways."""
+    """Reads a whole number between these limits: 16777216, 16_777_216 or 2**24."""
 
     def number(text: str) -> int:
-        value = _parse(text)
-        if value is None or not is_whole(value, least, most):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
-        return value
+        power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
+        with contextlib.suppress(ValueError):
+            value = int(power[1]) ** int(power[2]) if power else int(text)
+            if is_whole(value, least, most):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
 
     return number
 
 
-def _parse(text: str) -> int | None:
-    power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
-    try:
-        return int(power[1]) ** int(power[2]) if power else int(text)
-    except ValueError:
-        return None
+whole_number = whole_number_from(1, 2**40)  # more is a memory that no machine has
 
 
 def pick_device(text: str) -> torch.device:

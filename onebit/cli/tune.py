@@ -26,9 +26,7 @@ from onebit.kernels.tuning import cache, tuner
 from onebit.kernels.tuning.machine import device_name
 from onebit.kernels.tuning.tuner import Choice, Config
 
-WHAT = ("all", "kernels", "chunks")
 MARK = "   <- chosen"
-_ON_A_GROUP = "on each host with torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,21 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=tuner.ELEMENTS,
         help="of the model: what is measured on (default: %(default)s)",
     )
-    parser.add_argument(
-        "--only", choices=WHAT, default="all", help="kernels, or under torchrun chunks (default: %(default)s)"
-    )
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> None:
     if dist.is_torchelastic_launched():
         return _run_group(arguments, progress)
-    if arguments.only == "chunks":
-        raise CommandError(f"chunks are measured on a group of ranks: start it {_ON_A_GROUP}")
     device = pick_device(arguments.device)
     saved = _tune_device(arguments, device, progress, _write)
     if device.type != "cpu":
-        _write(f"\n{_where(saved)}")
-    _write(f"Chunks are measured on a group of ranks: {_ON_A_GROUP}")
+        _write(_where(saved))
+    _write(
+        "Chunks are measured on a group of ranks: on each host with "
+        "torchrun --nnodes=... --nproc-per-node=... -m onebit tune"
+    )
 
 
 def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:
@@ -73,19 +69,14 @@ def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:
 
 
 def _tune_group(arguments: argparse.Namespace, device: torch.device, local: int, progress: Progress) -> None:
-    first = dist.get_rank() == 0
+    first, saved = dist.get_rank() == 0, True
     write: Callable[[str], None] = _write if first else _write_nothing
-    saved = True
-    if arguments.only != "chunks":
-        if local == 0:  # one rank a machine: measured beside each other, ranks would slow each other down
-            saved = _tune_device(arguments, device, progress if first else None, write)
-            write("")
-        dist.barrier()
-        tuner.forget()  # the others of this machine find the choices in the cache
-    if arguments.only != "kernels":
-        saved &= _tune_chunks(arguments, device, progress if first else None, write)
-    if device.type != "cpu" or arguments.only != "kernels":
-        write(f"\n{_where(saved)}")
+    if local == 0:  # one rank a machine: measured beside each other, ranks would slow each other down
+        saved = _tune_device(arguments, device, progress if first else None, write)
+    dist.barrier()
+    tuner.forget()  # the others of this machine find the choices in the cache
+    saved &= _tune_chunks(arguments, device, progress if first else None, write)
+    write(_where(saved))
     dist.barrier()
 
 
@@ -97,20 +88,14 @@ def _tune_chunks(
     everyone, way = topology.everyone, way_for("auto", topology.replicas.size)
     chunking = Chunking(topology, elements, device, way=way)
     options = chunking.options
-    write(f"Chunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
-
-    def show(chunks: int) -> None:
+    write(f"\nChunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
+    seconds: dict[int, float] = {}
+    for i, chunks in enumerate(options, start=1):
         if progress is not None:
-            progress.show(f"[{options.index(chunks) + 1}/{len(options)}] measuring {chunks} chunks")
-
-    def measured(chunks: int, seconds: float) -> None:
-        if progress is not None:
-            progress.clear()
-        if chunks != options[-1]:
-            show(options[options.index(chunks) + 1])
-
-    show(options[0])
-    seconds = chunking.measure(dtype, measured)
+            progress.show(f"[{i}/{len(options)}] measuring {chunks} chunks")
+        seconds |= chunking.measure([chunks], dtype)
+    if progress is not None:
+        progress.clear()
     best, saved = chunking.save(seconds)
     for chunks, each in seconds.items():
         write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
@@ -179,7 +164,7 @@ def _name(config: Config) -> str:
 
 def _where(saved: bool) -> str:
     path = cache.shared().path
-    return f"Written to {path}" if saved else f"Not written to {path}: the choices end with this command"
+    return f"\nWritten to {path}" if saved else f"\nNot written to {path}: the choices end with this command"
 
 
 def _write(text: str) -> None:

@@ -91,7 +91,6 @@ class Snapshot:
     parts: list[Part]
     stages: Stages
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
-    compressed_steps: int = 0  # since this process made it, or loaded it: the same on all ranks
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
     ranks_agree: bool = False  # whether all ranks were found to have the same model and options
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging

@@ -26,7 +26,7 @@ from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Part, Snapshot
 
-Timed = Literal["uncompressed", "1 bit", "no overlap", "local"]
+Timed = Literal["uncompressed", "1 bit", "local"]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,6 @@ class OneBitStep(Step):
         self.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
-        self.current.compressed_steps += 1
         self.current.count(self.setup, flags, self.current.limits)
         return []
 

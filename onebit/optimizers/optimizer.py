@@ -148,7 +148,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.after_step += warnings_of_skips(setup, current)
             step.move(gradients.write_hyper(setup, current), flags)
             report_to_scaler(self, flags)
-            self.after_step += self.pay_off.due(self.overlap.timed_as(step), setup, current, self.averaged_in_backward)
+            self.after_step += self.pay_off.due(step.timed_as, setup, current, self.averaged_in_backward)
             self.end_step(step, flags)
             self.leave_out_buckets(step.next_needs_no_mean)
             try:

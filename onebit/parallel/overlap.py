@@ -36,13 +36,10 @@ from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
-from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step, Timed
+from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step
 from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, node_means
 from onebit.warning import warn
-
-COMPARED = range(30, 40)
-"""Compressed steps that are taken without overlap, the first of a run being 0: the report tells what overlap gains."""
 
 _WHY = (
     "",
@@ -115,7 +112,7 @@ class Overlap:
         if not self._wanted:
             return
         self._coming = step
-        if isinstance(step, LocalStep) or self._compares(step):
+        if isinstance(step, LocalStep):
             self._pause()
         elif isinstance(step, OneBitStep):
             self._enable(step.setup, step.current)
@@ -126,9 +123,6 @@ class Overlap:
             return SentStep(step.setup, step.current, step.gradients)
         return step
 
-    def timed_as(self, step: Step) -> Timed:
-        return "no overlap" if self._compares(step) else step.timed_as
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around backward passes that accumulate into gradients that are not to be sent yet."""
@@ -137,12 +131,6 @@ class Overlap:
             yield
         finally:
             self._accumulating = before
-
-    def _compares(self, step: Step) -> bool:
-        """Whether the coming compressed step shows how long it takes without overlap."""
-        several = step.setup.topology.everyone.size > 1
-        compared = isinstance(step, OneBitStep) and step.current.compressed_steps in COMPARED
-        return self._wanted and several and compared
 
     def _enable(self, setup: Setup, current: Snapshot) -> None:
         if setup.topology.everyone.size == 1 or self._snapshot is current:

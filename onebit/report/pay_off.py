@@ -60,7 +60,6 @@ class Report:
     processes: int
     wire: str | None = None  # what uncompressed gradients travel as, where that was chosen
     ddp_averages: bool = False  # whether DistributedDataParallel averages what was to be compressed
-    not_overlapped: Steps | None = None  # with overlap=True those compressed steps that were taken without, to compare
 
     @property
     def speed_up(self) -> float | None:
@@ -76,15 +75,8 @@ class Report:
         slow, fast = self.uncompressed.seconds, self.compressed.seconds
         assert slow is not None and fast is not None
         local = fast if self.local.seconds is None else self.local.seconds
-        compressed = self._taken - self.uncompressed.taken - self.local.taken
-        took = self.uncompressed.taken * slow + compressed * fast + self.local.taken * local
+        took = self.uncompressed.taken * slow + self.compressed.taken * fast + self.local.taken * local
         return self._taken * slow / took
-
-    @property
-    def overlap_costs(self) -> bool:
-        """Whether compressed steps are slower with overlap=True than without, by what is more than noise."""
-        alone = None if self.not_overlapped is None else self.not_overlapped.seconds
-        return alone is not None and self.compressed.seconds is not None and self.compressed.seconds >= GAIN * alone
 
     @property
     def verdict(self) -> str:
@@ -96,7 +88,7 @@ class Report:
             return f"{first}DistributedDataParallel averages all gradients uncompressed in every step: {CALL_ATTACH}"
         if self.processes == 1:
             return f"{first}one process alone sends nothing, and has nothing to gain"
-        return first + self._gain + (self._cost_of_overlap if self.overlap_costs else "")
+        return first + self._gain
 
     def numbers(self) -> dict[str, float]:
         """For other logs."""
@@ -108,14 +100,7 @@ class Report:
 
     @property
     def _taken(self) -> int:
-        kinds = self.uncompressed, self.compressed, self.not_overlapped, self.local
-        return sum(steps.taken for steps in kinds if steps is not None)
-
-    @property
-    def _cost_of_overlap(self) -> str:
-        assert self.not_overlapped is not None and self.not_overlapped.seconds and self.compressed.seconds
-        times = self.compressed.seconds / self.not_overlapped.seconds
-        return f". overlap=True costs more than it hides: steps take {times:.2f} times as long. Pass overlap=False"
+        return self.uncompressed.taken + self.compressed.taken + self.local.taken
 
     @property
     def _gain(self) -> str:
@@ -134,10 +119,10 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        kinds = [("uncompressed", self.uncompressed), ("1 bit", self.compressed)]
-        if self.not_overlapped is not None and self.not_overlapped.taken:
-            kinds.append(("no overlap", self.not_overlapped))
-        for name, steps in [*kinds, ("local", self.local)] if self.local.taken else kinds:
+        kinds = {"uncompressed": self.uncompressed, "1 bit": self.compressed}
+        if self.local.taken:
+            kinds["local"] = self.local
+        for name, steps in kinds.items():
             timed = "not timed" if steps.seconds is None else f"{1e3 * steps.seconds:.1f} ms each"
             share = "" if steps.waiting is None else f", {steps.waiting:.0%} of it waiting for messages"
             wire = f" in {self.wire}" if self.wire and name == "uncompressed" else ""
@@ -210,14 +195,13 @@ class PayOff:
             sent=current.wire_bytes
             - current.bytes_before
             + taken["uncompressed"] * uncompressed
-            + (taken["1 bit"] + taken["no overlap"]) * apart
+            + taken["1 bit"] * apart
             + of_ddp,
             sent_by_fp32=sum(taken.values()) * 4 * elements,
             sent_by_fp16=sum(taken.values()) * 2 * elements,
             processes=topology.everyone.size,
             wire=_NAMES.get(wire),
             ddp_averages=current.ddp_averages,
-            not_overlapped=self.steps("no overlap", waits_here=True) if setup.options.overlap else None,
         )
 
     def _mark(self) -> Any:

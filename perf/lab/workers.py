@@ -5,15 +5,17 @@ Rank 0 prints progress and what was found; any rank prints what is wrong with a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from onebit.cli.progress import Progress
+from onebit.kernels.tuning import cache
 from perf.command import FAILED, WrongResult
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
@@ -48,6 +50,16 @@ def search_path() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
+@contextlib.contextmanager
+def _no_choices() -> Iterator[str]:
+    """A cache folder without choices, and with the machine code of this user's cache: ranks compile nothing twice."""
+    with tempfile.TemporaryDirectory(prefix="onebit-lab-") as folder:
+        loops = cache.folder() / "loops"
+        loops.mkdir(mode=0o755, parents=True, exist_ok=True)
+        Path(folder, "loops").symlink_to(loops)
+        yield folder
+
+
 def run_workers(
     lab: NetworkLab,
     argv: Sequence[str],
@@ -75,8 +87,8 @@ def run_workers(
 
     progress.show(f"{network}: starting the ranks")
     clock = ["--one-clock"] if rtt_seconds(lab.link) else []
-    with tempfile.TemporaryDirectory(prefix="onebit-lab-") as cache:  # chunks="auto" measures every network anew
-        env = {"PYTHONPATH": search_path(), "ONEBIT_CACHE_DIR": cache}
+    with _no_choices() as fresh:  # chunks="auto" measures every network anew
+        env = {"PYTHONPATH": search_path(), "ONEBIT_CACHE_DIR": fresh}
         try:
             lab.run([*argv, *clock], timeout=timeout, env=env, on_line=on_line)
         except RankFailed as error:

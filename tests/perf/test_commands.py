@@ -18,7 +18,7 @@ from perf.all_reduce.measure import Row
 from perf.bench import Section
 from perf.convergence import study
 from perf.kernels import benchmark as kernels
-from perf.lab import demo, network
+from perf.lab import network
 from perf.lab.namespaces import LabUnavailable
 from perf.methods import command as methods
 from perf.records import RESULTS, read_record
@@ -44,8 +44,8 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (all_reduce.main, "--lab --hosts=1", "not a number of hosts: give 2 to 64"),
         (all_reduce.main, "--lab --hosts=two", "not a number of hosts"),
         (all_reduce.main, "--lab --rates=1gbyte", "'1gbyte' is no link: write a rate from 1mbit to 100gbit"),
-        (all_reduce.main, "--elements=2**20,many", "'many' is not a positive number"),
-        (all_reduce.main, "--chunks=0", "'0' is not a positive number"),
+        (all_reduce.main, "--elements=2**20,many", "'many' is not a whole number"),
+        (all_reduce.main, "--chunks=0", "'0' is not a whole number from 1"),
         (all_reduce.main, "--hosts=2 --each=2", "--hosts and --each: only with --lab"),
         (all_reduce.main, "--lab --backend=gloo", "--backend: only without --lab"),
         (all_reduce.main, "--lab --each=2 --direct", "--direct: only with one rank a host"),
@@ -58,9 +58,6 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (train_step.main, "--lab --train --clip=-1", "--clip"),
         (train_step.main, "--lab --train --clip=nan", "--clip"),
         (train_step.main, "--device=cpu", "start it with torchrun, or give it --lab"),
-        (demo.main, "", "--rate"),
-        (demo.main, "--rate=fast", "'fast' is no link"),
-        (demo.main, "--rate=1gbit --hosts=1", "not a number of hosts"),
         (kernels.main, "--device=toaster", "toaster"),
         (methods.main, "--models=huge", "huge"),
         (methods.main, "--report --out=.", "measure first"),

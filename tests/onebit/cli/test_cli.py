@@ -13,7 +13,7 @@ import torch
 
 from onebit.cli import main as cli
 from onebit.cli import tune
-from onebit.cli.arguments import pick_device, whole_number, whole_number_from
+from onebit.cli.arguments import pick_device, whole_number_from
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -49,8 +49,6 @@ def test_tune_on_the_cpu_has_nothing_to_choose(own_cache, capsys):
     text = capsys.readouterr().out
     assert "nothing to choose" in text and "torchrun" in text
     assert not own_cache.exists()
-    assert cli.main(["tune", "--device", "cpu", "--only", "chunks"]) == 2
-    assert "torchrun" in capsys.readouterr().err
 
 
 def test_tune_goes_through_every_kernel_of_a_gpu(gpu, monkeypatch, capsys):
@@ -129,7 +127,7 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
     [
         ("", "onebit"),
         ("fly", "fly"),
-        ("tune --elements=0", "'0' is not a positive number"),
+        ("tune --elements=0", "'0' is not a whole number from 1 to 1,099"),
         ("tune --dtype=int8", "int8"),
         ("tune --device=meta", "meta"),
         ("tune --device=xpu:x", "xpu:x"),
@@ -138,12 +136,6 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         ("demo --steps=0", "from 10 to"),
         ("demo --steps=many", "'many' is not a whole number"),
         ("demo --seed=-1", "seed"),
-        ("demo --optimizer=sgd", "'adam'"),
-        ("demo --out=missing/plot.png", "--out"),
-        ("demo --out=plot.unknown", "--out"),
-        ("demo --out=plot", "--out"),
-        ("demo --out=.", "--out"),
-        ("demo --out=/proc/plot.png", "--out"),
         ("plan --elements=1b", "--forward is missing: give it or a --model"),
         ("plan --model=bert-large --gpus=8", "--network is missing: give it or a --cluster"),
         ("plan --model=bert-large --cluster=ethernet-v100", "--gpus is missing"),
@@ -164,15 +156,10 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         (f"{PLAN} --levels=3", "'3' is none of 1, 2"),
         (f"{PLAN} --model=gpt-9", "invalid choice"),
         (f"{PLAN} --rates=/nowhere.json", "no record of perf.kernels"),
-        (f"{PLAN} --plot=plan.xyz", "cannot be a 'xyz' file: give it a name such as plot.png; choose another --plot"),
-        (f"{PLAN} --plot=/nowhere/plan.png", "choose another --plot"),
-        (f"{PLAN} --map=map.xyz", "choose another --map"),
-        (f"{PLAN} --map=map.png --gpus=1", "there is one node: give more --gpus"),
-        (f"{PLAN} --map=map.png --gpus=8 --gpus-per-node=8", "there is one node: give more --gpus"),
+        (f"{PLAN} --map --gpus=8 --gpus-per-node=8", "there is one node: give more --gpus"),
     ],
 )
 def test_what_cannot_be_done_is_one_error_before_the_work(command, part, capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     try:
         status = cli.main(command.split())
@@ -184,13 +171,9 @@ def test_what_cannot_be_done_is_one_error_before_the_work(command, part, capsys,
 
 
 def test_numbers():
-    assert [whole_number(t) for t in ("7", "2**24", "1_000", " 10**3 ")] == [7, 2**24, 1000, 1000]
-    for text in ("-1", "0", "0**2", "2**", "2**2**2", "1.5", "2**999"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            whole_number(text)
     read = whole_number_from(0, 2**10)
-    assert [read(text) for text in ("0", "7", "2**10", "1_000")] == [0, 7, 1024, 1000]
-    for text in ("-1", "1025", "2**11", "1.5", "", "many"):
+    assert [read(text) for text in ("0", "7", "2**10", "1_000", " 10**2 ")] == [0, 7, 1024, 1000, 100]
+    for text in ("-1", "1025", "2**11", "2**", "2**2**2", "2**999", "1.5", "", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="from 0 to 1,024"):
             read(text)
 

@@ -6,9 +6,8 @@ import math
 import threading
 import time
 import warnings
-from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.collectives.exchange import Exchange
-from onebit.report.pay_off import Steps
 from tests.internals import break_scatter, join_flight
 from tests.limits import HUNG
 from tests.onebit.checkpoint.states import set_parameters
@@ -94,87 +92,74 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
     (optimizer, params), _ = runs
     return {
         "equal": equal, "early": early, "warned": warned, "skipped": optimizer.skipped_steps, "params": bits(params),
-        "more threads": threading.active_count() - threads, "report": optimizer.report(),
+        "more threads": threading.active_count() - threads,
     }  # fmt: skip
 
 
-def check(rank: int, *cases: Case, how: str = "", first: int = 1) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """What this rank has of each case, the same with overlap as without it, and where they end."""
-    found = [run_with_and_without(rank, case, how, first) for case in cases]
-    assert all(equal for one in found for equal in one["equal"])
-    return found, [one["params"] for one in found]
-
-
 SHAPES = (*Case().shapes, (400,))
-WAYS: list[dict[str, Any]] = [{}, {"scale": "tensor"}, {"reply": "direct"}]
+LAST_FIRST = tuple(SHAPES[i] for i in (3, 1, 2, 0))
+TENSOR, DIRECT = {"scale": "tensor"}, {"reply": "direct"}
+NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(("at", "size"), [(4, 2), (5, 2), (7, 3)])
-@kinds
-@on_ranks()
-def test_every_step_is_the_same_bit_for_bit(rank: int, size: int, kind: str, at: int) -> list[bytes]:
-    """Also if one is skipped after messages have left, for a bad gradient of the first parameter, whose message leaves
-    last, or of the last one. The exchange begins with the first step of stage 2."""
-    turn, orders = at + OPTIMIZERS.index(kind), [(0, 1, 2, 3), (3, 1, 2, 0)]
-    cases = [
-        Case(
-            kind, shapes=tuple(SHAPES[i] for i in orders[(turn + w) % 2]), dtype=("float32", "bfloat16")[w], steps=9,
-            options=WAYS[(turn + w) % len(WAYS)], bad=((at, 1, math.nan), (8, 0, math.inf), (9, 1, -math.inf)),
-            missing=((6, 0, 1),),
-        )
-        for w in (0, 1)
-    ]  # fmt: skip
-    found, ends = check(rank, *cases)
-    for one in found:
-        assert one["skipped"] == 3 and not one["warned"]
-        assert one["early"] == [False] * 4 + [True] * 5
-    return ends
+def one_level(kind: str, at: int, last: bool = False, **more: Any) -> Case:
+    """Bad gradients of the last parameter, which has 130 elements, or of the small one whose message leaves last."""
+    bad = ((at, 1, NAN), (8, 0, INF), (9, 1, -INF))
+    return Case(kind, LAST_FIRST if last else SHAPES[:4], steps=9, bad=bad, missing=((6, 0, 1),), **more)
 
 
-@kinds
-@on_ranks(2)
-def test_some_steps_are_taken_without_to_tell_what_overlap_gains(rank: int, kind: str) -> list[bytes]:
-    with patch("onebit.parallel.overlap.COMPARED", range(2, 5)):
-        (one,), ends = check(rank, Case(kind, SHAPES, steps=12))
-    assert one["early"] == [False] * 4 + [True] + [False] * 4 + [True] * 3 and not one["warned"]
-    report = one["report"]
-    assert (report.uncompressed.taken, report.compressed.taken, report.not_overlapped.taken) == (3, 6, 3)
-    assert "\nno overlap          3 steps, " in str(report)
-    slow = replace(report, compressed=Steps(6, 0.319, 0.1), not_overlapped=Steps(3, 0.275, 0.1))
-    assert slow.verdict.endswith(
-        "overlap=True costs more than it hides: steps take 1.16 times as long. Pass overlap=False"
-    )
-    assert "overlap" not in replace(slow, compressed=Steps(6, 0.28, 0.1)).verdict
-    return ends
+def of_nodes(kind: str, **options: Any) -> Case:
+    """A bad gradient of one rank, in its own slice or another's."""
+    return Case(kind, SHAPES, steps=9, options=options, each=2, bad=((6, 3, NAN), (7, 0, INF)))
 
 
-NODES = [
-    ("OneBitAdam", {}),
-    ("OneBitAdam", {"reply": "direct", "scale": "tensor"}),
-    ("OneBitLamb", {"reply": "direct"}),
-    ("ZeroOneAdam", {"scale": "tensor"}),
+def cancelled(kind: str, each: int = 1) -> Case:
+    """The messages of step 7 hold what the last replies had: not those of step 6, which were cancelled."""
+    return Case(kind, SHAPES, steps=9, each=each, bad=((6, 1, NAN), (7, 0, NAN)))
+
+
+# Ranks, the case, how gradients change and from which step on; "#" for each step whose messages leave in backward.
+# The exchange begins with the first step of stage 2, whose own messages leave in step.
+SENT, AT_ONCE, LATER = "....#####", "........", "....#..."
+CASES: list[tuple[int, Case, str, int, str]] = [
+    *((2, one_level("OneBitAdam", at), "", 1, SENT) for at in (4, 5)),
+    (3, one_level("OneBitAdam", 7, options=TENSOR), "", 1, SENT),
+    (2, one_level("OneBitAdam", 5, True, dtype="bfloat16", options=DIRECT), "", 1, SENT),
+    (2, one_level("OneBitLamb", 4, True, options=DIRECT), "", 1, SENT),
+    (2, one_level("OneBitLamb", 5, dtype="bfloat16", options=TENSOR), "", 1, SENT),
+    (3, one_level("OneBitLamb", 7, True), "", 1, SENT),
+    (2, one_level("ZeroOneAdam", 4, dtype="bfloat16", options=TENSOR), "", 1, SENT),
+    (2, one_level("ZeroOneAdam", 5, options=DIRECT), "", 1, SENT),
+    (3, one_level("ZeroOneAdam", 7, True, dtype="bfloat16"), "", 1, SENT),
+    (4, of_nodes("OneBitAdam"), "", 1, SENT),
+    (4, of_nodes("OneBitAdam", **DIRECT, **TENSOR), "", 1, SENT),
+    (4, of_nodes("OneBitLamb", **DIRECT), "", 1, SENT),
+    (4, of_nodes("ZeroOneAdam", **TENSOR), "", 1, SENT),
+    *((2, cancelled(kind), "clip", 7, "....###..") for kind in OPTIMIZERS),
+    (4, cancelled("OneBitAdam", each=2), "clip", 7, "....###.."),
+    (1, Case(steps=8), "clip", 6, AT_ONCE),
+    *((2, Case("OneBitAdam", steps=8), what, 1, AT_ONCE) for what in ("clip", "scaler")),
+    *((2, Case("OneBitAdam", steps=8), what, 1, LATER) for what in ("accumulate", "change", "replace", "betas")),
+    (2, Case("OneBitLamb", steps=8), "replace", 1, LATER),
+    (2, Case("ZeroOneAdam", steps=8), "clip", 1, AT_ONCE),
+    *((2, Case(kind, steps=8), "no_sync", 1, "....####") for kind in OPTIMIZERS),
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), NODES)
-@on_ranks(4)
-def test_every_step_of_nodes_is_the_same_bit_for_bit(rank: int, kind: str, options: dict[str, Any]) -> list[bytes]:
-    """Also if one is skipped for a bad gradient of one rank, in its own slice or another's."""
-    case = Case(kind, SHAPES, steps=9, options=options, each=2, bad=((6, 3, math.nan), (7, 0, math.inf)))
-    (one,), ends = check(rank, case)
-    assert one["skipped"] == 2 and not one["warned"]
-    assert one["early"][5:] == [True] * 4
-    return ends
-
-
-@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in OPTIMIZERS), ("OneBitAdam", 4)])
+@pytest.mark.parametrize(("size", "case", "how", "first", "early"), CASES)
 @on_ranks()
-def test_a_step_skipped_after_overlap_was_disabled_is_the_same(rank: int, size: int, kind: str) -> list[bytes]:
-    """Its messages hold what the last replies had: not those of the step before, which was cancelled."""
-    case = Case(kind, SHAPES, steps=9, each=size // 2, bad=((6, 1, math.nan), (7, 0, math.nan)))
-    (one,), ends = check(rank, case, how="clip", first=7)
-    assert one["early"][5:8] == [True, True, False]
-    return ends
+def test_every_step_is_the_same_bit_for_bit(
+    rank: int, size: int, case: Case, how: str, first: int, early: str
+) -> bytes:
+    """Also if a step is skipped after messages have left. Gradients that change after backward end overlap, and no
+    more than that; accumulation within no_sync and a step that is left out don't."""
+    one = run_with_and_without(rank, case, how, first)
+    assert all(one["equal"]) and one["skipped"] == len(case.bad)
+    assert one["early"] == [each == "#" for each in early]
+    assert len(one["warned"]) == (size > 1 and how not in ("", "no_sync"))
+    assert all("off from here on" in text for text in one["warned"])
+    assert one["more threads"] <= 0
+    return one["params"]
 
 
 @kinds
@@ -193,15 +178,12 @@ def test_parameters_of_two_dtypes_give_the_same_bits(rank: int, kind: str) -> by
     return ends[0]
 
 
-@pytest.mark.parametrize("size", [2, 1])
-@on_ranks()
-def test_overlap_is_disabled_where_one_rank_has_sent_nothing(rank: int, size: int) -> list[bytes]:
-    """It had no gradient in this step, and the others had. A rank that is alone sends nothing."""
-    case = Case(steps=8, missing=tuple((6, 1, p) for p in range(4)))
-    (one,), ends = check(rank, case, how="clip", first=6)
-    early = [True, rank == 0, False, False] if size == 2 else [False] * 4
-    assert one["early"] == [False] * 4 + early
-    return ends
+@on_ranks(2)
+def test_overlap_is_disabled_where_one_rank_has_sent_nothing(rank: int) -> bytes:
+    """It had no gradient in this step, and the other had."""
+    one = run_with_and_without(rank, Case(steps=8, missing=tuple((6, 1, p) for p in range(4))), "clip", 6)
+    assert all(one["equal"]) and one["early"] == [False] * 4 + [True, rank == 0, False, False]
+    return one["params"]
 
 
 @on_ranks(2)
@@ -230,34 +212,6 @@ def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
         loss.backward()
         optimizer.step()
     assert arrived == [True]
-
-
-GRADIENTS = [
-    *(("OneBitAdam", what) for what in ("clip", "accumulate", "change", "replace", "scaler", "betas")),
-    ("OneBitLamb", "replace"),
-    ("ZeroOneAdam", "clip"),
-]
-
-
-@pytest.mark.parametrize(("kind", "what"), GRADIENTS)
-@on_ranks(2)
-def test_changing_gradients_after_backward_disables_overlap_and_no_more(rank: int, kind: str, what: str) -> list[bytes]:
-    (one,), ends = check(rank, Case(kind, steps=8), how=what)
-    assert len(one["warned"]) == 1
-    assert "off from here on" in one["warned"][0]
-    at_once = what in ("clip", "scaler")  # those two are met in step 4
-    assert one["early"] == [False] * 4 + [not at_once] + [False] * 3
-    return ends
-
-
-@kinds
-@on_ranks(2)
-def test_accumulation_within_no_sync_and_a_step_left_out_keep_overlap(rank: int, kind: str) -> list[bytes]:
-    (one,), ends = check(rank, Case(kind, steps=8), how="no_sync")
-    assert not one["warned"]
-    assert one["early"] == [False] * 4 + [True] * 4
-    assert one["more threads"] <= 0
-    return ends
 
 
 @kinds

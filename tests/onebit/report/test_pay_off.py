@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,14 @@ def test_verdicts() -> None:
     assert "the network" not in report(0.1, 0.1, None).verdict and "no gain" in report(0.1, 0.1, None).verdict
     assert "too few compressed" in report(0.1, None).verdict
     assert "too few uncompressed" in report(None, 0.1).verdict
+
+
+def test_one_process_what_travels_and_numbers() -> None:
+    assert replace(report(0.1, 0.01), processes=1).verdict == "one process alone sends nothing, and has nothing to gain"
+    narrow = replace(report(0.1, 0.01), wire="bf16")
+    assert "10.0 times as fast" in narrow.verdict
+    assert "uncompressed      100 steps in bf16, 100.0 ms each" in str(narrow)
+    assert narrow.numbers()["onebit/speed_up"] == pytest.approx(10) and narrow.numbers()["onebit/skipped_steps"] == 2
 
 
 def test_the_text() -> None:

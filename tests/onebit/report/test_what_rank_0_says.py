@@ -15,7 +15,6 @@ from onebit.optim import snapshot, stages
 from onebit.optimizers import optimizer as front
 from onebit.parallel import flight
 from onebit.report import pay_off, skips
-from onebit.report.pay_off import Report, Steps
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import started
 from tests.onebit.optim.test_cuda_paths import flown
@@ -75,17 +74,6 @@ def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning(rank):
         assert any("Stage 2 begins" in text and "onebit.attach was not called" in text for text in texts)
         for what in ("onebit.attach(model, optimizer)", "OneBitTrainer", "OneBitCallback"):
             assert what in str(caught[0].message) and what in report.verdict
-
-
-def test_what_the_report_adds():
-    steps = Steps(10, 0.1, None)
-    of = {"local": Steps(0, None, None), "sent": 0.0, "sent_by_fp32": 0.0, "sent_by_fp16": 0.0}
-    fast = Steps(10, 0.01, None)
-    alone = Report(uncompressed=steps, compressed=fast, skipped=0, processes=1, **of)
-    assert alone.verdict == "one process alone sends nothing, and has nothing to gain"
-    two = Report(uncompressed=steps, compressed=fast, skipped=1, processes=2, wire="bf16", **of)
-    assert "10.0 times as fast" in two.verdict and "uncompressed       10 steps in bf16, 100.0 ms each" in str(two)
-    assert two.numbers()["onebit/speed_up"] == pytest.approx(10) and two.numbers()["onebit/skipped_steps"] == 1
 
 
 def test_where_nobody_has_set_up_logging_it_goes_to_stderr(monkeypatch, capsys):
