@@ -102,6 +102,9 @@ def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(case,
     for size, each in others:
         after = run_ranks(size, loading, case.but(each=each), str(tmp_path), 0)
         assert len({state[0] for state, *_ in after}) == 1
+        for own, its in zip(*(of[0][0][1]["state"].values() for of in (after, before)), strict=True):
+            names = {"exp_avg", "exp_avg_sq", "denominator", "master"} & its.keys()
+            assert names and all(same(own[name], its[name]) for name in names)
         for rank, (state, _, texts) in enumerate(after):
             assert state[-1] == 100 * (rank % there) + 6, "each has the extra of a rank"
             expected = [f"extra was saved by {there} ranks, here are {size}"] if rank == 0 and size != there else []

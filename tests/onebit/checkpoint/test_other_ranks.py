@@ -1,7 +1,6 @@
 """Load on another number of ranks, or with other messages: merged states keep the mean residual, a single rank's start
 it from zero. With two levels a rank has what it left out of its slice."""
 
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import onebit
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import FIVE, TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
-from tests.onebit.runs import Case, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, on_ranks, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
@@ -112,36 +111,6 @@ def test_as_many_ranks_go_on_alike_from_own_and_merged_states(kind, each, option
     for one, other in zip(own, merged, strict=True):
         assert one.warned == other.warned == []
         assert one.end == other.end and same(one.after, other.after)
-
-
-# What else moves
-
-
-def load_stage_1(rank, size, case, state, values):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        params, optimizer = states.resumed(case, snapshot(state), values, group())
-    assert same(snapshot(optimizer.state_dict()["state"]), state["state"])
-    run(case, rank, optimizer, params, 5, 6)
-    assert not optimizer.compressing
-    run(case, rank, optimizer, params, 7, 8)
-    assert optimizer.compressing
-
-
-@pytest.mark.parametrize("kind", [L, "ZeroOneAdam"])
-def test_states_of_stage_1_and_master_copies_move_to_any_number_of_ranks(kind):
-    case = Case(kind, options={"freeze_step": 6}, dtype="bfloat16")
-    saved = run_ranks(2, save_run, case, 4)
-    states, values = [s for s, _ in saved], saved[0][1]
-    merged = onebit.merge_states(states)
-    assert same(merged["state"], states[0]["state"])
-    run_ranks(3, load_stage_1, case, states[0], values)
-    run_ranks(1, load_stage_1, case, merged, values)
-    case = case.but(options={"freeze_step": 3})
-    saved = run_ranks(2, save_run, case, 6)
-    merged = onebit.merge_states([s for s, _ in saved])
-    for own in run_ranks(3, load_run, case, [merged], saved[0][1], 7):
-        assert all(same(own.before["state"][p]["master"], merged["state"][p]["master"]) for p in range(4))
 
 
 @on_ranks(2)
