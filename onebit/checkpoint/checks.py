@@ -34,16 +34,14 @@ _WHOLE = {  # of a run's progress: the least and the most that it can be
     "ranks": (1, MOST_RANKS), "slices": (1, MOST_RANKS), "shards": (1, MOST_RANKS), "steps": (0, _MOST),
     "skipped_steps": (0, _MOST), "wire_bytes": (0, 2**63),
 }  # fmt: skip
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "compressing": (bool, "true or false, which says in which stage the state was saved"),
-    "optimizer": (str, "a name"),
-    "chunks": (_LISTS, "a list of numbers"),
-    "settings": (Mapping, "a dict"),
-    "fields": (str, "a string"),
-}
-_OF_STAGE_2: dict[str, Callable[[Any], bool]] = {
-    "reply": lambda reply: is_one_of(reply, ("direct",)) or (is_whole(reply) and reply in WAYS),
-    "scale": lambda scale: is_one_of(scale, get_args(Scale)),
+_OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be right, and what it is
+    "compressing": (lambda value: isinstance(value, bool), "true or false, as the stage was"),
+    "optimizer": (lambda value: isinstance(value, str), "a name"),
+    "chunks": (lambda value: isinstance(value, _LISTS), "a list of numbers"),
+    "settings": (lambda value: isinstance(value, Mapping), "a dict"),
+    "fields": (lambda value: isinstance(value, str), "a string"),
+    "reply": (lambda value: is_one_of(value, ("direct",)) or (is_whole(value) and value in WAYS), "a way to reply"),
+    "scale": (lambda value: is_one_of(value, get_args(Scale)), "a kind of scale"),
 }
 
 
@@ -83,22 +81,18 @@ def checked_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"onebit that saved it"
         )
     numbers = {"settings": {}, **numbers}  # full states of torch leave out an empty dict
-    if lacks := {*_WHOLE, *_KINDS, *_OF_STAGE_2, "block_size", "trace"} - numbers.keys():
+    if lacks := {*_WHOLE, *_OTHERS, "block_size", "trace"} - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
     for name, (least, most) in _WHOLE.items():
         whole_number(numbers[name], name, least, most)
-    for name, (kind, words) in _KINDS.items():
-        if not isinstance(numbers[name], kind):
-            raise TypeError(f"{name} is {words}, not {_shown(numbers[name])}: {_DAMAGED}")
+    for name, (is_good, words) in _OTHERS.items():
+        if not is_good(numbers[name]):
+            raise ValueError(f"{name} is {words}, not {_shown(numbers[name])}: {_DAMAGED}")
     if int(numbers["ranks"]) % int(numbers["slices"]):
         raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {_shown(numbers['slices'])}: {_DAMAGED}")
     for chunks in numbers["chunks"]:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
-    if numbers["compressing"]:
-        for name, is_good in _OF_STAGE_2.items():
-            if not is_good(numbers[name]):
-                raise ValueError(f"{name} is {_shown(numbers[name])} in the state: {_DAMAGED}")
-        check_block_size(numbers["block_size"])
+    check_block_size(numbers["block_size"])
     return numbers | {"trace": _checked_trace(numbers["trace"])}
 
 
@@ -126,18 +120,19 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name: str) -> None:
-    """What is there of a parameter's state, as far as fields say it; messages depend on the layout as well."""
+    """A parameter's state, as far as fields say it; messages depend on the layout as well."""
     if "step" in own:
         steps_of(own)
     if ORDER in own:
         _check_order(own[ORDER], len(shape), name)
     shapes = {"element": shape, "bit": (-(-math.prod(shape) // 8),), "parameter": None}
     for field in fields:
-        if field.saved and field.same_on_all_ranks and field.name in own:
-            value, kind = own[field.name], "bits" if field.per == "bit" else field.values
+        needed = field.required and field.always
+        if field.saved and field.same_on_all_ranks and (needed or field.name in own):
+            value, kind = own.get(field.name), "bits" if field.per == "bit" else field.values
             if field.per == "parameter" and isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{field.name} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
-            shaped(own, field.name, shapes[field.per], name, kind)
+            value = shaped(own, field.name, shapes[field.per], name, kind)
             if kind == "whole":
                 whole_number(value.item(), field.name, 0, _MOST)
 
@@ -173,7 +168,7 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
     """own[what], which must have `shape` and values that a run can leave behind."""
     if what not in own:
         raise ValueError(
-            f"the state has no {what} for parameter {name}: it is damaged, or not a state of stage 2, or "
+            f"the state has no {what} for parameter {name}: it is damaged, or neither this optimizer's nor AdamW's, or "
             f"what brought it looks only for what this optimizer has: then call onebit.make_room first"
         )
     value = own[what]
@@ -182,7 +177,7 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(
             f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
-            f"state is another model's, or damaged"
+            f"state is another model's, of parameters in another order, or damaged"
         )
     right = value.dtype == torch.uint8 if kind == "bits" else value.dtype.is_floating_point
     if not right or value.layout is not torch.strided or value.is_meta or value.is_quantized:

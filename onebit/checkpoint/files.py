@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -80,7 +80,7 @@ def read(path: Path) -> Any:
     """JSON; a ValueError if it is none."""
     try:
         return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, IsADirectoryError) as error:
         raise ValueError(f"{path} is damaged: it is not JSON ({str(error)[:100]}). {_NEXT}") from error
 
 
@@ -144,8 +144,6 @@ class Manifest:
                 f"{folder} holds no checkpoint (it has no {MANIFEST}): was the run ended before its first save was "
                 f"whole?"
             )
-        if not path.is_file():
-            raise ValueError(f"{path} is a folder, where onebit.save has written a file. {_NEXT}")
         found = read(path)
         if not isinstance(found, dict) or found.get("kind") != _KIND:
             raise ValueError(f"{path} was not written by onebit.save: it is another program's, or damaged. {_NEXT}")
@@ -197,10 +195,11 @@ def layout_of(model: Mapping[str, Any], setup: Setup) -> dict[str, Any]:
 
 
 def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """A ValueError that names the first differences. Other options, dtypes and numbers of ranks can be loaded."""
-    own, own_groups = _shapes_of(here)
+    """A ValueError that names the first differences of the models. Param groups are looked at with the state; options,
+    dtypes and numbers of ranks may be others."""
+    own = _shapes_of(here)
     try:
-        model, groups = _shapes_of(there)
+        model = _shapes_of(there)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError("the checkpoint does not say what model it is of: it is damaged. Load another") from error
     differences = [
@@ -214,18 +213,11 @@ def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             f"the checkpoint is another model's: {'; '.join(differences[:5])}{more}. Build the model as it was when it "
             f"was saved"
         )
-    if groups != own_groups:
-        raise ValueError(
-            f"the checkpoint has param groups of {[len(g) for g in groups]} parameters, this optimizer of "
-            f"{[len(g) for g in own_groups]}, or in another order: give it the parameters in the groups and in the "
-            f"order they were saved in"
-        )
 
 
-def _shapes_of(layout: Mapping[str, Any]) -> tuple[dict[str, list[int]], list[list[list[int]]]]:
-    """Of the model's tensors by name, and of the parameters in each group."""
-    model = {name: list(shape) for name, (_, shape) in layout["model"].items()}
-    return model, [[list(shape) for _, shape in group] for group in layout["groups"]]
+def _shapes_of(layout: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of the model's tensors by name."""
+    return {name: list(shape) for name, (_, shape) in layout["model"].items()}
 
 
 def _described(value: Tensor) -> list[Any]:
@@ -237,17 +229,7 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Where a value lies: what torch's reader calls _StorageInfo."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
-Piece = tuple[list[int], list[int], Slice]  # of a tensor: where it begins, its size, and where it lies
+Piece = tuple[list[int], list[int], _StorageInfo]  # of a tensor: where it begins, its size, and where it lies
 
 
 def index_of(metadata: Metadata) -> dict[str, Any]:
@@ -297,7 +279,7 @@ def _pieces(path: Path, key: str, pieces: Any, files: Mapping[str, tuple[int, st
         good = isinstance(name, str) and name in files and _are_whole([start, length])
         _require(good, path, f"{key!r} lies in no file of the checkpoint")
         _require(start + length <= files[name][0], path, f"{key!r} lies beyond the end of {name}")
-        yield offsets, sizes, Slice(name, start, length)
+        yield offsets, sizes, _StorageInfo(name, start, length)
 
 
 def _tensor(path: Path, key: str, entry: Mapping[str, Any], pieces: list[Piece]) -> TensorStorageMetadata:

@@ -207,18 +207,13 @@ class _Restoration:
                     "model without FSDP. Or what brought it (torch's broadcast_from_rank0, say) looks only for what "
                     "this optimizer has: then call onebit.make_room first"
                 )
+            if "fields" in self.numbers:  # torch's set_optimizer_state_dict adds what this optimizer has beside them
+                others = {ORDER, *(field.name for field in fields)} - set(self.numbers["fields"].split())
+                own = {name: value for name, value in own.items() if name not in others}
             if own or self.numbers["compressing"]:
                 check_own(own, fields, state.shapes[i], self.setup.name_of(p))
-            saved.append(self._without_left_over(own, fields))
+            saved.append(own)
         return saved
-
-    def _without_left_over(self, own: Saved, fields: Sequence[Field]) -> Saved:
-        """Only the fields that were saved: torch's set_optimizer_state_dict with full_state_dict=True adds what this
-        optimizer has beside them."""
-        if "fields" not in self.numbers:  # AdamW's
-            return own
-        others = {ORDER, *(field.name for field in fields)} - set(self.numbers["fields"].split())
-        return {name: value for name, value in own.items() if name not in others}
 
     def _load_fields(self, state: FlatState, saved: Sequence[Saved]) -> None:
         for field in self._fields(state):
@@ -226,8 +221,8 @@ class _Restoration:
             if there and field is not MASTER:  # which a flat state has from the start, or does without
                 state.add(field)
         for i, own in enumerate(saved):
-            for field in list(state.fields.values()) if own or self.numbers["compressing"] else ():
-                if field.saved and field.same_on_all_ranks:
+            for field in state.fields.values():
+                if field.saved and field.same_on_all_ranks and field.name in own:
                     self._load_field(state, field, i, own)
         algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
         state.master_is_current = all(MASTER.name in own for own in saved)
@@ -235,20 +230,12 @@ class _Restoration:
             algorithm.adopt_variance(state, steps, [self.betas[group][1] for group in state.groups])
 
     def _load_field(self, state: FlatState, field: Field, index: int, own: Saved) -> None:
-        if field.name in own:
-            value, saved = state.view(field.name, index), own[field.name]
-            there, here = saved_order(own), state.orders[index]
-            if field.per == "bit" and there != here:
-                flags = unpacked(saved)[: state.numels[index]]
-                saved = packed(reordered(flags, state.shapes[index], there, here))
-            value.copy_(saved.view(value.shape))
-        elif field.required:
-            name = self.setup.name_of(state.params[index])
-            raise ValueError(
-                f"the state has no {field.name} for parameter {name}: it is damaged, or not a state of "
-                f"{self.setup.name} or AdamW, or what brought it looks only for what this optimizer has: then call "
-                f"onebit.make_room first"
-            )
+        value, saved = state.view(field.name, index), own[field.name]
+        there, here = saved_order(own), state.orders[index]
+        if field.per == "bit" and there != here:
+            flags = unpacked(saved)[: state.numels[index]]
+            saved = packed(reordered(flags, state.shapes[index], there, here))
+        value.copy_(saved.view(value.shape))
 
     def _load_stage_2(self, parts: Sequence[tuple[Part, Sequence[Saved]]]) -> None:
         """Messages and residuals of the compressed parts, each with what was saved of it."""

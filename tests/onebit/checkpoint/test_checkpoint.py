@@ -3,9 +3,6 @@ as many ranks and by other numbers."""
 
 import multiprocessing
 import os
-import random
-import signal
-import time
 import warnings
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import torch
 import onebit
 from onebit.checkpoint import files as checkpoint_files
 from onebit.checkpoint import save_load as checkpoint
-from tests.checkpoints import Run, manifest, written_files
+from tests.checkpoints import Run, manifest
 from tests.onebit.checkpoint.states import TWO_GROUPS, left_out
 from tests.onebit.runs import Case, on_ranks, same, take
 from tests.ranks import group, run_ranks, run_ranks_once
@@ -26,13 +23,12 @@ NESTED = {"epoch": 3, "order": [1, 2, (3, None)], 7: "seven"}
 
 
 class Training(Run):
-    """A run with a schedule, a scaler, random noise and a place in the data."""
+    """A run with a schedule, random noise and a place in the data."""
 
     def __init__(self, case, rank, seed=0):
         super().__init__(case.but(seed=seed), 0, rank, group())
         self.case = case
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=30)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0 * (rank + 1))
         self.random = torch.Generator().manual_seed(rank)
         self.place = 100 * rank
 
@@ -44,16 +40,14 @@ class Training(Run):
             self.place += 1
 
     def save(self, folder):
-        extra = {"schedule": self.schedule, "scaler": self.scaler, "random": self.random.get_state()}
-        extra |= {"python": random.getstate(), "place": self.place, "nested": NESTED}
+        extra = {"schedule": self.schedule, "random": self.random.get_state(), "place": self.place, "nested": NESTED}
         onebit.save(folder, self.model, self.optimizer, extra=extra)
 
     def load(self, folder):
-        asked = {"schedule": self.schedule, "scaler": self.scaler}
-        found = onebit.load(folder, self.model, self.optimizer, extra=asked)
+        found = onebit.load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
         self.random.set_state(found["random"])
         self.place = found["place"]
-        return found
+        assert found["nested"] == NESTED
 
     def all(self):
         return *super().all(), self.schedule.state_dict(), self.place
@@ -64,9 +58,9 @@ def saving(rank, size, case, folder):
     training = Training(case, rank)
     training.train(6)
     training.save(folder)
-    python, state = random.getstate(), training.all()
+    state = training.all()
     training.train(4)
-    return state, training.all(), python
+    return state, training.all()
 
 
 def loading(rank, size, case, folder, begun):
@@ -75,24 +69,21 @@ def loading(rank, size, case, folder, begun):
     training.train(begun)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = training.load(folder)
+        training.load(folder)
     texts = [str(w.message) for w in caught if "residuals" in str(w.message) or "extra was" in str(w.message)]
     state = training.all()
-    assert found["nested"] == NESTED and training.scaler.get_scale() == 256.0 * (state[-1] // 100 + 1)
     training.train(4)
     assert all(torch.isfinite(p).all() for p in training.params)
-    return state, training.all(), found["python"], texts
+    return state, training.all(), texts
 
 
 ROWS = [  # ranks there, and here; each with ranks a node
     (Case("OneBitAdam", dtype="bfloat16", options={"freeze_step": 4, "chunks": 2}, groups=TWO_GROUPS), 2, ((3, 1),)),
-    (Case("OneBitAdam", options={"freeze_step": 4}), 4, ((2, 1), (1, 1))),
+    (Case("OneBitAdam", options={"freeze_step": 4, "gradient_dtype": torch.bfloat16}), 4, ((2, 1), (1, 1))),
     (Case("OneBitLamb", options={"freeze_step": 3, "scale": "tensor"}), 3, ((2, 1),)),
     (Case("OneBitLamb", options={"freeze_step": 3}), 1, ((3, 1),)),
     (Case("ZeroOneAdam", options={"freeze_step": 3}), 2, ((4, 1),)),
     (Case("ZeroOneAdam", dtype="bfloat16", options={"freeze_step": 50}), 2, ((1, 1),)),
-    (Case("OneBitLamb", options={"freeze_step": 50}), 2, ()),
-    (Case("OneBitAdam", options={"freeze_step": 3, "gradient_dtype": torch.bfloat16}), 2, ()),
     (Case("OneBitAdam", options={"freeze_step": 3, "reply": 1}, each=2), 4, ((4, 1), (2, 1))),
     (Case("OneBitLamb", options={"freeze_step": 3, "reply": "direct"}, each=2), 4, ((4, 1),)),
     (Case("ZeroOneAdam", options={"freeze_step": 3, "reply": "direct"}, each=2), 4, ((2, 1),)),
@@ -107,12 +98,14 @@ ROWS = [  # ranks there, and here; each with ranks a node
 def test_as_many_ranks_go_on_bit_for_bit_and_others_with_the_mean_residual(case, there, others, tmp_path):
     before = run_ranks(there, saving, case, str(tmp_path))
     after = run_ranks(there, loading, case, str(tmp_path), 2)
-    for (state, *end), (its, *its_end, texts) in zip(before, after, strict=True):
-        assert same(its, state) and same(its_end, end) and texts == []
+    assert same([own[:2] for own in after], before) and all(texts == [] for *_, texts in after)
     for size, each in others:
         after = run_ranks(size, loading, case.but(each=each), str(tmp_path), 0)
         assert len({state[0] for state, *_ in after}) == 1
-        for rank, (state, *_, texts) in enumerate(after):
+        for own, its in zip(*(of[0][0][1]["state"].values() for of in (after, before)), strict=True):
+            names = {"exp_avg", "exp_avg_sq", "denominator", "master"} & its.keys()
+            assert names and all(same(own[name], its[name]) for name in names)
+        for rank, (state, _, texts) in enumerate(after):
             assert state[-1] == 100 * (rank % there) + 6, "each has the extra of a rank"
             expected = [f"extra was saved by {there} ranks, here are {size}"] if rank == 0 and size != there else []
             assert [text.split(":")[0] for text in texts] == expected
@@ -172,12 +165,10 @@ def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(rank, tmp_
 def test_a_checkpoint_without_extra(tmp_path):
     run = Run(CASE, 5)
     run.save(tmp_path)
-    assert onebit.load(tmp_path, run.model, run.optimizer) == {}
     schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda t: 1.0)
     with pytest.raises(ValueError, match="it has none"):
         onebit.load(tmp_path, run.model, run.optimizer, extra={"schedule": schedule})
-    for path in written_files(tmp_path):
-        assert b"extra" not in path.read_bytes()
+    assert onebit.load(tmp_path, run.model, run.optimizer) == {}
 
 
 # A folder holds a whole checkpoint at any time: while a rank saves, and wherever it dies
@@ -216,81 +207,33 @@ AFTER = {
 DEATHS = {**BEFORE, **AFTER}
 
 
-# One process
-
-
-def forked(work):
-    if (child := os.fork()) == 0:
-        try:
-            work()
-        finally:
-            os._exit(9)
-    return child
-
-
-def died_while_saving(folder, where):
-    """A checkpoint after 4 steps, then a save after 5 in another process: how that ended."""
-    Run(CASE, 4).save(folder)
-
-    def save():
-        run = Run(CASE, 5)
-        DEATHS[where]()
-        run.save(folder)
-        os._exit(0)
-
-    return os.waitstatus_to_exitcode(os.waitpid(forked(save), 0)[1])
-
-
-def killed_after(folder, seconds):
-    """How many saves a process had reported when it was killed, some time after the first."""
-    reading, writing = os.pipe()
-
-    def save_for_ever():
-        run, step = Run(CASE, 0), 0
-        while True:
-            step += 1
-            run.on(step, step)
-            run.save(folder)
-            os.write(writing, b".")
-
-    child = forked(save_for_ever)
-    os.close(writing)
-    last = len(os.read(reading, 1))
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    while more := os.read(reading, 4096):
-        last += len(more)
-    os.close(reading)
-    return last
-
-
-def kill_often(folder, attempts):
-    """In a process with one thread, which may fork."""
+def die_at_each_place(folder):
+    """A checkpoint after 4 steps, then a save after 5 in a process that dies. Needs one thread, as it forks."""
     torch.set_num_threads(1)
-    source = np.random.default_rng(0)
-    for attempt in [*DEATHS, *range(attempts)]:
-        own = folder / str(attempt)
-        last = died_while_saving(own, attempt) if attempt in DEATHS else killed_after(own, source.uniform(0, 0.1))
-        run, again = Run(CASE, 0), Run(CASE.but(seed=1), 0)
+    for where, die in DEATHS.items():
+        own = folder / where
+        Run(CASE, 4).save(own)
+        if (child := os.fork()) == 0:
+            try:
+                run = Run(CASE, 5)
+                die()
+                run.save(own)
+            finally:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, where
+        run, again, steps = Run(CASE, 0), Run(CASE.but(seed=1), 0), 4 if where in BEFORE else 5
         run.load(own)
-        steps = run.optimizer.steps
-        if attempt in DEATHS:
-            assert (last, steps) == (1, 4 if attempt in BEFORE else 5), attempt
-            assert len(list(own.glob("data-*"))) == 2 or attempt == "before the data folder is made", attempt
-        else:
-            assert steps in (last, last + 1)
-        assert same(run.all(), Run(CASE, steps).all()), attempt
+        assert same(run.all(), Run(CASE, steps).all()), where
+        assert len(list(own.glob("data-*"))) == 2 or where == "before the data folder is made", where
         run.on(steps + 1, steps + 1)
         run.save(own)
         again.load(own)
-        assert same(again.all(), run.all()) and len(list(own.glob("data-*"))) == 1, attempt
+        assert same(again.all(), run.all()) and len(list(own.glob("data-*"))) == 1, where
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_any_moment_it_leaves_the_last_checkpoint_or_the_next(tmp_path):
-    """At each place of a save, and by SIGKILL at moments drawn over the length of a few."""
-    process = multiprocessing.get_context("forkserver").Process(target=kill_often, args=(tmp_path, 8), daemon=True)
+def test_a_process_that_dies_while_saving_leaves_the_last_checkpoint_or_the_next(tmp_path):
+    process = multiprocessing.get_context("forkserver").Process(target=die_at_each_place, args=(tmp_path,), daemon=True)
     process.start()
     process.join()
     assert process.exitcode == 0, "see the captured stderr"
@@ -312,11 +255,10 @@ def load_on(rank, size, folder):
 
 
 def dying(rank, size, folder, where, who):
-    run = Run(CASE, 5, rank, group())
     if rank == who:
         DEATHS[where]()
     try:
-        run.save(folder)
+        save_on(rank, size, folder, 5)
     except (RuntimeError, OSError, ValueError) as error:
         return type(error).__name__
     return "saved"

@@ -72,19 +72,16 @@ DAMAGE = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "a byte more": lambda path: path.write_bytes(path.read_bytes() + b" x"),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "a bit at the start": lambda path: flip(path, 0, 0),
-    "a bit in the middle": lambda path: flip(path, 0.5, 3),
-    "a bit near the end": lambda path: flip(path, 0.97, 6),
+    "a bit": lambda path: flip(path, 0.5, 3),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_found(name, saved):
-    """Every kind of damage, and bits drawn from the file: none may pass."""
+    """Bits all over a file: `python -m tests.fuzz`."""
     assert sorted(path.name for path in written_files(saved)) == sorted(FILES)
     path = path_of(saved, name)
     content = path.read_bytes()
@@ -93,16 +90,11 @@ def test_a_damaged_file_is_found(name, saved):
         match = name.replace(".", r"\.")
         if damage == "missing":
             match = "holds no checkpoint" if name == MANIFEST else "missing"
-        if damage in ("empty", "cut", "cut in half", "a byte more") and name != MANIFEST:
+        if damage in ("empty", "cut", "a byte more") and name != MANIFEST:
             match += " holds [0-9]+ bytes, [0-9]+ were written"
         assert_refused(saved, match)
         if path.is_dir():
             path.rmdir()
-        path.write_bytes(content)
-    source = np.random.default_rng(FILES.index(name))
-    for _ in range(25):
-        flip(path, source.random(), int(source.integers(8)))
-        assert_refused(saved, ".")
         path.write_bytes(content)
     assert_loads(saved)
 
@@ -114,7 +106,6 @@ def test_another_manifest_is_refused(saved):
         ({"version": 0}, "version 0"),
         ({"version": 2}, "version 2 of the format, this onebit reads 1: load it with the onebit that saved it"),
         ({"version": True}, "version True"),
-        ({"version": "1"}, "version '1'"),
         ({"kind": "another"}, "not written by onebit"),
         ({"data": "../elsewhere"}, "damaged"),
         ({"data": "data-0000000000000000"}, "missing"),
@@ -145,7 +136,7 @@ def test_another_models_checkpoint_is_refused(written):
         assert_refused(written, match, run=Run(CASE.but(**change), 5))
     run = Run(CASE, 0)
     run.optimizer = CASE.build(run.params[::-1])
-    assert_refused(written, "in another order", run=run)
+    assert_refused(written, "parameters in another order", run=run)
 
 
 # On several ranks
@@ -195,25 +186,23 @@ def torch_saved(value, hidden=None):
 
 
 LR, ZEROS = "optimizer.param_groups.0.lr", torch.zeros(7, 9)
-PLANTS = {  # where, and what of the payload
-    "the index": (INDEX, Payload.pickled),
-    "a number": (LR, lambda mark: torch_saved(1.0, mark.pickled())),
-    "a number, bare": (LR, Payload.pickled),
-    "a number, saved": (LR, torch_saved),
-    "a tensor": ("model.held.0", torch_saved),
-    "a tensor of state": ("optimizer.state.0.denominator", lambda mark: torch_saved(ZEROS, mark.pickled())),
-}
+PLANTS = (  # where, and what of the payload
+    (INDEX, Payload.pickled),
+    (LR, lambda mark: torch_saved(1.0, mark.pickled())),
+    (LR, Payload.pickled),
+    (LR, torch_saved),
+    ("model.held.0", torch_saved),
+    ("optimizer.state.0.denominator", lambda mark: torch_saved(ZEROS, mark.pickled())),
+)
 
 
 def test_a_planted_pickle_does_not_run(saved, tmp_path):
     """.metadata is for other programs: with a checksum that fits, a load succeeds without it."""
     mark, whole = tmp_path / "it ran", tmp_path / "whole"
     shutil.copytree(saved, whole)
-    for where, made in PLANTS.values():
-        if where == INDEX:
-            forge(saved, INDEX, made(Payload(mark)))
-        else:
-            forge_value(saved, where, made(Payload(mark)))
+    for where, made in PLANTS:
+        plant = forge if where == INDEX else forge_value
+        plant(saved, where, made(Payload(mark)))
         assert_refused(saved, r"damaged|reading a checkpoint failed")
         shutil.rmtree(saved)
         shutil.copytree(whole, saved)

@@ -1,46 +1,36 @@
 """Load on another number of ranks, or with other messages: merged states keep the mean residual, a single rank's start
 it from zero. With two levels a rank has what it left out of its slice."""
 
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import onebit
-from tests.checkpoints import Run
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import FIVE, TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
-from tests.onebit.runs import Case, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, on_ranks, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
 DIRECT, TENSOR, CHUNKS = {"reply": "direct"}, {"scale": "tensor"}, {"chunks": 2}
 MOVES = {  # ranks there and here, options, others here, ranks a node there and here
     "4 to 2, two chunks": (A, 4, 2, CHUNKS, {}),
-    "2 to 3": (L, 2, 3, {}, {}),
     "1 to 2": (A, 1, 2, {}, {}),
-    "3 to 1": (L, 3, 1, {}, {}),
     "chunks 1 to 2": (L, 2, 2, {}, CHUNKS),
     "blocks 32 to 96, 2 to 3": (A, 2, 3, {"block_size": 32, **CHUNKS}, {"block_size": 96}),
     "block to tensor": (L, 2, 2, {}, TENSOR),
-    "tensor to block": (A, 2, 3, TENSOR, {"scale": "block"}),
     "tensor, 4 to 2": (L, 4, 2, TENSOR, {}),
-    "tensor, 1 to 2, chunks 1 to 2": (A, 1, 2, TENSOR, CHUNKS),
+    "tensor, chunks 1 to 2": (A, 2, 2, TENSOR, CHUNKS),
     "direct, 2 to 3": (L, 2, 3, {**DIRECT, **CHUNKS}, {}),
     "direct, 3 to 1, blocks 64 to 96": (A, 3, 1, DIRECT, {"block_size": 96}),
-    "direct, chunks 1 to 2": (A, 2, 2, DIRECT, CHUNKS),
     "direct to two phases": (L, 2, 2, DIRECT, {"reply": 1}),
     "two phases to direct, 3 to 2": (A, 3, 2, CHUNKS, DIRECT),
-    "two phases to direct, tensor": (A, 2, 2, TENSOR, DIRECT),
     "own states, one bit to direct": (A, 3, 3, CHUNKS, DIRECT),
     "own states, direct to one bit": (A, 3, 3, {**DIRECT, **CHUNKS}, {"reply": 1}),
     "2 x 2 to 4": (A, 4, 4, {}, {}, 2, 1),
     "4 to 2 x 2": (L, 4, 4, CHUNKS, {}, 1, 2),
-    "2 x 2 to 1": (L, 4, 1, CHUNKS, {}, 2, 1),
     "1 to 2 x 2": (A, 1, 4, {}, {}, 1, 2),
-    "2 x 2, blocks 64 to 96": (L, 4, 4, DIRECT, {"block_size": 96}, 2, 2),
     "2 x 2, direct to one bit": (L, 4, 4, {**DIRECT, "chunks": 3}, {"reply": 1}, 2, 2),
     "2 x 2, one bit to direct, chunks 3 to 1": (A, 4, 4, {"chunks": 3}, {**DIRECT, "chunks": 1}, 2, 2),
     "2 x 2, tensor to block": (A, 4, 4, TENSOR, {"scale": "block"}, 2, 2),
@@ -83,10 +73,8 @@ def test_other_ranks_and_messages_keep_the_mean_residual(move):
 
 LOSSES = {  # ranks there and here, options, others here, whose states are loaded
     "the same ranks": (A, 3, 3, {}, {}, 1),
-    "tensor scale": (L, 3, 3, TENSOR, {}, 1),
     "other ranks": (L, 2, 3, {}, {}, 1),
     "one rank": (A, 4, 1, {}, {}, 1),
-    "other blocks": (A, 2, 2, {}, {"block_size": 32}, 1),
     "own states on fewer ranks": (A, 3, 2, {}, {}, 2),
 }
 
@@ -106,7 +94,7 @@ def test_states_that_lack_other_ranks_residuals_start_from_zero(loss):
 
 @pytest.mark.parametrize(
     ("kind", "each", "options"),
-    [(A, 2, CHUNKS), (L, 2, {**DIRECT, **CHUNKS}), ("ZeroOneAdam", 2, {}), (L, 1, TENSOR), ("ZeroOneAdam", 1, {})],
+    [(A, 2, CHUNKS), (L, 2, {**DIRECT, **CHUNKS}), ("ZeroOneAdam", 1, TENSOR)],
     ids=str,
 )
 def test_as_many_ranks_go_on_alike_from_own_and_merged_states(kind, each, options):
@@ -125,36 +113,6 @@ def test_as_many_ranks_go_on_alike_from_own_and_merged_states(kind, each, option
         assert one.end == other.end and same(one.after, other.after)
 
 
-# What else moves
-
-
-def load_stage_1(rank, size, case, state, values):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        params, optimizer = states.resumed(case, snapshot(state), values, group())
-    assert same(snapshot(optimizer.state_dict()["state"]), state["state"])
-    run(case, rank, optimizer, params, 5, 6)
-    assert not optimizer.compressing
-    run(case, rank, optimizer, params, 7, 8)
-    assert optimizer.compressing
-
-
-@pytest.mark.parametrize("kind", [L, "ZeroOneAdam"])
-def test_states_of_stage_1_and_master_copies_move_to_any_number_of_ranks(kind):
-    case = Case(kind, options={"freeze_step": 6}, dtype="bfloat16")
-    saved = run_ranks(2, save_run, case, 4)
-    states, values = [s for s, _ in saved], saved[0][1]
-    merged = onebit.merge_states(states)
-    assert same(merged["state"], states[0]["state"])
-    run_ranks(3, load_stage_1, case, states[0], values)
-    run_ranks(1, load_stage_1, case, merged, values)
-    case = case.but(options={"freeze_step": 3})
-    saved = run_ranks(2, save_run, case, 6)
-    merged = onebit.merge_states([s for s, _ in saved])
-    for own in run_ranks(3, load_run, case, [merged], saved[0][1], 7):
-        assert all(same(own.before["state"][p]["master"], merged["state"][p]["master"]) for p in range(4))
-
-
 @on_ranks(2)
 def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(rank):
     """Also in an optimizer whose ranks had agreed before."""
@@ -166,22 +124,3 @@ def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(rank):
     optimizer.load_state_dict(states[rank])
     with pytest.raises(ValueError, match=r"rank 1 has steps 6(\.0)? where rank 0 has 5"):
         take(case, rank, optimizer, params, 7)
-
-
-@on_ranks(2)
-def test_residuals_come_along_into_another_memory_format(rank, tmp_path):
-    """Norms of what was left out: as it was, loaded as it was, loaded into channels_last; none is missed."""
-    case, found = Case(shapes=((16, 8, 3, 3),), options={"freeze_step": 3}), []
-    rows = (8, torch.contiguous_format), (0, torch.contiguous_format), (0, torch.channels_last)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*residual")
-        for steps, memory_format in rows:
-            run = Run(case, 0, rank, group())
-            run.params[0].data = run.params[0].data.contiguous(memory_format=memory_format)
-            run.on(1, steps)
-            (run.load if found else run.save)(tmp_path)
-            (own,) = run.optimizer.diagnostics().values()
-            found.append([own["residual_norm"], own["server_residual_norm"]])
-    before, alike, other = found
-    assert before == alike and min(before) > 0
-    assert other[1] == pytest.approx(before[1], rel=1e-5) and other[0] > 0.5 * before[0]

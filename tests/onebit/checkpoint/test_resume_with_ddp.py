@@ -29,15 +29,15 @@ def train(rank, model, optimizer, steps):
 
 def resumed(rank, size, folder, with_ddp, at):
     ends = []
-    model, optimizer = built(with_ddp)
-    train(rank, model, optimizer, range(at))
-    onebit.save(folder, model, optimizer)
-    train(rank, model, optimizer, range(at, at + 6))
-    ends.append([p.detach().clone() for p in model.parameters()])
-    model, optimizer = built(with_ddp)
-    onebit.load(folder, model, optimizer)
-    train(rank, model, optimizer, range(at, at + 6))
-    ends.append([p.detach().clone() for p in model.parameters()])
+    for load in (False, True):
+        model, optimizer = built(with_ddp)
+        if load:
+            onebit.load(folder, model, optimizer)
+        else:
+            train(rank, model, optimizer, range(at))
+            onebit.save(folder, model, optimizer)
+        train(rank, model, optimizer, range(at, at + 6))
+        ends.append([p.detach().clone() for p in model.parameters()])
     return ends
 
 

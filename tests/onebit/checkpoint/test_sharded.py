@@ -1,28 +1,47 @@
-"""Checkpoints of sharded parameters: bit for bit on the same mesh, resharded to another with nothing lost.
+"""Checkpoints of sharded parameters: bit for bit on the same mesh, resharded to another with nothing lost, and in the
+hands of torch's own tools.
 
 Meshes are of all ranks there are: one world of four does what four can, one of two loads what that has saved.
 """
 
+import contextlib
+import copy
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import onebit
-from onebit.checkpoint.elements import decoded, encoded, lengths_of, packed, unpacked
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
 from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, parts_of, sharded, whole
 from tests.onebit.runs import bits, build, frozen_name, same
 from tests.ranks import run_ranks_once
-from tests.wire import signed
 
 WIDTH = 21  # parts of different sizes; blocks that are not full
 ROWS = {"OneBitAdam": "direct", "OneBitLamb": 1, "ZeroOneAdam": 1}  # the reply of each
 SHAPES = ((1, 4), (4, 1))
+FULL = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def with_head(width):
+    """The last bias has one element, as every value head's and regression head's."""
+    net = model(width)
+    net[-1] = nn.Linear(width, 1)
+    return net
 
 
 def built(net, mesh, kind="OneBitAdam", **options):
@@ -30,7 +49,7 @@ def built(net, mesh, kind="OneBitAdam", **options):
 
 
 def made(mesh, kind="OneBitAdam", width=WIDTH, **options):
-    net = sharded(model(width), mesh)
+    net = sharded(with_head(width), mesh)
     optimizer = built(net, mesh, kind, **options)
     onebit.attach(net, optimizer)
     return net, optimizer
@@ -128,7 +147,7 @@ def of_one_replica(rank, folder):
             built(net, mesh, reply=reply).load_state_dict(saved)
         texts = "".join(str(w.message) for w in caught)
         assert "start from zero" in texts if rank else texts == ""
-    net = model(WIDTH)
+    net = with_head(WIDTH)
     optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
     train(rank, net, optimizer, range(14))
     onebit.save(f"{folder}/whole", net, optimizer)
@@ -137,7 +156,7 @@ def of_one_replica(rank, folder):
 
 
 def to_whole(rank, folder, nodes):
-    net = model(WIDTH)
+    net = with_head(WIDTH)
     node = transport_for(None).split(rank // 2) if nodes else None
     optimizer = build("OneBitAdam", net.parameters(), node_group=node, **OPTIONS)
     onebit.load(f"{folder}/OneBitAdam", net, optimizer)
@@ -145,15 +164,66 @@ def to_whole(rank, folder, nodes):
     return bits(net.parameters())
 
 
+def ways_of(net, optimizer, file):
+    """How torch's tools bring the state of now into a new optimizer; and the whole state."""
+    copied = copy.deepcopy(optimizer.state_dict())
+    full = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=FULL))
+    torch.save(optimizer.state_dict(), file)
+    return full, {
+        "torch.save": lambda net, new: new.load_state_dict(torch.load(file, weights_only=True)),
+        "deepcopy": lambda net, new: new.load_state_dict(copied),
+        "full": lambda net, new: set_optimizer_state_dict(net, new, full, options=FULL),
+    }
+
+
+def by_hand(rank, net, optimizer, from_0):
+    """As PyTorch's FSDP2 example loads one rank's file: it walks what the new optimizer has."""
+    sent = [from_0]
+    dist.broadcast_object_list(sent)
+    (full,) = sent
+    onebit.make_room(full, net, optimizer)
+    groups, state = (optimizer.state_dict()[name] for name in ("param_groups", "state"))
+    for group, saved in zip(groups, full["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+        for i, name in zip(group["params"], saved["params"], strict=True):
+            for field, value in full["state"][name].items():
+                like = state[i][field]
+                placed = isinstance(like, DTensor)
+                state[i][field] = distribute_tensor(value, like.device_mesh, like.placements) if placed else value
+    with pytest.warns(UserWarning, match="residuals") if rank > 1 else contextlib.nullcontext():
+        optimizer.load_state_dict({"param_groups": groups, "state": state})
+    assert optimizer.compressing
+    train(rank, net, optimizer, range(16, 19))
+    return bits(whole(net))
+
+
 def on_four(rank, size, folder):
-    found = {}
+    found = {"by hand": {}}
     for kind, reply in ROWS.items():
-        net, optimizer = made(mesh_of(2, 2), kind, reply=reply)
+        mesh = mesh_of(2, 2)
+        net, optimizer = made(mesh, kind, reply=reply)
+        versions = [p._version for p in net.parameters()]
         train(rank, net, optimizer, range(16))
+        assert all(p._version > before for p, before in zip(net.parameters(), versions, strict=True))
         onebit.save(f"{folder}/{kind}", net, optimizer)
         to_dcp(f"{folder}/{kind} by dcp", net, optimizer)
+        values, (full, ways) = copy.deepcopy(net.state_dict()), ways_of(net, optimizer, f"{folder}/{kind} {rank}.pt")
         found[kind] = seen(rank, net, optimizer)
         assert same(loaded(rank, folder, kind, (2, 2)), found[kind]), kind
+
+        def new(mesh=mesh, kind=kind, reply=reply, values=values):
+            again = made(mesh, kind, reply=reply)
+            again[0].load_state_dict(values)
+            return again
+
+        for way, load in ways.items():
+            again = new()
+            load(*again)
+            assert same(seen(rank, *again), found[kind]), (kind, way)
+        from_0 = full if rank == 0 else {}
+        with pytest.raises(ValueError, match="make_room") if rank else contextlib.nullcontext():
+            set_optimizer_state_dict(*new(), copy.deepcopy(from_0), options=BROADCAST)
+        found["by hand"][kind] = by_hand(rank, *new(), from_0)
         for shape in SHAPES:
             found[f"{kind} {shape}"] = loaded(rank, folder, kind, shape)
     assert same(loaded(rank, folder, "OneBitLamb", (2, 2), by_dcp=True), found["OneBitLamb"])
@@ -223,16 +293,7 @@ def test_a_sharded_state_loads_into_whole_parameters_of_one_level_and_two(four_a
         assert len({own["whole"] for own in ranks}) == 1
 
 
-def test_a_message_by_element_and_back():
-    for numel in (0, 1, 31, 32, 33, 64, 65, 130, 190):
-        source = torch.Generator().manual_seed(numel)
-        lengths = lengths_of(numel, 64)
-        ones = torch.randint(0, 2, (int(lengths.sum()),), generator=source)
-        scales = torch.rand(len(lengths), generator=source) + 0.1
-        form = packed(ones)
-        assert torch.equal(unpacked(form), ones.to(torch.uint8))
-        assert np.array_equal(form.numpy(), np.packbits(ones.numpy().astype(np.uint8), bitorder="little"))
-        values = decoded(form, scales, numel, 64)[0]
-        expected = signed(ones.numpy() == 1, scales.double().numpy(), lengths.tolist())
-        assert np.array_equal(values.double().numpy(), expected[:numel])
-        assert torch.equal(decoded(*encoded(values, 64), numel, 64)[0], values)
+def test_torchs_tools_carry_a_sharded_state(four_and_two):
+    """Bit for bit, see on_four; one rank's file by hand to the same end on all ranks."""
+    four = [own["by hand"] for own in four_and_two[0]]
+    assert all(own == four[0] for own in four) and len(four[0]) == len(ROWS)
