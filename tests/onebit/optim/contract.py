@@ -134,6 +134,25 @@ def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
     return bits(params)
 
 
+def scales(rank: int, size: int, case: Case, unscale: bool) -> tuple[bytes, list[float]]:
+    """With a GradScaler every step is the one without. Also the rank's scales; powers of 2, which change no bit."""
+    (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4), []
+    scaler.scale(torch.zeros(()))
+    for step in range(1, case.steps + 1):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = None if g is None else g * scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        take(case, rank, other, plain, step)
+        assert bits(params) == bits(plain), f"step {step}"
+        found.append(scaler.get_scale())
+    assert optimizer.skipped_steps == other.skipped_steps and optimizer.compressing
+    return bits(params), found
+
+
 def _norm(case: Case, size: int, step: int, averaged: list[bool]) -> float:
     """Of the averaged gradient where it is averaged, elsewhere the root mean square of the ranks'."""
     nodes = [case.node_gradients(node, step) for node in range(size // case.each)]

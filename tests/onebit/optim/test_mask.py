@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import onebit
 from tests.onebit.optim.contract import backward, options, resumes, skips, started
 from tests.onebit.runs import Case, assert_message, bits, build, frozen_name, kinds, on_ranks, parameters, run, snapshot
 from tests.ranks import group
@@ -142,27 +140,6 @@ def test_a_permuted_parameter_and_a_group_added_later() -> None:
     assert bits([p[~mask]]) == bits([first[~mask]]) and bits([p[mask]]) != bits([first[mask]])
     assert not p.is_contiguous()
     assert given["mask"] is mask, "what the user gave is the user's"
-
-
-@on_ranks(2)
-def test_with_overlap_under_ddp(rank: int) -> bytes:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(30, 16), nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-    mask = torch.ones(30, 16, dtype=torch.bool)
-    mask[10:20] = False
-    first = net[0].weight[10:20].detach().clone()
-    ddp = DistributedDataParallel(net, process_group=group())
-    groups = [{"params": net[0].parameters(), "mask": mask}, {"params": [p for m in net[1:] for p in m.parameters()]}]
-    own = {"lr": 1e-2, "weight_decay": 0.1, "overlap": True, "block_size": 64, "reply": 1, "freeze_step": 3}
-    optimizer = build("OneBitAdam", groups, process_group=group(), **own)
-    onebit.attach(ddp, optimizer)
-    source = torch.Generator().manual_seed(rank)
-    for _ in range(8):
-        optimizer.zero_grad()
-        ddp(torch.randint(30, (8, 4), generator=source)).square().mean().backward()
-        optimizer.step()
-    assert bits([net[0].weight[10:20]]) == bits([first])
-    return bits(net.parameters())
 
 
 @kinds

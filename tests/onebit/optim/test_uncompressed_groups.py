@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests.checkpoints import Run
 from tests.onebit.optim.contract import give, options, started
-from tests.onebit.runs import Case, assert_message, bits, build, kinds, on_ranks, options_of, parameters, run, snapshot
+from tests.onebit.runs import Case, assert_message, bits, build, kinds, on_ranks, parameters, run, snapshot
 from tests.ranks import group, run_ranks
 
 APART = {"compress": False}
@@ -65,35 +64,6 @@ def test_both_are_what_they_are_alone(rank: int, size: int, case: Case) -> bytes
     assert optimizer.compressing and first.compressing and not second.compressing
     assert optimizer.wire_bytes == first.wire_bytes
     return bits(one)
-
-
-def in_ddp(rank: int, kind: str, attached: bool, overlap: bool) -> list[bytes]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
-    groups = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]
-    own = options_of(kind, {**OPTIONS, **(SPACED if kind == "ZeroOneAdam" else {})})
-    optimizer = build(kind, groups, lr=1e-2, block_size=32, overlap=overlap, process_group=group(), **own)
-    module = DistributedDataParallel(net, process_group=group(), bucket_cap_mb=0.003) if attached else net
-    if attached:
-        onebit.attach(module, optimizer)
-    found = []
-    for step in range(12):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
-        optimizer.zero_grad()
-        (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-        found.append(bits(net.parameters()))
-    assert optimizer.compressing
-    return found
-
-
-@pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("OneBitLamb", False), ("ZeroOneAdam", True)])
-@on_ranks(2)
-def test_within_ddp_and_without(rank: int, kind: str, overlap: bool) -> list[bytes]:
-    """Of two ranks a mean is the same, whoever adds."""
-    within = in_ddp(rank, kind, True, overlap)
-    assert within == in_ddp(rank, kind, False, False)
-    return within
 
 
 # States
