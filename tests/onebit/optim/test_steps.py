@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.onebit.optim.contract import give, started
 from tests.onebit.optim.test_parameter_changes import step_refused
-from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, take
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, take
 
 
 def test_what_a_scaler_has_found_skips_the_step() -> None:
@@ -66,34 +65,6 @@ def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error(rank: in
     for p in params:
         p.grad.mul_(2)
     step_refused(optimizer, params, ValueError, "changed in place after clip_grad_norm_")
-
-
-def test_two_clips_are_one_after_the_other() -> None:
-    (twice, one), (once, other) = started(STAGE_1, 0), started(STAGE_1, 0)
-    give(STAGE_1, twice, 1)
-    give(STAGE_1, once, 1)
-    assert one.clip_grad_norm_(1.0) > 1
-    assert one.clip_grad_norm_(math.inf) == pytest.approx(1.0, rel=1e-4)
-    other.clip_grad_norm_(1.0)
-    one.step()
-    other.step()
-    for a, b in zip(arrays(twice), arrays(once), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-def test_a_clip_ends_with_its_step() -> None:
-    """The hyper-parameters of stage 2 stay as they are, and nothing else would take its coefficient back."""
-    case = Case(options={"freeze_step": 2})
-    (params, optimizer), (plain, other) = started(case, 3), started(case, 3)
-    give(case, params, 4)
-    norm = optimizer.clip_grad_norm_(1e-3)
-    for p, g in zip(plain, case.gradients(0, 4), strict=True):
-        p.grad = g * (1e-3 / (norm + 1e-6))
-    for each, own in ((optimizer, params), (other, plain)):
-        each.step()
-        run(case, 0, each, own, 5, 8)
-    for ours, theirs in zip(params, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @kinds
