@@ -111,27 +111,48 @@ def overlaps(rank: int, size: int, case: Case) -> tuple[bytes, list[int]]:
 
 
 def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
-    """The norm is that of the equations, and steps are those of gradients that were multiplied beforehand."""
+    """The norm is that of the equations, a second clip finds what the first has left, and steps are those of gradients
+    that were multiplied beforehand. Every third step is not clipped."""
     (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
-    apart = [not is_compressed(case.groups[case.group_of(p)]) for p in range(len(params))]
-    clipped = 0
+    apart, coefficients = [not is_compressed(case.groups[case.group_of(p)]) for p in range(len(params))], []
     for step in range(1, case.steps + 1):
         give(case, params, step, rank)
-        found = float(optimizer.clip_grad_norm_(max_norm))
-        norm = _norm(
-            case, size, step, [kind_of_step(optimizer.setup, optimizer.current) == "full" or own for own in apart]
-        )
-        np.testing.assert_allclose(found, norm, rtol=1e-5)
-        coefficient = min(1.0, max_norm / (norm + 1e-6))
-        clipped += coefficient < 1
+        coefficient = 1.0
+        if step % 3:
+            found = float(optimizer.clip_grad_norm_(max_norm))
+            full = kind_of_step(optimizer.setup, optimizer.current) == "full"
+            norm = _norm(case, size, step, [full or own for own in apart])
+            np.testing.assert_allclose(found, norm, rtol=1e-5)
+            np.testing.assert_allclose(float(optimizer.clip_grad_norm_(math.inf)), min(norm, max_norm), rtol=1e-4)
+            coefficient = min(1.0, max_norm / (norm + 1e-6))
+            coefficients.append(coefficient)
         for p, g in zip(plain, case.gradients(rank, step), strict=True):
             p.grad = None if g is None else g * coefficient
         optimizer.step()
         other.step()
-    assert optimizer.compressing and clipped in (0, case.steps)
+    assert optimizer.compressing and (max(coefficients) < 1 or min(coefficients) == 1)
     for a, b in zip(arrays(params), arrays(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     return bits(params)
+
+
+def scales(rank: int, size: int, case: Case, unscale: bool) -> tuple[bytes, list[float]]:
+    """With a GradScaler every step is the one without. Also the rank's scales; powers of 2, which change no bit."""
+    (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4), []
+    scaler.scale(torch.zeros(()))
+    for step in range(1, case.steps + 1):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = None if g is None else g * scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        take(case, rank, other, plain, step)
+        assert bits(params) == bits(plain), f"step {step}"
+        found.append(scaler.get_scale())
+    assert optimizer.skipped_steps == other.skipped_steps and optimizer.compressing
+    return bits(params), found
 
 
 def _norm(case: Case, size: int, step: int, averaged: list[bool]) -> float:

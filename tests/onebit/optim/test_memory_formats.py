@@ -6,6 +6,7 @@ A parameter is trained as the contiguous one that its memory is: the twin. `stor
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests.checkpoints import Holder
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import backward, give, options, started
-from tests.onebit.runs import Case, arrays, assert_message, bits, build, on_ranks, run, same, snapshot, take
+from tests.onebit.optim.test_parameter_changes import step_refused
+from tests.onebit.runs import Case, assert_message, bits, build, on_ranks, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((4, 2, 5, 3), (33,), (6, 7), (5, 1, 1, 9), (2, 2, 2, 2, 3))  # as they lie in memory
@@ -116,120 +118,45 @@ def test_a_permuted_parameter_trains_as_what_lies_in_memory(name: str) -> None:
     assert len(set(ends)) == 1 or name == "local steps"
 
 
-@on_ranks(3)
-def test_the_watch_finds_a_rank_that_holds_others(rank: int, size: int) -> None:
-    case = options(CASE, check_every=1, chunks=1)
-    params, optimizer = started(case, case.steps - 1, rank, size)
-    if rank == 1:
-        with torch.no_grad():
-            params[0].data[1, 2, 1, 3] += 1
-            optimizer.state[params[2]]["denominator"].data[3, 2] *= 2
-    with pytest.raises(onebit.DivergenceError) as caught:
-        take(case, rank, optimizer, params, case.steps)
-    differs = f"parameter 0 of group 0 (shape {tuple(params[0].shape)}) has other values on rank 1 than on rank 0"
-    others = "and 2 more tensors differ on rank 1 (the first is parameter 2 of group 0"  # and its denominator
-    assert_message(caught, differs, others)
-
-
-# Models
-
-
-def conv_net(channels_last: bool) -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 6, 3, groups=2), nn.Tanh(), nn.AvgPool2d(6),
-        nn.Flatten(), nn.Linear(6, 4),
-    )  # fmt: skip
-    return net.to(memory_format=torch.channels_last) if channels_last else net
-
-
-def conv_steps(net: nn.Module, rank: int, optimizer: Any, first: int, last: int, channels_last: bool) -> float:
-    loss = torch.zeros(())
-    for step in range(first, last):
-        data = torch.Generator().manual_seed(100 * step + rank)
-        images, target = torch.randn(6, 3, 8, 8, generator=data), torch.randn(6, 4, generator=data)
-        optimizer.zero_grad()
-        images = images.to(memory_format=torch.channels_last) if channels_last else images
-        loss = (net(images) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
-def conv_trained(rank: int, kind: str, last: int, channels_last: bool, ddp: bool, **own: Any) -> tuple[Any, Any, Any]:
-    """A net, the same within DDP or not, and its optimizer after so many steps."""
-    net = wrapped = conv_net(channels_last)
-    optimizer = build(kind, net.parameters(), lr=3e-3, process_group=group(), **own)
-    if ddp:
-        wrapped = DistributedDataParallel(net, process_group=group(), gradient_as_bucket_view=True, bucket_cap_mb=0.002)
-        onebit.attach(wrapped, optimizer)
-    conv_steps(wrapped, rank, optimizer, 0, last, channels_last)
-    return net, wrapped, optimizer
-
-
-def conv_run(rank: int, size: int, kind: str, channels_last: bool, own: dict[str, Any], folder: str) -> Any:
-    """DDP with attach: values after stage 1 and at the end, the same of a run that goes on from a checkpoint."""
-    net, ddp, optimizer = conv_trained(rank, kind, 4, channels_last, True, freeze_step=4, **own)
-    stage_1 = arrays(net.parameters())
-    conv_steps(ddp, rank, optimizer, 4, 8, channels_last)
-    onebit.save(folder, net, optimizer)
-    loss = conv_steps(ddp, rank, optimizer, 8, 12, channels_last)
-    assert optimizer.compressing
-    assert channels_last != all(p.is_contiguous() for p in net.parameters())
-    again, wrapped, other = conv_trained(rank, kind, 0, channels_last, True, freeze_step=4, **own)
-    onebit.load(folder, again, other)
-    conv_steps(wrapped, rank, other, 8, 12, channels_last)
-    assert bits(again.parameters()) == bits(net.parameters())
-    return stage_1, bits(net.parameters()), loss
-
-
-EARLY = {"overlap": True, "chunks": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [("OneBitAdam", EARLY | {"block_size": 64, "reply": 1}), ("OneBitLamb", {}), ("ZeroOneAdam", EARLY)],
-)
-def test_a_channels_last_net_under_ddp(kind: str, own: dict[str, Any], tmp_path: Path) -> None:
-    """The same bits on all ranks, the numbers of the contiguous net, and a checkpoint that goes on bit for bit."""
-    found, expected = (run_ranks(2, conv_run, kind, last, own, str(tmp_path / f"{last}")) for last in (True, False))
-    assert len({values for _, values, _ in found}) == 1
-    for one, other in zip(found[0][0], expected[0][0], strict=True):
-        assert abs(one - other).max() <= 1e-5 * abs(other).max()
-    assert found[0][2] == pytest.approx(expected[0][2], rel=0.02)
+def lay(values: Sequence[Tensor], how: str) -> list[nn.Parameter]:
+    """New parameters with these values: as they lay, contiguous, or in another order."""
+    if how == "alike":
+        return [nn.Parameter(v.detach().clone()) for v in values]
+    ends = (0, -1) if how == "other" else (0, 0)
+    laid = [v.detach().transpose(*ends).clone(memory_format=torch.contiguous_format) for v in values]
+    return [nn.Parameter(v.transpose(*ends)) for v in laid]
 
 
 def test_a_memory_format_that_is_switched_holds_in_stage_1_and_is_an_error_in_stage_2() -> None:
-    nets = conv_net(False), conv_net(True)
-    optimizers = [build("OneBitAdam", net.parameters(), lr=1e-2, freeze_step=6) for net in nets]
-    for step in range(7):
-        if step == 3:
-            nets[0].to(memory_format=torch.channels_last)
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            conv_steps(net, 0, optimizer, step, step + 1, True)
-        if step == 5:
-            for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-                assert p.stride() == q.stride() == optimizers[0].state[p]["exp_avg"].stride()
-                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-    nets[0].to(memory_format=torch.contiguous_format)
-    before = bits(nets[0].parameters())
-    with pytest.raises(ValueError) as caught:
-        optimizers[0].step()
-    assert_message(caught, "after the freeze", "memory format", "Put them back")
-    assert bits(nets[0].parameters()) == before
-    nets[0].to(memory_format=torch.channels_last)
-    optimizers[0].step()
-    assert bits(nets[0].parameters()) != before
+    case = options(CASE, freeze_step=6)
+    (others, _), params = started(case, 6), lay(case.parameters(), "contiguous")
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, 3)
+    for p, q in zip(params, others, strict=True):
+        p.data = torch.empty_strided(q.shape, q.stride()).copy_(p)
+    run(case, 0, optimizer, params, 4, 6)
+    for p, q in zip(params, others, strict=True):
+        assert 1 in p.shape or p.stride() == q.stride() == optimizer.state[p]["exp_avg"].stride()
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    run(case, 0, optimizer, params, 7, 7)
+    permuted = [p.data for p in params]
+    for p in params:
+        p.data = p.data.contiguous()
+    step_refused(optimizer, params, ValueError, "after the freeze", "memory format", "Put them back")
+    for p, data in zip(params, permuted, strict=True):
+        p.data = data
+    before = bits(params)
+    run(case, 0, optimizer, params, 8, 8)
+    assert bits(params) != before
 
 
 @on_ranks(3)
 def test_ranks_with_other_memory_formats_are_told(rank: int) -> None:
-    net = conv_net(rank == 1)
-    optimizer = build("OneBitAdam", net.named_parameters(), process_group=group())
-    with pytest.raises(ValueError) as caught:
-        conv_steps(net, rank, optimizer, 0, 1, False)
-    of_rank_1 = "rank 1 has memory order 'parameter 0.weight (0, 2, 3, 1)"
-    assert_message(caught, of_rank_1, "where rank 0 has 'contiguous'")
+    params = lay(CASE.parameters(), "alike" if rank == 1 else "contiguous")
+    optimizer = CASE.build(params, group())
+    give(CASE, params, 1, rank)
+    order = "rank 1 has memory order 'parameter 0 of group 0 (shape (4, 3, 2, "
+    step_refused(optimizer, params, ValueError, order, "where rank 0 has 'contiguous'")
 
 
 @pytest.mark.parametrize(
@@ -248,15 +175,6 @@ def test_a_parameter_that_is_not_dense_is_refused(tensor: Tensor) -> None:
 
 
 # States
-
-
-def lay(values: list[Tensor], how: str) -> list[nn.Parameter]:
-    """New parameters with these values: as they lay, contiguous, or in another order."""
-    if how == "alike":
-        return [nn.Parameter(v.clone()) for v in values]
-    ends = (0, -1) if how == "other" else (0, 0)
-    laid = [v.transpose(*ends).clone(memory_format=torch.contiguous_format) for v in values]
-    return [nn.Parameter(v.transpose(*ends)) for v in laid]
 
 
 def go_on(case: Case, state: Any, values: list[Tensor], how: str, first: int, rank: int = 0, of: Any = None) -> Any:
@@ -353,10 +271,16 @@ def test_torchs_tools_carry_a_state_to_another_memory_format(tool: Any, was: boo
 def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folder: str) -> None:
     """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools, which are
     torch.distributed.checkpoint (None) and others, and without them."""
+    case = options(CASE.but(kind="OneBitLamb"), freeze_step=2, reply="direct")
 
-    of, own = (rank, "OneBitLamb"), {"freeze_step": 2, "reply": "direct"}
-    net, _, optimizer = conv_trained(*of, 5, was, False, **own)
-    (one, _, by_tool), (other, _, by_hand) = (conv_trained(*of, 4, not was, False, **own) for _ in range(2))
+    def after(steps: int, permuted: bool) -> tuple[Any, Any]:
+        params = lay(case.parameters(), "alike" if permuted else "contiguous")
+        optimizer = case.build(params, group())
+        run(case, rank, optimizer, params, 1, steps)
+        return Holder(params), optimizer
+
+    net, optimizer = after(5, was)
+    (one, by_tool), (other, by_hand) = (after(4, not was) for _ in range(2))
     for each in (one, other):
         each.load_state_dict(net.state_dict())
     by_hand.load_state_dict(snapshot(optimizer.state_dict()))
@@ -373,6 +297,6 @@ def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folde
             onebit.make_room(saved, one, by_tool)
         set_optimizer_state_dict(one, by_tool, saved, options=chosen)
     assert same(snapshot(by_tool.state_dict()), snapshot(by_hand.state_dict()))
-    conv_steps(one, rank, by_tool, 5, 6, not was)
-    conv_steps(other, rank, by_hand, 5, 6, not was)
+    for each, own in ((one, by_tool), (other, by_hand)):
+        run(case, rank, own, list(each.parameters()), 6, 6)
     assert bits(one.parameters()) == bits(other.parameters())

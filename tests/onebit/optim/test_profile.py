@@ -3,11 +3,8 @@
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from torch.profiler import profile
 
-import onebit
 from tests.onebit.optim.contract import give, started
 from tests.onebit.runs import Case
 from tests.ranks import run_ranks
@@ -16,17 +13,15 @@ TWICE = ("compress", "average", "wait for the gather phase", "wait for the scatt
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
 
-def operations(rank: int, size: int, case: Case, last: int) -> dict[str, list[dict[str, int]]]:
-    """By kind, of each step from the eighth on: how often which operation ran."""
-    params, optimizer = started(case, 4, rank, size)
-    found: dict[str, list[dict[str, int]]] = {}
-    for step in range(5, last):
+def operations(rank: int, size: int, case: Case, last: int) -> dict[int, tuple[str, dict[str, int]]]:
+    """Of each step its kind, and how often which operation ran."""
+    (params, optimizer), found = started(case, 0, rank, size), {}
+    for step in range(1, last):
         give(case, params, step, rank)
         kind = optimizer.setup.algorithm.kind(step) if optimizer.compressing else "full"
         with profile() as recorded:
             optimizer.step()
-        if step > 7:
-            found.setdefault(kind, []).append({e.key: e.count for e in recorded.key_averages()})
+        found[step] = kind, {e.key: e.count for e in recorded.key_averages()}
     return found
 
 
@@ -37,8 +32,9 @@ def operations(rank: int, size: int, case: Case, last: int) -> dict[str, list[di
 def test_a_profile_names_every_pass_and_wait(kind: str, updates: dict[str, int]) -> None:
     case = Case(kind, options={"freeze_step": 2, "chunks": 2})
     for found in run_ranks(2, operations, case, 9):
-        [step] = found["1 bit"]
-        ranges = {name: count for name, count in step.items() if name.startswith("onebit.")}
+        kind_of_step, counts = found[8]
+        ranges = {name: count for name, count in counts.items() if name.startswith("onebit.")}
+        assert kind_of_step == "1 bit"
         assert ranges == {"onebit.scan": 1} | {f"onebit.{name}": 2 for name in TWICE} | updates
 
 
@@ -60,8 +56,9 @@ def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind: str,
     """What reads a value of the device; and `masked_fill_`, which marked one parameter after the other."""
     case = Case(kind, shapes=((70,), (3, 3), (0,), (300,)) * 5, options=options)
     for found in run_ranks(2, operations, case, 15):
-        assert found.keys() >= kinds
-        for counts in (each for of_kind in found.values() for each in of_kind):
+        late = [found[step] for step in range(8, 15)]
+        assert {of_step for of_step, _ in late} >= kinds
+        for _, counts in late:
             restores = counts.get("onebit.restore", 0)  # of which the CPU's reads its flag
             assert sum(counts.get(name, 0) for name in WAITS) == restores
             assert counts.get("aten::masked_fill_", 0) < 5
@@ -69,21 +66,11 @@ def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind: str,
 
 def test_the_last_full_step_and_the_one_after_a_sync_ask_for_no_parameter_alone() -> None:
     """However many parameters there are, as many operations; a CPU copies a list of tensors one by one."""
-
-    def counts(parameters: int) -> dict[int, dict[str, int]]:
-        params = [nn.Parameter(torch.ones(7)) for _ in range(parameters)]
-        schedule = {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 2}
-        optimizer = onebit.ZeroOneAdam(params, lr=1e-3, **schedule)
-        found = {}
-        for step in range(1, 10):
-            for p in params:
-                p.grad = torch.full_like(p, float(step))
-            with profile() as recorded:
-                optimizer.step()
-            names = [(e.key, e.count) for e in recorded.key_averages() if e.key.startswith("aten::")]
-            found[step] = {name: n for name, n in names if name not in ("aten::detach", "aten::copy_")}
-        return found
-
-    few, many = counts(5), counts(15)
-    assert few[4] == many[4]
-    assert few[9]["aten::_foreach_copy_"] == many[9]["aten::_foreach_copy_"] > 0
+    by_parameter, found = ("aten::detach", "aten::copy_"), []
+    for parameters in (5, 15):
+        of_steps = operations(0, 1, Case("ZeroOneAdam", ((7,),) * parameters, options=LOCAL), 10)
+        found.append({step: {n: c for n, c in of.items() if "aten::" in n} for step, (_, of) in of_steps.items()})
+    few, many = ({n: c for n, c in of[4].items() if n not in by_parameter} for of in found)
+    assert few == many
+    few, many = (of[9]["aten::_foreach_copy_"] for of in found)
+    assert few == many > 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onebit import CompressedAllReduce
+from tests.onebit.optim.test_memory import living
 from tests.onebit.runs import build, kinds, on_ranks
 from tests.ranks import group
 
@@ -29,27 +30,17 @@ def part_of(kind: str, numels: list[int], **options: object) -> Any:
     return part
 
 
-def kept_by(thing: Any, seen: set[int]) -> int:
-    """Bytes of all that an object keeps, each memory once."""
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        new = storage.data_ptr() not in seen
-        seen.add(storage.data_ptr())
-        return new * storage.nbytes()
-    if isinstance(thing, (list, tuple)):
-        return sum(kept_by(each, seen) for each in thing)
-    inner = thing if isinstance(thing, dict) else vars(thing) if type(thing).__module__.startswith("onebit.") else {}
-    return sum(kept_by(each, seen) for each in inner.values())
-
-
 @kinds
 def test_what_5000_parameters_of_10_elements_send_and_keep(kind: str) -> None:
     """40 kB a message, where blocks of 2,048 were 1.3 MB and fp32 gradients are 200; kilobytes, not megabytes."""
+    before = living()
     part = part_of(kind, [10] * 5000)
     assert part.state.layout.elements == 32 * 5000
     assert part.reducer.exchange.sent.buffer.nbytes <= 5000 * BLOCK + 40
-    seen = {t.untyped_storage().data_ptr() for p in part.state.params for t in (p, p.grad)}
-    assert 32 * 5000 * 12 < kept_by(part, seen) < 32 * 5000 * 24
+    for p in part.state.params:
+        before[p.untyped_storage().data_ptr()], p.grad = 0, None
+    kept = sum(size for where, size in living().items() if where not in before)
+    assert 32 * 5000 * 12 < kept < 32 * 5000 * 24
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,108 +1,32 @@
-"""Steps whose gradients are scaled, accumulated or clipped, what is checked of them, and what a step sends.
+"""What a scaler has found, gradients that are clipped or changed after that, and what a step sends.
 
-test_contract.py has skipped and clipped steps of every optimizer.
+test_contract.py has skipped, scaled and clipped steps of every optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import onebit
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.onebit.optim.contract import give, started
 from tests.onebit.optim.test_parameter_changes import step_refused
-from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, snapshot, take, unchanged
-from tests.ranks import group
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, take
 
 
-@pytest.mark.parametrize(
-    ("kind", "unscale", "missing"),
-    [
-        ("OneBitAdam", False, False),
-        ("OneBitLamb", True, False),
-        ("ZeroOneAdam", True, False),
-        ("OneBitAdam", False, True),
-        ("ZeroOneAdam", False, True),
-    ],
-)
-@on_ranks(2)
-def test_grad_scaler_with_an_inf_on_one_rank_in_either_stage(
-    rank: int, kind: str, unscale: bool, missing: bool
-) -> bytes:
-    """All back off where one has met it, and all grow; the run is one without scaling and without those steps. Scales
-    are powers of 2, so that both are equal bit for bit. missing: the other rank has no gradients at all then, nor in
-    steps in which all are finite."""
-    case, infinite, scales = Case(kind, options={"freeze_step": 5}), (3, 8), []
-    case = case.but(missing=tuple((step, 0, p) for step in (3, 4, 8, 9) for p in range(4)) if missing else ())
-    (params, optimizer), (plain, other) = (started(case, 0, rank, 2) for _ in range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-    scaler.scale(torch.zeros(()))
-    for step in range(1, 13):
-        for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = None if g is None else g * scaler.get_scale()
-        if step in infinite:
-            optimizer.begin_step()
-            before = snapshot(optimizer.state_dict()), bits(params)
-            if rank == 1:
-                params[0].grad.view(-1)[0] = math.inf
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        if step in infinite:
-            assert unchanged(before[0], snapshot(optimizer.state_dict())) and before[1] == bits(params)
-        else:
-            take(case, rank, other, plain, step)
-        scales.append(scaler.get_scale())
-    assert optimizer.skipped_steps == len(infinite) and optimizer.compressing
-    assert scales == [2.0**10] * 2 + [2.0**9] * 4 + [2.0**10] + [2.0**9] * 4 + [2.0**10]
-    assert bits(params) == bits(plain)
-    return bits(params)
-
-
-def accumulating(rank: int, kind: str, freeze_step: int, micro: int, how: str) -> list[np.ndarray]:
-    """10 steps of `micro` backward passes each, over the same 8 samples a step."""
-    torch.manual_seed(5)
-    model: Any = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3))
-    params = list(model.parameters())
-    optimizer = build(kind, params, lr=1e-2, block_size=32, freeze_step=freeze_step, process_group=group())
-    if how != "alone":
-        model = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.0002)
-        onebit.attach(model, optimizer)
-    for step in range(10):
-        source = torch.Generator().manual_seed(100 * step + rank)
-        x, y = (torch.randn(8, n, generator=source) for n in (9, 3))
-        for i, (a, b) in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True)):
-            with model.no_sync() if how == "no_sync" and i < micro - 1 else nullcontext():
-                nn.functional.mse_loss(model(a), b).div(micro).backward()
-        averaged = bits(p.grad for p in params)
-        optimizer.step()
-        if how != "alone" and not optimizer.compressing:
-            assert bits(p.grad for p in params) == averaged, "DDP has averaged them already"
-        optimizer.zero_grad()
-    assert optimizer.compressing == (freeze_step < 10)
-    return arrays(params)
-
-
-@kinds
-@on_ranks(2)
-def test_accumulating_gradients_equals_one_backward_pass(rank: int, kind: str) -> None:
-    """With no_sync, without it, and without DDP."""
-    for freeze_step in (50, 3):
-        whole = accumulating(rank, kind, freeze_step, 1, "alone")
-        for micro, how in ((4, "alone"), (4, "no_sync"), (4, "every pass"), (1, "every pass")):
-            if (micro, how, freeze_step) == (4, "every pass", 50):
-                continue  # DDP averages partial sums again and again: torch's rule, not ours
-            for a, b in zip(whole, accumulating(rank, kind, freeze_step, micro, how), strict=True):
-                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=f"{freeze_step} {micro} {how}")
+def test_what_a_scaler_has_found_skips_the_step() -> None:
+    case = Case(options={"freeze_step": 2})
+    params, optimizer = started(case, 3)
+    before = bits(params)
+    for scale, found_inf in ((None, 1.0), (torch.tensor(2.0), 1.0), (torch.tensor(2.0), 0.0)):
+        optimizer.grad_scale, optimizer.found_inf = scale, torch.tensor(found_inf)
+        take(case, 0, optimizer, params, 4)
+        assert (bits(params) == before) == (found_inf > 0)
+    assert optimizer.skipped_steps == 2
 
 
 # Clipped, and changed after that
@@ -141,34 +65,6 @@ def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error(rank: in
     for p in params:
         p.grad.mul_(2)
     step_refused(optimizer, params, ValueError, "changed in place after clip_grad_norm_")
-
-
-def test_two_clips_are_one_after_the_other() -> None:
-    (twice, one), (once, other) = started(STAGE_1, 0), started(STAGE_1, 0)
-    give(STAGE_1, twice, 1)
-    give(STAGE_1, once, 1)
-    assert one.clip_grad_norm_(1.0) > 1
-    assert one.clip_grad_norm_(math.inf) == pytest.approx(1.0, rel=1e-4)
-    other.clip_grad_norm_(1.0)
-    one.step()
-    other.step()
-    for a, b in zip(arrays(twice), arrays(once), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-def test_a_clip_ends_with_its_step() -> None:
-    """The hyper-parameters of stage 2 stay as they are, and nothing else would take its coefficient back."""
-    case = Case(options={"freeze_step": 2})
-    (params, optimizer), (plain, other) = started(case, 3), started(case, 3)
-    give(case, params, 4)
-    norm = optimizer.clip_grad_norm_(1e-3)
-    for p, g in zip(plain, case.gradients(0, 4), strict=True):
-        p.grad = g * (1e-3 / (norm + 1e-6))
-    for each, own in ((optimizer, params), (other, plain)):
-        each.step()
-        run(case, 0, each, own, 5, 8)
-    for ours, theirs in zip(params, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @kinds

@@ -79,12 +79,10 @@ FEW = ((0, 3, 30), (4, 40, 6), (1, 33, 6))  # without a variance: one for good, 
 BAD = ((9, 1, math.nan), (10, 0, math.inf), (14, 0, math.nan), (15, 1, math.nan), (17, 0, math.inf))
 ROWS = {  # ranks, the case, its options
     "alone": (1, CASE, {}),
-    "two ranks, groups": (2, CASE.but(groups=GROUPS), {}),
     "three ranks": (3, CASE, {}),
     "nodes": (4, CASE.but(each=2), {"chunks": 2}),
     "tensor scale": (2, CASE, {"scale": "tensor"}),
     "direct": (3, CASE, {"reply": "direct"}),
-    "mean sizes": (3, CASE, {"norm": "l1", "chunks": 2}),
     "mean sizes, direct": (2, CASE, {"norm": "l1", "reply": "direct"}),
     "floors": (2, CASE, {"variance_floor": 0.3, "chunks": 3}),
     "hold": (3, CASE, {"zero_variance": "hold", "scale": "tensor", "norm": "l2"}),
@@ -96,17 +94,13 @@ ROWS = {  # ranks, the case, its options
     "nodes, shortened": (4, CASE.but(each=2), {"update_limit": 0.4, "scale": "tensor", "norm": "l1"}),
     "local, shortened": (3, LOCAL.but(groups=GROUPS), {"update_limit": 0.2, "variance_floor": 0.01}),
     "local, nodes, shortened": (4, LOCAL.but(each=2), {"update_limit": 0.2, "chunks": 2}),
-    "local, two ranks, groups": (2, LOCAL.but(groups=GROUPS), {}),
-    "local, three ranks": (3, LOCAL, {}),
     "local, nodes": (4, LOCAL.but(each=2), {"chunks": 2}),
-    "local, tensor scale": (2, LOCAL, {"scale": "tensor"}),
     "local, direct": (3, LOCAL, {"reply": "direct"}),
     "local, floors": (2, LOCAL, {"variance_floor": 0.3, "chunks": 3}),
     "local, hold": (2, LOCAL, {"zero_variance": "hold", "scale": "tensor", "norm": "l2"}),
     "local, no correction": (2, LOCAL, {"bias_correction": False, "weight_decay": 0.1}),
     "local, from the dense start on": (3, LOCAL, {"var_freeze_step": 2, "local_step_scaler": 1}),
     "local, left out by a rank": (2, LOCAL.but(bad=BAD, missing=()), {}),
-    "bfloat16": (1, CASE.but(dtype="bfloat16"), {}),
     "float16": (1, CASE.but(dtype="float16"), {}),
     "local, bfloat16": (1, LOCAL.but(dtype="bfloat16"), {}),
     "local, left out, tensor scale": (2, LOCAL.but(bad=BAD, missing=()), {"scale": "tensor"}),
@@ -198,27 +192,6 @@ def test_a_rate_of_zero_that_is_a_tensor(rank: int, size: int, first: int) -> li
             found.append(bits(params))
     assert all(bool(p.isfinite().all()) for p in params)
     return found
-
-
-def a_rate_that_rises_again(rank: int, size: int, case: Case, low: float) -> float:
-    """The largest step of a coordinate after an interval of small steps, in units of the rate."""
-    (params, optimizer), largest = started(case, 0, rank, size), 0.0
-    for step in range(1, 41):
-        optimizer.param_groups[0]["lr"] = low if 17 <= step <= 20 else 1e-2
-        if step == 23:
-            optimizer.synchronize()  # after two steps, as if the interval had been shorter
-        before = [p.detach().clone() for p in params]
-        take(case, rank, optimizer, params, step)
-        moved = max(float((p - b).abs().max()) for p, b in zip(params, before, strict=True) if p.numel())
-        largest = max(largest, moved / 1e-2) if step > 20 else largest
-    return largest
-
-
-def test_momentum_does_not_grow_where_the_rate_falls_and_rises() -> None:
-    """What was left out when steps were larger is not momentum."""
-    case = LOCAL.but(missing=())
-    usual, lowered = (run_ranks(2, a_rate_that_rises_again, case, low)[0] for low in (1e-2, 1e-5))
-    assert lowered < 2 * usual, f"steps of {lowered:.1f} times the rate, {usual:.1f} where it stays"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -385,37 +358,27 @@ def test_a_state_without_local_steps_where_there_are_some() -> None:
         LOCAL.build(LOCAL.parameters()).load_state_dict(optimizer.state_dict())
 
 
-def masks(optimizer: Any) -> list[bool]:
-    """Of each flat state, whether its messages are made with a mask."""
-    exchanges = [reducer.exchange for reducer in optimizer.current.reducers]
-    return [exchange.live_in(exchange.layout.all()) is not None for exchange in exchanges]
-
-
 def test_messages_are_made_without_a_mask_where_every_coordinate_takes_part() -> None:
     """With zero_variance="hold" that is after the full step that gives the last one a variance; also of a state that is
-    loaded. Steps are the same bit for bit."""
-    runs = []
-    for masked in (False, True):
-        params = [nn.Parameter(torch.zeros(n)) for n in (40, 0, 7)]
-        build = partial(onebit.ZeroOneAdam, params, lr=0.1, var_update_scaler=2, zero_variance="hold", reply=1)
-        optimizer, source, found = build(), torch.Generator().manual_seed(0), []
-        for step in range(1, 16):
-            kind = optimizer.schedule.kind
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=source)
-            params[0].grad[3] *= step > 7
-            params[0].grad[5] *= float("nan") if step == 9 else 1.0
-            if masked and optimizer.compressing:
-                for reducer in optimizer.current.reducers:
-                    reducer.read_mask()
-                    reducer.exchange.all_live = False
-            optimizer.step()
-            found += [(step, *masks(optimizer))] if kind == "1 bit" else []
-        runs.append((found, bits(params)))
-        if not masked:
-            other = build()
-            other.load_state_dict(optimizer.state_dict())
-            assert masks(other) == [False]
-    assert runs[0][1] == runs[1][1]
-    assert runs[0][0] == [(step, step < 12) for step in (4, 6, 8, 9, 10, 11, 13, 14, 15)]  # the twelfth is a full one
-    assert runs[1][0] == [(step, True) for step, _ in runs[0][0]]
+    loaded."""
+
+    def masked(optimizer: Any) -> bool:
+        [exchange] = [reducer.exchange for reducer in optimizer.current.reducers]
+        return exchange.live_in(exchange.layout.all()) is not None
+
+    params = [nn.Parameter(torch.zeros(n)) for n in (40, 0, 7)]
+    build = partial(onebit.ZeroOneAdam, params, lr=0.1, var_update_scaler=2, zero_variance="hold", reply=1)
+    optimizer, source, found = build(), torch.Generator().manual_seed(0), {}
+    for step in range(1, 16):
+        kind = optimizer.schedule.kind
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=source)
+        params[0].grad[3] *= step > 7
+        params[0].grad[5] *= float("nan") if step == 9 else 1.0
+        optimizer.step()
+        if kind == "1 bit":
+            found[step] = masked(optimizer)
+    assert found == {step: step < 12 for step in (4, 6, 8, 9, 10, 11, 13, 14, 15)}  # the twelfth is a full one
+    other = build()
+    other.load_state_dict(optimizer.state_dict())
+    assert not masked(other)

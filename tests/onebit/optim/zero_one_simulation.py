@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.onebit.optim.simulation import After, Simulation
+from tests.onebit.optim.simulation import CLOSE, After, Simulation, assert_close
 from tests.oracle.zero_one import ZeroOne, momentum_weights, roots, update
 
-CLOSE = 2e-6
 Arrays = list[np.ndarray]
 
 
@@ -173,9 +172,3 @@ class ZeroOneSimulation(Simulation):
 def references(fields: dict[str, np.ndarray]) -> list[float]:
     """W of the last sync."""
     return [1 / factor if factor else 0.0 for factor in fields["momentum_factor"].tolist()]
-
-
-def assert_close(got: Arrays, want: Arrays, before: Arrays, what: str) -> None:
-    for p, (a, b, x) in enumerate(zip(got, want, before, strict=True)):
-        off, size = np.abs(a - b), np.abs(x) + np.abs(b - x) + np.abs(b)
-        assert np.all(off <= CLOSE * size + 1e-12), f"{what}: parameter {p} is off by {off.max():.3g}"
