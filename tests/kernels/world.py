@@ -303,11 +303,10 @@ class World(Inputs):
         """What a rank gets for its shard, from each."""
         return self.random_messages([self.layout.shard(chunk, rank)] * self.case.ranks, 1 + rank)
 
-    def average(self, chunk: int, rank: int, received: Messages | None = None) -> tuple[Messages, Residual]:
+    def average(self, chunk: int, rank: int, received: Messages) -> tuple[Messages, Residual]:
         shard, out = self.layout.shard(chunk, rank), self.fresh(1)
         residual = self.residual(shard, chunk * self.case.ranks + rank)
-        mask, received = self.mask(self.plan.shard(chunk, rank)), received or self.received(chunk, rank)
-        self.passes.run(Average(shard, received, residual, out, live=mask))
+        self.passes.run(Average(shard, received, residual, out, live=self.mask(self.plan.shard(chunk, rank))))
         return out, residual
 
     def moved(self) -> oracle.Arrays:
