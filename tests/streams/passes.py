@@ -46,7 +46,7 @@ def accesses(work: Pass) -> tuple[list[Tensor], list[Tensor]]:
     return [*reads, table.blocks, table.parameters, table.first_blocks], writes
 
 
-def fields_of(record: Record) -> Iterator[tuple[str, Any]]:
+def fields_of(record: object) -> Iterator[tuple[str, Any]]:
     """Also those of the records that it has."""
     for name, value in vars(record).items():
         if isinstance(value, Record) and not isinstance(value, (Messages, Pointers, Residual, LambState)):

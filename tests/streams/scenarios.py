@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -240,8 +239,7 @@ def with_scaler(device: Device, kind: str, **options: Any) -> None:
         optimizer.zero_grad()
 
 
-@contextmanager
-def fsdp_streams(device: Device, model: nn.Module) -> Iterator[None]:
+def give_fsdp_streams(device: Device, model: nn.Module) -> None:
     """FSDP calls its hook in a stream of its own, with memory of another one, and lets go of it when it has launched
     what it does."""
     scatter, reduce = device.new(name="reduce-scatter"), device.new(name="all-reduce")
@@ -264,7 +262,6 @@ def fsdp_streams(device: Device, model: nn.Module) -> Iterator[None]:
 
     for each in modules:
         each.set_all_reduce_hook = partial(wrapped, each.set_all_reduce_hook)
-    yield
 
 
 def in_fsdp(device: Device, elsewhere: bool = False) -> None:
@@ -278,8 +275,8 @@ def in_fsdp(device: Device, elsewhere: bool = False) -> None:
     with device.within(train_in):
         options = {"freeze_step": 3, "gradient_dtype": torch.bfloat16}
         optimizer = optimizer_of(model, "OneBitAdam", mesh.get_group("replicate"), **options)
-    with fsdp_streams(device, model):
-        onebit.attach(model, optimizer)
+    give_fsdp_streams(device, model)
+    onebit.attach(model, optimizer)
     with device.within(train_in):
         train(optimizer, model, change=lambda step: optimizer.clip_grad_norm_(1.0) if elsewhere else None)
     take_over(device.recorder.main.clock, train_in.clock)
