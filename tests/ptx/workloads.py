@@ -28,10 +28,10 @@ def check(each: str, name: str, around: Around) -> None:
     with around(ours):
         ours.passes(gpu)[each].run()
     theirs.passes(cpu)[each].run()
-    wanted = tensors_of(theirs)
-    for what, found in tensors_of(ours).items():
-        assert found.shape == wanted[what].shape, what
-        got, want = numpy(found), numpy(wanted[what])
+    found = tensors_of(ours)
+    for what, wanted in tensors_of(theirs).items():
+        assert found[what].shape == wanted.shape, what
+        got, want = numpy(found[what]), numpy(wanted)
         assert np.array_equal(np.isnan(got), np.isnan(want)), what
         assert_close(np.nan_to_num(got), np.nan_to_num(want), *_tolerance(each, what, theirs))
 
