@@ -115,7 +115,7 @@ class Storage:
 
 
 @dataclass(eq=False)
-class Pass(Record):
+class Pass:
     """The arguments of one run of a pass."""
 
     name: ClassVar[str]
@@ -136,8 +136,8 @@ class Pass(Record):
         """Whether it reads or writes tensors of the parameters' dtype."""
         return not {"Parameters", "Gradients", "Pointers"}.isdisjoint(str(field.type) for field in fields(cls))
 
-    def arguments(self, name: str = "") -> dict[str, Any]:
-        """And what kernels read of the span."""
+    def arguments(self) -> dict[str, Any]:
+        """What kernels read of the fields, and of the span."""
         found = fields_of(self)
         for each in found.values():
             if isinstance(each, Tensor):
@@ -200,7 +200,7 @@ class Average(Pass, name="average", adds_up=True, moves=lambda of: of.ranks * BI
     _: KW_ONLY
     live: Tensor | None = None
 
-    def arguments(self, name: str = "") -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"inverse_ranks": 1 / self.received.rows}
 
 
@@ -393,7 +393,7 @@ class LambWarmup(
     def kernels(cls) -> dict[str, bool]:
         return {"lamb_moments_kernel": True, "lamb_apply_kernel": False}
 
-    def arguments(self, name: str = "") -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"one_minus_coeff_beta": 1 - self.coeff_beta}
 
 
@@ -427,7 +427,7 @@ class LambStatistics(Pass, name="lamb_statistics", moves=lambda of: of.replies +
     live: Tensor | None = None
     gamma: Tensor | None = None
 
-    def arguments(self, name: str = "") -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return super().arguments() | {
             "factor_low": 1 - self.factor_threshold,
             "factor_high": 1 + self.factor_threshold,

@@ -7,7 +7,6 @@ none can be written, every process compiles for itself, and so does one whose mo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -15,7 +14,6 @@ import logging
 import os
 import pickle
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -107,7 +105,7 @@ class _Files(NullCache):
             code = numba.core.serialize.dumps(CompileResult._reduce(data))
             path = self._path(data.codegen)
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            _replace(path, hashlib.sha256(code).digest() + code)
+            cache.replace_file(path, hashlib.sha256(code).digest() + code)
         except Exception as error:
             logger.debug("Compiling %s: the code is not kept (%s)", self._name, error)
 
@@ -124,19 +122,6 @@ def of_this_user(path: Path) -> bool:
         return True
     found = path.stat()
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that no reader ever sees half of it."""
-    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _signature(function: Callable[..., None]) -> Any:

@@ -15,20 +15,20 @@ from onebit.kernels.cpu.lanes import FLOAT, FLOATS, INT, LANES, LONG, PACKED, WI
 _HALVES = ir.VectorType(ir.HalfType(), WIDTH)
 _SHORTS = ir.VectorType(ir.IntType(16), WIDTH)
 _DOUBLE = ir.DoubleType()
-_REAL = {FLOAT: types.float32, _DOUBLE: types.float64}  # what is no int
+_REAL = {FLOAT: types.float32, _DOUBLE: types.float64, FLOATS: LANES}  # what is no int
 
 
 def _at(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _reader(kind, widen=None):
+def _reader(kind, widen=None, align=1):
     @intrinsic
     def read(typing_context, address):
         """What lies at an address."""
 
         def generate(context, builder, signature, arguments):
-            value = builder.load(_at(builder, arguments[0], kind), align=1)
+            value = builder.load(_at(builder, arguments[0], kind), align=align)
             return value if widen is None else getattr(builder, widen)(value, LONG)
 
         return _REAL.get(kind, types.int64)(types.int64), generate
@@ -36,14 +36,14 @@ def _reader(kind, widen=None):
     return read
 
 
-def _writer(kind):
+def _writer(kind, align=1):
     @intrinsic
     def write(typing_context, address, value):
         """*address = value"""
 
         def generate(context, builder, signature, arguments):
             value = arguments[1] if kind in _REAL else builder.trunc(arguments[1], kind)
-            builder.store(value, _at(builder, arguments[0], kind), align=1)
+            builder.store(value, _at(builder, arguments[0], kind), align=align)
             return context.get_dummy_value()
 
         return types.void(types.int64, _REAL.get(kind, types.int64)), generate
@@ -56,27 +56,7 @@ int_at, set_int = _reader(INT, "sext"), _writer(INT)
 bits_at, set_bits = _reader(PACKED, "zext"), _writer(PACKED)
 long_at, set_long = _reader(LONG), _writer(LONG)
 double_at, set_double = _reader(_DOUBLE), _writer(_DOUBLE)
-
-
-@intrinsic
-def load(typing_context, address):
-    """Sixteen fp32."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_at(builder, arguments[0], FLOATS), align=4)
-
-    return LANES(types.int64), generate
-
-
-@intrinsic
-def store(typing_context, address, value):
-    """Sixteen fp32."""
-
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], _at(builder, arguments[0], FLOATS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, LANES), generate
+load, store = _reader(FLOATS, align=4), _writer(FLOATS, align=4)
 
 
 @intrinsic

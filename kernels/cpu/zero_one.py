@@ -119,10 +119,9 @@ def _update(
         if tiles.any_flag(message, replies_copies, replies_bytes) == 0:
             p = its.parameter
             scale, bits = tiles.of_message(message, its, replies_tensor)
-            m_at = 0
-            if replies_copies != 1:
-                m_at = scratch + 4 * block_size
-                tiles.unpack(scale, bits, replies_bytes, replies_copies, tiles.up(its.valid), m_at, 0)
+            m_at = tiles.mean_at(
+                scale, bits, replies_bytes, replies_copies, tiles.up(its.valid), scratch + 4 * block_size
+            )
             x_at = tiles.parameter_at(param, param_dtype, master, its, scratch)
             _update_block(
                 its.valid, bits, float_at(scale), m_at, exp_avg_sq + 4 * its.start, x_at,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Layout
-from onebit.kernels.data.record import Record, fields_of
+from onebit.kernels.data.record import NamedRecord
 
 
 @dataclass(frozen=True)
-class LambState(Record):
+class LambState(NamedRecord):
     """One value a parameter, all on the device: LAMB's scaling coefficients and 1-bit LAMB's ratios."""
 
     coefficient: Tensor  # fp32 [parameters]: c, what the update is multiplied by
@@ -34,6 +33,3 @@ class LambState(Record):
             torch.zeros((2, layout.blocks), dtype=torch.float32, device=device),
             torch.zeros(layout.parameters, dtype=torch.int32, device=device),
         )
-
-    def arguments(self, name: str) -> dict[str, Any]:
-        return {f"{name}_{field}": value for field, value in fields_of(self).items()}

@@ -65,11 +65,6 @@ class BlockTable:
         """int64 [blocks]: the parameter of each block."""
         return self.blocks[:, Block._fields.index("owner")].long()
 
-    @property
-    def words(self) -> Tensor:
-        """int64 [blocks]: how many words of 32 elements each has."""
-        return self.blocks[:, Block._fields.index("words")].long()
-
 
 class Segment(NamedTuple):
     """The elements [start, stop) of a parameter, at `offset` of the span they were asked for."""

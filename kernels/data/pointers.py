@@ -82,36 +82,28 @@ class Pointers(Record):
         """One tensor; what is wrong is told where something is."""
         if tensor is None:
             return None
-        if (
-            tensor.numel() != self._numels[index]
-            or tensor.dtype is not self.dtype
-            or tensor.device != self.device
-            or tensor.layout is not torch.strided
-        ):
-            raise self._misfit(index, tensor)
-        return tensor if tensor.is_contiguous() else self._made_contiguous(f"{self.what} {index}", tensor)
-
-    def _misfit(self, index: int, tensor: Tensor) -> TypeError | ValueError:
         name = f"{self.what} {index}"
         if tensor.layout is not torch.strided:
-            return ValueError(
+            raise ValueError(
                 f"{name} has layout {tensor.layout}: sign compression needs every element. Make it dense, for "
                 f"example with nn.Embedding(..., sparse=False) or {self.what}.to_dense()"
             )
         if tensor.dtype != self.dtype:
-            return TypeError(
+            raise TypeError(
                 f"{name} has dtype {tensor.dtype} where the others have {self.dtype}: one table holds one dtype. "
                 f"Cast it, or give each dtype a table of its own"
             )
         if tensor.device != self.device:
-            return ValueError(
+            raise ValueError(
                 f"{name} is on {tensor.device} where the others are on {self.device}: move it with "
                 f".to({str(self.device)!r}) first"
             )
-        return ValueError(
-            f"{name} has {tensor.numel()} elements where the layout holds {self._numels[index]}: the "
-            f"sizes are fixed when the layout is made; build a new one after changing a parameter"
-        )
+        if tensor.numel() != self._numels[index]:
+            raise ValueError(
+                f"{name} has {tensor.numel()} elements where the layout holds {self._numels[index]}: the "
+                f"sizes are fixed when the layout is made; build a new one after changing a parameter"
+            )
+        return tensor if tensor.is_contiguous() else self._made_contiguous(name, tensor)
 
     def _made_contiguous(self, name: str, tensor: Tensor) -> Tensor:
         if self.what == "gradient":  # only read, so a copy will do

@@ -16,6 +16,13 @@ class Record:
         return fields_of(self)
 
 
+class NamedRecord(Record):
+    """A record whose fields kernels read under the record's name and their own: residual_value."""
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        return {f"{name}_{field}": value for field, value in fields_of(self).items()}
+
+
 def fields_of(record: object) -> dict[str, Any]:
     """A record's fields, by name. A field that is a record itself stands for the arguments of that one."""
     found = vars(record).copy()

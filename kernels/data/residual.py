@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit.kernels.data.layout import Span
-from onebit.kernels.data.record import Record
+from onebit.kernels.data.record import NamedRecord
 from onebit.kernels.data.wire import Format
 
 
 @dataclass(frozen=True)
-class Residual(Record):
+class Residual(NamedRecord):
     """The error that compression has left out so far, for one span and the messages it is compressed into.
 
     With block scales `value` is e. A tensor scale is known only after the whole message was read; there `value` keeps
@@ -55,16 +54,6 @@ class Residual(Record):
             torch.zeros(rows, dtype=torch.int32, device=device),
             sizes,
         )
-
-    def arguments(self, name: str) -> dict[str, Any]:
-        return {
-            f"{name}_value": self.value,
-            f"{name}_scale": self.scale,
-            f"{name}_partial": self.partial,
-            f"{name}_counted": self.counted,
-            f"{name}_counter": self.counter,
-            f"{name}_before": self.before,
-        }
 
     def left_out(self) -> Tensor:
         """e, fp32 [elements]. Its values in padding and for coordinates that take no part mean nothing."""

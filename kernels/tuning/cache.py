@@ -54,6 +54,19 @@ def forget() -> None:
     _at.cache_clear()
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that no reader ever sees half of it."""
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
 class Cache:
     """The choices in the file at `path`, read once."""
 
@@ -74,7 +87,8 @@ class Cache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 choices = {**self._read(), key: dict(choice)}
-                self._replace(json.dumps({"onebit": SCHEMA, "choices": choices}, indent=1, sort_keys=True) + "\n")
+                text = json.dumps({"onebit": SCHEMA, "choices": choices}, indent=1, sort_keys=True) + "\n"
+                replace_file(self.path, text.encode())
         except OSError as error:
             self._warn("cannot be written", error, "Choices last as long as this process")
             self._choices = {**(self._choices or {}), key: dict(choice)}
@@ -90,18 +104,6 @@ class Cache:
         except (OSError, ValueError, RecursionError) as error:
             self._warn("is ignored", error, "Defaults are used until `onebit tune` or a first use rewrites it")
             return {}
-
-    def _replace(self, text: str) -> None:
-        """Write the file in one step, so that no reader ever sees half of it."""
-        handle, name = tempfile.mkstemp(prefix=self.path.name, suffix=".tmp", dir=self.path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
+from onebit.kernels.tuning.workload import Workload
 from tests import oracle
 from tests.kernels.cases import BF16, F32, GPU, GUARD, SENTINEL
 
@@ -46,6 +47,27 @@ def frozen_bits(*things: object) -> list[bytes]:
                 found += frozen_bits(*vars(thing).values())
             case list() | tuple():
                 found += frozen_bits(*thing)
+    return found
+
+
+def tensors_of(workload: Workload) -> dict[str, Tensor]:
+    """What the passes of a workload have had so far, by name, but for scratch; of messages the parts."""
+    found = {}
+    for name, value in workload.buffers.items():
+        match value:
+            case Tensor():
+                found[name] = value
+            case Pointers():
+                found |= {f"{name}.{i}": tensor for i, tensor in enumerate(value.tensors)}
+            case Messages():
+                span = workload.shard if name in ("reply", "received") else workload.span
+                parts = {"header": value.header, "bits": value.bits_of(span), "scales": value.scales_of(span)}
+                found |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+            case Residual():
+                parts = {"value": value.value, "scale": value.scale, "before": value.before}
+                found |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
+            case LambState():
+                found |= {f"{name}.{part}": getattr(value, part) for part in ("coefficient", "average", "ratio")}
     return found
 
 

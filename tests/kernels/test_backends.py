@@ -99,5 +99,5 @@ def test_more_messages_than_eight_are_summed_in_their_order_too():
     ours, theirs = (Workload([5000], scale="tensor", ranks=11) for _ in range(2))
     for work, name in ((ours, "triton"), (theirs, "cpu")):
         work.passes(backend(name))["average"].run()
-    got, want = (work.outputs()["server_residual"] for work in (ours, theirs))
+    got, want = (work.server_residual.value for work in (ours, theirs))
     assert got.tolist() == want.tolist()

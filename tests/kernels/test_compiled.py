@@ -19,6 +19,7 @@ from onebit.kernels.cpu import codec, compile, threads
 from onebit.kernels.cpu.tiles import BF16, FP16, FP32, put, staged
 from onebit.kernels.passes import Scan
 from onebit.kernels.tuning.workload import Workload
+from tests.kernels.compare import frozen_bits
 from tests.limits import HUNG
 
 VARIANTS = [
@@ -35,7 +36,7 @@ def outputs(**options):
     workload = Workload([1, 7, 2048, 50_000, 63, 0, 4096], **{"ranks": 2, **options})
     for work in workload.passes(cpu).values():
         work.run()
-    return {name: t.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, t in workload.outputs().items()}
+    return frozen_bits(*workload.buffers.values())
 
 
 def test_any_number_of_threads_gives_the_same_bits_also_to_python_threads_that_run_at_once(monkeypatch):
@@ -98,8 +99,8 @@ def scan(monkeypatch, caplog, tmp_path):
         work = Workload([5000])
         with caplog.at_level(logging.DEBUG, logger="onebit"):
             work.passes(cpu)["scan"].run()
-        g = work.grads().tensors[0]
-        torch.testing.assert_close(work.squares().nansum(), (g * g).sum())
+        g = work.grads.tensors[0]
+        torch.testing.assert_close(work.squares.nansum(), (g * g).sum())
         return caplog.text
 
     return run
@@ -164,7 +165,7 @@ from onebit.kernels import cpu
 from onebit.kernels.tuning.workload import Workload
 work = Workload([5000])
 work.passes(cpu)["scan"].run()
-print(float(work.squares().nansum()))
+print(float(work.squares.nansum()))
 """
 
 

@@ -214,14 +214,19 @@ def test_what_is_wrong_says_what_and_what_to_do(make, arguments, error, words):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_bits_are_packed_as_numpy_packs_them_and_come_back(dtype):
-    for shape in [(0,), (1,), (7,), (8,), (4097,), (3, 64), (2, 3, 13), (0, 8)]:
+def test_bits_are_packed_as_numpy_packs_them_in_small_pieces_and_come_back(dtype, monkeypatch):
+    """What lies beside a large mask meanwhile is small."""
+    sizes, whole = [], bits_module.packed_at_once
+    monkeypatch.setattr(bits_module, "PIECE", 64)
+    monkeypatch.setattr(bits_module, "packed_at_once", lambda piece: (sizes.append(piece.shape[-1]), whole(piece))[1])
+    for shape in [(0,), (1,), (7,), (8,), (4097,), (3, 64), (2, 3, 13), (0, 8), (2, 0), (2, 200)]:
         bits = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
         found = packed(bits.to(dtype))
         assert found.dtype == torch.uint8
         assert np.array_equal(found.numpy(), np.packbits(bits.numpy(), axis=-1, bitorder="little"))
         assert torch.equal(unpacked(found)[..., : shape[-1]], bits)
         assert not unpacked(found)[..., shape[-1] :].any()
+    assert sizes[-4:] == [64, 64, 64, 8]
 
 
 OTHERS = [None, "1", "", b"1", [], [1], (1,), {}, 1j, object, np.zeros(3), torch.ones(()), torch.ones(3)]
@@ -244,13 +249,3 @@ def test_whole_numbers_finite_ones_and_names_are_told_from_what_only_looks_like_
     names = ("block", "tensor")
     assert all(is_one_of(value, names) for value in names)
     assert [value for value in ("blok", "", "bl", names, *OTHERS, *TRUTHS) if is_one_of(value, names)] == []
-
-
-def test_bits_are_packed_in_pieces(monkeypatch):
-    """What lies beside a large mask meanwhile is small."""
-    sizes, whole = [], bits_module.packed_at_once
-    monkeypatch.setattr(bits_module, "PIECE", 64)
-    monkeypatch.setattr(bits_module, "packed_at_once", lambda piece: (sizes.append(piece.shape[-1]), whole(piece))[1])
-    bits = torch.rand((2, 200), generator=torch.Generator().manual_seed(1)) < 0.5
-    assert np.array_equal(packed(bits).numpy(), np.packbits(bits.numpy(), axis=-1, bitorder="little"))
-    assert sizes == [64, 64, 64, 8] and packed(bits[:, :0]).shape == (2, 0)

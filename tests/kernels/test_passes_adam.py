@@ -126,16 +126,3 @@ def test_padding_stays_as_it_is(name, scale):
             state.nan_to_num_(nan=2.5)  # what a NaN is added to would not show
         world.run(each)
         assert all((numpy(state)[~world.plan.valid] == 2.5).all() for state in states), each
-
-
-@ON_BACKENDS
-def test_a_pass_over_one_chunk_leaves_the_others_alone(name):
-    """A parameter that two chunks share moves in one of them only."""
-    for each in ("adam_warmup", "adam_update", "zero_one_full", "zero_one_update", "zero_one_local", "zero_one_sync"):
-        world = World(Case((160, 40), chunks=2), name)
-        world.run(each, 1)
-        assert world.chunks()[1].part.start == 96
-        (whole, last), m = world.moved(), world.unpadded(world.exp_avg)[0]
-        assert whole[:96].tolist() == world.x[0][:96].tolist() and m[:96].tolist() == world.m[0][:96].tolist()
-        stays = world.d64[0][96:] == 0 if each == "adam_update" else np.zeros(64, bool)
-        assert ((whole[96:] != world.x[0][96:]) != stays).all() and (last != world.x[1]).any()

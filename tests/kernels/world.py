@@ -21,6 +21,7 @@ from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
 from onebit.kernels.passes import PASSES, Average, Floors, Gradients, Parameters
+from onebit.kernels.tuning import workload
 from tests import oracle
 from tests.kernels.cases import BF16, ELEMENTWISE, F32, GPU, GUARD, HALF_PLACE, SENTINEL, Case, backend, device_of
 from tests.kernels.compare import assert_all_close, assert_close, assert_guards, frozen_bits, numpy, rounded, stored
@@ -229,10 +230,7 @@ MADE: dict[str, Callable[[World], Any]] = {
 }
 PER_PARAMETER = ("least_root", "root_at_zero", "decay", "factor", "coefficient", "clip")
 RECORDS = {"x": Parameters, "g": Gradients, "floors": Floors}
-OPTIONS = {
-    "coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3, "between": None,
-    "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1, "ratio": "variance",
-}  # fmt: skip
+OPTIONS = workload.OPTIONS | {"ratio": "variance"}
 
 
 class World(Inputs):
@@ -303,11 +301,10 @@ class World(Inputs):
         """What a rank gets for its shard, from each."""
         return self.random_messages([self.layout.shard(chunk, rank)] * self.case.ranks, 1 + rank)
 
-    def average(self, chunk: int, rank: int, received: Messages | None = None) -> tuple[Messages, Residual]:
+    def average(self, chunk: int, rank: int, received: Messages) -> tuple[Messages, Residual]:
         shard, out = self.layout.shard(chunk, rank), self.fresh(1)
         residual = self.residual(shard, chunk * self.case.ranks + rank)
-        mask, received = self.mask(self.plan.shard(chunk, rank)), received or self.received(chunk, rank)
-        self.passes.run(Average(shard, received, residual, out, live=mask))
+        self.passes.run(Average(shard, received, residual, out, live=self.mask(self.plan.shard(chunk, rank))))
         return out, residual
 
     def moved(self) -> oracle.Arrays:

@@ -14,6 +14,6 @@ races         accesses that nothing orders
 warp          32 lanes and their registers
 machine       barriers, and the order in which warps run
 run           a launch of onebit.kernels.gpu.launch, executed on the tensors that were passed
-cases         which launches, and how their results are compared; workloads, edges and sparse are kinds of them
+cases         which launches, and how their results are compared; workloads and sparse are kinds of them
 mutants       faults in the text of a kernel
 """

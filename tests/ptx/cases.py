@@ -20,7 +20,7 @@ from onebit.kernels.tuning.workload import Workload
 from tests.kernels.agreement import COMPARED, OTHERWISE, check_limit, check_messages, check_pass
 from tests.kernels.cases import BF16, CASES, F16, Case
 from tests.kernels.world import World
-from tests.ptx import edges, sparse, workloads
+from tests.ptx import sparse, workloads
 from tests.ptx.machine import ORDERS
 from tests.ptx.memory import Fault
 from tests.ptx.run import Compiled, execute
@@ -29,6 +29,7 @@ from tests.ptx.sparse import Giant
 MESSAGES = ("compress and average", "compress and average, masked and scaled")
 Worlds = World | Workload | Giant
 Change = Callable[[Compiled], Compiled]
+ZEROS = "compress and average of zeros"
 LIMIT = "step_squares and step_limit"
 PASSES = (*MESSAGES, LIMIT, *COMPARED, *OTHERWISE)
 OF_MANY_BLOCKS = (MESSAGES[0], "lamb_warmup", "lamb_statistics", LIMIT)  # what adds up results of over 1,024 blocks
@@ -87,7 +88,12 @@ VARIANTS |= {
     "1,100 blocks, one scale": Variant(Case((35_200,), 32, scale="tensor"), Config(4, 8), OF_MANY_BLOCKS),
     "1,100 blocks": Variant(Case((35_200,), 32), Config(8, 8), OF_MANY_BLOCKS[1:]),
 }
-VARIANTS |= {name: Variant(case, passes=edges.PASSES) for name, case in edges.CASES.items()}
+WITH_ZEROS = {
+    "zeros and a flag": Case((200, 40), 96, 2, copies=33),
+    "zeros and a flag, one scale": Case((300, 40), 256, 2, scale="tensor", copies=2),
+    "zeros and a flag, bf16": Case((200, 40), 96, 2, norm="unbiased", param=BF16, grad=BF16),
+}
+VARIANTS |= {name: Variant(case, passes=(ZEROS, "adam_update, flagged")) for name, case in WITH_ZEROS.items()}
 VARIANTS[sparse.NAME] = Variant(sparse.NAME, passes=sparse.PASSES)
 VARIANTS |= {f"aot: {name}": Variant(name, passes=workloads.PASSES) for name in workloads.NAMES}
 # What every run of the tests does: few blocks, and every kernel in each of its forms.
@@ -124,10 +130,8 @@ def check(each: str, case: Case | str, around: Callable[[Worlds], AbstractContex
         workloads.check(each, case, around)
     elif each == LIMIT:
         check_limit(case, "ptx", around)
-    elif each in edges.PASSES:
-        edges.check(each, case, around)
-    elif each in MESSAGES:
-        check_messages(case, "ptx", masked=each != MESSAGES[0], around=around)
+    elif each in (*MESSAGES, ZEROS):
+        check_messages(case, "ptx", masked=each == MESSAGES[1], zeros=each == ZEROS, around=around)
     else:
         check_pass(each, case, "ptx", around)
 
@@ -153,5 +157,5 @@ def tables(world: Worlds) -> list[Pointers]:
         case World():
             return [world.params, world.grads]
         case Workload():
-            return [world.params(), world.grads(), world.decoded()]
+            return [world.params, world.grads, world.decoded]
     return world.tables

@@ -40,7 +40,7 @@ def _step(kernel: Kernel, number: int, of: Instruction) -> Step:
     match of.parts[0]:
         case "bra":
             return Step(of, None, guard, "branch", kernel.labels[of.operands[0].name])
-        case "ret" | "exit":
+        case "ret":
             return Step(of, None, guard, "end")
         case "bar" if of.parts[1] == "warp":
             return Step(of, _whole_warp(of), guard)
@@ -132,13 +132,13 @@ def _parameter(of: Instruction) -> Run:
 
 
 def _space(of: Instruction) -> Callable[[Warp], Memory]:
-    return (lambda warp: warp.shared) if "shared" in of.parts else (lambda warp: warp.memory)
+    return (lambda warp: warp.memory) if of.parts[1] == "global" else (lambda warp: warp.shared)
 
 
 def _vector(of: Instruction, operand: Operand) -> tuple[tuple[Operand, ...], Type]:
     """The registers of an access, and the type of each."""
     registers = operand.parts if isinstance(operand, Vector) else (operand,)
-    if len(registers) != next((int(each[1]) for each in of.parts if each in ("v2", "v4", "x2", "x4")), 1):
+    if len(registers) != next((int(each[1]) for each in of.parts if each in ("v2", "v4", "x4")), 1):
         raise Malformed(f"{of.text} has {len(registers)} registers")
     return registers, type_of(of.parts[-1])
 
@@ -176,8 +176,7 @@ def _store(number: int, of: Instruction) -> Run:
 
 def _atomic(number: int, of: Instruction) -> Run:
     """atom.global.gpu.ORDER.add or .exch: lane after lane."""
-    kind, order, adds = type_of(of.parts[-1]), of.parts[3], of.parts[4] == "add"
-    acquires, releases = order in ("acquire", "acq_rel"), order in ("release", "acq_rel")
+    kind, orders, adds = type_of(of.parts[-1]), of.parts[3] == "acq_rel", of.parts[4] == "add"
     address, read = operands.address(of.operands[1]), operands.read(of.operands[2], kind)
     write, width = operands.write(of.operands[0], kind), kind.bits // 8
 
@@ -186,19 +185,14 @@ def _atomic(number: int, of: Instruction) -> Run:
         for lane in np.flatnonzero(lanes):
             (part,) = warp.memory.parts(addresses, width, np.array([lane]))
             warp.recorder.access(warp.index, number, part, width, writes=True, atomic=True)
-            warp.recorder.synchronize(warp.index, int(lane), int(addresses[lane]), acquires=acquires, releases=releases)
+            if orders:
+                warp.recorder.synchronize(warp.index, int(lane), int(addresses[lane]))
             found = part.region.load(part.offsets, width, 1)
             old[lane] = found[0, 0]
             part.region.store(part.offsets, found + given[lane] if adds else np.full_like(found, given[lane]))
         write(warp, lanes, old)
 
     return run
-
-
-def _rows(of: Instruction, operand: Operand) -> tuple[Vector, Read, Lanes]:
-    """The registers of a matrix access, one a matrix of eight rows of 16 bytes; whose lanes have the addresses."""
-    registers, _ = _vector(of, operand)
-    return registers, LANE[: 8 * len(registers)], len(registers)
 
 
 def _access_rows(warp: Warp, number: int, part: Part, *, writes: bool) -> None:
@@ -214,33 +208,33 @@ def _transposed(words: np.ndarray) -> np.ndarray:
 
 
 def _load_matrix(number: int, of: Instruction) -> Run:
-    registers, rows, count = _rows(of, of.operands[0])
+    """Four matrices, each of eight rows of 16 bytes, whose addresses the lanes have; a register has a matrix."""
+    registers, _ = _vector(of, of.operands[0])
     writes, address = [operands.write(each, type_of("b32")) for each in registers], operands.address(of.operands[1])
 
     def load(warp: Warp, lanes: Lanes) -> None:
         if lanes is not ALL:
             raise Fault("a part of a warp loads matrices")
-        words = np.zeros((8 * count, 4), np.uint32)
-        for part in warp.shared.parts(address(warp), 16, rows):
+        words = np.zeros((32, 4), np.uint32)
+        for part in warp.shared.parts(address(warp), 16, LANE):
             _access_rows(warp, number, part, writes=False)
             words[part.lanes] = part.region.load(part.offsets, 4, 4)
         matrices = _transposed(words) if "trans" in of.parts else words
-        for write, matrix in zip(writes, matrices.reshape(count, 32), strict=True):
+        for write, matrix in zip(writes, matrices.reshape(4, 32), strict=True):
             write(warp, lanes, matrix)
 
     return load
 
 
 def _store_matrix(number: int, of: Instruction) -> Run:
-    registers, rows, count = _rows(of, of.operands[1])
+    registers, _ = _vector(of, of.operands[1])
     reads, address = [operands.read(each, type_of("b32")) for each in registers], operands.address(of.operands[0])
 
     def store(warp: Warp, lanes: Lanes) -> None:
         if lanes is not ALL:
             raise Fault("a part of a warp stores matrices")
-        words = np.concatenate([read(warp) for read in reads]).reshape(8 * count, 4)
-        words = _transposed(words) if "trans" in of.parts else words
-        for part in warp.shared.parts(address(warp), 16, rows):
+        words = np.concatenate([read(warp) for read in reads]).reshape(32, 4)
+        for part in warp.shared.parts(address(warp), 16, LANE):
             _access_rows(warp, number, part, writes=True)
             part.region.store(part.offsets, words[part.lanes])
 

@@ -6,9 +6,6 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
-LANES = 32
 STATEMENT = re.compile(r"[\s{}]*(?:(?P<label>[$\w]+):(?!:)|(?P<text>[^;]+);)")
 GUARDED = re.compile(r"@(!?)(%\w+)\s+(.*)", re.DOTALL)
 ADDRESS = re.compile(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]")
@@ -37,10 +34,6 @@ class Immediate:
     """A constant of an instruction, as 64 bits."""
 
     value: int
-
-    @cached_property
-    def lanes(self) -> np.ndarray:
-        return np.full(LANES, self.value, np.uint64)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Races: two accesses of one place by two warps, one of them a store, that nothing orders.
 
 What orders is written down as vector clocks, a component a warp. A barrier joins the clocks of a program's warps. An
-atomic that releases adds its lane's clock to that of its address, one that acquires takes it over: the other lanes of
+atomic that acquires and releases takes over the clock of its address, and adds its lane's to that: the other lanes of
 its warp take part where they meet that lane. Between two of these a lane is in one segment; every access is kept with
 its segment and compared when the launch has ended. So a race is found whether or not the order of this run made it
 harmful. Two atomics do not race. In shared memory the lanes of a warp race, too, in an epoch: from one meeting, at a
@@ -109,21 +109,19 @@ class Recorder:
             self.touched[warp] = False
             self.epochs[warp], self.latest = self.latest, self.latest + 1
 
-    def synchronize(self, warp: int, lane: int, address: int, *, acquires: bool, releases: bool) -> None:
+    def synchronize(self, warp: int, lane: int, address: int) -> None:
         """By an atomic of one lane. What other lanes of its warp do is ordered with that where they meet."""
-        clock, lock = self.vectors[self.segments[warp, lane]].copy(), self.locks.get(address)
-        if acquires and lock is not None:
-            clock = np.maximum(clock, lock)
-        if releases:
-            given = clock.copy()
-            if np.delete(self.touched[warp], lane).any():
-                given[warp] = self.met[warp]
-            self.locks[address] = given if lock is None else np.maximum(lock, given)
-        if acquires or releases:
-            self.own[warp] += 1
-            for segment in np.unique(np.delete(self.segments[warp], lane)):
-                self._enter(warp, self.segments[warp] == segment, self.vectors[segment])
-            self._enter(warp, lane == EVERY, clock)
+        own = self.vectors[self.segments[warp, lane]]
+        lock = self.locks.get(address, np.zeros_like(own))
+        clock = np.maximum(own, lock)
+        given = clock.copy()
+        if np.delete(self.touched[warp], lane).any():
+            given[warp] = self.met[warp]
+        self.locks[address] = np.maximum(lock, given)
+        self.own[warp] += 1
+        for segment in np.unique(np.delete(self.segments[warp], lane)):
+            self._enter(warp, self.segments[warp] == segment, self.vectors[segment])
+        self._enter(warp, lane == EVERY, clock)
 
     def loaded(self, warp: int, instruction: int, part: Part, values: Lanes) -> Lanes:
         """What is loaded: [lanes, count]. Where it is in doubt, anything."""

@@ -49,7 +49,6 @@ class Warp:
         self.specials = {
             "%tid.x": (LANE + 32 * number).astype(np.uint32),
             "%ctaid.x": np.full(32, launched.first_program + program, np.uint32),
-            "%laneid": LANE.astype(np.uint32),
         }
         self.files: dict[str, Lanes] = {}  # [registers, lanes] by dtype, several of the same memory
         for bits, count in launched.kernel.registers.items():

@@ -13,7 +13,7 @@ from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.workload import HYPER, Workload
 from tests.kernels.agreement import ROUNDED
 from tests.kernels.cases import HALF_PLACE
-from tests.kernels.compare import assert_close, numpy
+from tests.kernels.compare import assert_close, numpy, tensors_of
 
 NAMES = tuple(aot.every_variant())
 SUMMED = ("squares", "sums", "scales", "average", "residual", "coefficient")  # words in the names of what has rounding
@@ -28,17 +28,17 @@ def check(each: str, name: str, around: Around) -> None:
     with around(ours):
         ours.passes(gpu)[each].run()
     theirs.passes(cpu)[each].run()
-    wanted = theirs.outputs()
-    for what, found in ours.outputs().items():
-        assert found.shape == wanted[what].shape, what
-        got, want = numpy(found), numpy(wanted[what])
+    found = tensors_of(ours)
+    for what, wanted in tensors_of(theirs).items():
+        assert found[what].shape == wanted.shape, what
+        got, want = numpy(found[what]), numpy(wanted)
         assert np.array_equal(np.isnan(got), np.isnan(want)), what
         assert_close(np.nan_to_num(got), np.nan_to_num(want), *_tolerance(each, what, theirs))
 
 
 def _tolerance(each: str, what: str, workload: Workload) -> tuple[float, float]:
     """Relatively, and of what size at least."""
-    if each == "lamb_warmup" and what.startswith(("parameter", "master")):
+    if each == "lamb_warmup" and what.startswith(("params", "master")):
         places = 0.0 if what == "master" else 2 * HALF_PLACE[workload.dtype]
         return 2 * ROUNDED + places, 10 * HYPER.lr
     if any(word in what for word in SUMMED):

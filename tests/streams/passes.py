@@ -38,7 +38,7 @@ def accesses(work: Pass) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that a pass reads, and those that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    for name, value in _fields(work):
+    for name, value in fields_of(work):
         (writes if name in WRITTEN[work.name] else reads).extend(tensors_of(value, work.span))
         if isinstance(value, Pointers):
             reads.append(value.addresses)
@@ -46,10 +46,11 @@ def accesses(work: Pass) -> tuple[list[Tensor], list[Tensor]]:
     return [*reads, table.blocks, table.parameters, table.first_blocks], writes
 
 
-def _fields(record: Record) -> Iterator[tuple[str, Any]]:
+def fields_of(record: object) -> Iterator[tuple[str, Any]]:
+    """Also those of the records that it has."""
     for name, value in vars(record).items():
         if isinstance(value, Record) and not isinstance(value, (Messages, Pointers, Residual, LambState)):
-            yield from _fields(value)
+            yield from fields_of(value)
         else:
             yield name, value
 

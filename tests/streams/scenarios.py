@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,34 +57,43 @@ def loss_of(model: nn.Module, bad: bool = False) -> Tensor:
     return model(x).square().sum()
 
 
-def train(optimizer: Any, model: nn.Module, steps: int = STEPS, clip: bool = False) -> None:
+def optimizer_of(model: nn.Module, kind: str, ranks: Any, **options: Any) -> Any:
+    options = {**SMALL, **OF_KIND[kind], "process_group": ranks, **options}
+    return getattr(onebit, kind)(model.parameters(), **options)
+
+
+def train(
+    optimizer: Any,
+    model: nn.Module,
+    steps: int = STEPS,
+    bad: int = BAD,
+    accumulate: bool = False,
+    change: Callable[[int], None] = lambda step: None,
+) -> None:
+    """accumulate: two backward passes a step. change: what comes between backward and a step."""
     for step in range(steps):
-        loss_of(model, step == BAD).backward()
-        if clip:
-            optimizer.clip_grad_norm_(1.0)
+        if accumulate:
+            with model.no_sync():
+                loss_of(model).backward()
+        loss_of(model, step == bad).backward()
+        change(step)
         optimizer.step()
         optimizer.zero_grad()
 
 
 def plain(device: Device, kind: str, levels: str = "one level", clip: bool = False, **options: Any) -> None:
     model = net()
-    own = {**SMALL, **OF_KIND[kind], "process_group": groups(levels), **options}
-    train(getattr(onebit, kind)(model.parameters(), **own), model, clip=clip)
+    optimizer = optimizer_of(model, kind, groups(levels), **options)
+    train(optimizer, model, change=lambda step: optimizer.clip_grad_norm_(1.0) if clip else None)
 
 
 def in_ddp(device: Device, kind: str, levels: str = "one level", accumulate: bool = False, **options: Any) -> None:
     ranks = groups(levels)
     group = ranks.everyone.group if isinstance(ranks, Topology) else ranks
     model = DistributedDataParallel(net(), process_group=group)
-    optimizer = getattr(onebit, kind)(model.parameters(), **SMALL, **OF_KIND[kind], process_group=ranks, **options)
+    optimizer = optimizer_of(model, kind, ranks, **options)
     onebit.attach(model, optimizer)
-    for step in range(STEPS):
-        if accumulate:
-            with model.no_sync():
-                loss_of(model).backward()
-        loss_of(model, step == BAD).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(optimizer, model, accumulate=accumulate)
 
 
 def two_optimizers(device: Device) -> None:
@@ -114,11 +122,7 @@ def with_hook(device: Device) -> None:
     state = onebit.OneBitState(model, group, block_size=32)
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(state, onebit.onebit_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(4):
-        loss_of(ddp).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(torch.optim.SGD(model.parameters(), lr=1e-3), ddp, steps=4)
     assert state.state_dict()["buckets"]
 
 
@@ -137,9 +141,7 @@ def tensors_alone(device: Device, levels: str = "one level", **options: Any) -> 
 def in_two_streams(device: Device, **options: Any) -> None:
     """Backward runs in the streams that forward ran in."""
     model, other = net(), device.new(name="other")
-    optimizer = onebit.OneBitAdam(
-        model.parameters(), freeze_step=2, process_group=groups("one level"), **SMALL, **options
-    )
+    optimizer = optimizer_of(model, "OneBitAdam", groups("one level"), **options)
     layers = list(model)
     for _ in range(STEPS):
         main = device.recorder.current
@@ -194,49 +196,40 @@ def _go_to(device: Device, stream: Stream, gradient: Tensor, after: Clock | None
     device.recorder.current = stream
 
 
-def taken_back(device: Device, change: Callable[[Any, list[Tensor]], None], levels: str = "one level") -> None:
+def taken_back(device: Device, change: Callable[[Any], None], levels: str = "one level") -> None:
     """Messages have left, and must not count."""
     model = net()
-    optimizer = onebit.OneBitAdam(
-        model.parameters(), freeze_step=2, overlap=True, process_group=groups(levels), **SMALL
-    )
-    for step in range(STEPS):
-        loss_of(model).backward()
-        if step == 4:
-            change(optimizer, [p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = optimizer_of(model, "OneBitAdam", groups(levels), overlap=True)
+    train(optimizer, model, bad=STEPS, change=lambda step: change(optimizer) if step == 4 else None)
 
 
-def drop(optimizer: Any, gradients: list[Tensor]) -> None:
+def drop(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def double(optimizer: Any, gradients: list[Tensor]) -> None:
-    for gradient in gradients:
-        gradient.mul_(2)
+def double(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(2)
 
 
-def clip(optimizer: Any, gradients: list[Tensor]) -> None:
+def clip(optimizer: Any) -> None:
     optimizer.clip_grad_norm_(1.0)
 
 
 def saved(device: Device, kind: str, **options: Any) -> None:
     """State is written and read between steps."""
-    model, group = net(), groups("two levels" if options.pop("nodes", False) else "one level")
-    build = partial(getattr(onebit, kind), **{**SMALL, **OF_KIND[kind], "process_group": group, **options})
-    optimizer = build(model.parameters())
+    model, ranks = net(), groups("two levels" if options.pop("nodes", False) else "one level")
+    optimizer = optimizer_of(model, kind, ranks, **options)
     train(optimizer, model, 4)
-    other = build(model.parameters())
+    other = optimizer_of(model, kind, ranks, **options)
     other.load_state_dict(optimizer.state_dict())
     train(other, model, 4)
 
 
-def with_scaler(device: Device, kind: str) -> None:
+def with_scaler(device: Device, kind: str, **options: Any) -> None:
     group = groups("one level")
     model = DistributedDataParallel(net(), process_group=group)
-    options = {"var_update_scaler": 1} if kind == "ZeroOneAdam" else OF_KIND[kind]
-    optimizer = getattr(onebit, kind)(model.parameters(), process_group=group, **SMALL, **options)
+    optimizer = optimizer_of(model, kind, group, **options)
     onebit.attach(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(STEPS):
@@ -246,8 +239,7 @@ def with_scaler(device: Device, kind: str) -> None:
         optimizer.zero_grad()
 
 
-@contextmanager
-def fsdp_streams(device: Device, model: nn.Module) -> Iterator[None]:
+def give_fsdp_streams(device: Device, model: nn.Module) -> None:
     """FSDP calls its hook in a stream of its own, with memory of another one, and lets go of it when it has launched
     what it does."""
     scatter, reduce = device.new(name="reduce-scatter"), device.new(name="all-reduce")
@@ -270,7 +262,6 @@ def fsdp_streams(device: Device, model: nn.Module) -> Iterator[None]:
 
     for each in modules:
         each.set_all_reduce_hook = partial(wrapped, each.set_all_reduce_hook)
-    yield
 
 
 def in_fsdp(device: Device, elsewhere: bool = False) -> None:
@@ -282,21 +273,19 @@ def in_fsdp(device: Device, elsewhere: bool = False) -> None:
     train_in = device.new(name="user") if elsewhere else device.recorder.current
     take_over(train_in.clock, device.recorder.current.clock)
     with device.within(train_in):
-        group, wire = mesh.get_group("replicate"), torch.bfloat16
-        optimizer = onebit.OneBitAdam(
-            model.parameters(), freeze_step=3, process_group=group, gradient_dtype=wire, **SMALL
-        )
-    with fsdp_streams(device, model):
-        onebit.attach(model, optimizer)
+        options = {"freeze_step": 3, "gradient_dtype": torch.bfloat16}
+        optimizer = optimizer_of(model, "OneBitAdam", mesh.get_group("replicate"), **options)
+    give_fsdp_streams(device, model)
+    onebit.attach(model, optimizer)
     with device.within(train_in):
-        train(optimizer, model, clip=elsewhere)
+        train(optimizer, model, change=lambda step: optimizer.clip_grad_norm_(1.0) if elsewhere else None)
     take_over(device.recorder.main.clock, train_in.clock)
 
 
 def captured(device: Device, kind: str) -> None:
     """A graph of steps of stage 2, after its warm-up."""
     model = net()
-    optimizer = getattr(onebit, kind)(model.parameters(), process_group=groups("one level"), **SMALL, **OF_KIND[kind])
+    optimizer = optimizer_of(model, kind, groups("one level"))
     train(optimizer, model, 6)
     stream = device.new(name="capture")
     take_over(stream.clock, device.recorder.current.clock)
@@ -343,7 +332,9 @@ SCENARIOS |= {
     "doubled": partial(taken_back, change=double),
     "clipped late": partial(taken_back, change=clip),
     "scaled": partial(with_scaler, kind="OneBitAdam"),
-    "scaled, full steps in stage 2": partial(with_scaler, kind="ZeroOneAdam"),
+    "scaled, full steps in stage 2": partial(
+        with_scaler, kind="ZeroOneAdam", var_freeze_step=None, local_step_scaler=None, local_step_clipper=16
+    ),
     "two branches": in_two_branches,
     "FSDP": in_fsdp,
     "FSDP, another stream": partial(in_fsdp, elsewhere=True),
