@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, 
     measured for it, and the phases of its collectives. Models of `small` elements take one chunk, for their flags."""
     made, real = [], Chunking.measure
 
-    def measure(own: Chunking) -> dict[int, float]:
+    def measure(own: Chunking, options: Sequence[int]) -> dict[int, float]:
         readings = [t for s in seconds[rank] for t in [0.0, s] * RUNS]  # however long it really takes
         with patch.object(chunking, "time", Mock(perf_counter=Mock(side_effect=readings))):
-            return real(own)
+            return real(own, options)
 
     few = patch.object(chunking, "MOST_ELEMENTS", small)
     own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
