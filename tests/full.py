@@ -38,7 +38,7 @@ COMMANDS = {
     "ptx-faults": Command("tests.ptx --mutations", ("kernels", "tests/ptx"), "faults in the compiled kernels"),
     "streams": Command("tests.streams", (*PRODUCT, "tests/streams"), "what waits for what on a simulated device"),
     "faults": Command("tests.faults", ("collectives", "onebit/optim"), "ranks killed and stopped at every point"),
-    "elastic-faults": Command("tests.faults.elastic", (*PRODUCT, "tests/faults"), "ranks lost at every point; no restart"),
+    "elastic-faults": Command("tests.faults.elastic", (*PRODUCT, "tests/faults"), "a rank lost at every point"),
     "poisoned": Command("tests.faults.poisoned", ("collectives", "onebit/optim"), "gradients that are not finite"),
     "soak": Command("tests.faults.soak", PRODUCT, "thousands of steps with saves, loads and skips"),
     "fuzz": Command("tests.fuzz", PRODUCT, "100,000 random and damaged inputs"),
