@@ -1,5 +1,5 @@
 """Stage 2 of 1-bit Adam and 1-bit LAMB is the float64 simulation of the papers' Algorithm 1, at every step and on every
-rank: also with two levels, 16 bits, and coordinates without a variance."""
+rank: also with two levels, 16 bits, and elements without a variance."""
 
 import warnings
 
@@ -59,7 +59,7 @@ def test_every_step_equals_the_simulation(name):
     assert case.kind == "OneBitAdam" or "reply" in own or case.steps < 100 or reasons >= EVERY
 
 
-# Coordinates whose variance is 0 at the freeze: three rows far into stage 2, and one parameter for good
+# Elements whose variance is 0 at the freeze: three rows far into stage 2, and one parameter for good
 
 UNTOUCHED = ((0, 3, 20), (2, 7, 10**6))
 EMBEDDING = Case(
@@ -91,7 +91,7 @@ def test_rows_without_a_gradient_move_with_the_floor_and_stay_with_hold(name):
     assert moved[3:].all() and (moved[:3] != held).all()
     assert np.array_equal(last.x[2], frozen.x[2])
     if case.kind == "OneBitLamb":
-        assert all(after.fields["ratio"][2] == 1 for after in stage_2[1:])  # no coordinate has a variance
+        assert all(after.fields["ratio"][2] == 1 for after in stage_2[1:])  # no element has a variance
         assert held or uncounted_quotients(LambSimulation(case, size).layout, last.fields)
 
 
@@ -119,7 +119,7 @@ def test_one_warning_of_rank_0_names_the_parameters_and_counts(rank, zero_varian
         assert ("mean" in text) == (zero_variance == "floor")
 
 
-def test_no_warning_where_every_coordinate_has_a_variance(recwarn):
+def test_no_warning_where_every_element_has_a_variance(recwarn):
     _, optimizer = started(Case(options={"freeze_step": 3}), 7)
     assert optimizer.compressing
     assert [str(w.message) for w in recwarn] == []

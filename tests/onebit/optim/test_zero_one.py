@@ -201,7 +201,7 @@ def test_a_rate_of_zero_that_is_a_tensor(rank: int, size: int, first: int) -> li
 
 
 def a_rate_that_rises_again(rank: int, size: int, case: Case, low: float) -> float:
-    """The largest step of a coordinate after an interval of small steps, in units of the rate."""
+    """The largest step of an element after an interval of small steps, in units of the rate."""
     (params, optimizer), largest = started(case, 0, rank, size), 0.0
     for step in range(1, 41):
         optimizer.param_groups[0]["lr"] = low if 17 <= step <= 20 else 1e-2
@@ -391,7 +391,7 @@ def masks(optimizer: Any) -> list[bool]:
     return [exchange.live_in(exchange.layout.all()) is not None for exchange in exchanges]
 
 
-def test_messages_are_made_without_a_mask_where_every_coordinate_takes_part() -> None:
+def test_messages_are_made_without_a_mask_where_every_element_takes_part() -> None:
     """With zero_variance="hold" that is after the full step that gives the last one a variance; also of a state that is
     loaded. Steps are the same bit for bit."""
     runs = []
