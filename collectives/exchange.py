@@ -145,8 +145,8 @@ class Exchange(ABC):
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
         self.begin()
-        self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each coordinate that takes part, or all do
-        self.all_live = False  # whether `live`, where it is there, is known to have every coordinate
+        self.live: Tensor | None = None  # uint8 [elements / 8]: a bit for each element that takes part, or all do
+        self.all_live = False  # whether `live`, where it is there, is known to have every element
         slices = layout.parts(self.node.rank, places)
         self.residual = Residual.zeros(slices, self.format, device, value)
         self.sent = self._zeros(self.format, layout.chunks * shards)
@@ -222,7 +222,7 @@ class Exchange(ABC):
             self._agreed = True
 
     def live_in(self, span: Span) -> Tensor | None:
-        """A span's part of `live`; None where all coordinates take part."""
+        """A span's part of `live`; None where all elements take part."""
         return None if self.live is None or self.all_live else span.of_bits(self.live)
 
     def slices(self) -> Iterator[tuple[Span, Messages, Residual | None]]:

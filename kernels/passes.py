@@ -21,7 +21,7 @@ Fields that several passes have:
 
     span        the blocks to work on; state tensors given with it hold just its elements
     hyper       fp32 [groups, COLUMNS]: `hyper_table` of the param groups
-    live        uint8 [elements / 8], packed as bits are in a message: a coordinate without its bit takes no part
+    live        uint8 [elements / 8], packed as bits are in a message: an element without its bit takes no part
                 and counts as padding does
     replies     m as messages: with `copies` the mean of a block over them; so is momentum that is kept as messages
     gamma       fp32 [parameters]: messages and momentum hold gamma_p times the momentum (1-bit LAMB, section 4.3)
@@ -238,7 +238,7 @@ class AdamUpdate(Pass, name="adam_update", moves=lambda of: of.replies + 4 + of.
 
     A step of stage 2: 1-bit Adam (Tang et al. 2021), Algorithm 1, line 13, with c_p = 1; and with `coefficient`,
     fp32 [parameters], 1-bit LAMB (Li et al. 2021), Algorithm 1, line 21. Measurements name the second
-    lamb_update. A coordinate with d = 0 never moves. Blocks of a flagged reply stay as they are.
+    lamb_update. An element with d = 0 never moves. Blocks of a flagged reply stay as they are.
 
     Bytes: reads x 4, d 4, bits 1/8; writes x 4. 12.125.
     """
@@ -261,7 +261,7 @@ class ZeroOneFull(
 
     A full-precision step between compressed ones: 0/1 Adam (Lu et al. 2023), Algorithm 1, with m folded into the
     residual, as at the freeze. `replies` are read whether they carry a flag or not. `residual` is None where the
-    span is another rank's slice. A coordinate that had v = 0 and has no root_at_zero had no m and no e; one with
+    span is another rank's slice. An element that had v = 0 and has no root_at_zero had no m and no e; one with
     u = 0 does not move. `live`, uint8 [elements / 8], is written, as are sums and counts, fp32 [blocks].
 
     Bytes: reads g 4, m 1/8, v 4, e 4, x 4; writes v 4, e 4, x 4, live 1/8. 28.25.
@@ -282,7 +282,7 @@ class ZeroOneFull(
 class ZeroOneUpdate(Pass, name="zero_one_update", moves=lambda of: of.replies + 4 + of.parameter):
     """x = x - lr (clip_p mhat / (u + eps) + wd x) with m = decode(replies), and u as in Floors.
 
-    A compressed step: 0/1 Adam (Lu et al. 2023), Algorithm 1. A coordinate with u = 0 never moves. Blocks of a
+    A compressed step: 0/1 Adam (Lu et al. 2023), Algorithm 1. An element with u = 0 never moves. Blocks of a
     flagged reply stay as they are.
 
     Bytes: reads x 4, v 4, bits 1/8; writes x 4. 12.125.
@@ -298,7 +298,7 @@ class ZeroOneUpdate(Pass, name="zero_one_update", moves=lambda of: of.replies + 
 
 @dataclass(eq=False)
 class ZeroOneInverses(Pass, name="zero_one_inverses", adds_up=True, moves=lambda of: 4):
-    """sums[b] = sum of 1 / (u + eps)^2 over block b, u as in Floors, without coordinates with u = 0.
+    """sums[b] = sum of 1 / (u + eps)^2 over block b, u as in Floors, without elements with u = 0.
 
     After a full-precision step: what its variance makes of a momentum (see onebit.optim.limit).
 
@@ -317,7 +317,7 @@ class ZeroOneLocal(Pass, name="zero_one_local", adds_up=True, moves=lambda of: o
     e = e + lr mhat;  squares[b] = sum of (mhat / (u + eps))^2 over block b.
 
     A step without a message: 0/1 Adam (Lu et al. 2023), Algorithm 1. m is dense and this rank's own, fp32
-    [elements]; v is only read. `residual` is None where nothing is to be sent. Nothing of a coordinate with u = 0
+    [elements]; v is only read. `residual` is None where nothing is to be sent. Nothing of an element with u = 0
     changes. With a tensor scale `value` becomes e itself, 0 where u = 0, and the caller sets the scale to 0.
 
     Bytes: reads g 4, v 4, m 4, x 4, e 4; writes m 4, x 4, e 4. 32.
@@ -406,7 +406,7 @@ class LambStatistics(Pass, name="lamb_statistics", moves=lambda of: of.replies +
     1-bit LAMB (Li et al. 2021), Algorithm 1, lines 15 to 20. With ratio="denominator" r is the maximum of
     (sqrt(v_T) + eps) / (sqrt(v) + eps). v_T is computed back from d = 1 / ((sqrt(v_T) + eps) gamma_p), so v has to
     be bias-corrected at the freeze as v_T is. m and m_prev both hold gamma_p times the momentum; m d needs no
-    gamma. A coordinate that `live` leaves out does not count for the maximum, and its v means nothing. The span is
+    gamma. An element that `live` leaves out does not count for the maximum, and its v means nothing. The span is
     the whole layout. Either every reply carries a flag or none does: a flag in one worker's message goes into the
     replies of all servers.
 

@@ -56,7 +56,7 @@ class Residual(NamedRecord):
         )
 
     def left_out(self) -> Tensor:
-        """e, fp32 [elements]. Its values in padding and for coordinates that take no part mean nothing."""
+        """e, fp32 [elements]. Its values in padding and for elements that take no part mean nothing."""
         if self.scale is None:
             return self.value
         scale = self.scale.repeat_interleave(torch.tensor(self.sizes, device=self.scale.device))

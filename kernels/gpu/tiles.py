@@ -482,7 +482,7 @@ def over_root(m, u, h):
 
 @triton.jit
 def moved(x, by, u, h):
-    """x after the update; a coordinate with u = 0 does not move."""
+    """x after the update; an element with u = 0 does not move."""
     x_new = x - tl.load(h + H_LR) * (by + tl.load(h + H_WEIGHT_DECAY) * x)
     return tl.where(u != 0, x_new, x)
 

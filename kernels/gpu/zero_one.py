@@ -15,7 +15,7 @@ from onebit.kernels.gpu.launch import one_launch
 
 @triton.jit
 def _of_live(values, v, at_zero):
-    """0 for a coordinate that takes no part."""
+    """0 for an element that takes no part."""
     return tl.where(at_zero != 0, values, tl.where(v != 0, values, 0.0))
 
 

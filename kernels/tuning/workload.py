@@ -92,7 +92,7 @@ class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
-    some coordinates out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
+    some elements out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
     each parameter's momentum times a gamma of its own. `kept`: residuals are also written as they were. `bare`: passes
     get nothing that they can do without. `summed`: adam_warmup adds up v too, and LAMB's ratios are of denominators.
     Each buffer is an attribute, and is made when it is first asked for.

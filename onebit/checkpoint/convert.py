@@ -5,7 +5,7 @@ AdamW's of a state of stage 2:
     exp_avg       m, the mean of the last messages; what residuals hold of it (over beta1) where none came yet
     exp_avg_sq    v with  sqrt(v / (1 - beta2^t)) + eps = 1 / d,  so that AdamW divides by what stage 2 divides by
 
-Residuals are left out: AdamW has no use for them. A coordinate that did not move in stage 2 starts from zero.
+Residuals are left out: AdamW has no use for them. An element that did not move in stage 2 starts from zero.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping
 
 
 def _root(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """fp64, sqrt(vhat) as stage 2 has it; 0 where a coordinate does not move."""
+    """fp64, sqrt(vhat) as stage 2 has it; 0 where an element does not move."""
     if "denominator" in own:
         d = own["denominator"].double() * _number(own, "gamma")
         return (1 / d - group["eps"]).clamp(min=0).masked_fill(d == 0, 0)

@@ -8,7 +8,7 @@
                         stage 2    denominator; usual_step with update_limit (LAMB and 0/1 Adam likewise)
             1-bit LAMB, stage 1    exp_avg, exp_avg_sq, coefficient_average, coefficient_steps
                         stage 2    denominator, exp_avg_sq, coefficient_average, coefficient_steps, ratio; gamma with
-                                   scale="tensor"; counted_bits where coordinates had no variance at the freeze;
+                                   scale="tensor"; counted_bits where elements had no variance at the freeze;
                                    first_momentum until a compressed step was taken
         momentum_bits, momentum_scales                   stage 2: m; the bits of its blocks, uint8 [bytes], and fp32
                                                          [blocks]; with direct replies of each rank: [ranks, ..]

@@ -65,7 +65,7 @@ class Adam(Algorithm):
         check_variance(states, steps)
 
     def live(self, state: FlatState) -> Tensor | None:
-        """A coordinate with d = 0 never moves, and stays out of every scale."""
+        """An element with d = 0 never moves, and stays out of every scale."""
         return nonzero(state, "denominator")
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:

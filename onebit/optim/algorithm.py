@@ -129,13 +129,13 @@ class Algorithm(ABC):
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         """Turn the other fields of stage 1 into those of stage 2, with each param group's numbers at this step.
 
-        The result: of each parameter with coordinates that had no variance, how many.
+        The result: of each parameter with elements that had no variance, how many.
         """
         return {}
 
     def without_variance(self, state: FlatState, step: int) -> Mapping[int, int]:
         """Stage 2: where no step after this one, of number `step`, updates the variance, of each parameter with
-        coordinates that have none, how many."""
+        elements that have none, how many."""
         return {}
 
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
@@ -150,7 +150,7 @@ class Algorithm(ABC):
         return None
 
     def live(self, state: FlatState) -> Tensor | None:
-        """Stage 2: bool [elements], where coordinates take part; None where all do."""
+        """Stage 2: bool [elements], where elements take part; None where all do."""
         return None
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:

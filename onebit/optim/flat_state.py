@@ -51,7 +51,7 @@ class FlatState:
         """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
         slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
         room for. parts: what to ask where other ranks hold parts of these parameters. held: of parameters with a mask,
-        in the shape of this rank's part, which coordinates never move. compressed: whether in stage 2; otherwise the
+        in the shape of this rank's part, which elements never move. compressed: whether in stage 2; otherwise the
         parameters stay in stage 1."""
         self.compressed = compressed
         self.params, self.groups = list(params), list(groups)
@@ -89,7 +89,7 @@ class FlatState:
 
     @property
     def free(self) -> Tensor | None:
-        """bool [elements], where a coordinate may move; None where all may."""
+        """bool [elements], where an element may move; None where all may."""
         if not self.held_indices:
             return None
         found = torch.ones(self.layout.elements, dtype=torch.bool, device=self.device)

@@ -158,7 +158,7 @@ def check_variance(states: Sequence[FlatState], steps: int) -> None:
 def raise_to_floor_(v: Tensor, floor: float, add_parts: AddParts) -> Tensor:
     """v = max(v, floor mean(v)) in place where v is not 0, the mean over those of the whole parameter.
 
-    A coordinate shares its block's scale: with a variance far below the others' its steps would be the others' signs,
+    An element shares its block's scale: with a variance far below the others' its steps would be the others' signs,
     magnified by its own d. Embeddings of rare words are such; exact zeros are `zero_variance`'s.
     """
     if floor:
@@ -176,10 +176,10 @@ def _whole(add_parts: AddParts, *values: Tensor) -> list[float]:
 def variance_to_denominator_(
     v: Tensor, h: Hyper, zero_variance: ZeroVariance, add_parts: AddParts, held: Tensor | None = None
 ) -> int:
-    """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many coordinates had no variance.
+    """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many elements had no variance.
 
     Those get the value of the mean of the others ("floor"), or 0, with which they never move ("hold"). They are held
-    too where a parameter has no other coordinate to take a mean of. What is `held` gets 0 in any case, and is not
+    too where a parameter has no other element to take a mean of. What is `held` gets 0 in any case, and is not
     counted.
     """
     zero = v == 0
@@ -196,7 +196,7 @@ def variance_to_denominator_(
 def report_freeze(
     step: int, at_once: bool, without: Sequence[tuple[str, int, int]], zero_variance: ZeroVariance, ddp_averages: bool
 ) -> None:
-    """at_once: with the first step after a load. without: of each parameter with coordinates that had no variance its
+    """at_once: with the first step after a load. without: of each parameter with elements that had no variance its
     name, their number, and its size."""
     if at_once:
         tell("No step of stage 1 is left: the state that was loaded has %d steps, more than freeze_step", step)
@@ -210,9 +210,9 @@ def warn_of_zeros(when: str, without: Sequence[tuple[str, int, int]], zero_varia
         listed = ", ".join(f"{name} ({count} of {numel})" for name, count, numel in without[:8])
         more = f" and {len(without) - 8} more" if len(without) > 8 else ""
         held = [name for name, count, numel in without if count == numel or zero_variance == "hold"]
-        what = "they use the mean variance of their parameter's other coordinates"
+        what = "they use the mean variance of their parameter's other elements"
         if len(held) == len(without):
             what = "they will not move any more"
         elif held:
             what += f"; where there are none ({', '.join(held[:8])}), they will not move"
-        warn(f"coordinates without a variance {when}: {listed}{more}; {what}")
+        warn(f"elements without a variance {when}: {listed}{more}; {what}")

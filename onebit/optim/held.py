@@ -1,8 +1,8 @@
-"""Coordinates that never move, such as rows of an embedding that nobody uses: a param group's mask.
+"""Elements that never move, such as rows of an embedding that nobody uses: a param group's mask.
 
     {"params": [embedding.weight], "mask": mask}        bool, of the parameter's shape: False is held
 
-A held coordinate's gradient counts as 0, in norms too, and weight decay leaves it alone. In stage 2 it has no
+A held element's gradient counts as 0, in norms too, and weight decay leaves it alone. In stage 2 it has no
 denominator and no part in a message's scale.
 """
 
@@ -43,7 +43,7 @@ def held_by(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
             what = f"{own.dtype} of shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
             raise ValueError(
                 f"the mask of parameter {i} is {what}: it must be a tensor of torch.bool in the parameter's shape "
-                f"{tuple(p.shape)}, False where a coordinate never moves"
+                f"{tuple(p.shape)}, False where an element never moves"
             )
         if is_sharded(p) != is_sharded(own) or (is_sharded(p) and own.placements != p.placements):  # type: ignore[attr-defined]
             raise ValueError(

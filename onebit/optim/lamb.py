@@ -166,7 +166,7 @@ class Lamb(Algorithm):
         check_variance(states, steps)
 
     def live(self, state: FlatState) -> Tensor | None:
-        """A coordinate with d = 0 never moves, and stays out of every scale."""
+        """An element with d = 0 never moves, and stays out of every scale."""
         return nonzero(state, "denominator")
 
     def gamma(self, state: FlatState) -> Tensor | None:

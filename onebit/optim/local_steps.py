@@ -48,7 +48,7 @@ class ZeroOneLocalSteps:
     """Of one flat state, from what its last exchange has left."""
 
     def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
-        """live: bool [elements], where coordinates take part."""
+        """live: bool [elements], where elements take part."""
         self.state, self._exchange = state, reducer.exchange
         device, parameters = state.device, len(state.params)
         self.taken = 0

@@ -80,11 +80,11 @@ class Options:
     bias_correction: bool = _option(True, "as torch.optim.AdamW; False for the papers' BertAdam.")
     zero_variance: ZeroVariance = _option(
         "floor",
-        "what a coordinate without a variance at the freeze does: take the mean variance of its parameter's other "
-        'coordinates ("floor"), or never move ("hold").',
+        "what an element without a variance at the freeze does: take the mean variance of its parameter's other "
+        'elements ("floor"), or never move ("hold").',
     )
     variance_floor: float = _option(
-        1e-2, "the least frozen variance of a coordinate, as a part of its parameter's mean variance; papers: 0."
+        1e-2, "the least frozen variance of an element, as a part of its parameter's mean variance; papers: 0."
     )
     update_limit: float | Literal["auto"] | None = _option(
         "auto",
@@ -172,7 +172,7 @@ class Options:
             )
         if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(
-                f"variance_floor={self.variance_floor!r}: it is the least variance of a coordinate at the freeze, as a "
+                f"variance_floor={self.variance_floor!r}: it is the least variance of an element at the freeze, as a "
                 f"part of the mean of its parameter's, and must lie between 0 (as the papers have it) and 1"
             )
         if not is_one_of(self.chunks, ("auto",)) and not is_whole(self.chunks, least=1, most=MOST_CHUNKS):

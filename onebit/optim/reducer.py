@@ -61,7 +61,7 @@ class MomentumReducer:
         return None if self.limit is None else self.limit.of_messages(hyper, weight)
 
     def mask_was_updated(self, all_live: Tensor) -> None:
-        """By a step. all_live: bool [1], whether every coordinate takes part now; the host knows with the next step."""
+        """By a step. all_live: bool [1], whether every element takes part now; the host knows with the next step."""
         self.exchange.all_live = False
         self._all_live.start(all_live)
 

@@ -37,7 +37,7 @@ class Setup:
     device: torch.device
     groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
-    held: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: coordinates that never move
+    held: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: elements that never move
 
     def __post_init__(self) -> None:
         limit = self.options.update_limit

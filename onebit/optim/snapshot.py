@@ -31,7 +31,7 @@ from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
 
-ZeroCounts = list[tuple[str, int, int]]  # parameters with coordinates that had no variance: name, how many, of how many
+ZeroCounts = list[tuple[str, int, int]]  # parameters with elements that had no variance: name, how many, of how many
 Reports = list[Callable[[], None]]  # what is due when a step is over
 
 
@@ -73,7 +73,7 @@ class Part:
         if self.reducer is not None:
             yield "the last message", self.reducer.replies.buffer
             if self.reducer.exchange.live is not None:
-                yield "the mask of live coordinates", self.reducer.exchange.live
+                yield "the mask of live elements", self.reducer.exchange.live
 
 
 @dataclass

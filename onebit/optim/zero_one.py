@@ -7,7 +7,7 @@ full           m = b1 m + (1-b1) g;  v = b v + (1-b) g^2;  x = x - lr (mhat / (u
 compressed     m = compressed_all_reduce(b1 m + (1-b1) g_i);  x = x - lr (mhat / (u + eps) + wd x)
 
 b and vhat: see `schedule`. u = sqrt(vhat), at least sqrt(variance_floor) times the root of its parameter's mean, which
-it is where v is 0 (zero_variance="floor"); with "hold" such a coordinate does not move. A full step uses the floors of
+it is where v is 0 (zero_variance="floor"); with "hold" such an element does not move. A full step uses the floors of
 the one before. m goes into the residuals as at the freeze: what they then hold is what the next message would have had.
 
 State: residual, exp_avg_sq, 8 B an element, and m, E: 1/8 + 4/N.
@@ -188,7 +188,7 @@ class ZeroOne(Adam):
         return h._replace(beta2=b, one_minus_beta2=1 - b, bias2=weight**-0.5 if bias_correction else 1.0)
 
     def live(self, state: FlatState) -> Tensor:
-        """A coordinate that could not move takes no part."""
+        """An element that could not move takes no part."""
         live, floored = state[VARIANCE.name] != 0, state[ROOT_AT_ZERO.name] != 0
         for i in range(len(state.params)):
             state.elements_of(live, i).logical_or_(floored[i])
@@ -254,7 +254,7 @@ def _floors(totals: Tensor, bias2: Tensor, options: Options) -> dict[str, Tensor
 
 
 def _mark_floored(state: FlatState, live: Tensor) -> None:
-    """A bit for all coordinates of a parameter that have a variance in any case."""
+    """A bit for all elements of a parameter that have a variance in any case."""
     floored = (state[ROOT_AT_ZERO.name] != 0).to(torch.uint8) * 255
     by_parameter = torch.stack([floored, torch.zeros_like(floored)], 1).view(-1)  # no bit for what fills blocks
     start = int(state.layout.offset[0]) // 8

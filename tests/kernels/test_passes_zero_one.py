@@ -61,7 +61,7 @@ def test_an_update_agrees_with_float64(case):
 
 @GRID
 def test_inverses_agree_with_float64(case):
-    """Of every block, without coordinates that do not move."""
+    """Of every block, without elements that do not move."""
     world = World(case, zeros=True)
     world.run("zero_one_inverses")
     d = [np.where(u == 0, 0.0, 1 / (u + h.eps)) for u, h in zip(roots(world, world.v), world.hypers, strict=True)]

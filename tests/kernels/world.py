@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
 
 
 class Inputs:
-    """Lists of arrays, one a parameter, that tensors can hold. `masked`: some coordinates take no part, and messages
+    """Lists of arrays, one a parameter, that tensors can hold. `masked`: some elements take no part, and messages
     hold gamma times the momentum. `zeros`: every fifth v is 0, and every third gradient of those too."""
 
     def __init__(self, case: Case, name: str = "cpu", *, masked: bool = False, zeros: bool = False) -> None:

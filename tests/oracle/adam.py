@@ -58,7 +58,7 @@ def freeze(
     v: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True, zero_variance: str = "floor"
 ) -> Arrays:
     """d = 1 / (sqrt(vhat) + eps). Where v is 0: the mean vhat of the others, or d = 0 (zero_variance="hold") or where
-    no coordinate of the parameter has a variance."""
+    no element of the parameter has a variance."""
     ds = []
     for v_p, h in zip(v, hypers, strict=True):
         vhat = v_p / (1 - h.beta2**step) if bias_correction else v_p
@@ -86,7 +86,7 @@ def averaged_momentum(
 
 
 def onebit_adam_update(x: Arrays, m: Arrays, d: Arrays, hypers: Sequence[Hyper]) -> Arrays:
-    """x - lr (m d + wd x); a coordinate with d = 0 never moves."""
+    """x - lr (m d + wd x); an element with d = 0 never moves."""
     return [
         np.where(d_p == 0, x_p, x_p - h.lr * (m_p * d_p + h.weight_decay * x_p))
         for x_p, m_p, d_p, h in zip(x, m, d, hypers, strict=True)

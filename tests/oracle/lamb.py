@@ -82,7 +82,7 @@ def freeze_lamb(
 
 
 def variance_ratio(frozen: np.ndarray, fresh: np.ndarray, h: Hyper, ratio: str) -> float:
-    """The largest frozen/fresh over coordinates with a variance (1 where there is none), before any clip."""
+    """The largest frozen/fresh over elements with a variance (1 where there is none), before any clip."""
     positive = frozen > 0
     if not positive.any():
         return 1.0

@@ -78,7 +78,7 @@ def mean_gradient(grads: Sequence[Gradients], like: Arrays) -> Arrays:
 
 
 def update(x: Arrays, m: Arrays, u: Arrays, hypers: Sequence[Hyper], step: int, bias_correction: bool = True) -> Arrays:
-    """x - lr (mhat / (u + eps) + wd x), mhat = m / (1 - b1^step); a coordinate with u = 0 does not move."""
+    """x - lr (mhat / (u + eps) + wd x), mhat = m / (1 - b1^step); an element with u = 0 does not move."""
     xs = []
     for x_p, m_p, u_p, h in zip(x, m, u, hypers, strict=True):
         mhat = m_p / (1 - h.beta1**step) if bias_correction else m_p
@@ -246,7 +246,7 @@ class ZeroOne:
         self.m = zeros(self.m)
 
     def renew_floors(self) -> None:
-        """The floors of v as it is, and with them which coordinates take part in the all-reduce."""
+        """The floors of v as it is, and with them which elements take part in the all-reduce."""
         self.floors = floors(self.v, self.weights(), self.variance_floor, self.zero_variance, self.bias_correction)
         self._set_counted()
 

@@ -83,7 +83,7 @@ def test_frozen_and_naive_adam_are_adam_before_and_frozen_adam_is_so_after(found
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_frozen_adam_gives_a_coordinate_without_a_variance_the_mean_of_the_others():
+def test_frozen_adam_gives_an_element_without_a_variance_the_mean_of_the_others():
     params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3))]
     optimizer = ablations.FrozenAdam(params, freeze=2, lr=1e-2)
     for step in range(1, 4):

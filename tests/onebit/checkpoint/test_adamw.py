@@ -264,7 +264,7 @@ def test_momentum_after_local_steps_has_its_own_unit():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_coordinates_that_did_not_move_start_from_zero(dtype):
+def test_elements_that_did_not_move_start_from_zero(dtype):
     case = Case(dtype=dtype, options={"freeze_step": 3, "zero_variance": "hold"}, untouched=((0, 2, 9),))
     with pytest.warns(UserWarning, match="without a variance"):
         params, optimizer = trained(case, 0, 6)

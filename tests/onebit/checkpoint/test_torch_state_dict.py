@@ -93,7 +93,7 @@ def test_a_flattened_state_of_another_stage_needs_room(kind, steps, there):
 
 
 def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
-    """torch puts the two together. Here one had coordinates without a variance, and LAMB a field for them."""
+    """torch puts the two together. Here one had elements without a variance, and LAMB a field for them."""
     case = Case("OneBitLamb", options=FREEZE)
     params, optimizer = trained(case, 0, 6)
     options = StateDictOptions(full_state_dict=True)

@@ -72,7 +72,7 @@ def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bo
     """From what was written to a file after each of these steps: the same states at once, and the same run to its end.
     Skipped steps (`case.bad`) are part of it. states: whether states are compared; a load clears what a mask holds."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coordinates without a variance")
+        warnings.filterwarnings("ignore", "elements without a variance")
         (params, optimizer), files = started(case, 0, rank, size), {}
         for step in range(1, case.steps + 1):
             take(case, rank, optimizer, params, step)

@@ -58,7 +58,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(name: str) -> None
 # Resumed: in stage 1, at its end, after the first compressed step, later, at the end. 1-bit Adam: test_resume.py
 
 STOPS = (2, 3, 4, 7, 9)
-RARE = LAMB.but(steps=20, untouched=((0, 2, 14),))  # a coordinate without a variance, which a ratio leaves out
+RARE = LAMB.but(steps=20, untouched=((0, 2, 14),))  # an element without a variance, which a ratio leaves out
 FILLED = RARE.but(shapes=(*RARE.shapes[:6], (5, 0), (3,)))  # with an element in the last parameter
 RESUMES = {
     "LAMB": (2, RARE, (5, 8, 9, 16)),

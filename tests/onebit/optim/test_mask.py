@@ -48,7 +48,7 @@ LOCAL = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4, 
 
 def assert_held(params: list[nn.Parameter], first: list[Any]) -> None:
     for p, x, mask in zip(params, first, masks(), strict=True):
-        assert mask is None or bits([p[~mask]]) == bits([x[~mask]]), "a held coordinate has moved"
+        assert mask is None or bits([p[~mask]]) == bits([x[~mask]]), "a held element has moved"
 
 
 FLOOR, DECAY = {"zero_variance": "floor"}, {"weight_decay": 0.1}

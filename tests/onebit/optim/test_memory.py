@@ -23,7 +23,7 @@ from tests.ranks import group, run_ranks, run_ranks_once
 SHAPES = ((2048, 1024), (1000, 1024), (512,), (3,))
 NUMEL = sum(torch.Size(s).numel() for s in SHAPES)
 MOST_STATE = {  # by ranks: with two, messages go directly, there is no server and m is two messages
-    8: {"OneBitAdam": 8.7, "OneBitLamb": 12.8, "ZeroOneAdam": 8.85},  # 1/8 for the mask of live coordinates
+    8: {"OneBitAdam": 8.7, "OneBitLamb": 12.8, "ZeroOneAdam": 8.85},  # 1/8 for the mask of live elements
     2: {"OneBitAdam": 8.3, "OneBitLamb": 12.6, "ZeroOneAdam": 8.45},
 }
 MOST_OF_NODES = {"OneBitAdam": 5.1, "OneBitLamb": 9.4, "ZeroOneAdam": 5.1}

@@ -201,10 +201,10 @@ def assert_near(found: list[Any], expected: list[Any], start: list[Tensor]) -> N
 
 
 @pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", 1), ("OneBitLamb", "direct"), ("ZeroOneAdam", 1)])
-@pytest.mark.filterwarnings("ignore:coordinates without a variance", "error:the state does not hold")
+@pytest.mark.filterwarnings("ignore:elements without a variance", "error:the state does not hold")
 def test_a_state_loads_element_for_element(kind: str, reply: Any) -> None:
     """In stage 1, at its end and later. One block a parameter: what compression leaves out is the same in any order."""
-    untouched = ((0, 2, 99), (2, 3, 99))  # coordinates without a variance
+    untouched = ((0, 2, 99), (2, 3, 99))  # elements without a variance
     own = {"freeze_step": 3, "block_size": 512, "zero_variance": "hold", "reply": reply}
     case = CASE.but(kind=kind, options=own, untouched=untouched, steps=10)
     saved = recorded(0, 1, case)

@@ -1,5 +1,5 @@
 """1-bit Adam and 1-bit LAMB are the float64 simulation of the papers' Algorithm 1, at every step of both stages and on
-every rank: also with two levels, 16 bits, and coordinates without a variance. Stage 1 of 1-bit Adam is AdamW."""
+every rank: also with two levels, 16 bits, and elements without a variance. Stage 1 of 1-bit Adam is AdamW."""
 
 import warnings
 
@@ -110,7 +110,7 @@ def test_one_warning_of_rank_0_names_the_parameters_and_counts(rank, zero_varian
         assert ("mean" in text) == (zero_variance == "floor")
 
 
-def test_no_warning_where_every_coordinate_has_a_variance(recwarn):
+def test_no_warning_where_every_element_has_a_variance(recwarn):
     _, optimizer = started(Case(options={"freeze_step": 3}), 7)
     assert optimizer.compressing
     assert [str(w.message) for w in recwarn] == []

@@ -73,7 +73,7 @@ def test_warnings_that_are_errors_leave_no_rank_waiting(rank: int) -> None:
             except UserWarning as warning:
                 texts.append(str(warning))
     assert optimizer.steps == 4
-    assert ["coordinates without a variance" in text for text in texts] == [True] * (rank == 0)
+    assert ["elements without a variance" in text for text in texts] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize(

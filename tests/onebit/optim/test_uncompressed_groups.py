@@ -139,7 +139,7 @@ def test_diagnostics_have_all_and_only_what_is_compressed_must_have_a_variance_b
     found = list(optimizer.diagnostics().values())  # in the order of the groups
     assert ["momentum_scale" in own for own in found] == [True, True, False, False]
     assert all(own["variance_norm"] > 0 for own in found[2:])
-    with pytest.warns(UserWarning, match="coordinates without a variance"):
+    with pytest.warns(UserWarning, match="elements without a variance"):
         started(case.but(untouched=((0, 3, 99),)), 8)
 
 

@@ -358,7 +358,7 @@ def test_a_state_without_local_steps_where_there_are_some() -> None:
         LOCAL.build(LOCAL.parameters()).load_state_dict(optimizer.state_dict())
 
 
-def test_messages_are_made_without_a_mask_where_every_coordinate_takes_part() -> None:
+def test_messages_are_made_without_a_mask_where_every_element_takes_part() -> None:
     """With zero_variance="hold" that is after the full step that gives the last one a variance; also of a state that is
     loaded."""
 
