@@ -50,7 +50,7 @@ class Case:
         """The same on every rank."""
         source = np.random.default_rng([self.seed, 1000])
         values = [source.normal(size=shape) for shape in self.shapes]
-        return [nn.Parameter(torch.from_numpy(v).to(self.dtype_of(p))) for p, v in enumerate(values)]
+        return [nn.Parameter(torch.as_tensor(v).to(self.dtype_of(p))) for p, v in enumerate(values)]
 
     def dtype_of(self, parameter: int) -> torch.dtype:
         is_last = parameter == len(self.shapes) - 1
@@ -62,7 +62,7 @@ class Case:
         made: list[Tensor | None] = []
         for p, shape in enumerate(self.shapes):
             values = 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=shape) + own.normal(size=shape))
-            made.append(torch.from_numpy(values).to(self.dtype_of(p)))
+            made.append(torch.as_tensor(values).to(self.dtype_of(p)))
         for parameter, rows, last in self.untouched:
             if step <= last:
                 made[parameter][:rows] = 0
