@@ -46,48 +46,6 @@ class Bound:
     bytes: int
 
 
-# The buffers of a workload. decay: far enough from 1 that the same reply, again and again, adds up to no more than ten
-# of it. folded: what full steps between compressed ones, and local steps, add to. d: 1 / (sqrt(v_T) + eps), the
-# gradients' root mean square being 1.
-MADE: dict[str, Callable[[Workload], Any]] = {
-    "hyper": lambda w: hyper_table([HYPER], w.device),
-    "flags": lambda w: torch.zeros(1, dtype=torch.int32, device=w.device),
-    "params": lambda w: w.pointers("parameter"),
-    "grads": lambda w: w.pointers("gradient"),
-    "decoded": lambda w: w.pointers("tensor"),
-    "exp_avg": lambda w: w.flat("exp_avg", w.span).mul_(0.1),
-    "exp_avg_sq": lambda w: w.flat("exp_avg_sq", w.span).square_(),
-    "d": lambda w: w.flat("d", w.span).mul_(0.1).add_(1).clamp_(min=0.1),
-    "anchor": lambda w: w.flat("anchor", w.span),
-    "master": lambda w: w.flat("master", w.span) if w.storage.master else None,
-    "momentum": lambda w: (
-        w.messages("momentum", w.span, w.reply_format, w.storage.copies)
-        if w.storage.packed
-        else w.flat("momentum", w.span).mul_(0.1)
-    ),
-    "replies": lambda w: w.messages("replies", w.span, w.reply_format, w.storage.copies),
-    "received": lambda w: w.messages("received", w.shard, w.format),
-    "sent": lambda w: w.unwritten(w.format, w.layout.ranks),
-    "reply": lambda w: w.unwritten(w.reply_format, 1),
-    "residual": lambda w: w.made_residual("residual", w.span, w.format),
-    "server_residual": lambda w: w.made_residual("server_residual", w.shard, w.reply_format),
-    "folded": lambda w: w.made_residual("folded", w.span, w.format),
-    "live": lambda w: w.mask(w.span) if w.storage.masked else None,
-    "live_of_shard": lambda w: w.mask(w.shard) if w.storage.masked else None,
-    "written_live": lambda w: torch.zeros(w.span.elements // 8, dtype=torch.uint8, device=w.device),
-    "gamma": lambda w: w.random("gamma", w.layout.parameters).add_(0.5).to(w.device) if w.scaled else None,
-    "floors": lambda w: Floors(w.of_parameters(0.1), w.of_parameters(1.0)),
-    "decay": lambda w: w.of_parameters(0.9),
-    "factor": lambda w: w.of_parameters(1.5),
-    "clip": lambda w: None if w.bare else w.of_parameters(0.7),
-    "squares": lambda w: w.of_blocks(),
-    "sums": lambda w: w.of_blocks(),
-    "counts": lambda w: w.of_blocks(),
-    "warmup_state": lambda w: LambState.initial(w.layout, w.device),
-    "statistics_state": lambda w: replace(LambState.initial(w.layout, w.device), average=w.of_parameters(0.1)),
-}
-
-
 class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
@@ -95,7 +53,7 @@ class Workload:
     some elements out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
     each parameter's momentum times a gamma of its own. `kept`: residuals are also written as they were. `bare`: passes
     get nothing that they can do without. `summed`: adam_warmup adds up v too, and LAMB's ratios are of denominators.
-    Each buffer is an attribute, and is made when it is first asked for.
+    Each buffer of MADE is an attribute, and is made when it is first asked for.
     """
 
     def __init__(
@@ -240,3 +198,45 @@ class Workload:
         places = np.broadcast_to(np.arange(self.layout.block_size), (span.count, self.layout.block_size))
         counts, room = span.counts()[:, None], places < span.lengths()[:, None]
         return torch.from_numpy(np.packbits((places < counts)[room], bitorder="little")).to(self.device)
+
+
+# The buffers of a workload. decay: far enough from 1 that the same reply, again and again, adds up to no more than ten
+# of it. folded: what full steps between compressed ones, and local steps, add to. d: 1 / (sqrt(v_T) + eps), the
+# gradients' root mean square being 1.
+MADE: dict[str, Callable[[Workload], Any]] = {
+    "hyper": lambda w: hyper_table([HYPER], w.device),
+    "flags": lambda w: torch.zeros(1, dtype=torch.int32, device=w.device),
+    "params": lambda w: w.pointers("parameter"),
+    "grads": lambda w: w.pointers("gradient"),
+    "decoded": lambda w: w.pointers("tensor"),
+    "exp_avg": lambda w: w.flat("exp_avg", w.span).mul_(0.1),
+    "exp_avg_sq": lambda w: w.flat("exp_avg_sq", w.span).square_(),
+    "d": lambda w: w.flat("d", w.span).mul_(0.1).add_(1).clamp_(min=0.1),
+    "anchor": lambda w: w.flat("anchor", w.span),
+    "master": lambda w: w.flat("master", w.span) if w.storage.master else None,
+    "momentum": lambda w: (
+        w.messages("momentum", w.span, w.reply_format, w.storage.copies)
+        if w.storage.packed
+        else w.flat("momentum", w.span).mul_(0.1)
+    ),
+    "replies": lambda w: w.messages("replies", w.span, w.reply_format, w.storage.copies),
+    "received": lambda w: w.messages("received", w.shard, w.format),
+    "sent": lambda w: w.unwritten(w.format, w.layout.ranks),
+    "reply": lambda w: w.unwritten(w.reply_format, 1),
+    "residual": lambda w: w.made_residual("residual", w.span, w.format),
+    "server_residual": lambda w: w.made_residual("server_residual", w.shard, w.reply_format),
+    "folded": lambda w: w.made_residual("folded", w.span, w.format),
+    "live": lambda w: w.mask(w.span) if w.storage.masked else None,
+    "live_of_shard": lambda w: w.mask(w.shard) if w.storage.masked else None,
+    "written_live": lambda w: torch.zeros(w.span.elements // 8, dtype=torch.uint8, device=w.device),
+    "gamma": lambda w: w.random("gamma", w.layout.parameters).add_(0.5).to(w.device) if w.scaled else None,
+    "floors": lambda w: Floors(w.of_parameters(0.1), w.of_parameters(1.0)),
+    "decay": lambda w: w.of_parameters(0.9),
+    "factor": lambda w: w.of_parameters(1.5),
+    "clip": lambda w: None if w.bare else w.of_parameters(0.7),
+    "squares": lambda w: w.of_blocks(),
+    "sums": lambda w: w.of_blocks(),
+    "counts": lambda w: w.of_blocks(),
+    "warmup_state": lambda w: LambState.initial(w.layout, w.device),
+    "statistics_state": lambda w: replace(LambState.initial(w.layout, w.device), average=w.of_parameters(0.1)),
+}
