@@ -1,12 +1,15 @@
 """Load on another number of ranks, or with other messages: merged states keep the mean residual, a single rank's start
 it from zero. With two levels a rank has what it left out of its slice."""
 
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import onebit
+from tests.checkpoints import Run
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import FIVE, TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
 from tests.onebit.runs import Case, on_ranks, same, snapshot, take
@@ -124,3 +127,22 @@ def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(rank):
     optimizer.load_state_dict(states[rank])
     with pytest.raises(ValueError, match=r"rank 1 has steps 6(\.0)? where rank 0 has 5"):
         take(case, rank, optimizer, params, 7)
+
+
+@on_ranks(2)
+def test_residuals_come_along_into_another_memory_format(rank, tmp_path):
+    """Norms of what was left out: as it was, loaded as it was, loaded into channels_last; none is missed."""
+    case, found = Case(shapes=((16, 8, 3, 3),), options={"freeze_step": 3}), []
+    rows = (8, torch.contiguous_format), (0, torch.contiguous_format), (0, torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*residual")
+        for steps, memory_format in rows:
+            run = Run(case, 0, rank, group())
+            run.params[0].data = run.params[0].data.contiguous(memory_format=memory_format)
+            run.on(1, steps)
+            (run.load if found else run.save)(tmp_path)
+            (own,) = run.optimizer.diagnostics().values()
+            found.append([own["residual_norm"], own["server_residual_norm"]])
+    before, alike, other = found
+    assert before == alike and min(before) > 0
+    assert other[1] == pytest.approx(before[1], rel=1e-5) and other[0] > 0.5 * before[0]
