@@ -50,7 +50,7 @@ CASES = {  # ranks, the case, and what it has
 EVERY = {"least", "most", "between", "none", "limit", "the largest", "as far up as it may", "as far down as it may"}
 
 
-# Coordinates whose variance is 0 at the freeze: three rows far into stage 2, and one parameter for good. The simulation
+# Elements whose variance is 0 at the freeze: three rows far into stage 2, and one parameter for good. The simulation
 # knows of the floor, of what never moves, of what stays out of a scale, and of what a ratio counts.
 
 UNTOUCHED = ((0, 3, 20), (2, 7, 10**6))
