@@ -14,7 +14,7 @@ FUZZ_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 # What each stamp says is installed.
-EXTRAS_demo :=
+EXTRAS_demo := perf
 EXTRAS_installed := test,check,perf,mpi
 EXTRAS_release := release
 
@@ -23,8 +23,9 @@ EXTRAS_release := release
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/.demo  ## train with 1 bit and without, side by side; DEMO_ARGS="--steps 100"
-	@$(BIN)/onebit demo $(DEMO_ARGS)
+demo: .venv/.demo  ## train with 1 bit and without, side by side; DEMO_ARGS="--optimizer lamb"
+	@mkdir -p build
+	@$(BIN)/onebit demo --out build/onebit-demo.png $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests that fit in three minutes on two quiet cores; FOCUS=FILE: those for a change of that file
 ifdef FOCUS
@@ -80,8 +81,8 @@ clean:  ## remove .venv, caches and build outputs
 	@$(PYTHON) -m venv .venv
 
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing onebit and what it needs here$(if $(EXTRAS_$*), ($(EXTRAS_$*))) into .venv: once, a minute or two on a fast connection"
+	@echo "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection"
 	@$(BIN)/python -m pip --disable-pip-version-check install --no-input $(PIP_ARGS) \
-	    -c constraints.txt -e '.$(if $(EXTRAS_$*),[$(EXTRAS_$*)])'
+	    -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	@touch $@
 	@echo "Installed"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from onebit.report.plots import available
 
 GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
 PURPLE, CYAN, BROWN, PINK, OLIVE, TEAL = "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#00665e"
@@ -18,11 +19,6 @@ PARTS = {"forward": "#aec7e8", "backward": BLUE, "step": GREEN, "all-reduce": RE
 TARGET = RED
 MISSING = "No plot: matplotlib is not installed. For one: pip install matplotlib"
 Draw = Callable[[Any], None]  # draws on a matplotlib Axes
-
-
-def available() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_if_possible(draw: Callable[[], Sequence[Path]]) -> None:

@@ -103,7 +103,7 @@ def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
 ) -> None:
     ten_lines = re.search(r"## Ten lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert ten_lines
-    assert "\n    pip install .\n" in (ROOT / "README.md").read_text()
+    assert "\n    pip install '.[perf]'" in (ROOT / "README.md").read_text()
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(ten_lines=ten_lines[1]))
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)

@@ -8,11 +8,14 @@ import ast
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from tests.limits import HUNG
 
@@ -277,3 +280,13 @@ def test_two_optimizers_share_one_mechanism() -> None:
     assert not {tuple(adam[i : i + 6]) for i in range(len(adam) - 5)} & {
         tuple(lamb[i : i + 6]) for i in range(len(lamb) - 5)
     }
+
+
+def test_the_demo_of_make_draws_into_an_ignored_folder() -> None:
+    """A fresh clone stays clean."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    recipe = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=HUNG).stdout
+    (out,) = re.findall(r"onebit demo .*--out (\S+)", recipe)
+    assert f"{Path(out).parts[0]}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    assert f"mkdir -p {Path(out).parent}\n" in recipe

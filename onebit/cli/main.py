@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from onebit.cli import tune
 from onebit.cli.arguments import CommandError
 from onebit.cli.demo import command as demo
+from onebit.cli.demo.ranks import DemoError
 from onebit.cli.plan import command as plan
+from onebit.cli.plan.command import PlanError
 from onebit.cli.progress import Progress
 
 
@@ -17,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         COMMANDS[arguments.command](arguments)
-    except CommandError as error:
+    except (CommandError, DemoError, PlanError) as error:
         print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
@@ -36,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
             "demo",
             help="train a small language model with 1 bit and without, on ranks of this machine: a minute or two",
             description="Trains a small language model on Python's own documentation, with Adam, 1-bit Adam and 0/1 "
-            "Adam: losses, bytes sent, times. Nothing is downloaded.",
+            "Adam (or LAMB and 1-bit LAMB): losses, bytes sent, a plot. Nothing is downloaded.",
         )
     )
     tune.add_arguments(

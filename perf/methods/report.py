@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import stdev
 
 from onebit.cli.arguments import CommandError
+from onebit.report.plots import available
 from perf import plots
 from perf.lab.rates import link_title
 from perf.methods.plan import (
@@ -74,7 +75,7 @@ def write_report(out: Path, docs: Path) -> str:
     """The page, which is written, and its plots, where they can be drawn."""
     text = page(out, docs)
     docs.write_text(text, encoding="utf-8")
-    for record, title in records(out) if plots.available() else ():
+    for record, title in records(out) if available() else ():
         if networks := finished(record):
             draw(record.path, title, networks, record.runs)
     return text

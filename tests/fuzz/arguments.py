@@ -8,6 +8,10 @@ import argparse
 import contextlib
 import functools
 import io
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +25,7 @@ from onebit.cli.plan import command as plan
 from onebit.cli.plan.options import OPTIONS
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.wire import Format
+from onebit.report.plots import check_plot
 from tests.fuzz.mutate import ERRORS, Source, junk, pick
 
 _SENSIBLE: dict[str, tuple[Any, ...]] = {
@@ -135,6 +140,7 @@ _PAIRS = (
     ("--dtype", ("float32", "float64")),
     ("--ranks", ("2", "65", "-1")),
     ("--steps", ("10", "9", "x")),
+    ("--out", ("a.png", "", "a/b")),
 )
 _NUMBERS = (
     "0", "1", "0.5", "64", "1000", "340e6", "1.3b", "1e30", "1e308", "-1", "nan", "inf", "1gbit", "1e-300", "none", "",
@@ -145,6 +151,9 @@ _parser = functools.cache(cli.parser)  # most of a case's time
 
 
 class CommandLine:
+    def __init__(self) -> None:
+        self.room = tempfile.TemporaryDirectory()
+
     def case(self, source: Source) -> str:
         words = [self._word(source) for _ in range(int(source.integers(0, 7)) if source.random() < 0.5 else 0)]
         command = pick(source, ("demo", "tune", "plan"))
@@ -153,7 +162,10 @@ class CommandLine:
             words += [option, str(pick(source, values))]
         if source.random() < 0.8:
             words.insert(0, command)
-        return _device(self._word(source)) if source.random() < 0.1 else _main(words)
+        kind = source.random()
+        if kind < 0.1:
+            return _outcome("device", CommandError, pick_device, self._word(source))
+        return self._plot(self._word(source)) if kind < 0.12 else _main(words)
 
     def _word(self, source: Source) -> str:
         if source.random() < 0.85:
@@ -161,9 +173,18 @@ class CommandLine:
         codes = source.integers(1, 0x3000, size=int(source.integers(0, 12)))
         return "".join(map(chr, codes))
 
+    def _plot(self, name: str) -> str:
+        """Where a plot would go: a file that was not there is not left behind."""
+        room = Path(self.room.name)
+        before = os.listdir(room)
+        outcome = _outcome("plot", ValueError, check_plot, room / name.replace("/", "_"))
+        if os.listdir(room) != before:
+            raise AssertionError(f"{name!r} was left behind")
+        return outcome
+
 
 def _main(words: list[str]) -> str:
-    """`onebit WORDS`: the plan, other commands that do nothing but check the device."""
+    """`onebit WORDS`: the plan without its pictures, other commands that do nothing but check the device."""
     started = []
 
     def run(arguments: argparse.Namespace) -> None:
@@ -171,6 +192,7 @@ def _main(words: list[str]) -> str:
         if arguments.command == "tune":
             pick_device(arguments.device)
         if arguments.command == "plan":
+            arguments.plot = arguments.map = None
             plan.run(arguments)
 
     out, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace") for _ in range(2))
@@ -191,9 +213,9 @@ def _main(words: list[str]) -> str:
     return f"exit {code}"
 
 
-def _device(text: str) -> str:
+def _outcome(what: str, refusal: type[Exception], check: Callable[[Any], object], given: object) -> str:
     try:
-        pick_device(text)
-    except CommandError:
-        return "device, refused"
-    return "device, accepted"
+        check(given)
+    except refusal:
+        return f"{what}, refused"
+    return f"{what}, accepted"

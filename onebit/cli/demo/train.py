@@ -1,4 +1,4 @@
-"""A rank of the demo: trains one model with Adam, and a copy with each of the optimizers with 1 bit, in turn.
+"""A rank of the demo: trains one model with the original optimizer, and a copy with each of those with 1 bit, in turn.
 
 Started by onebit.cli.demo.ranks as `python -m onebit.cli.demo.train SETTINGS`. All models see the same batches. Rank 0
 prints what happens in lines of JSON behind a mark.
@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,23 +28,30 @@ from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
+LOCAL = "ONEBIT_DEMO_LOCAL"  # set where the parent is on this machine, holds the store, and ends its ranks
 BATCH = 16
 HELD_OUT = 512
 BETAS = (0.9, 0.98)
-RATE = 3e-3
-WARMUP = 0.25  # the part of all steps before the freeze
-NAMES = ("Adam", "1-bit Adam", "0/1 Adam")
+RATE = {"adam": 3e-3, "lamb": 2e-2}
+WARMUP = {"adam": 0.25, "lamb": 0.3}  # the part of all steps before the freeze
+NAMES = {"adam": ("Adam", "1-bit Adam", "0/1 Adam"), "lamb": ("LAMB", "1-bit LAMB")}  # the first is uncompressed
 
 
 @dataclass(frozen=True)
 class Settings:
+    optimizer: str = "adam"
     ranks: int = 2
     steps: int = 400
     seed: int = 0
+    bandwidth: str | None = None  # of the links, where a launcher puts every rank on a host of its own
 
     @property
     def freeze_step(self) -> int:
-        return max(1, round(WARMUP * self.steps))
+        return max(1, round(WARMUP[self.optimizer] * self.steps))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return NAMES[self.optimizer]
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,11 @@ class Step:
     """Of every optimizer. Losses are means over ranks, bytes what rank 0 has sent so far."""
 
     step: int
-    compressing: bool  # whether 1-bit Adam, which has two stages, is in stage 2
+    compressing: bool  # whether the second, which has two stages, is in stage 2
     losses: list[float]
     seconds: list[float]
     sent: list[int]
+    counted: list[int] | None  # by the network interface
 
 
 @dataclass(frozen=True)
@@ -79,14 +88,14 @@ class Run:
         self.optimizer = _optimizer(settings, name, self.model)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer,
-            max_lr=RATE,
+            max_lr=RATE[settings.optimizer],
             total_steps=settings.steps,
             pct_start=max(0.1, 2 / settings.steps),  # with one step of rising rates it divides by zero
             cycle_momentum=False,
         )
         self.elements = sum(p.numel() for p in self.model.parameters())
         self._ring = round(2 * (settings.ranks - 1) / settings.ranks * 4 * self.elements)
-        self._rings = 0
+        self._rings, self.counted = 0, 0
 
     @property
     def compressing(self) -> bool:
@@ -103,7 +112,7 @@ class Run:
         """The loss, and how long it took all ranks."""
         if isinstance(self.optimizer, OneBitOptimizer):
             self.optimizer.pay_off.restart()  # other models were trained since
-        start = time.perf_counter()
+        before, start = _interface_bytes(), time.perf_counter()
         self.optimizer.zero_grad()
         loss = loss_of(self.model, windows)
         loss.backward()
@@ -112,6 +121,7 @@ class Run:
         loss = loss.detach().cpu()
         dist.barrier()  # nothing of this step is under way any more
         seconds = time.perf_counter() - start
+        self.counted += _interface_bytes() - before
         self.schedule.step()
         self._rings += full
         return loss, seconds
@@ -131,14 +141,23 @@ class Run:
 
 def train(settings: Settings, rank: int, device: torch.device) -> None:
     text = Text()
-    runs = [Run(settings, name, text.letters, device) for name in NAMES]
+    runs = [Run(settings, name, text.letters, device) for name in settings.names]
     source = torch.Generator().manual_seed(1000 * settings.seed + rank)
     _print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements))
     for step in range(1, settings.steps + 1):
         windows = text.batch(BATCH, source).to(device)
         losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
-        sent = [run.sent for run in runs]
-        _print_line(rank, Step(step, runs[1].compressing, _mean(list(losses), device), list(seconds), sent))
+        counted = None if LOCAL in os.environ else [run.counted for run in runs]
+        mean, sent = _mean(list(losses), device), [run.sent for run in runs]
+        done = Step(
+            step=step,
+            compressing=runs[1].compressing,
+            losses=mean,
+            seconds=list(seconds),
+            sent=sent,
+            counted=counted,
+        )
+        _print_line(rank, done)
     windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
     held_out = _mean([run.held_out_loss(windows) for run in runs], device)
     reports = [str(run.optimizer.report()) for run in runs[1:] if isinstance(run.optimizer, OneBitOptimizer)]
@@ -147,13 +166,14 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
 
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if LOCAL in os.environ:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= settings.ranks
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False)
+    store = TCPStore(host, port, is_master=rank == 0 and LOCAL not in os.environ)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,
@@ -168,16 +188,20 @@ def main() -> None:
 
 
 def _optimizer(settings: Settings, name: str, model: DistributedDataParallel) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"lr": RATE, "betas": BETAS, "weight_decay": 0.01}
+    """LAMB that never freezes is uncompressed LAMB."""
+    parameters = model.parameters()
+    options: dict[str, Any] = {"lr": RATE[settings.optimizer], "betas": BETAS, "weight_decay": 0.01}
     optimizer: OneBitOptimizer
     match name:
         case "Adam":
-            return torch.optim.AdamW(model.parameters(), **options)
+            return torch.optim.AdamW(parameters, **options)
         case "1-bit Adam":
-            freeze_step = settings.freeze_step
-            optimizer = onebit.OneBitAdam(model.parameters(), **options, freeze_step=freeze_step, chunks=1)
+            optimizer = onebit.OneBitAdam(parameters, **options, freeze_step=settings.freeze_step, chunks=1)
+        case "0/1 Adam":
+            optimizer = onebit.ZeroOneAdam(parameters, **options, chunks=1)
         case _:
-            optimizer = onebit.ZeroOneAdam(model.parameters(), **options, chunks=1)
+            freeze_step = settings.steps if name == "LAMB" else settings.freeze_step
+            optimizer = onebit.OneBitLamb(parameters, **options, freeze_step=freeze_step, chunks=1, max_coeff=1.0)
     onebit.attach(model, optimizer)
     return optimizer
 
@@ -195,12 +219,19 @@ def _print_line(rank: int, what: Start | Step | End) -> None:
 
 
 def parse_line(line: str) -> Start | Step | End | None:
-    """What rank 0 has printed; None of any other line."""
-    if not line.startswith(MARK):
+    """What rank 0 has printed, behind whatever prefix its launcher gives it; None of any other line."""
+    _, mark, text = line.partition(MARK)
+    if not mark:
         return None
-    ((kind, fields),) = json.loads(line.removeprefix(MARK)).items()
+    ((kind, fields),) = json.loads(text).items()
     known: dict[str, type[Start | Step | End]] = {"Start": Start, "Step": Step, "End": End}
     return known[kind](**fields)
+
+
+def _interface_bytes() -> int:
+    """What the interface that Gloo uses has sent so far, on a host with no other traffic."""
+    counter = Path("/sys/class/net", os.environ.get("GLOO_SOCKET_IFNAME", "none"), "statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
 
 
 def _end_with_parent() -> None:

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from onebit.cli.arguments import CommandError
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import Model
 from onebit.cli.plan.options import CLUSTERS, GLOO_MEMORY, ITEMSIZES, MODELS, OPTIONS
-from onebit.cli.plan.report import describe, describe_map
+from onebit.cli.plan.pictures import draw_map, draw_plot, table
+from onebit.cli.plan.report import describe
+from onebit.report.plots import check_plot
+
+
+class PlanError(Exception):
+    """Something the user can put right."""
+
+    code = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,18 +33,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (read, text) in OPTIONS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=read, metavar=name.upper(), help=text.replace("%", "%%"))
-    parser.add_argument("--map", action="store_true", help="also what is first over network rates and round trips")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="what a run takes over network rates, by method")
+    parser.add_argument("--map", type=Path, metavar="FILE", help="what is first over network rates and round trips")
 
 
 def run(arguments: argparse.Namespace) -> None:
     model, cluster = planned(arguments)
-    if arguments.map and cluster.nodes == 1:
-        raise CommandError(
-            "--map is of the network between nodes, and there is one node: give more --gpus, or fewer --gpus-per-node"
-        )
+    for option in ("plot", "map"):
+        _check_picture(getattr(arguments, option), f"--{option}", cluster)
     print(describe(model, cluster))
     if arguments.map:
-        print(f"\n{describe_map(model, cluster)}")
+        print(f"\n{table(model, cluster)}")
+    for option, draw in (("plot", draw_plot), ("map", draw_map)):
+        if path := getattr(arguments, option):
+            try:
+                draw(model, cluster, path)
+            except OSError as error:
+                raise PlanError(f"the plot could not be written ({error}): choose another --{option}") from error
+            print(f"\n{option.title()}: {path}")
 
 
 def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
@@ -49,13 +63,30 @@ def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
     missing = [name for name in ("elements", "forward", "backward", "gpus", "network") if name not in values]
     if missing:
         preset = {"gpus": "", "network": " or a --cluster"}.get(missing[0], " or a --model")
-        raise CommandError(f"--{missing[0]} is missing: give it{preset}")
+        raise PlanError(f"--{missing[0]} is missing: give it{preset}")
     values["itemsize"] = ITEMSIZES[values["dtype"]]
     try:
         return _filled(Model, values), _filled(Cluster, values)
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise PlanError(str(error)) from error
 
 
 def _filled(kind: type[Any], values: dict[str, Any]) -> Any:
     return kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values})
+
+
+def _check_picture(out: Path | None, option: str, cluster: Cluster) -> None:
+    """Found out before the work."""
+    if out is None:
+        return
+    if cluster.nodes == 1:
+        raise PlanError(
+            f"{option} is of the network between nodes, and there is one node: give more --gpus, or fewer "
+            "--gpus-per-node"
+        )
+    try:
+        drawable = check_plot(out)
+    except ValueError as error:
+        raise PlanError(f"{error}; choose another {option}") from error
+    if not drawable:
+        raise PlanError(f"{option} needs matplotlib: pip install matplotlib")

@@ -1,11 +1,9 @@
-"""What `onebit plan` prints: the parts of each step, whole runs, what limits them, a verdict, and with --map a map."""
+"""What `onebit plan` prints: the parts of each step, whole runs, what limits them, and a verdict."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from onebit.cli.plan.cluster import Cluster
@@ -36,12 +34,6 @@ RUN = {
     "seconds": ("hours", 3600.0, ",.2f"),
     "sent": ("GB a node sends to others", 1e9, ",.1f"),
 }
-RATES = [10e6, 100e6, 1e9, 10e9, 100e9]  # bit/s, of the map
-ROUND_TRIPS = [0.05e-3, 0.5e-3, 5e-3, 30e-3, 100e-3]  # seconds, of the map
-LOSS = """Predicted, not measured, for equal numbers of steps. In docs/convergence.md the optimizers end within a
-deviation of their originals' loss, or below, in 11 of 12 comparisons. The exception is a GAN, where 0/1 Adam ends at
-8.0 and Adam at 7.2. With local steps up to 16 apart a language model ends 0.04 above (one seed), so the gain of local
-steps is a bound."""
 
 
 def describe(model: Model, cluster: Cluster) -> str:
@@ -66,23 +58,6 @@ def describe(model: Model, cluster: Cluster) -> str:
     ]
     verdict = [*_limits(steps), _pays(model, cluster), *_first(found)]
     return "\n\n".join([head, _table(of_steps), _table(of_runs), "\n".join(verdict)])
-
-
-def describe_map(model: Model, cluster: Cluster) -> str:
-    """What ends a run first: a row for each round trip, a column for each network rate. Local steps come second, since
-    ranks have other parameters between exchanges."""
-    found = [[runs(model, replace(cluster, network=rate, rtt=rtt)) for rate in RATES] for rtt in ROUND_TRIPS]
-    title = (
-        f"first to end {model.steps:,} steps, and the best compressed one's speed, times the best uncompressed one's"
-    )
-    lines, has_local = [title], any(run.local for run in found[0][0].values())
-    for kind, local in (("ranks in step", False), ("with local steps", True))[: 1 + has_local]:
-        lines.append(f"{kind:<17}" + "".join(f"{gbit(rate):>19}" for rate in RATES))
-        for rtt, row in zip(ROUND_TRIPS, found, strict=True):
-            best = [first(each, local) for each in row]
-            cells = [f"{each.name.removeprefix('and ')} {each.factor:.2f}" for each in best]
-            lines.append(f"  {f'{1e3 * rtt:g} ms':<15}" + "".join(f"{cell:>19}" for cell in cells))
-    return "\n".join([*lines, textwrap.fill(" ".join(LOSS.split()), 112)])
 
 
 def counted(number: int, what: str) -> str:

@@ -136,6 +136,12 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         ("demo --steps=0", "from 10 to"),
         ("demo --steps=many", "'many' is not a whole number"),
         ("demo --seed=-1", "seed"),
+        ("demo --optimizer=sgd", "'adam'"),
+        ("demo --out=missing/plot.png", "--out"),
+        ("demo --out=plot.unknown", "--out"),
+        ("demo --out=plot", "--out"),
+        ("demo --out=.", "--out"),
+        ("demo --out=/proc/plot.png", "--out"),
         ("plan --elements=1b", "--forward is missing: give it or a --model"),
         ("plan --model=bert-large --gpus=8", "--network is missing: give it or a --cluster"),
         ("plan --model=bert-large --cluster=ethernet-v100", "--gpus is missing"),
@@ -156,10 +162,15 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         (f"{PLAN} --levels=3", "'3' is none of 1, 2"),
         (f"{PLAN} --model=gpt-9", "invalid choice"),
         (f"{PLAN} --rates=/nowhere.json", "no record of perf.kernels"),
-        (f"{PLAN} --map --gpus=8 --gpus-per-node=8", "there is one node: give more --gpus"),
+        (f"{PLAN} --plot=plan.xyz", "cannot be a 'xyz' file: give it a name such as plot.png; choose another --plot"),
+        (f"{PLAN} --plot=/nowhere/plan.png", "choose another --plot"),
+        (f"{PLAN} --map=map.xyz", "choose another --map"),
+        (f"{PLAN} --map=map.png --gpus=1", "there is one node: give more --gpus"),
+        (f"{PLAN} --map=map.png --gpus=8 --gpus-per-node=8", "there is one node: give more --gpus"),
     ],
 )
 def test_what_cannot_be_done_is_one_error_before_the_work(command, part, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     try:
         status = cli.main(command.split())

@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from onebit.cli.demo import ranks
+from onebit.cli import main as cli
+from onebit.cli.demo import command as demo
 from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
-from onebit.cli.demo.ranks import DemoError, Process
+from onebit.cli.demo.ranks import DemoError, Process, lines_of
 from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
 from tests.limits import HUNG
 
 COMMAND = [sys.executable, "-m", "onebit", "demo"]
+PNG = b"\x89PNG"
 
 
 def table(text):
@@ -30,11 +32,13 @@ def table(text):
     return {name: tuple(map(float, re.findall(r"[\d.]+", cells))) for name, cells in rows}
 
 
-def test_adam_and_its_twins_in_the_background():
-    """With the standard input closed."""
-    background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []
-    result = subprocess.run([*background, *COMMAND, "--steps=32"], capture_output=True, text=True, timeout=HUNG)
+def test_adam_and_its_twins(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plot.png"
+    command = [*COMMAND, "--steps", "32", "--out", str(out)]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
+    assert out.read_bytes().startswith(PNG)
     assert "starting 2 ranks" in result.stderr and "\033" not in result.stderr
     found = table(result.stdout)
     assert len(found["validation loss"]) == 3 and all(2 < loss < 3.4 for loss in found["validation loss"])  # first 4.6
@@ -49,7 +53,18 @@ def test_adam_and_its_twins_in_the_background():
     assert 30 < dense2 / packed2 < 32
     assert "1-bit Adam, optimizer.report():" in result.stdout and "0/1 Adam, optimizer.report():" in result.stdout
     assert "uncompressed        8 steps" in result.stdout and "uncompressed       13 steps" in result.stdout
-    assert "from step 9 on" in result.stdout and demo_report.NOTE in result.stdout
+    assert "from step 9 on" in result.stdout and f"Plot: {out}" in result.stdout
+    assert "counter" not in result.stdout and demo_report.NOTE.strip() in result.stdout  # on this machine
+
+
+def test_lamb_and_its_twin_in_the_background(tmp_path):
+    """With its standard input closed."""
+    command = [*COMMAND, "--optimizer=lamb", "--steps=20", "--seed=3", f"--out={tmp_path / 'plot.png'}"]
+    background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []
+    result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=HUNG)
+    assert result.returncode == 0, result.stderr
+    assert "1-bit LAMB" in result.stdout and "from step 7 on" in result.stdout
+    assert max(table(result.stdout)["validation loss"]) < 4 and "31.5 times less" in result.stdout
 
 
 def children(parent):
@@ -71,36 +86,40 @@ def children(parent):
 @pytest.mark.parametrize(
     "number, whom, status", [(signal.SIGINT, None, 130), (signal.SIGKILL, None, -9), (signal.SIGKILL, 1, 1)]
 )
-def test_no_rank_outlives_the_demo_or_another_rank(number, whom, status):
+def test_no_rank_outlives_the_demo_or_another_rank(number, whom, status, tmp_path):
     """whom: the rank that gets the signal; None for the command."""
-    command = [*COMMAND, "--steps", "2000"]
+    command = [*COMMAND, "--steps", "2000", "--out", str(tmp_path / "plot.png")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert any(re.match(r"\d+/2000 stage 1", line) for line in process.stderr)
-            found = children(process.pid)
-            assert sorted(found) == [0, 1]
-            os.kill(process.pid if whom is None else found[whom], number)
+            ranks = children(process.pid)
+            assert sorted(ranks) == [0, 1]
+            os.kill(process.pid if whom is None else ranks[whom], number)
             out, err = process.communicate(timeout=HUNG)
         finally:
             process.kill()
     assert (process.returncode, out) == (status, "") and "Traceback" not in err
     assert ("error: rank 1 was ended by SIGKILL" in err) == (whom is not None)
     deadline = time.monotonic() + HUNG
-    while any(Path(f"/proc/{rank}").exists() for rank in found.values()):
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks.values()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_rank_is_reported_and_a_stubborn_process_is_killed(tmp_path, monkeypatch):
+def test_a_failing_launcher_is_reported_and_a_stubborn_process_is_killed(tmp_path):
     (tmp_path / "failing.py").write_text("print('a line', flush=True); raise SystemExit('out of luck')")
     (tmp_path / "stubborn.py").write_text(
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(99)"
     )
     found, env = [], {"PYTHONPATH": str(tmp_path)}
-    monkeypatch.setattr(ranks, "Process", lambda name, module, _, lines: Process(name, ["failing"], env, lines))
-    with pytest.raises(DemoError, match=r"^rank \d failed with status 1; its last lines:\n    out of luck$"):
-        found.extend(ranks.lines_of(Settings()))
-    assert found == ["a line"] * 2
+
+    def launch(settings, command, lines):
+        return Process("the launcher", ["failing", *command], env, lines)
+
+    with pytest.raises(DemoError, match=r"^the launcher failed with status 1; its last lines:\n    out of luck$"):
+        found.extend(lines_of(Settings(), launch))
+    assert found == ["a line"]
     lines = queue.Queue()
     stubborn = Process("rank 0", ["stubborn"], env, lines)
     assert lines.get(timeout=HUNG) == "here"
@@ -111,12 +130,13 @@ def test_a_failing_rank_is_reported_and_a_stubborn_process_is_killed(tmp_path, m
 
 def record():
     """Six steps, the last four of them in stage 2."""
-    made = demo_report.Record(Settings(steps=6))
+    made = demo_report.Record(Settings(steps=6, bandwidth="1gbit"))
     made.add(Start("cpu", "gloo", 1000))
     for i in range(1, 7):
-        sent = [4_000_000 * i, 4_000_000 * min(i, 2) + 100_000 * max(0, i - 2), 2_000_000 * i]
+        sent = [4_000_000 * i, 4_000_000 * min(i, 2) + 100_000 * max(0, i - 2)]
+        sent.append(2_000_000 * i)
         losses, seconds = [5.0 - i / 2, 5.5 - i / 2, 6 - i / 2], [0.5, 0.25 if i > 2 else 0.5, 0.4]
-        made.add(Step(i, i > 2, losses, seconds, sent))
+        made.add(Step(i, i > 2, losses, seconds, sent=sent, counted=[b + 1_000_000 for b in sent]))
     made.add(End([1.5, 1.25, 1.0], ["it pays\nlittle", "it pays"]))
     return made
 
@@ -127,6 +147,7 @@ def test_the_table_and_the_progress_line_have_the_numbers():
         "validation loss": (1.5, 1.25, 1.0),
         "sent by each rank": (24.0, 8.4, 12.0),
         "of it in stage 2": (16.0, 0.4, 8.0),
+        "by the link's counter": (16.0, 0.4, 8.0),
         "time a step, stage 2": (500, 250, 400),
     }
     assert "40.0 and 2.0 times less" in text and "2.0 and 1.2 times as fast" in text
@@ -138,8 +159,9 @@ def test_the_table_and_the_progress_line_have_the_numbers():
 
 def test_what_rank_0_prints_is_what_is_read():
     step = record().steps[0]
-    assert parse_line("warning: something") is None
-    assert parse_line(MARK + json.dumps({"Step": asdict(step)})) == step
+    for prefix in ("", "[rank 0] "):
+        assert parse_line(f"{prefix}warning: something") is None
+        assert parse_line(prefix + MARK + json.dumps({"Step": asdict(step)})) == step
 
 
 def test_the_text_is_split_and_the_model_sees_no_future():
@@ -157,3 +179,11 @@ def test_the_text_is_split_and_the_model_sees_no_future():
     torch.testing.assert_close(before[:, :40], after[:, :40])
     assert (before[:, 40:] - after[:, 40:]).abs().max() > 1e-3
     assert loss_of(model, windows).item() == pytest.approx(torch.tensor(text.letters).log().item(), rel=0.1)
+
+
+def test_demo_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(demo, "train", lambda *_: record())
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.png")]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "plot.png").exists()

@@ -1,8 +1,9 @@
-"""`onebit plan`: its options and presets, whole runs, and what it prints."""
+"""`onebit plan`: its options and presets, whole runs, what it prints, and its pictures."""
 
 import argparse
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from onebit.cli.plan.model import (
     stage_2,
     uncompressed,
 )
-from onebit.cli.plan.report import LOSS, RATES, ROUND_TRIPS, describe, describe_map
+from onebit.cli.plan.pictures import LOSS, RATES, ROUND_TRIPS, TABLE, draw_plot, places, spaced
+from onebit.cli.plan.report import describe
 from onebit.cli.plan.runs import Run, first, runs
 from tests.oracle.zero_one import full_steps, sync_steps
 
@@ -113,30 +115,63 @@ def test_the_command_prints_what_the_model_says(capsys):
     assert "On one node (1 of at most 4 GPUs)" in describe(BERT, replace(SLOW, gpus=1))
 
 
-def test_the_map_has_the_first_run_of_each_network():
-    model, cluster = planned(*PRESETS, "--gpus-per-node=1", "--network=1gbit", "--rtt=10")
-    text = describe_map(model, cluster)
-    lines = text.splitlines()
-    assert lines[0].startswith("first to end 3,000 steps") and "is a bound" in text
+def test_the_command_prints_and_draws_the_map(tmp_path, monkeypatch, capsys):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    path, figures = tmp_path / "map.png", []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.setattr("onebit.cli.plan.pictures.POINTS", (9, 8))
+    arguments = [*PRESETS, "--gpus-per-node=1", "--network=1gbit", "--rtt=10"]
+    assert cli.main(["plan", *arguments, f"--map={path}"]) == 0
+    text, (model, cluster) = capsys.readouterr().out, planned(*arguments)
+    assert path.read_bytes().startswith(b"\x89PNG") and text.endswith(f"Map: {path}\n") and "is a bound" in text
+    found, (rates, round_trips) = places(model, cluster, *TABLE), TABLE
+    for i, rtt in enumerate(round_trips):
+        for j, rate in enumerate(rates):
+            there = runs(model, replace(cluster, network=rate, rtt=rtt))
+            assert all(found[local][i][j] == first(there, local) for local in (False, True))
+    lines = text[text.index("first to end 3,000 steps") :].splitlines()
     for start, local in ((2, False), (8, True)):
-        for line, rtt in zip(lines[start:], ROUND_TRIPS, strict=False):
-            best = [first(runs(model, replace(cluster, network=rate, rtt=rtt)), local) for rate in RATES]
-            shown = [f"{each.name.removeprefix('and ')} {each.factor:.2f}" for each in best]
+        for line, rtt, row in zip(lines[start:], round_trips, found[local], strict=False):
+            shown = [f"{place.name.removeprefix('and ')} {place.factor:.2f}" for place in row]
             assert " ".join(line.split()) == " ".join([f"{1e3 * rtt:g} ms", *shown])
-    assert "with local steps" not in describe_map(replace(model, optimizer="lamb"), cluster)
+    panels = figures[0].axes[:4]
+    texts = [{text.get_text().replace("\n", " ") for text in axes.texts} for axes in panels]
+    assert texts[0] == {"0/1 Adam", "don't use this library: uncompressed is first"}
+    assert "0/1 Adam with local steps" in texts[2]
+    assert [list(line.get_xydata()[0]) for line in panels[0].lines] == [[1.0, 10.0]]  # as planned
+    assert list(places(replace(model, optimizer="lamb"), cluster, [1e8], [1e-3])) == [False]
+    assert spaced(ROUND_TRIPS, 3) == pytest.approx([ROUND_TRIPS[0], 5**0.5 * 1e-3, ROUND_TRIPS[1]])
+    assert (min(rates), max(rates)) == RATES and (min(round_trips), max(round_trips)) == ROUND_TRIPS
 
 
-def test_what_other_pages_have_of_the_plan(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+def test_the_plot_shows_every_run(tmp_path, monkeypatch, capsys):
+    pyplot, figures = pytest.importorskip("matplotlib.pyplot"), []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw_plot(BERT, SLOW, tmp_path / "plot.png")
+    curves = {line.get_label(): line.get_xydata() for line in figures[0].axes[0].lines}
+    assert list(curves) == ["fp32", "fp16", "1-bit Adam", "0/1 Adam", "0/1 Adam with local steps", "as planned"]
+    gbit, hours = curves["0/1 Adam"][7]
+    there = runs(BERT, replace(SLOW, network=1e9 * gbit))
+    assert hours == pytest.approx(there["0/1 Adam"].seconds / 3600) and curves["as planned"][0][0] == 8
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert cli.main(["plan", *PRESETS, f"--plot={tmp_path / 'plan.png'}"]) == 2
+    captured = capsys.readouterr()
+    assert "pip install matplotlib" in captured.err and not captured.out
+
+
+def test_what_other_pages_have_of_the_plan(capsys):
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
-    found = re.findall(r"    onebit plan ((?:.*\\\n)?.*)\n\n(?:prints|ends with) [^\n]*\n\n((?:    .*\n|\n)+)", page)
-    assert len(found) == 2
-    for words, block in found:
-        assert cli.main(["plan", *words.replace("\\", "").split()]) == 0
-        printed, shown = (
-            [line.strip() for line in text.strip().splitlines()] for text in (capsys.readouterr().out, block)
-        )
-        assert printed[-len(shown) :] == shown and len(shown) in (len(printed), 17)
+    found = re.search(r"    onebit plan (.*)\n\nprints[^\n]*\n\n((?:    .*\n|\n)+)", page)
+    assert cli.main(["plan", *found[1].split()]) == 0
+    assert [line.strip() for line in found[2].strip().splitlines()] == [
+        line.strip() for line in capsys.readouterr().out.strip().splitlines()
+    ]
+    for name in ("plan_map-language-model.png", "plan_map-bert-large.png"):
+        before, after = page.split(f"](../perf/results/{name})")
+        assert before.rsplit("\n\n", 2)[1].startswith("    onebit plan ") and name not in after
+        assert before.rsplit("\n\n", 2)[1].endswith("--map map.png")
+        assert (ROOT / "perf/results" / name).stat().st_size < 200_000
     page = (ROOT / "docs/convergence.md").read_text(encoding="utf-8")
     said = [re.search(r"in (\d+ of \d+) comparisons", " ".join(text.split())) for text in (page, LOSS)]
     assert said[0] and said[1] and said[0][1] == said[1][1]

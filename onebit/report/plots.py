@@ -1,0 +1,36 @@
+"""Whether a plot can be drawn and written: found out before the work that it is to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        return False
+    return True
+
+
+def check_plot(out: Path) -> bool:
+    """Whether there is matplotlib. Where there is and it could not write `out`, a ValueError; `out` stays as it is."""
+    if not available():
+        return False
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind = out.suffix.lstrip(".").lower()
+    if kind not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"a plot cannot be a {kind!r} file: give it a name such as plot.png")
+    there = out.exists()
+    try:
+        out.open("ab").close()
+        if not there:
+            out.unlink()
+    except (OSError, ValueError) as error:  # a ValueError of a name with a null byte
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"a plot cannot be written to {str(out)!r} ({why})") from error
+    return True
