@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help="default: %(default)s")
 
 
-def run(arguments: argparse.Namespace, progress: Progress) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Train, and print the table."""
     start = time.perf_counter()
     settings = Settings(**{name: getattr(arguments, name) for name in LIMITS})
-    print(describe(train(settings, progress)))
+    print(describe(train(settings, Progress())))
     print(f"\nTook {time.perf_counter() - start:.0f} s")
 
 
