@@ -12,7 +12,6 @@ from onebit.cli.demo import command as demo
 from onebit.cli.demo.ranks import DemoError
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.command import PlanError
-from onebit.cli.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,12 +60,4 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _demo(arguments: argparse.Namespace) -> None:
-    demo.run(arguments, Progress())
-
-
-def _tune(arguments: argparse.Namespace) -> None:
-    tune.run(arguments, Progress())
-
-
-COMMANDS = {"demo": _demo, "tune": _tune, "plan": plan.run}
+COMMANDS = {"demo": demo.run, "tune": tune.run, "plan": plan.run}

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, progress: Progress) -> None:
+def run(arguments: argparse.Namespace) -> None:
+    progress = Progress()
     if dist.is_torchelastic_launched():
         return _run_group(arguments, progress)
     device = pick_device(arguments.device)

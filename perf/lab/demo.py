@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from onebit.cli.demo import command as demo
 from onebit.cli.demo.ranks import DemoError, Process
 from onebit.cli.demo.train import Settings
-from onebit.cli.progress import Progress
 from perf.command import exit_status, host_count, link
 from perf.lab.workers import search_path
 
@@ -36,7 +35,7 @@ def launch(settings: Settings, command: list[str], lines: queue.Queue[str]) -> P
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        demo.run(arguments, Progress(), bandwidth=arguments.rate, launcher=launch)
+        demo.run(arguments, bandwidth=arguments.rate, launcher=launch)
     except DemoError as error:
         print(f"perf.lab.demo: error: {error}", file=sys.stderr)
         return error.code

@@ -37,13 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(
-    arguments: argparse.Namespace, progress: Progress, *, bandwidth: str | None = None, launcher: Launcher | None = None
-) -> None:
+def run(arguments: argparse.Namespace, *, bandwidth: str | None = None, launcher: Launcher | None = None) -> None:
     """Train, print the table, write the plot. launcher: see `lines_of`. bandwidth: of its links, for the launcher."""
     start, out = time.perf_counter(), arguments.out
     drawable = _check_plot(out)
-    record = train(settings_of(arguments, bandwidth), progress, launcher)
+    record = train(settings_of(arguments, bandwidth), Progress(), launcher)
     print(demo_report.describe(record))
     if drawable:
         with _writing(out):

@@ -61,7 +61,7 @@ def test_tune_goes_through_every_kernel_of_a_gpu(gpu, monkeypatch, capsys):
         return tuner.Choice(Config(2, 8), {Config(4, 4): torch.inf, Config(2, 8): 1e-3}, saved=True)
 
     gpu(tune_kernel)
-    monkeypatch.setattr(cli, "Progress", lambda: Progress(plain_seconds=0))
+    monkeypatch.setattr(tune, "Progress", lambda: Progress(plain_seconds=0))
     assert cli.main(["tune", "--dtype", "bfloat16", "--elements", "4096"]) == 0
     assert tuned == [(k, torch.device("cuda", 0), torch.bfloat16, 4096) for k in tuner.PASS_OF]
     captured = capsys.readouterr()
