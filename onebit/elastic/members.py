@@ -161,8 +161,8 @@ class Members:
             known = self.rows[rank].known_as(self.reforms)
             if known is None or first is None or known[0] != first[0]:
                 raise ValueError(
-                    f"{self.name(rank)} and {self.name(self.stayers[0])} have gone on with other ranks, or from groups "
-                    f"of other sizes: they do not go on from one run. {_NEW}"
+                    f"{self.name(rank)} has gone on with other ranks than others have, or was in a group of another "
+                    f"size: they do not go on from one run. {_NEW}"
                 )
             if self.joining and self.rows[rank].cannot_give:
                 raise ValueError(f"{self.name(rank)}: {self.rows[rank].cannot_give}")
