@@ -9,7 +9,7 @@ and checked beside the present state: a state that does not fit changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -117,10 +117,15 @@ class Cut:
 
 
 def restored(
-    setup: Setup, current: Snapshot, state_dict: Mapping[str, Any], kept: Sequence[int] | None = None
+    setup: Setup,
+    current: Snapshot,
+    state_dict: Mapping[str, Any],
+    kept: Sequence[int] | None = None,
+    fold: bool = False,
 ) -> tuple[list[dict[str, Any]], Snapshot]:
     """What each param group is updated with, and where the run had come to. Nothing changes. kept: where ranks have
-    left or come, the places of those whose residuals this rank goes on with."""
+    left or come, the places of those whose residuals this rank goes on with, once `Snapshot.collect_residuals` was
+    called. fold: whether m goes into the residuals in any case."""
     groups = _checked_groups(setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in setup.groups)
@@ -130,17 +135,26 @@ def restored(
     if numbers["compressing"]:
         _check_compressed_alike(setup, groups)
     betas = [betas_of(group) for group in merged]
-    return merged, _Restoration(setup, numbers, saved, betas, kept).snapshot(len(current.compressed))
+    return merged, _Restoration(setup, numbers, saved, betas, kept, fold).snapshot(len(current.compressed))
 
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
     """Where a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
+    return restored(setup, current, as_state_dict(setup, state, progress(setup, current), setup.groups))[1]
+
+
+def as_state_dict(
+    setup: Setup, state: Mapping[Tensor, Saved], numbers: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What `restored` takes, from states by parameter. groups: what every param group has beside its parameters."""
     params = [p for group in setup.groups for p in group["params"]]
     keys = iter(range(len(params)))
-    groups = [{**group, "params": [next(keys) for _ in group["params"]]} for group in setup.groups]
-    groups[0][PROGRESS] = progress(setup, current)
-    own = {i: state[p] for i, p in enumerate(params) if state.get(p)}
-    return restored(setup, current, {"state": own, "param_groups": groups})[1]
+    made = [
+        {**group, "params": [next(keys) for _ in own["params"]]}
+        for group, own in zip(groups, setup.groups, strict=True)
+    ]
+    made[0][PROGRESS] = numbers
+    return {"state": {i: state[p] for i, p in enumerate(params) if state.get(p)}, "param_groups": made}
 
 
 def _present(own: Saved) -> Saved:
@@ -157,6 +171,7 @@ class _Restoration:
     saved: Mapping[Tensor, Saved]
     betas: Sequence[tuple[float, float]]  # of each param group that was saved
     kept: Sequence[int] | None = None
+    fold: bool = False
     residuals_missing: bool = False
 
     def snapshot(self, dtypes: int) -> Snapshot:
@@ -180,7 +195,13 @@ class _Restoration:
         rule.restore(numbers["trace"])
         steps, skipped = int(numbers["steps"]), int(numbers["skipped_steps"])
         stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=self.numbers["compressing"])
-        return Snapshot(parts, stages, int(numbers["wire_bytes"]), residuals_missing=self.residuals_missing)
+        return Snapshot(
+            parts,
+            stages,
+            int(numbers["wire_bytes"]),
+            residuals_missing=self.residuals_missing,
+            momentum_was_folded=self.fold,
+        )
 
     def _in_stage_2(self, state: FlatState) -> bool:
         return self.numbers["compressing"] and state.compressed
@@ -243,7 +264,8 @@ class _Restoration:
         owns = chain.from_iterable(zip(part.state.params, saved, strict=True) for part, saved in parts)
         there = Cut.of_state(self.numbers, {places[p]: saved_order(own) for p, own in owns if ORDER in own})
         here, place = Cut.of_run(self.setup, there), self.setup.topology.place
-        own_residuals, same_messages = here.keeps_residuals_of(there), here.keeps_messages_of(there)
+        own_residuals = here.keeps_residuals_of(there)
+        self.fold = self.fold or not here.keeps_messages_of(there)
         for (part, saved), saved_chunks, chunks in zip(parts, there.chunks, here.chunks, strict=True):
             part.state.set_chunks(chunks)
             clear_fields(part.state)
@@ -252,17 +274,17 @@ class _Restoration:
             messages = _Messages(part.state, saved, there, saved_chunks)
             messages.check(self.setup)
             if self.kept is not None:
-                messages.keep_residuals(part.reducer, self.kept)
+                part.collect_residuals = messages.keep_residuals(part.reducer, self.kept)
             elif own_residuals and messages.has_residuals([place]):
                 messages.add_residuals(part.reducer, [place])
             elif messages.has_residuals(messages.places):
                 messages.add_residuals(part.reducer, messages.places)
             else:
                 self._warn_of_missing(len(messages.places))
-            if same_messages:
-                messages.put_momentum(part.reducer)
-            else:
+            if self.fold:
                 self._fold_momentum(part, messages)
+            else:
+                messages.put_momentum(part.reducer)
 
     def _fold_momentum(self, part: Part, messages: _Messages) -> None:
         """What messages of another shape held goes where the next messages of this run take it from."""
@@ -361,18 +383,25 @@ class _Messages:
                 for part, at in server.shard.of_parameter(i):
                     server.residual.value[at : at + part.stop - part.start].copy_(of_servers[part])
 
-    def keep_residuals(self, reducer: MomentumReducer, places: Sequence[int]) -> None:
+    def keep_residuals(self, reducer: MomentumReducer, places: Sequence[int]) -> Callable[[], None]:
         """What these places owe is owed by this rank, of N' senders where there were N: e N' / N, and N' E on what they
-        have averaged. With two levels a rank of the node owes what lies in its slice."""
-        exchange = reducer.exchange
+        have averaged. With two levels a rank of the node owes what lies in its slice. Residuals change, and ranks of a
+        node send, when the result is called."""
+        exchange, state = reducer.exchange, self.state
         senders = exchange.transport.size
+        all_owed = []
         for i in range(len(self.saved)):
             e, of_servers = self._left_out(i, places, senders / self.cut.nodes)
-            owed = e.add(of_servers, alpha=senders).to(self.state.device)
-            if exchange.node.size > 1:
-                exchange.node.all_sum(owed, "collecting what the ranks of a node owe (all-reduce)").wait()
-            for part, own_e in self.state.parts_of(RESIDUAL.name, i):
-                own_e.add_(owed[part])
+            all_owed.append(e.add(of_servers, alpha=senders).to(state.device))
+
+        def collect_residuals() -> None:
+            for i, owed in enumerate(all_owed):
+                if exchange.node.size > 1:
+                    exchange.node.all_sum(owed, "collecting what the ranks of a node owe (all-reduce)").wait()
+                for part, own_e in state.parts_of(RESIDUAL.name, i):
+                    own_e.add_(owed[part])
+
+        return collect_residuals
 
     def _left_out(self, index: int, places: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
         """Of one parameter what these places have left out of their slices, each times share, and what they have left

@@ -8,21 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onebit.collectives.topology import Topology
+from onebit.elastic.members import Members
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
 logger = logging.getLogger("onebit")
 
 
-def warn_of_losses(
-    setup: Setup, current: Snapshot, topology: Topology, ranks: int, kept: Sequence[Sequence[int]]
-) -> None:
-    """One log line, on the first rank of the new `topology`. setup, current: before. ranks: of the old group. kept: by
-    rank of the new one, whose residuals each goes on with. The first rank that stays tells how large its own are."""
+def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
+    """One log line, on the first rank that stays, which tells how large its own residuals are. setup, current:
+    before."""
+    ranks, kept = members.ranks_before, members.kept
     gone = sorted(set(range(ranks)) - {place for places in kept for place in places})
-    first = next(rank for rank, places in enumerate(kept) if places)
-    if not gone or not current.reducers or topology.everyone.rank != first:
+    if not gone or not current.reducers or members.everyone.rank != members.stayers[0]:
         return
     e, served, m = _norms(current)
     names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"

@@ -191,14 +191,20 @@ class RankFinder:
         self._found, self.topology = True, topology
         return alone or topology.node is not None
 
-    def topology_of(self, process_group: Any) -> Topology:
-        """Of another group, nodes as they were asked for: a collective call of the group. A Topology stays what it is.
-        Nothing changes."""
-        if not isinstance(process_group, Topology) and self._node_group not in (None, "auto"):
+    def how_nodes_are_found(self, process_group: Any) -> str:
+        """In another group: given with a Topology, "auto", or there are none."""
+        if isinstance(process_group, Topology):
+            return "given"
+        if self._node_group not in (None, "auto"):
             raise ValueError(
                 "the optimizer was built with a group of this rank's node, which belongs to the ranks that there were: "
                 "give a Topology, onebit.collectives.topology.Topology.of(process_group, node_group, device)"
             )
+        return self._node_group or "none"
+
+    def topology_of(self, process_group: Any) -> Topology:
+        """Of another group, nodes as they were asked for: a collective call of the group. A Topology stays what it is.
+        Nothing changes."""
         return Topology.of(process_group, self._node_group, self._device)
 
     def go_on_with(self, topology: Topology) -> None:

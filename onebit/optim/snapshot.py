@@ -43,6 +43,7 @@ class Part:
     reducer: MomentumReducer | None = None  # None too in stage 2, where the state is not compressed
     local: LocalSteps | None = None  # once this process has taken one
     fold_momentum_again: Callable[[], None] | None = None  # after a load: puts m into a residual that was cleared
+    collect_residuals: Callable[[], None] | None = None  # see `Snapshot.collect_residuals`
 
     def start_reducer(self, setup: Setup) -> None:
         """Stage 2, from the field "residual"."""
@@ -92,6 +93,7 @@ class Snapshot:
     stages: Stages
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
+    momentum_was_folded: bool = False  # whether a load, or a change of ranks, has put m into what is sent next
     ranks_agree: bool = False  # whether all ranks were found to have the same model and options
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
@@ -163,6 +165,14 @@ class Snapshot:
             assert part.reducer is not None
             part.local = setup.algorithm.local_steps(part.state, part.reducer, hyper, self.stages.steps + 1)
             part.local.go_on(progress[i], None if before is None else before.parts[i].local)
+
+    def collect_residuals(self) -> None:
+        """After a change of ranks: of a node's ranks each goes on with what lies in its slice. A collective call with
+        two levels."""
+        for part in self.parts:
+            if part.collect_residuals is not None:
+                part.collect_residuals()
+                part.collect_residuals = None
 
     def masters_at_last_sync(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Parameters that have a master copy and have moved since the last exchange, and the copy as it was then."""
@@ -303,16 +313,18 @@ class Snapshot:
             for put_back in restore:
                 put_back()
 
-    def synchronize(self, hyper: Tensor, bound: bool, keep: bool = False) -> None:
-        """The exchange after local steps. bound: whether flat states know the gradients. keep: as in `exchange`."""
+    def synchronize(self, hyper: Tensor, bound: bool, keep: bool = False, arrived: bool = False) -> None:
+        """The exchange after local steps. bound: whether flat states know the gradients. keep: as in `exchange`.
+        arrived: whether the replies are there."""
         undo = self.undo if keep else []
         with held.kept(self.states):
             for state in () if bound else self.states:
                 state.bind_tensors()
-            self.exchanges_begin(undo, by_flags=False)
             local = [part.local for part in self.parts if part.local is not None]
-            for each, own in zip_longest(local, undo):
-                each.exchange(hyper, own)
+            if not arrived:
+                self.exchanges_begin(undo, by_flags=False)
+                for each, own in zip_longest(local, undo):
+                    each.exchange(hyper, own)
             for each, state in zip(local, self.states, strict=True):
                 each.meet(hyper)
                 state.parameters_were_written()
@@ -320,15 +332,17 @@ class Snapshot:
             for state in () if bound else self.states:
                 state.release_gradients()
 
-    def freeze(self, setup: Setup) -> Reports:
-        """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured."""
+    def freeze(self, setup: Setup, chunks: Sequence[int] = ()) -> Reports:
+        """Stage 2 begins with the coming step: a collective call where chunks="auto" has to be measured, before all
+        changes. chunks: of each compressed part, as other ranks have measured."""
         steps, algorithm = self.stages.steps, setup.algorithm
         algorithm.check_freeze(self.compressed, steps)
+        chosen = list(chunks) or [setup.choose_chunks(state) for state in self.compressed]
         rows = setup.hyper_rows(max(1, steps))
         zeros: ZeroCounts = []
         for part in (part for part in self.parts if part.state.compressed):
             state = part.state
-            state.set_chunks(setup.choose_chunks(state))
+            state.set_chunks(chosen.pop(0))
             held.clear_fields(state)
             without = algorithm.on_freeze(state, rows, setup.options)
             zeros += _named(setup, state, without)

@@ -68,18 +68,14 @@ class Stages:
         self._limited = 0  # elements that the last step had a limit for
         self.shortened_in_a_row = 0  # steps that most parameters were to be moved too far by
 
-    def go_on_counting(self, before: Stages) -> None:
-        """The same steps, in the same process: what is not saved with a state."""
-        self.left_out.copy_(before.left_out)
+    def go_on_counting(self, before: Stages, left_out: int) -> None:
+        """In the same process: what is not saved with a state. left_out: local steps that other ranks have taken, and
+        this one has not."""
+        self.left_out.copy_(before.left_out + left_out)
         self._known = before._known
         self.steps_before, self.skipped_before = before.steps_before, before.skipped_before
         self.skipped_in_a_row, self.left_out_in_a_row = before.skipped_in_a_row, before.left_out_in_a_row
         self.shortened_in_a_row = before.shortened_in_a_row
-
-    def leave_out(self, steps: int) -> None:
-        """Local steps that other ranks have taken, and this one has not."""
-        self.counts[:1] += steps
-        self.left_out += steps
 
     @property
     def freeze_is_due(self) -> bool:

@@ -157,12 +157,12 @@ class SentStep(OneBitStep):
 
     def average_and_check(self, squares: Tensor | None = None) -> Tensor:
         flags = self.gradients.flags.zero_()
-        if apart := self.current.uncompressed:  # their means are the same on all ranks, and so is what is found
-            self._check(apart, squares, agree=False)
+        for state in self.current.compressed:
+            state.bind_tensors()
+        if apart := self.current.uncompressed:  # no rank moves before all have the means: one may die meanwhile
+            self._check(apart, squares, agree=True)
         self.current.read_flags(flags)
         self.gradients.ranks_agreed = True
-        for state in self.current.states:
-            state.bind_tensors()
         return flags
 
     def _exchange(self, hyper: Tensor) -> Sequence[Undo]:

@@ -81,6 +81,7 @@ class OneBitOptimizer(Progress):
         self.pay_off = PayOff(device)
         self.watch = Watch(chosen.check_every)
         self.reforms = 0  # how often the run has gone on with other ranks: see onebit.reform
+        self.before_reform: dict[str, Any] = {}  # what this rank was in the group before the last one
         self._built_for = param_groups.identities(groups)
         self.install(Snapshot.of(self.setup))
         self._built = True

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.agreement import listed
-from onebit.collectives.transport.protocol import CollectiveError, Ranks, Transport
+from onebit.collectives.transport.protocol import Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels import streams
 from onebit.optim.gradients import unchanged
@@ -86,6 +86,7 @@ class Overlap:
         self._coming: Step | None = None  # of `prepare`
         self._snapshot: Snapshot | None = None  # that it is on for
         self._groups: _Groups | None = None  # for the thread
+        self._close_groups: Callable[[], object] = lambda: None  # at the latest when the optimizer is dropped
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
         self._flight: Flight | None = None
         self._means: list[list[Tensor] | None] = []
@@ -139,7 +140,8 @@ class Overlap:
         node = setup.topology.node
         if self._groups is None:
             self._groups = _Groups(setup.topology.replicas.duplicate(), node and node.duplicate())
-            weakref.finalize(self, self._groups.close).atexit = False
+            self._close_groups = closing = weakref.finalize(self, self._groups.close)
+            closing.atexit = False
         self._asked = self._asked or setup.topology.everyone.of_hosts()
         for reducer in current.reducers:
             reducer.exchange.agree()
@@ -211,7 +213,7 @@ class Overlap:
     def abandon(self) -> None:
         """Messages that a rank which died keeps from arriving: `Snapshot.under_way` has what takes them back."""
         if self._flight is not None:
-            with contextlib.suppress(CollectiveError):
+            with contextlib.suppress(Exception):  # also of a reply that is half there
                 self._finish(self._flight)
 
     def disable(self, why: str) -> None:
@@ -241,6 +243,7 @@ class Overlap:
     def forget_ranks(self) -> None:
         """Other ranks from here on: groups of theirs are made when the coming step is prepared."""
         self._pause()
+        self._close_groups()
         self._coming, self._groups, self._asked = None, None, None
         self._model = lambda: None
 

@@ -29,7 +29,7 @@ ELSEWHERE = {  # calls that no scenario comes to, and why
     "kernels/tuning/timing.py": "for timing",
     "onebit/cli/demo/ranks.py": "a process",
     "collectives/hand_over.py": "a reform",
-    "onebit/checkpoint/restore.py keep_residuals": "a reform",
+    "onebit/checkpoint/restore.py collect_residuals": "a reform",
 }
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport.protocol import Work
 from tests.faults.striking import Watched
+from tests.onebit.runs import Case
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Failure:
     phase: str
     when: Literal["before", "after"] = "after"
     skip: int = 0  # how often the phase ends well in that step
+    error: type[Exception] = CollectiveError
 
 
 @dataclass
@@ -29,37 +33,52 @@ class Garbled:
 
     work: Work
     out: Tensor
-    phase: str
+    error: Exception
 
     def wait(self) -> None:
         self.work.wait()
         self.out.fill_(-1 if self.out.is_floating_point() else 77)
-        raise CollectiveError(f"{self.phase} did not end: a rank died")
+        raise self.error
 
 
 class Failing(Watched):
     """`step` is the coming one."""
 
     def __init__(self, group: Any, failure: Failure | None, root: Failing | None = None) -> None:
-        """root: what it was split from, whose step counts."""
+        """root: what it was made from, whose step counts."""
         super().__init__(group)
-        self.step, self._failure, self._root = 0, failure, root or self
+        self.step, self.failure, self._root = 0, failure, root or self
         self.met = 0  # how often the phase came in the failing step
+        self.duplicates: list[weakref.ref[Failing]] = []
 
     def split(self, color: int) -> Failing:
         part: Any = super().split(color)
-        return Failing(part.group, self._failure, self._root)
+        return Failing(part.group, self.failure, self._root)
+
+    def duplicate(self) -> Failing:
+        made: Any = super().duplicate()
+        own = Failing(made.group, self.failure, self._root)
+        self.duplicates.append(weakref.ref(own))
+        return own
 
     def expect(self, out: Tensor, phase: str) -> None:
         """Nothing: a receive that no message ends would take one of the next run."""
 
     def around(self, start: Callable[[], Work], out: Tensor, phase: str) -> Work:
-        at = self._failure
+        at = self.failure
         if at is None or self._root.step != at.step or not phase.startswith(at.phase):
             return start()
         self._root.met += 1
         if self._root.met <= at.skip:
             return start()
         if at.when == "before":
-            raise CollectiveError(f"{phase} did not begin: a rank died")
-        return Garbled(start(), out, phase)
+            raise at.error(f"{phase} did not begin: a rank died")
+        return Garbled(start(), out, at.error(f"{phase} did not end: a rank died"))
+
+
+def backward(case: Case, rank: int, params: list[Any], step: int) -> None:
+    """Gradients come one after the other, as messages leave with overlap=True."""
+    for p in params:
+        p.grad = None
+    grads = [g for g in case.gradients(rank, step) if g is not None]
+    torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum().backward()

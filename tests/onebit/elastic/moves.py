@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 import onebit
 from tests import oracle
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.optim.simulation import After, after
 from tests.onebit.runs import Case, take
-from tests.ranks import group, run_ranks
+from tests.ranks import MOST, group, run_ranks
 
 MORE = 10  # steps after a reform
 RATE = 0.75  # what learning rates are multiplied by before
@@ -25,11 +27,11 @@ Arrays = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Move:
-    """The first `there` ranks train, then the first `here`. Those that leave are lost, or in good order."""
+    """Some of the pool's ranks train, then others. Those that leave are lost, or in good order."""
 
     case: Case
-    there: int
-    here: int
+    there: Sequence[int]
+    here: Sequence[int]
     at: int  # the step after which ranks change
     in_good_order: bool = False
     each: int = 1  # ranks a node, after it
@@ -39,21 +41,25 @@ class Move:
         return self.case.but(each=self.each)
 
     @property
+    def gone(self) -> list[int]:
+        """The places in the old group of ranks that leave."""
+        return [place for place, rank in enumerate(self.there) if rank not in self.here]
+
+    @property
     def leaving(self) -> list[int]:
-        return list(range(self.here, self.there)) if self.in_good_order else []
+        return self.gone if self.in_good_order else []
 
     @property
     def kept(self) -> list[list[int]]:
-        """Of each rank now, whose residuals it goes on with."""
-        stay = min(self.here, self.there)
-        kept = [[rank] if rank < stay else [] for rank in range(self.here)]
-        for j, rank in enumerate(self.leaving):
-            kept[j % stay].append(rank)
-        return kept
+        """Of each rank now, the places of those whose residuals it goes on with."""
+        kept = {rank: [place] for place, rank in enumerate(self.there) if rank in self.here}
+        for place, heir in zip(self.leaving, itertools.cycle(kept.values()), strict=False):
+            heir.append(place)
+        return [kept.get(rank, []) for rank in self.here]
 
     @property
     def senders(self) -> tuple[int, int]:
-        return self.there // self.case.each, self.here // self.each
+        return len(self.there) // self.case.each, len(self.here) // self.each
 
 
 @dataclass
@@ -68,8 +74,23 @@ class Moved:
     said: list[str] = field(default_factory=list)
 
 
-def moved(move: Move) -> list[Moved]:
-    return run_ranks(max(move.there, move.here), work, move)
+def moved(move: Move) -> tuple[list[Moved], list[Moved]]:
+    """By the ranks before, and by those after."""
+    first = all(ranks == range(len(ranks)) for ranks in (move.there, move.here))
+    found = run_ranks(max(len(move.there), len(move.here)) if first else MOST, work, move)
+    return [found[rank] for rank in move.there], [found[rank] for rank in move.here]
+
+
+_groups: dict[Sequence[int], Any] = {}
+
+
+def group_of(ranks: Sequence[int], rank: int) -> Any:
+    """The first ranks of the pool; of others a group that all of the pool make."""
+    if ranks == range(len(ranks)):
+        return group(len(ranks)) if rank in ranks else None
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks))
+    return _groups[ranks]
 
 
 def work(rank: int, size: int, move: Move) -> Moved:
@@ -80,20 +101,23 @@ def work(rank: int, size: int, move: Move) -> Moved:
 
 def _moved(rank: int, move: Move) -> Moved:
     case, found = move.case, Moved()
-    was, is_there = rank < move.there, rank < move.here
+    was, is_there = rank in move.there, rank in move.here
+    before, now = group_of(move.there, rank), group_of(move.here, rank)
+    if not was and not is_there:
+        return found
     params = case.parameters() if was else other_parameters(case)
-    optimizer = (case if was else move.now).build(params, group(move.there if was else move.here))
+    optimizer = (case if was else move.now).build(params, before if was else now)
     ordered = [params[p] for p in case.order]
     if was:
         for step in range(1, move.at + 1):
-            take(case, rank, optimizer, params, step)
+            take(case, move.there.index(rank), optimizer, params, step)
             if step == case.options.get("freeze_step") and step < move.at:
                 found.frozen = after(step, "", optimizer, ordered)
         for g in optimizer.param_groups:
             g["lr"] *= RATE  # as a schedule leaves it
         found.before = after(move.at, "", optimizer, ordered)
     if is_there or move.leaving:
-        ranks = move.now.ranks(group(move.here))["process_group"] if is_there else None
+        ranks = move.now.ranks(now)["process_group"] if is_there else None
         with heard() as found.said:
             onebit.reform(optimizer, ranks, leaving=move.leaving)
     if not is_there:
@@ -103,7 +127,7 @@ def _moved(rank: int, move: Move) -> Moved:
     found.later = [after(move.at, "", optimizer, ordered)]
     for step in range(move.at + 1, move.at + 1 + MORE):
         coming = getattr(optimizer, "schedule", None)
-        take(case, rank, optimizer, params, step)
+        take(case, move.here.index(rank), optimizer, params, step)
         kind = coming.kind if coming else "1 bit" if optimizer.compressing else "full"
         found.later.append(after(step, kind, optimizer, ordered))
     return found
@@ -162,19 +186,19 @@ def own_e(layout: oracle.Layout, case: Case, rank: int, now: After) -> np.ndarra
     return flat(layout, whole)
 
 
-def expected(move: Move, found: Sequence[Moved]) -> Arrays:
+def expected(move: Move, old: Sequence[Moved]) -> Arrays:
     """The oracle's residuals after the reform, by rank."""
-    was = plan(move.case, move.there)
-    before = [each.before for each in found if each.before is not None]
+    was = plan(move.case, len(move.there))
+    before = [each.before for each in old if each.before is not None]
     workers = [own_e(was, move.case, rank, own) for rank, own in enumerate(before)]
     server: Any = before[0].E
     found_e = oracle.reformed(workers, flat(was, server), owners(was, move.case), move.senders, move.kept)
     if move.each == 1:
         return found_e
-    whole = [sum(found_e[n : n + move.each]) for n in range(0, move.here, move.each)]
-    layout = plan(move.now, move.here)
+    whole = [sum(found_e[n : n + move.each]) for n in range(0, len(move.here), move.each)]
+    layout = plan(move.now, len(move.here))
     slices = [np.zeros(layout.size) for _ in range(move.each)]
     for chunk in range(layout.chunks):
         for index, own in enumerate(slices):
             own[layout.part(chunk, index, move.each)] = 1
-    return [whole[rank // move.each] * flat(layout, slices[rank % move.each]) for rank in range(move.here)]
+    return [whole[rank // move.each] * flat(layout, slices[rank % move.each]) for rank in range(len(move.here))]

@@ -25,100 +25,124 @@ A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
 FIVE = ((7, 9), (33,), (2,), (130,), (400,))
 GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
 AUTO, DIRECT, TENSOR, CHUNKS = {"reply": "auto"}, {"reply": "direct"}, {"scale": "tensor"}, {"chunks": 2}
+FULL = {"var_update_scaler": 2}  # dense steps 1 to 3, a full one at 5
+SYNCS = {**FULL, "var_freeze_step": 5, "local_step_scaler": 3, "local_step_clipper": 4}  # after step 8: 10, 12, 16
 LOCAL = {"var_update_scaler": 3, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4}
+FRONT, BETWEEN, FIRST, OTHER = ((1, 2), range(3)), (range(4), (0, 2, 3)), (range(3), (1, 2)), (range(3), (1, 2, 3))
 OF = {A: Simulation, L: LambSimulation, Z: ZeroOneSimulation}
 EXACT = 1e-6  # of what is owed, relative to the largest of it
 
 
 def case(kind: str, **options: Any) -> Case:
-    frozen = {} if "var_freeze_step" in options else {"freeze_step": 3}
+    frozen = {} if "var_update_scaler" in options else {"freeze_step": 3}
     return Case(kind, FIVE, options={**frozen, **options}, groups=GROUPS)
 
 
+FEW = case(A, **CHUNKS).but(shapes=((5,), (40,)))  # fewer blocks than shards: some ranks average padding alone
+
+
 MOVES = {
-    "2 to 3": Move(case(A), 2, 3, 6),
-    "2 to 3, stage 1": Move(case(A), 2, 3, 2),
-    "2 to 3, at the freeze": Move(case(L), 2, 3, 3),
-    "2 to 3, direct before": Move(case(L, **AUTO), 2, 3, 6),
-    "2 to 4, tensor scale": Move(case(L, **TENSOR), 2, 4, 6),
-    "3 to 2": Move(case(L, **CHUNKS), 3, 2, 6),
-    "3 to 2, stage 1": Move(case(L), 3, 2, 2),
-    "3 to 2, direct after": Move(case(A, **AUTO), 3, 2, 6),
-    "3 to 2, in good order": Move(case(A), 3, 2, 6, in_good_order=True),
-    "4 to 3": Move(case(Z), 4, 3, 7),
-    "3 to 2, in good order, in stage 1": Move(case(A), 3, 2, 2, in_good_order=True),
-    "4 to 2, in good order": Move(case(Z, **CHUNKS), 4, 2, 7, in_good_order=True),
-    "4 to 3, always direct": Move(case(A, **DIRECT), 4, 3, 6),
-    "3 to 1": Move(case(A), 3, 1, 6),
-    "3 to 1, stage 1": Move(case(Z), 3, 1, 2),
-    "1 to 3": Move(case(L), 1, 3, 6),
-    "3 to 3, nobody moves": Move(case(A, **CHUNKS), 3, 3, 6),
-    "3 to 2, bfloat16": Move(case(A).but(dtype="bfloat16"), 3, 2, 6),
-    "2 to 3, a local step": Move(case(Z, **LOCAL), 2, 3, 9),
-    "3 to 2, a local step": Move(case(Z, **LOCAL), 3, 2, 9),
-    "3 to 2, a local step, bfloat16, good order": Move(case(Z, **LOCAL).but(dtype="bfloat16"), 3, 2, 9, True),
-    "2 to 3, a local step, bfloat16, direct before": Move(case(Z, **LOCAL, **AUTO).but(dtype="bfloat16"), 2, 3, 9),
-    "2 x 2 to 1 x 2": Move(case(A).but(each=2), 4, 2, 6),
-    "2 x 2 to 3": Move(case(L, **CHUNKS).but(each=2), 4, 3, 6),
-    "2 to 2 x 2": Move(case(A), 2, 4, 6, each=2),
-    "4 to 2 x 2": Move(case(L, **CHUNKS), 4, 4, 6, each=2),
-    "2 x 2 to 1 x 2, in good order": Move(case(Z).but(each=2), 4, 2, 7, in_good_order=True),
-    "2 to 3, bfloat16": Move(case(L).but(dtype="bfloat16"), 2, 3, 6),
+    "2 to 3": Move(case(A), range(2), range(3), 6),
+    "2 to 3, stage 1": Move(case(A), range(2), range(3), 2),
+    "2 to 3, at the freeze": Move(case(L), range(2), range(3), 3),
+    "2 to 3, direct before": Move(case(L, **AUTO), range(2), range(3), 6),
+    "2 to 4, tensor scale": Move(case(L, **TENSOR), range(2), range(4), 6),
+    "3 to 2": Move(case(L, **CHUNKS), range(3), range(2), 6),
+    "3 to 2, stage 1": Move(case(L), range(3), range(2), 2),
+    "3 to 2, direct after": Move(case(A, **AUTO), range(3), range(2), 6),
+    "3 to 2, in good order": Move(case(A), range(3), range(2), 6, in_good_order=True),
+    "4 to 3": Move(case(Z), range(4), range(3), 7),
+    "3 to 2, in good order, in stage 1": Move(case(A), range(3), range(2), 2, in_good_order=True),
+    "4 to 2, in good order": Move(case(Z, **CHUNKS), range(4), range(2), 7, in_good_order=True),
+    "4 to 3, always direct": Move(case(A, **DIRECT), range(4), range(3), 6),
+    "3 to 1": Move(case(A), range(3), range(1), 6),
+    "3 to 1, stage 1": Move(case(Z), range(3), range(1), 2),
+    "1 to 3": Move(case(L), range(1), range(3), 6),
+    "3 to 3, nobody moves": Move(case(A, **CHUNKS), range(3), range(3), 6),
+    "3 to 2, bfloat16": Move(case(A).but(dtype="bfloat16"), range(3), range(2), 6),
+    "2 to 3, a local step": Move(case(Z, **LOCAL), range(2), range(3), 9),
+    "3 to 2, a local step": Move(case(Z, **LOCAL), range(3), range(2), 9),
+    "3 to 2, a local step, bfloat16, good order": Move(
+        case(Z, **LOCAL).but(dtype="bfloat16"), range(3), range(2), 9, True
+    ),
+    "2 to 3, a local step, bfloat16, direct before": Move(
+        case(Z, **LOCAL, **AUTO).but(dtype="bfloat16"), range(2), range(3), 9
+    ),
+    "2 x 2 to 1 x 2": Move(case(A).but(each=2), range(4), range(2), 6),
+    "2 x 2 to 3": Move(case(L, **CHUNKS).but(each=2), range(4), range(3), 6),
+    "2 to 2 x 2": Move(case(A), range(2), range(4), 6, each=2),
+    "4 to 2 x 2": Move(case(L, **CHUNKS), range(4), range(4), 6, each=2),
+    "2 x 2 to 1 x 2, in good order": Move(case(Z).but(each=2), range(4), range(2), 7, in_good_order=True),
+    "one joins in front": Move(case(A, **CHUNKS), *FRONT, 6),
+    "one joins in front, direct": Move(case(A, **DIRECT), *FRONT, 6),
+    "one joins in front, few blocks": Move(FEW, *FRONT, 6),
+    "one joins in front, after a full step": Move(case(Z, **FULL), *FRONT, 5),
+    "one joins in front, after a sync": Move(case(Z, **SYNCS), *FRONT, 12),
+    "one between leaves": Move(case(A, **CHUNKS, norm="l1"), *BETWEEN, 6),
+    "one between leaves, few blocks": Move(FEW, *BETWEEN, 6),
+    "one between leaves, tensor scale": Move(case(L, **TENSOR, **CHUNKS), *BETWEEN, 6),
+    "one between leaves, in good order": Move(case(A), *BETWEEN, 6, in_good_order=True),
+    "the first leaves": Move(case(L), *FIRST, 6),
+    "the first leaves, direct after": Move(case(A, **AUTO), *FIRST, 6),
+    "the first leaves before local steps": Move(case(Z, **SYNCS), *FIRST, 7),
+    "one for another": Move(case(A), *OTHER, 6),
+    "one for another, stage 1": Move(case(Z, **FULL), *OTHER, 2),
+    "2 to 3, bfloat16": Move(case(L).but(dtype="bfloat16"), range(2), range(3), 6),
 }
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_what_is_owed_stays_and_all_else_has_the_same_bits(name: str) -> None:
     move = MOVES[name]
-    found = moved(move)
-    now = found[: move.here]
-    check_parameters(move, found)
+    old, now = moved(move)
+    check_parameters(move, old, now)
     assert len({tuple(own.rates) for own in now}) == 1
     assert np.allclose(now[0].rates, [RATE * g.get("lr", 1e-2) for g in GROUPS], rtol=1e-12)
     assert all(own.counts == [move.at, 0] for own in now)
-    check_fields(move, found)
+    check_fields(move, old, now)
     if now[0].later[0].e is not None:
-        check_residuals(move, found)
-    check_said(move, found)
-    check_more_steps(move, found)
+        check_residuals(move, old, now)
+    check_said(move, now)
+    check_more_steps(move, old, now)
 
 
-def check_parameters(move: Move, found: Sequence[Moved]) -> None:
+def check_parameters(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
     """As they were. A rank that joins has what all had after the last exchange."""
-    for own in found[: move.here]:
+    for own in now:
         if own.before is not None:
             assert own.later[0].bits == own.before.bits
-        elif moved_alone(found):
-            anchors = plan(move.now, move.here).unflatten(own.later[0].fields["anchor"])
+        elif moved_alone(old):
+            anchors = plan(move.now, len(now)).unflatten(own.later[0].fields["anchor"])
             rounded = 2e-2 if move.case.dtype == "bfloat16" else 0
             for x, anchor in zip(own.later[0].x, anchors, strict=True):
                 assert np.allclose(x.ravel(), anchor, rtol=rounded, atol=0)
         else:
-            assert own.later[0].bits == found[0].later[0].bits
+            assert own.later[0].bits == old[0].before.bits
 
 
-def moved_alone(found: Sequence[Moved]) -> bool:
+def moved_alone(old: Sequence[Moved]) -> bool:
     """Whether ranks had taken local steps since the last exchange."""
-    first = found[0].before
+    first = old[0].before
     assert first is not None
     return bool(first.fields.get("taken", 0))
 
 
-def check_fields(move: Move, found: Sequence[Moved]) -> None:
-    """Moments, denominators and all that is kept for parameters."""
-    first = found[0].before
+def check_fields(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
+    """Moments, denominators and all that is kept for parameters, but for what every step makes anew."""
+    first = old[0].before
     assert first is not None
-    was, layout = plan(move.case, move.there), plan(move.now, move.here)
-    for own, own_before in ((each.later[0], each.before) for each in found[: move.here]):
-        assert own.fields.keys() - {"first_momentum"} == first.fields.keys()
-        skipped = {"coefficient"}  # which every step makes anew
-        if own_before is None and moved_alone(found):
+    was, layout = plan(move.case, len(old)), plan(move.now, len(now))
+    for own in now:
+        skipped, own_before = {"coefficient"}, own.before
+        if moved_alone(old) and own_before is None:
             skipped |= {"own_momentum", "master"}
-        for name, before in (own_before or first).fields.items():
-            value = own.fields[name]
-            if name in skipped:
-                continue
-            if value.ndim and value.shape != (len(FIVE),):
+        elif first.fields.get("taken") == 0:
+            skipped |= {"anchor", "own_momentum", "weights", "decay", "taken"}
+        kept = (own_before or first).fields.keys() - skipped
+        assert own.later[0].fields.keys() - skipped - {"first_momentum"} == first.fields.keys() - skipped
+        for name in kept:
+            value, before = own.later[0].fields[name], (own_before or first).fields[name]
+            if value.ndim and value.shape != (len(move.case.shapes),):
                 value, before = flat(layout, value), flat(was, before)
             assert np.array_equal(value, before), name
 
@@ -126,58 +150,64 @@ def check_fields(move: Move, found: Sequence[Moved]) -> None:
 def folded(move: Move) -> bool:
     """Whether messages of the group before are none of the group now: m is then in the residuals of all ranks."""
     return move.case.options.get("scale") == "tensor" or (
-        is_direct(move.case, move.there) or is_direct(move.now, move.here)
+        is_direct(move.case, len(move.there)) or is_direct(move.now, len(move.here))
     )
 
 
-def momentum(move: Move, found: Sequence[Moved]) -> tuple[np.ndarray, np.ndarray]:
+def momentum(move: Move, old: Sequence[Moved]) -> tuple[np.ndarray, np.ndarray]:
     """m before, and beta1 m."""
-    before, beta1 = found[0].before, []
+    before, beta1 = old[0].before, []
     assert before is not None and before.m is not None
     for p in move.case.order:
         betas: Any = GROUPS[move.case.group_of(p)].get("betas", (0.9, 0.999))
         beta1.append(np.full(int(np.prod(move.case.shapes[p])), betas[0]))
-    m = flat(plan(move.case, move.there), before.m)
+    m = flat(plan(move.case, len(old)), before.m)
     return m, np.concatenate(beta1) * m
 
 
-def check_residuals(move: Move, found: Sequence[Moved]) -> None:
+def check_residuals(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
     """Each rank's, and that servers owe nothing. m is the same, or in the residuals of all ranks."""
-    layout, wanted = plan(move.now, move.here), expected(move, found)
-    m, beta1_m = momentum(move, found)
+    layout, wanted = plan(move.now, len(now)), expected(move, old)
+    m, beta1_m = momentum(move, old)
     largest = max(np.abs(e).max() for e in wanted)
-    for rank, (own, want) in enumerate(zip(found[: move.here], wanted, strict=True)):
-        now = own.later[0]
-        assert now.m is not None and now.E is not None
-        assert not np.any(flat(layout, now.E))
-        assert np.array_equal(flat(layout, now.m), 0 * m if folded(move) else m)
-        in_residuals = folded(move) and not moved_alone(found)
-        got = own_e(layout, move.now, rank, now) - (beta1_m if in_residuals else 0)
+    for rank, (own, want) in enumerate(zip(now, wanted, strict=True)):
+        later = own.later[0]
+        assert later.m is not None and later.E is not None
+        assert not np.any(flat(layout, later.E))
+        assert np.array_equal(flat(layout, later.m), 0 * m if folded(move) else m)
+        in_residuals = folded(move) and not moved_alone(old)
+        got = own_e(layout, move.now, rank, later) - (beta1_m if in_residuals else 0)
         assert np.abs(got - want).max() <= EXACT * largest, f"rank {rank}"
 
 
-def check_said(move: Move, found: Sequence[Moved]) -> None:
+def check_said(move: Move, now: Sequence[Moved]) -> None:
     """One line of what is lost, on one rank."""
-    lost = move.there > move.here and not move.in_good_order and found[0].later[0].e is not None
-    said = [line for own in found for line in own.said if "did not come along" in line]
-    assert len(said) == lost
+    lost = [] if move.in_good_order or now[0].later[0].e is None else move.gone
+    said = [line for own in now for line in own.said if "did not come along" in line]
+    assert len(said) == bool(lost)
     if lost:
-        assert said[0].startswith(f"rank{'s' * (move.there - move.here > 1)} {move.here}")
+        assert said[0].startswith(f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {len(move.there)} ")
 
 
-def check_more_steps(move: Move, found: Sequence[Moved]) -> None:
+def check_more_steps(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
     """The float64 oracle goes on from what was recorded after the reform."""
-    now, layout, of = found[: move.here], plan(move.now, move.here), OF[move.case.kind]
+    layout, of = plan(move.now, len(now)), OF[move.case.kind]
     groups = tuple({**g, "lr": RATE * g.get("lr", 1e-2)} for g in GROUPS)
-    reply = "direct" if is_direct(move.now, move.here) else 1
+    reply = "direct" if is_direct(move.now, len(now)) else 1
     options = options_of(move.case.kind, {**move.case.options, "reply": reply})
     after = move.now.but(options=options, groups=groups)
     start = [own.later[0] for own in now]
-    if start[0].e is not None and folded(move) and not moved_alone(found):
-        m, beta1_m = (layout.flatten(split(move, each)) for each in momentum(move, found))
+    first = old[0].before
+    if first is not None and first.fields.get("taken") == 0:  # a sync has left what local steps begin with
+        of_sync = {name: first.fields[name] for name in ("weights", "decay", "taken")}
+        for name in ("anchor", "own_momentum"):
+            of_sync[name] = layout.flatten(split(move, flat(plan(move.case, len(old)), first.fields[name])))
+        start = [replace(own, fields={**own.fields, **of_sync}) for own in start]
+    if start[0].e is not None and folded(move) and not moved_alone(old):
+        m, beta1_m = (layout.flatten(split(move, each)) for each in momentum(move, old))
         start = [replace(own, e=own.e - beta1_m, m=m) for own in start]
-    start = [each[0] for each in of_senders(after, [[own] for own in start], of(after, move.here // move.each))]
-    earlier = [[found[0].frozen] * len(start)] if found[0].frozen else []
+    start = [each[0] for each in of_senders(after, [[own] for own in start], of(after, len(now) // move.each))]
+    earlier = [[old[0].frozen] * len(start)] if old[0].frozen else []
     check(after, [own.later[1:] for own in now], of, [*earlier, start])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 
 import onebit
+from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
-from tests.onebit.runs import Case, assert_message, bits, snapshot, take, unchanged
+from tests.faults.striking import SCATTER
+from tests.onebit.elastic.failing import Failing, Failure
+from tests.onebit.runs import Case, assert_message, bits, nodes_of, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3}, groups=({}, {"lr": 3e-3}))
@@ -23,8 +27,7 @@ Made = tuple[Any, list[nn.Parameter]]
 def trained(case: Case, rank: int, steps: int, of: Any) -> Made:
     params = case.parameters()
     optimizer = case.build(params, of)
-    for step in range(1, steps + 1):
-        take(case, rank, optimizer, params, step)
+    run(case, rank, optimizer, params, 1, steps)
     return optimizer, params
 
 
@@ -36,14 +39,17 @@ def ranks_at_other_steps(rank: int) -> Made:
     return optimizer, params
 
 
+def joining(rank: int, case: Case) -> Made:
+    """Two ranks train; others join with this case."""
+    return trained(CASE, rank, 5, group(2)) if rank < 2 else trained(case, rank, 0, LocalTransport())
+
+
 def another_model(rank: int) -> Made:
-    return trained(
-        CASE if rank < 2 else CASE.but(shapes=((3,), (4,))), rank, 5 * (rank < 2), group(2 if rank < 2 else 3)
-    )
+    return joining(rank, CASE.but(shapes=((3,), (4,))))
 
 
 def other_groups(rank: int) -> Made:
-    return trained(CASE if rank < 2 else CASE.but(groups=({},)), rank, 5 * (rank < 2), group(2 if rank < 2 else 3))
+    return joining(rank, CASE.but(groups=({},)))
 
 
 def a_node_of_the_ranks_before(rank: int) -> Made:
@@ -51,16 +57,28 @@ def a_node_of_the_ranks_before(rank: int) -> Made:
     return trained(CASE.but(each=2), rank, 4, ranks)
 
 
+def nothing_is_kept(rank: int) -> Made:
+    case, transport = CASE.but(options={"freeze_step": 3, "chunks": 2}), Failing(group(2), Failure(6, f"{SCATTER} 1"))
+    params = case.parameters()
+    optimizer = case.build(params, transport)
+    with pytest.raises(CollectiveError):
+        for transport.step in range(1, 7):
+            take(case, rank, optimizer, params, transport.step)
+    return optimizer, params
+
+
 def two_of_the_same_place(rank: int) -> Made:
     return trained(CASE, 0, 5, LocalTransport())
 
 
-REFUSED: dict[str, tuple[Callable[[int], Made], int, tuple[str, ...]]] = {
-    "other steps": (ranks_at_other_steps, 2, ("rank 0 has taken or skipped 5 steps, and rank 1 7",)),
-    "another model": (another_model, 3, ("join",)),
-    "other groups": (other_groups, 3, ("join",)),
-    "a node of ranks before": (a_node_of_the_ranks_before, 4, ("node", "give a Topology")),
-    "a rank alone twice": (two_of_the_same_place, 2, ("do not belong to one run",)),
+REFUSED: dict[str, tuple[Callable[[int], Made], int, int, tuple[str, ...]]] = {  # made, ranks, ranks a node, words
+    "other steps": (ranks_at_other_steps, 2, 1, ("rank 0 has taken or skipped 5 steps, and rank 1 7",)),
+    "another model": (another_model, 3, 1, ("rank 2 has checksum of shapes and dtypes",)),
+    "another model, on a node": (another_model, 4, 2, ("ranks do not agree", "has checksum of shapes and dtypes")),
+    "other groups": (other_groups, 3, 1, ("rank 2 has param groups of so many parameters '[4]'",)),
+    "a node of ranks before": (a_node_of_the_ranks_before, 4, 1, ("node", "give a Topology")),
+    "nothing is kept": (nothing_is_kept, 2, 1, ("rank 0 has kept nothing", "elastic=True")),
+    "a rank alone twice": (two_of_the_same_place, 2, 1, ("do not belong to one run",)),
 }
 
 
@@ -71,13 +89,151 @@ def test_a_reform_that_does_not_fit_changes_nothing(name: str) -> None:
 
 def refuse(rank: int, size: int, name: str) -> None:
     warnings.simplefilter("ignore", UserWarning)
-    made, _, words = REFUSED[name]
+    made, _, each, words = REFUSED[name]
     optimizer, params = made(rank)
     before, x = snapshot(optimizer.state_dict()), bits(params)
     with pytest.raises(ValueError) as caught:
-        onebit.reform(optimizer, group(size))
+        onebit.reform(optimizer, group(size) if each == 1 else nodes_of(group(size), each))
     assert_message(caught, *words)
     assert bits(params) == x and unchanged(snapshot(optimizer.state_dict()), before)
+
+
+class NotCopied:
+    """JSON can't hold this, and nothing can copy this."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("a lock can't be copied")
+
+
+@contextmanager
+def another_value(optimizer: Any, params: Any) -> Iterator[None]:
+    optimizer.param_groups[0]["name"] = NotCopied()
+    yield
+    del optimizer.param_groups[0]["name"]
+
+
+@contextmanager
+def another_state(optimizer: Any, params: Any) -> Iterator[None]:
+    own = optimizer.state[params[0]]
+    optimizer.state[params[0]] = {**own, "denominator": own["denominator"].clone()}
+    yield
+    optimizer.state[params[0]] = own
+
+
+@contextmanager
+def a_damaged_residual(optimizer: Any, params: Any) -> Iterator[None]:
+    residual = optimizer.state[params[0]]["residual_of_rank_1"]
+    before = residual.clone()
+    residual.fill_(float("nan"))
+    yield
+    residual.copy_(before)
+
+
+@contextmanager
+def room(optimizer: Any, params: Any) -> Iterator[None]:
+    optimizer.install(optimizer.current, ({p: {} for p in params}, {}))
+    yield
+    optimizer.install(optimizer.current)
+
+
+@contextmanager
+def parameters_of_the_last_sync(optimizer: Any, params: Any) -> Iterator[None]:
+    with optimizer.at_last_sync():
+        yield
+
+
+@contextmanager
+def another_shape(optimizer: Any, params: Any) -> Iterator[None]:
+    params[0].data = params[0].data.view(-1)
+    yield
+    params[0].data = params[0].data.view(CASE.shapes[0])
+
+
+ALONE = {  # what is wrong on rank 1, ranks and ranks a node of the new group, the error, and its words
+    "optimizer.state was changed": (another_state, 2, 1, ValueError, "rank 1: the state of parameter"),
+    "make_room, and no load": (room, 3, 1, ValueError, "rank 1: a step after make_room"),
+    "at_last_sync": (parameters_of_the_last_sync, 3, 1, ValueError, "rank 1: reform within at_last_sync"),
+    "another shape": (another_shape, 3, 1, ValueError, "rank 1 has checksum of shapes"),
+    "JSON can't hold": (another_value, 3, 1, ValueError, "rank 1: 'name' of param group 0 is a NotCopied"),
+    "no copy": (another_value, 2, 1, RuntimeError, "rank 1: a lock can't be copied"),
+    "a damaged residual": (a_damaged_residual, 3, 1, ValueError, "rank 1: residual_of_rank_1 of parameter"),
+    "a damaged residual, on a node": (a_damaged_residual, 4, 2, ValueError, "rank 1: residual_of_rank_1 of parameter"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(name: str) -> None:
+    """Then the same reform does what it does without the error."""
+    found = run_ranks(ALONE[name][1], reform_twice, name)
+    assert found[0] == found[1]
+
+
+def reform_twice(rank: int, size: int, name: str) -> bytes:
+    """Two ranks train; others join."""
+    wrong, _, each, kind, words = ALONE[name]
+    ends = []
+    for fails in (True, False):
+        optimizer, params = trained(CASE, rank, 5 * (rank < 2), group(2 if rank < 2 else size))
+        ranks = group(size) if each == 1 else nodes_of(group(size), each)
+        if fails:
+            with wrong(optimizer, params) if rank == 1 else nullcontext(), pytest.raises(kind) as caught:
+                onebit.reform(optimizer, ranks)
+            assert_message(caught, words)
+        onebit.reform(optimizer, ranks)
+        run(CASE, rank, optimizer, params, 6, 7)
+        ends.append(bits([*params, *tensors_of(optimizer)]))
+    assert ends[0] == ends[1]
+    return bits(params)
+
+
+def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    return (value for own in optimizer.state_dict()["state"].values() for value in own.values())
+
+
+@pytest.mark.parametrize("wrong", [another_state, another_value])
+def test_a_rank_that_could_not_leave_has_what_it_owes(wrong: Any) -> None:
+    """Rank 1 finds what is wrong before the others hand over, or when rank 2 has handed over."""
+    found = run_ranks(3, leave_twice, wrong)
+    assert found[0] == found[1]
+
+
+def leave_twice(rank: int, size: int, wrong: Any) -> bytes:
+    ends = []
+    for fails in (True, False):
+        optimizer, params = trained(CASE, rank, 5, group(3))
+        ranks = group(2) if rank < 2 else None
+        if fails:
+            error = pytest.raises((ValueError, RuntimeError))
+            with wrong(optimizer, params) if rank == 1 else nullcontext(), error as caught:
+                onebit.reform(optimizer, ranks, leaving=[2])
+            told = "no rank has left" if rank == 2 and wrong is another_value else "rank 1: "
+            assert_message(caught, told)
+        onebit.reform(optimizer, ranks, leaving=[2])
+        if rank < 2:
+            run(CASE, rank, optimizer, params, 6, 7)
+        ends.append(bits([*params, *tensors_of(optimizer)]))
+    assert ends[0] == ends[1]
+    return bits(params)
+
+
+def test_ranks_leave_before_the_first_step() -> None:
+    """As if they had not been there."""
+    found = run_ranks(3, leave_at_once)[:2]
+    assert found[0] == found[1]
+
+
+def leave_at_once(rank: int, size: int) -> bytes:
+    ends = []
+    for there in (3, 2):
+        if rank < there:
+            optimizer, params = trained(CASE, rank, 0, group(there))
+            if there == 3:
+                onebit.reform(optimizer, group(2) if rank < 2 else None, leaving=[2])
+            if rank < 2:
+                run(CASE, rank, optimizer, params, 1, 5)
+            ends.append(bits(params))
+    assert rank == 2 or ends[0] == ends[1]
+    return ends[0]
 
 
 def test_what_is_no_optimizer_of_onebit_is_refused() -> None:

@@ -1,0 +1,194 @@
+"""What ranks say of themselves before anything changes: an error that one of them has is an error on all."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from onebit.collectives.agreement import NODES, all_gather_json, listed
+from onebit.collectives.transport.protocol import CollectiveError, Ranks
+from onebit.elastic.moving import group_values
+from onebit.optim.setup import Setup
+from onebit.optim.steps import Step, SyncStep
+from onebit.optimizers.optimizer import OneBitOptimizer
+
+_NEW = "On a rank that joins build a new model and optimizer, take no step and load nothing"
+_KINDS = {kind.__name__: kind for kind in (CollectiveError, TypeError, ValueError)}
+
+
+def gathered(everyone: Ranks, device: torch.device, work: Callable[[], Any], phase: str) -> list[Any]:
+    """What `work` returns on every rank, which JSON can hold. Where `work` fails on some ranks, an error on all that
+    says on which, and why."""
+    value, failure = None, None
+    try:
+        value = work()
+    except Exception as error:
+        failure = error
+    reason = None if failure is None else [_kind_of(failure), str(failure)]
+    rows = all_gather_json(everyone, device, [value, reason], phase)
+    if failed := [rank for rank, (_, why) in enumerate(rows) if why is not None]:
+        kind, text = rows[failed[0]][1]
+        alike = [rank for rank in failed if rows[rank][1] == [kind, text]]
+        raise _KINDS.get(kind, RuntimeError)(f"{listed(alike, everyone)}: {text}") from failure
+    return [value for value, _ in rows]
+
+
+def _kind_of(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
+
+
+def is_new(inner: OneBitOptimizer) -> bool:
+    """Whether a rank has begun no step and loaded nothing. Reading it waits for the device."""
+    return not inner.current.ranks_agree and not bool(inner.current.stages.counts.any())
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the new group, in a form that JSON can hold."""
+
+    new: bool
+    reforms: int  # how often the run has gone on with other ranks
+    ranks: int  # of the group that there was
+    kept: list[int]  # the places in it of those whose residuals this rank goes on with
+    before: dict[str, Any]  # the same of the group before the last reform: see `Own.go_on`
+    attempts: int  # steps taken or skipped, with a local one whose exchange is still to come
+    skipped: int
+    alone: int  # local steps since the last exchange
+    local: list[Any]  # what they have come to
+    open: bool  # whether the exchange after local steps has begun, or is due
+    under_way: bool  # whether an exchange has begun, and its step has not ended
+    can_undo: bool
+    has_averages: bool  # of a full step that has not ended
+    compressing: bool
+    chunks: list[int]
+    cannot_give: str  # why this rank can give no state to one that joins
+
+    @classmethod
+    def of(cls, inner: OneBitOptimizer, kept: list[int]) -> Member:
+        current, coming, topology = inner.current, inner.coming, inner.setup.topology
+        counts, under_way, alone = current.stages.counts.tolist(), current.under_way, current.local_steps_taken
+        ends_local_steps = under_way is not None and (coming is None or isinstance(coming, SyncStep))
+        is_due = alone > 0 and inner.setup.algorithm.kind(counts[0]) == "sync"
+        return cls(
+            new=is_new(inner),
+            reforms=inner.reforms,
+            ranks=topology.nodes * topology.slices,
+            kept=kept,
+            before=inner.before_reform,
+            attempts=sum(counts) + (ends_local_steps and coming is not None),
+            skipped=counts[1],
+            alone=alone,
+            local=current.local_progress,
+            open=ends_local_steps or is_due,
+            under_way=under_way is not None,
+            can_undo=under_way is None or bool(under_way.undo),
+            has_averages=type(coming) is Step and inner.begun,
+            compressing=current.stages.compressing,
+            chunks=[state.layout.chunks for state in current.compressed],
+            cannot_give=_why_not(lambda: group_values(inner)),
+        )
+
+    @property
+    def met(self) -> int:
+        """The last step after which this rank had the same parameters as others."""
+        return self.attempts - self.alone
+
+    def known_as(self, reforms: int) -> tuple[int, list[int]] | None:
+        """In the group after so many reforms: its number of ranks, and whose residuals this rank had. None where the
+        rank has taken steps since."""
+        if reforms == self.reforms:
+            return self.ranks, self.kept
+        if reforms == self.reforms - 1 and self.before["attempts"] == self.attempts:
+            return self.before["ranks"], self.before["kept"]
+        return None
+
+
+def _why_not(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Members:
+    """All ranks of the new group."""
+
+    everyone: Ranks
+    rows: Sequence[Member]
+
+    @property
+    def stayers(self) -> list[int]:
+        return [rank for rank, each in enumerate(self.rows) if not each.new]
+
+    @property
+    def joining(self) -> list[int]:
+        """None where all ranks are new: these begin a run."""
+        return [rank for rank, each in enumerate(self.rows) if each.new and self.stayers]
+
+    @property
+    def reforms(self) -> int:
+        """Which group all have been in: a rank that died in the last reform may have left some in the one before."""
+        return min((self.rows[rank].reforms for rank in self.stayers), default=0)
+
+    @property
+    def kept(self) -> list[list[int]]:
+        """Of every rank the places in that group of those whose residuals the rank goes on with."""
+        return [[] if each.new else self._known(each)[1] for each in self.rows]
+
+    @property
+    def ranks_before(self) -> int:
+        """Of that group."""
+        return self._known(self.rows[self.stayers[0]])[0]
+
+    @property
+    def momentum_was_folded(self) -> bool:
+        """Whether ranks that have gone on once more than others hold no messages any more."""
+        return any(self.rows[r].reforms > self.reforms and self.rows[r].before["folded"] for r in self.stayers)
+
+    def name(self, rank: int) -> str:
+        return listed([rank], self.everyone)
+
+    def check(self) -> None:
+        """A ValueError, the same on all ranks, where they can't go on from one run."""
+        first = self.rows[self.stayers[0]].known_as(self.reforms) if self.stayers else None
+        for rank in self.stayers:
+            known = self.rows[rank].known_as(self.reforms)
+            if known is None or first is None or known[0] != first[0]:
+                raise ValueError(
+                    f"{self.name(rank)} has gone on with other ranks than others have, or was in a group of another "
+                    f"size: they do not go on from one run. {_NEW}"
+                )
+            if self.joining and self.rows[rank].cannot_give:
+                raise ValueError(f"{self.name(rank)}: {self.rows[rank].cannot_give}")
+        kept = [place for places in self.kept for place in places]
+        if len(set(kept)) < len(kept):
+            raise ValueError(
+                f"ranks say that they were {sorted(kept)} of one group: they do not belong to one run. {_NEW}"
+            )
+
+    def _known(self, member: Member) -> tuple[int, list[int]]:
+        known = member.known_as(self.reforms)
+        assert known is not None, "check comes first"
+        return known
+
+
+def facts_of_model(setup: Setup, nodes: str) -> dict[str, float | str]:
+    """What a rank that joins must have in common with the others. nodes: how they are found in the new group."""
+    params = [p for group in setup.groups for p in group["params"]]
+    layout = str([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
+    return {
+        NODES: nodes,
+        "optimizer": setup.name,
+        "parameters": len(params),
+        "elements": sum(p.numel() for p in params),
+        "checksum of shapes and dtypes": zlib.crc32(layout.encode()),
+        "param groups of so many parameters": str([len(group["params"]) for group in setup.groups]),
+        **{each.name: str(getattr(setup.options, each.name)) for each in fields(setup.options)},
+        **setup.algorithm.settings(),
+    }

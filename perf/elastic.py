@@ -1,0 +1,134 @@
+"""What other ranks without a restart cost: the bytes and seconds of a reform, and the steps of elastic=True.
+
+    torchrun --nproc-per-node 3 -m perf.elastic [--elements 1000000] [--rounds 10]
+
+Bytes are counted as they are handed to the group, by rank. Three ranks become two, then three again, of which one joins
+as new. The ratio is that of compressed steps of two ranks with elastic=True and without, in turn: medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit import OneBitAdam, OneBitOptimizer, reform
+from onebit.cli.arguments import CommandError, whole_number
+from onebit.collectives.transport import TorchTransport, Work
+from onebit.kernels.tuning.machine import device_name
+from perf.command import exit_status
+
+FREEZE = 3
+CPU = torch.device("cpu")
+
+
+class Counting(TorchTransport):
+    """Counts the bytes that this rank sends to others. What ranks compare is gathered, too."""
+
+    sent = 0
+
+    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
+        self.sent += sent.nbytes * (self.size - 1)
+        return super().all_gather(out, sent, phase)
+
+    def send(self, values: Tensor, to: int, phase: str) -> Work:
+        self.sent += values.nbytes
+        return super().send(values, to, phase)
+
+
+def built(elements: int, group: Any, **options: Any) -> tuple[OneBitOptimizer, list[Tensor]]:
+    """The same parameters on every rank."""
+    source = torch.Generator().manual_seed(0)
+    params = [torch.randn(elements // 2, generator=source, requires_grad=True) for _ in range(2)]
+    return OneBitAdam(params, freeze_step=FREEZE, chunks=2, process_group=group, **options), params
+
+
+def step(optimizer: OneBitOptimizer, params: Sequence[Tensor], source: torch.Generator) -> None:
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=source)
+    optimizer.step()
+
+
+def timed_reform(optimizer: OneBitOptimizer, ranks: Counting) -> list[float]:
+    """Seconds, and bytes sent."""
+    start = time.perf_counter()
+    reform(optimizer, ranks)
+    return [time.perf_counter() - start, ranks.sent]
+
+
+def reforms(elements: int, two: Any, source: torch.Generator) -> list[list[float]]:
+    """Of this rank, from three ranks to two, and from two to three."""
+    optimizer, params = built(elements, None)
+    for _ in range(2 * FREEZE):
+        step(optimizer, params, source)
+    dist.barrier()
+    rank = dist.get_rank()
+    found = [timed_reform(optimizer, Counting(two)) if rank < 2 else [0.0, 0]]
+    if rank < 2:
+        step(optimizer, params, source)
+    else:
+        optimizer, params = built(elements, None)
+    dist.barrier()
+    return [*found, timed_reform(optimizer, Counting())]
+
+
+def ratio(elements: int, group: Any, rounds: int, source: torch.Generator) -> tuple[float, float]:
+    """Seconds of a step with elastic=True, and how many times those of a step without."""
+    runs = {elastic: built(elements, group, elastic=elastic, reply=1) for elastic in (True, False)}
+    seconds: dict[bool, list[float]] = {elastic: [] for elastic in runs}
+    for i in range(-FREEZE - 3, rounds):
+        for elastic, (optimizer, params) in runs.items():
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=source)
+            dist.barrier(group)
+            start = time.perf_counter()
+            optimizer.step()
+            if i >= 0:
+                seconds[elastic].append(time.perf_counter() - start)
+    with_it, without = (statistics.median(seconds[elastic]) for elastic in (True, False))
+    return with_it, with_it / without
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if os.environ.get("WORLD_SIZE") != "3":
+        raise CommandError("start three ranks: torchrun --nproc-per-node 3 -m perf.elastic")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        rank, two = dist.get_rank(), dist.new_group([0, 1])
+        source = torch.Generator().manual_seed(rank)
+        own = torch.tensor(reforms(arguments.elements, two, source), dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(3)]
+        dist.all_gather(rows, own)
+        seconds, times = ratio(arguments.elements, two, arguments.rounds, source) if rank < 2 else (0.0, 0.0)
+        dist.barrier()
+        if rank == 0:
+            print(f"{device_name(CPU)}, {arguments.elements:,} elements")
+            for i, name in enumerate(("3 to 2 ranks", "2 to 3 ranks")):
+                sent = ", ".join(f"{int(row[i, 1]):,}" for row in rows)
+                print(f"{name}: {max(float(row[i, 0]) for row in rows):.3f} s, bytes sent by rank {sent}")
+            print(f"a step of 2 ranks with elastic=True: {seconds * 1e3:.1f} ms, {times:.2f} times one without")
+        return 0
+    finally:
+        dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 2: this can't be measured here."""
+    parser = argparse.ArgumentParser(prog="python -m perf.elastic", description="What a reform and elastic=True cost.")
+    parser.add_argument("--elements", type=whole_number, default=10**6, help="of the model (default: %(default)s)")
+    parser.add_argument("--rounds", type=whole_number, default=10, help="steps in a median (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    return exit_status("perf.elastic", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
