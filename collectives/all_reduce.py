@@ -182,7 +182,7 @@ class CompressedAllReduce:
         if missing := {*names, *self._place} - state.keys():
             raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
         for name, here in self._place.items():
-            if (there := residuals.pop(name)) != here:
+            if type(there := residuals.pop(name)) is not type(here) or there != here:
                 raise ValueError(
                     f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are each rank's "
                     f"own. Save on every rank, build the all-reduce as it was, and load what the same rank saved"
@@ -226,7 +226,8 @@ class CompressedAllReduce:
             raise ValueError(f"a state with chunks=0 holds no {next(iter(residuals), 'wire_bytes')}: it was damaged")
         if form != self._unchunked:
             raise ValueError(_OTHER_TENSORS)
-        self._exchange = None if self._chunks == "auto" else self._build(int(self._chunks))
+        chunks = self._exchange.layout.chunks if self._exchange else self._chunks
+        self._exchange = None if chunks == "auto" else self._build(int(chunks))
 
     @property
     def _unchunked(self) -> int:

@@ -12,7 +12,7 @@
 #     bash perf/gpu.sh [--rehearse] [--out DIR] STAGE... | all
 #
 # Records and logs go to DIR, perf/results by default; DIR/gpu-stages.txt has how each command ended. --rehearse runs the
-# same commands on a CPU, small, where there is no GPU.
+# same commands on a CPU, small, where there is no GPU; tests that need one are only collected.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD out=perf/results device=cuda rehearse= stages=()

@@ -243,8 +243,12 @@ class _Restoration:
                 state.add(field)
         for i, own in enumerate(saved):
             for field in state.fields.values():
-                if field.saved and field.same_on_all_ranks and field.name in own:
+                if not (field.saved and field.same_on_all_ranks):
+                    continue
+                if field.name in own:
                     self._load_field(state, field, i, own)
+                elif field.required and own:
+                    shaped(own, field.name, None, self.setup.name_of(state.params[i]))
         algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
         state.master_is_current = all(MASTER.name in own for own in saved)
         if "optimizer" not in self.numbers and state.compressed and steps:

@@ -54,9 +54,10 @@ def search_path() -> str:
 def _no_choices() -> Iterator[str]:
     """A cache folder without choices, and with the machine code of this user's cache: ranks compile nothing twice."""
     with tempfile.TemporaryDirectory(prefix="onebit-lab-") as folder:
-        loops = cache.folder() / "loops"
-        loops.mkdir(mode=0o755, parents=True, exist_ok=True)
-        Path(folder, "loops").symlink_to(loops)
+        loops = (cache.folder() / "loops").absolute()
+        with contextlib.suppress(OSError):  # a home that can't be written to
+            loops.mkdir(mode=0o755, parents=True, exist_ok=True)
+            Path(folder, "loops").symlink_to(loops)
         yield folder
 
 

@@ -57,6 +57,9 @@ WRONG = {
     "server residual as a table": ({"server_residual": SERVER[None]}, "server_residual"),
     "half precision": ({"residual": RESIDUAL.half()}, r"residual is torch\.float16"),
     "a list": ({"residual": [0.0]}, "damaged"),
+    "not finite": ({"residual": RESIDUAL * torch.nan}, "not finite"),
+    "ranks": ({"rank": torch.tensor([0, 1])}, "saved with rank"),
+    "a rank of another type": ({"rank": 0.0}, "saved with rank 0.0"),
     "numbers": ({"format": "seven", "wire_bytes": True}, r"are numbers, not \[2, 'seven', True\]: it was damaged"),
     "another rank": ({"rank": 1}, "saved with rank 1, here it is 0"),
     "other tensors": (CompressedAllReduce([301, 699], chunks=2).state_dict(), "other sizes"),
@@ -116,3 +119,11 @@ def test_an_exchange_wants_a_layout_for_its_group_and_copies_all_of_a_state_or_n
     with pytest.raises(ValueError, match="server_residual"):
         exchange.load_state_dict(state | {"server_residual": torch.ones(5)})
     assert not any(value.any() for value in exchange.state_dict().values())
+
+
+def test_an_all_reduce_that_is_built_under_inference_mode_and_what_is_no_state():
+    with torch.inference_mode():
+        average = CompressedAllReduce(40, chunks=1)
+    average(torch.linspace(-1, 1, 40))
+    with pytest.raises(TypeError, match="NoneType"):
+        average.load_state_dict(None)

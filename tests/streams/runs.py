@@ -13,7 +13,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from onebit.parallel import overlap
 from tests.streams.device import NOWHERE, Site
 from tests.streams.scenarios import RANKS, SCENARIOS
 from tests.streams.simulated import simulated
@@ -50,7 +49,6 @@ def faults_of(name: str, left_out: Site = NOWHERE) -> tuple[list[str], frozenset
         warnings.catch_warnings(),
         mock.patch.dict(os.environ, ONEBIT_QUIET="1"),
         mock.patch.object(logging.getLogger("onebit"), "level", logging.ERROR),
-        mock.patch.object(overlap, "COMPARED", range(2, 4)),
         simulated(left_out) as device,
     ):
         warnings.simplefilter("ignore")

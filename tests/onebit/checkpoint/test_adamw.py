@@ -218,7 +218,7 @@ def test_adamw_goes_on_with_what_stage_2_multiplies(kind, options):
 
 
 @kinds
-def test_stage_1_goes_on_as_adamw(kind):
+def test_stage_1_goes_on_as_adamw_and_comes_back(kind):
     """AdamW counts its own steps, and keeps entries that it does not know as they are."""
     case = Case(kind, options={"freeze_step": 10, "weight_decay": 0.1}, groups=TWO_GROUPS)
     params, optimizer = trained(case, 0, 4)
@@ -234,6 +234,14 @@ def test_stage_1_goes_on_as_adamw(kind):
         run(case, 0, optimizer, params, 5, 9)
         run(case, 0, adamw, theirs, 5, 9)
         assert_params_near(params, theirs)
+        again = case.build(theirs)
+        again.load_state_dict(adamw.state_dict())
+        assert [int(own["step"]) for own in again.state_dict()["state"].values()] == [9] * 4
+        take(case, 0, optimizer, params, 10)
+        take(case, 0, again, theirs, 10)
+        assert_params_near(params, theirs)
+        take(case, 0, again, theirs, 11)
+        assert again.compressing
 
 
 def test_momentum_that_no_message_has_had_yet():

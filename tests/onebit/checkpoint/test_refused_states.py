@@ -158,7 +158,11 @@ def assert_refused(on, state, match, errors=ValueError):
 ROWS = [(*row, errors) for table, errors in ((FOREIGN, ValueError), (DAMAGED, BOTH)) for row in table]
 
 
-@pytest.mark.parametrize(("whose", "path", "values", "match", "errors"), ROWS, ids=lambda part: f"{part!r:.40}")
+@pytest.mark.parametrize(
+    ("whose", "path", "values", "match", "errors"),
+    ROWS,
+    ids=[f"{' '.join(map(str, row[1]))}: {row[3]:.30}" for row in ROWS],
+)
 def test_what_no_run_leaves_behind_is_refused(whose, path, values, match, errors):
     """In the stage it was saved in; a state of stage 2 in stage 1 too."""
     for kind, steps in whose:

@@ -194,6 +194,27 @@ def test_a_rate_of_zero_that_is_a_tensor(rank: int, size: int, first: int) -> li
     return found
 
 
+def a_rate_that_rises_again(rank: int, size: int, case: Case, low: float) -> float:
+    """The largest step of a element after an interval of small steps, in units of the rate."""
+    (params, optimizer), largest = started(case, 0, rank, size), 0.0
+    for step in range(1, 41):
+        optimizer.param_groups[0]["lr"] = low if 17 <= step <= 20 else 1e-2
+        if step == 23:
+            optimizer.synchronize()  # after two steps, as if the interval had been shorter
+        before = [p.detach().clone() for p in params]
+        take(case, rank, optimizer, params, step)
+        moved = max(float((p - b).abs().max()) for p, b in zip(params, before, strict=True) if p.numel())
+        largest = max(largest, moved / 1e-2) if step > 20 else largest
+    return largest
+
+
+def test_momentum_does_not_grow_where_the_rate_falls_and_rises() -> None:
+    """What was left out when steps were larger is not momentum."""
+    case = LOCAL.but(missing=())
+    usual, lowered = (run_ranks(2, a_rate_that_rises_again, case, low)[0] for low in (1e-2, 1e-5))
+    assert lowered < 2 * usual, f"steps of {lowered:.1f} times the rate, {usual:.1f} where it stays"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_ranks(2)
 def test_what_a_user_writes_where_ranks_agree_stays(rank: int, size: int, dtype: str) -> bytes:
