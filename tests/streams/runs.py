@@ -28,6 +28,7 @@ ELSEWHERE = {  # calls that no scenario comes to, and why
     "kernels/tuning/timing.py": "for timing",
     "onebit/cli/demo/ranks.py": "a process",
     "collectives/hand_over.py": "a reform",
+    "collectives/signs_of_life.py": "a thread of the host",
     "onebit/checkpoint/restore.py collect_residuals": "a reform",
 }
 
