@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,24 +37,44 @@ class Heartbeat:
     process group. A process that ends is known sooner.
     minimum: fewer ranks do not go on. By default more than half must be left, so that two halves never train apart.
 
-    The default process group is watched: Gloo, and UDP between its hosts. While nobody is gone each rank sends every
-    other rank four datagrams a second, and a step is as fast as without.
+    The default process group is watched: Gloo, and UDP over IPv4 between its hosts. While nobody is gone each rank
+    sends every other rank four datagrams a second, and a step is as fast as without.
     """
 
     def __init__(self, *, silent_after: float = 10.0, minimum: int | None = None) -> None:
-        self._timeout = _checked(silent_after, minimum)
+        _check_world()
         self._minimum, self._generation, self._me = minimum, 0, dist.get_rank()
-        me, size, address = self._me, dist.get_world_size(), _own_address()
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        sockets = {rank: _bound(address) for rank in range(size) if rank != me}
-        ports = {rank: each.getsockname()[1] for rank, each in sockets.items()}
-        everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, (address, self._store.port, ports))
-        self._stores = [(at, port) for at, port, _ in everyone]
+        others = [rank for rank in range(dist.get_world_size()) if rank != self._me]
+        sockets: dict[int, socket.socket] = {}
+
+        def offer() -> tuple[str, int, dict[int, int]]:
+            self._timeout = _checked(silent_after, minimum)
+            address = _own_address()
+            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            sockets.update({rank: _bound(address) for rank in others})
+            return address, self._store.port, {rank: each.getsockname()[1] for rank, each in sockets.items()}
+
+        everyone = _of_all(offer, (silent_after, minimum))
+        self._stores = [(address, port) for address, port, _ in everyone]
         for rank, each in sockets.items():
-            each.connect((everyone[rank][0], everyone[rank][2][me]))
-        peers = [Peer(rank, each, time.monotonic()) for rank, each in sockets.items()]
-        self._signs = SignsOfLife(peers, silent_after)
+            each.connect((everyone[rank][0], everyone[rank][2][self._me]))
+        self._signs = SignsOfLife([Peer(rank, each, time.monotonic()) for rank, each in sockets.items()], silent_after)
+        try:
+            _of_all(self._hear_all, None)
+        except ValueError:
+            self._signs.stop(bye=True)
+            raise
+
+    def _hear_all(self) -> None:
+        """A ValueError where datagrams do not come through: nobody is to be taken for silent for that."""
+        stop = time.monotonic() + self._signs.silent_after / 2
+        while (unheard := self._signs.unheard()) and time.monotonic() < stop:
+            time.sleep(self._signs.interval / 4)
+        if unheard:
+            raise ValueError(
+                f"no datagram came from ranks {unheard} within {self._signs.silent_after / 2} s: let UDP between the "
+                f"hosts through, and set GLOO_SOCKET_IFNAME to the interface between them"
+            )
 
     def gone(self) -> dict[int, str]:
         """By rank of the default process group: what is known of each rank that is gone."""
@@ -64,7 +84,7 @@ class Heartbeat:
         """The ranks of the default process group that are there. For use after an error: waits until it is known who is
         gone, `silent_after` seconds at most."""
         self._signs.wait_for_news(self._signs.silent_after + 2 * self._signs.interval)
-        return sorted(set(range(len(self._stores))) - self.gone().keys())
+        return sorted(set(range(len(self._stores))) - self.gone().keys() - self._signs.departed())
 
     def regroup(self) -> Any:
         """A new default process group of those that are left, all of whom call this, with the timeout of the old one,
@@ -86,29 +106,30 @@ class Heartbeat:
             )
         try:
             store = self._store_of(chosen, patience)
+            self._signs.keep(chosen)  # all who have come agree: whatever happens next, these are their numbers
+            self._stores, self._me = [self._stores[rank] for rank in chosen], chosen.index(self._me)
+            self._generation += 1
             if dist.is_initialized():
                 dist.destroy_process_group()
-            dist.init_process_group("gloo", None, patience, len(chosen), chosen.index(self._me), store)
+            dist.init_process_group("gloo", None, patience, len(chosen), self._me, store)
         except RuntimeError as error:
             raise CollectiveError(
                 f"not all of ranks {chosen} came to a new group within {patience.total_seconds()} s ({self._known()}): "
                 f"restart from the last checkpoint"
             ) from error
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
-        self._signs.keep(chosen)
-        self._stores, self._me = [self._stores[rank] for rank in chosen], chosen.index(self._me)
-        self._generation += 1
         return dist.group.WORLD
 
     def stop(self) -> None:
-        """In good order, on every rank: the others do not take this one for dead."""
-        self._signs.stop()
+        """In good order: the others do not take this rank for dead, and go on without it after `regroup`."""
+        self._signs.stop(bye=True)
 
     def __enter__(self) -> Heartbeat:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, *_error: object) -> None:
+        """With an error the rank counts as dead."""
+        self._signs.stop(bye=kind is None)
 
     def _store_of(self, chosen: Sequence[int], patience: timedelta) -> Any:
         """When all of them have come to the store, and have chosen the same ranks. In a thread: a process that is
@@ -140,18 +161,39 @@ class Heartbeat:
         return who_is_gone() or "nobody is known to be gone"
 
 
-def _checked(silent_after: float, minimum: int | None) -> timedelta:
-    """The timeout of the default process group."""
-    if watched():
-        raise ValueError("there is a Heartbeat in this process already: stop() it before you build another one")
+def _check_world() -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("Heartbeat watches the default process group: call torch.distributed.init_process_group first")
-    config, size = dist.get_backend_config(dist.group.WORLD), dist.get_world_size()
+    config = dist.get_backend_config(dist.group.WORLD)
     if "nccl" in config or "gloo" not in config:
         raise ValueError(
             f"the default process group is {config}: Heartbeat ends the waits of Gloo alone. Leave it out, and set the "
             f"timeout of init_process_group"
         )
+
+
+def _of_all(own: Callable[[], Any], same: Any) -> list[Any]:
+    """What each rank has; a ValueError on all where one has an error, or not the `same` as the others."""
+    try:
+        found, failed = own(), ""
+    except (ValueError, RuntimeError, OSError) as error:
+        found, failed = None, f"rank {dist.get_rank()}: {error}"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (found, failed, same))
+    if reasons := [reason for _, reason, _ in everyone if reason]:
+        raise ValueError(f"no Heartbeat: {'; '.join(reasons)}")
+    if len({repr(asked) for *_, asked in everyone}) > 1:
+        raise ValueError(
+            f"no Heartbeat: ranks were given other (silent_after, minimum): {[asked for *_, asked in everyone]!s:.400}"
+        )
+    return [found for found, *_ in everyone]
+
+
+def _checked(silent_after: float, minimum: int | None) -> timedelta:
+    """The timeout of the default process group."""
+    size = dist.get_world_size()
+    if watched():
+        raise ValueError("there is a Heartbeat in this process already: stop() it before you build another one")
     if not isinstance(silent_after, (int, float)) or not 0.2 <= silent_after < float("inf"):
         raise ValueError(f"silent_after={silent_after!r}: give seconds, 0.2 at least")
     if minimum is not None and (not isinstance(minimum, int) or not 1 <= minimum <= size):

@@ -36,22 +36,25 @@ class Peer:
     socket: socket.socket
     heard: float
     fate: str = ""  # why it is gone
+    spoke: bool = False
     said_bye: bool = False
 
     def beat(self, now: float, silent_after: float) -> None:
         try:
             self._listen(now)
             self.socket.send(BEAT)
-        except ConnectionRefusedError:
-            self.fate = "its process has ended"
+        except ConnectionRefusedError:  # is told before what was sent earlier, a bye for one
+            with contextlib.suppress(OSError):
+                self._listen(now)
+            self.fate = "" if self.said_bye else "its process has ended"
         except OSError:  # this host has no network for now: then the others are silent
             pass
-        if not self.fate and now - self.heard > silent_after:
+        if not self.fate and not self.said_bye and now - self.heard > silent_after:
             self.fate = f"no sign of life for {now - self.heard:.1f} s"
 
-    def say_bye(self) -> None:
+    def close(self, bye: bool) -> None:
         with contextlib.suppress(OSError):
-            for _ in range(BYES):
+            for _ in range(BYES if bye else 0):
                 self.socket.send(BYE)
         self.socket.close()
 
@@ -59,7 +62,7 @@ class Peer:
         with contextlib.suppress(BlockingIOError):
             while True:
                 said = self.socket.recv(len(BEAT))
-                self.heard, self.said_bye = now, self.said_bye or said == BYE
+                self.heard, self.spoke, self.said_bye = now, True, self.said_bye or said == BYE
 
 
 class SignsOfLife:
@@ -77,34 +80,42 @@ class SignsOfLife:
         """What is known of each rank that is gone."""
         return {peer.rank: peer.fate for peer in self._peers if peer.fate}
 
+    def departed(self) -> set[int]:
+        """Those that have stopped in good order."""
+        return {peer.rank for peer in self._peers if peer.said_bye}
+
+    def unheard(self) -> list[int]:
+        """Those that have sent nothing yet."""
+        return [peer.rank for peer in self._peers if not peer.spoke]
+
     def wait_for_news(self, seconds: float) -> None:
-        """Until one is gone."""
+        """Until one is gone, or has departed."""
         with self._changed:
-            self._changed.wait_for(self.gone, seconds)
+            self._changed.wait_for(lambda: self.gone() or self.departed(), seconds)
 
     def keep(self, ranks: Sequence[int]) -> None:
-        """The others do not matter any more; these have other numbers now, in this order."""
+        """The others do not matter any more, and are refused; these have other numbers now, in this order."""
         kept = []
         for peer in self._peers:
             if peer.rank in ranks:
                 kept.append(replace(peer, rank=ranks.index(peer.rank)))
             else:
-                peer.say_bye()
+                peer.close(bye=False)
         self._peers = kept
 
-    def stop(self) -> None:
-        """In good order: the others do not take this process for dead."""
+    def stop(self, bye: bool) -> None:
+        """bye: in good order; the others do not take this process for dead."""
         self._stopped.set()
         self._thread.join()
-        for peer in self._peers:
-            peer.say_bye()
-        _watched.remove(self)
+        self.close(bye)
 
-    def close(self) -> None:
-        """In a forked child, which sends nothing: while it held the sockets they would refuse nothing either."""
+    def close(self, bye: bool = False) -> None:
+        """Without bye also in a forked child, which sends nothing: while a child held the sockets, they would refuse
+        nothing when its parent has ended."""
         for peer in self._peers:
-            peer.socket.close()
-        _watched.remove(self)
+            peer.close(bye)
+        if self in _watched:
+            _watched.remove(self)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -113,14 +124,18 @@ class SignsOfLife:
             if now - last > self.silent_after / 2:  # this process stood still, and may not have been sent to meanwhile
                 for peer in self._peers:
                     peer.heard = now
-            last, before = now, self.gone().keys()
+            last, before = now, self._news()
             for peer in self._peers:
                 if not peer.fate and not peer.said_bye:
                     peer.beat(now, self.silent_after)
-            if self.gone().keys() - before:
+            if self._news() != before:
                 with self._changed:
                     self._changed.notify_all()
+            if self.gone():  # again and again: a wait may begin, or a group be made, after the first time
                 end_all_waits()
+
+    def _news(self) -> tuple[int, int]:
+        return len(self.gone()), len(self.departed())
 
 
 def watched() -> bool:

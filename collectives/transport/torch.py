@@ -28,6 +28,7 @@ from onebit.kernels import streams
 
 SMALL = 2**16  # bytes up to which what Gloo passes on from rank to rank waits for latency
 MOST_IN_PAIRS = 16  # ranks
+_MAKING = "making a process group"
 _OUTSIDER = (
     "this rank is not in the process group it was given: only the group's members take part. Build the optimizer or "
     "the all-reduce on those ranks alone"
@@ -126,7 +127,9 @@ class TorchTransport:
             return TorchTransport(own.spare.pop(number), own, number)
         number, own.made = own.made, own.made + 1
         if self.group is dist.group.WORLD:
-            return TorchTransport(dist.new_group(timeout=self._timeout, backend=self._kind), own, number)
+            with collective_errors(_MAKING, self.name):
+                made = dist.new_group(timeout=self._timeout, backend=self._kind)
+            return TorchTransport(made, own, number)
         return self._new_group(self.members, of=own, number=number)
 
     def close(self) -> None:
@@ -171,7 +174,7 @@ class TorchTransport:
     def _new_group(self, ranks: list[int], kind: str | None = None, **as_duplicate: Any) -> Transport:
         """Made by its members alone, who all are in this group."""
         self._make_as_many_groups()
-        with _without_bound_device():
+        with collective_errors(_MAKING, self.name), _without_bound_device():
             made = dist.new_group(ranks, self._timeout, kind or self._kind, use_local_synchronization=True)
         return TorchTransport(made, **as_duplicate)
 

@@ -172,7 +172,7 @@ class OneBitOptimizer(Progress):
         """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param
         group, since tools look for what they find. room: what is shown and saved until the next load."""
         if snapshot is not self.__dict__.get("current"):
-            self.current, self.begun = snapshot, False
+            self.current, self.begun, self.coming = snapshot, False, None
             self.gradients.reset()
             self.leave_out_buckets(False)
         self.shown_state = ShownState(self.setup, snapshot, room)

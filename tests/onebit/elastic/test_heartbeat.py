@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import onebit
+from onebit.collectives.signs_of_life import Peer
 from tests.faults.elastic import problems_of, strike_ranks
 from tests.faults.striking import Fault
 from tests.limits import HUNG
@@ -35,24 +38,73 @@ def test_the_others_name_who_is_gone_and_go_on(kind: str, fault: Fault) -> None:
 
 
 def test_one_that_only_takes_its_time_is_not_gone() -> None:
-    """Longer than `silent_after`, as all do when a machine sleeps; and one that stops in good order is none either."""
-    assert run_ranks_once(3, take_time, (), group_timeout=HUNG) == [3.0] * 3
+    """Longer than `silent_after`, as all do when a machine sleeps."""
+    assert run_ranks_once(3, take_time, (), group_timeout=HUNG) == [[0, 1, 2]] * 3
 
 
-def take_time(rank: int, size: int) -> float:
+def take_time(rank: int, size: int) -> list[int]:
     with onebit.Heartbeat(silent_after=SILENT) as heart:
         if rank == 1:
-            time.sleep(1.5 * SILENT)
+            time.sleep(1.25 * SILENT)
         dist.barrier()
-        ctypes.PyDLL(None).usleep(int(1.5e6 * SILENT))  # holds Python's lock, so that no thread of this process runs
+        ctypes.PyDLL(None).usleep(int(1.25e6 * SILENT))  # holds Python's lock, so that no thread of this process runs
         dist.barrier()
-        time.sleep(4 * 0.2)
-        assert heart.gone() == {} and heart.left() == [0, 1, 2]
-    ones = torch.ones(1)
-    if rank != 1:
         time.sleep(1)
-    dist.all_reduce(ones)
-    return float(ones)
+        assert heart.gone() == {}
+        left = heart.left()
+        dist.barrier()
+        return left
+
+
+def test_one_that_leaves_in_good_order_is_not_gone_and_one_that_leaves_with_an_error_is() -> None:
+    assert run_ranks_once(4, leave, (), group_timeout=HUNG) == [2, 0, 0, 2]
+
+
+def leave(rank: int, size: int) -> int:
+    heart = onebit.Heartbeat(silent_after=SILENT)
+    dist.barrier()
+    if rank == 1:
+        heart.stop()
+        heart.stop()
+        time.sleep(3 * SILENT)  # it lives, and is left
+        return 0
+    time.sleep(1)
+    assert heart.gone() == {} and heart.left() == [0, 2, 3]
+    heart.regroup()
+    if rank == 2:
+        with pytest.raises(KeyError), heart:
+            raise KeyError
+        time.sleep(2 * SILENT)
+        return 0
+    ones = torch.ones(1)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(ones)
+    heart.regroup()
+    dist.all_reduce(ones.fill_(1))
+    heart.stop()
+    return int(ones)
+
+
+def test_one_that_was_silent_and_wakes_goes_no_further() -> None:
+    assert run_ranks_once(3, wake, (), group_timeout=HUNG) == [2, 0, 2]
+
+
+def wake(rank: int, size: int) -> int:
+    heart = onebit.Heartbeat(silent_after=SILENT)
+    me = os.getpid()
+    dist.barrier()
+    if rank == 1:
+        if os.fork() == 0:  # goes on for a moment after the others have gone on
+            time.sleep(2 * SILENT)
+            os.kill(me, signal.SIGCONT)
+            os._exit(0)
+        os.kill(me, signal.SIGSTOP)
+        with pytest.raises(ValueError, match="of 3 ranks can't go on"):
+            heart.regroup()
+        return 0
+    heart.regroup()
+    time.sleep(2 * SILENT)
+    return dist.get_world_size()
 
 
 def test_more_than_half_go_on_and_no_fewer() -> None:
@@ -97,22 +149,29 @@ def lose_the_other(rank: int, size: int, minimum: int | None) -> int:
     return dist.get_world_size()
 
 
-def test_a_wrong_argument_is_an_error_on_every_rank() -> None:
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
     assert run_ranks_once(2, give_wrong_arguments, (), group_timeout=60.0) == [None, None]
 
 
 def give_wrong_arguments(rank: int, size: int) -> None:
-    for silent_after, minimum, said in (
-        (0.1, None, "give seconds"),
-        ("10", None, "give seconds"),
-        (60.0, None, "the process group's timeout is 0:01:00"),
-        (10.0, 3, "a number of ranks from 1 to 2"),
-        (10.0, 0, "a number of ranks from 1 to 2"),
+    for number, (silent_after, minimum, said) in enumerate(
+        [
+            (0.1, None, "give seconds"),
+            ("10", None, "give seconds"),
+            (60.0, None, "the process group's timeout is 0:01:00"),
+            (10.0, 3, "a number of ranks from 1 to 2"),
+            (10.0, 0, "a number of ranks from 1 to 2"),
+            (10.0, 1, "ranks were given other"),
+        ]
     ):
+        own = {"silent_after": silent_after, "minimum": minimum} if number % 2 == rank else {}
         with pytest.raises(ValueError, match=said):
-            onebit.Heartbeat(silent_after=silent_after, minimum=minimum)
+            onebit.Heartbeat(**own)
     with onebit.Heartbeat(silent_after=10.0), pytest.raises(ValueError, match="there is a Heartbeat"):
         onebit.Heartbeat()
+    deaf = mock.patch.object(Peer, "beat") if rank else contextlib.nullcontext()
+    with deaf, pytest.raises(ValueError, match=r"rank 0: no datagram came from ranks \[1\].*rank 1: no .*let UDP"):
+        onebit.Heartbeat(silent_after=2.0)
     dist.destroy_process_group()
-    with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group first"):
+    with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group first"):
         onebit.Heartbeat()

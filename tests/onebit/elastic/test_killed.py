@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import onebit
@@ -27,11 +28,6 @@ KILLED = [
     (A, 0, Point(2, "after the all-gather", f"{SCATTER} 1", "after", ())),
     (L, 2, Point(2, "in the exchange", f"{EXCHANGE} 1", "under way", (), "direct")),
 ]
-
-
-def case_of(kind: str, reply: Any) -> Case:
-    options = {"freeze_step": 4, "chunks": 3, "reply": reply, "elastic": True}
-    return Case(kind, SHAPES, options=options, groups=({}, {"lr": 2e-3}))
 
 
 @pytest.mark.parametrize(("kind", "victim", "point"), KILLED, ids=lambda value: getattr(value, "name", str(value)))
@@ -81,3 +77,44 @@ def group_of_survivors(rank: int, victim: int) -> Any:
     new = sorted({0, 1, 2} - {victim}).index(rank)
     dist.init_process_group("gloo", store=dist.PrefixStore("survivors", store), rank=new, world_size=2)
     return dist.group.WORLD
+
+
+def test_messages_that_left_in_backward_are_taken_back() -> None:
+    """overlap=True: a rank dies between backward and step, while its messages are on their way or have arrived."""
+    found = run_ranks_once(3, train_with_overlap, (True,), expect_dead=(2,))[:2]
+    wanted = run_ranks(3, train_with_overlap, False)[:2]
+    assert found[0] == found[1] == wanted[0] == wanted[1]
+
+
+def train_with_overlap(rank: int, size: int, killed: bool) -> tuple[int, bytes] | None:
+    """killed: rank 2, in step 7. Otherwise ranks change after step 6."""
+    warnings.simplefilter("ignore", UserWarning)
+    case = Case(A, SHAPES, options={"freeze_step": 4, "chunks": 2, "overlap": True})
+    params = case.parameters()
+    optimizer = case.build(params, group())
+    for step in range(1, 7):
+        backward(case, rank, params, step)
+        optimizer.step()
+    if not killed and rank < 2:
+        onebit.reform(optimizer, group(2))
+    if killed:
+        backward(case, rank, params, 7)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CollectiveError):
+            optimizer.step()
+        onebit.reform(optimizer, group_of_survivors(rank, 2))
+    if rank == 2:
+        return None
+    reformed = optimizer.steps
+    for step in range(7, STEPS + 1):
+        backward(case, rank, params, step)
+        optimizer.step()
+    return reformed, bits(params)
+
+
+def backward(case: Case, rank: int, params: list[Any], step: int) -> None:
+    for p in params:
+        p.grad = None
+    grads = [g for g in case.gradients(rank, step) if g is not None]
+    torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum().backward()
