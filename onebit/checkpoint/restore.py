@@ -248,7 +248,7 @@ class _Restoration:
                 if field.name in own:
                     self._load_field(state, field, i, own)
                 elif field.required and own:
-                    shaped(own, field.name, None, self.setup.name_of(state.params[i]))
+                    shaped(own, field.name, None, self.setup.name_of(state.params[i]), field.values)
         algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
         state.master_is_current = all(MASTER.name in own for own in saved)
         if "optimizer" not in self.numbers and state.compressed and steps:

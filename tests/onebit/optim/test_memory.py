@@ -54,7 +54,7 @@ def living() -> dict[int, int]:
     """Bytes of every storage that a tensor holds."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and not isinstance(t, FakeTensor)]
-    storages = [t.untyped_storage() for t in tensors]
+    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
     return {s.data_ptr(): s.nbytes() for s in storages}
 
 
