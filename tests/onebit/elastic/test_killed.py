@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import onebit
 from onebit.collectives import CollectiveError
+from onebit.collectives.signs_of_life import end_all_waits
 from onebit.collectives.transport import transport_for
 from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER, Point, Striking
 from tests.onebit.runs import Case, bits, take
@@ -73,6 +74,7 @@ def train(rank: int, size: int, kind: str, victim: int, point: Point, leaves: in
 def group_of_survivors(rank: int, victim: int) -> Any:
     """A new world under another prefix of the store, which a process has that does not train."""
     store = dist.distributed_c10d._get_default_store()
+    end_all_waits()  # of a survivor for this one, too
     dist.destroy_process_group()
     new = sorted({0, 1, 2} - {victim}).index(rank)
     dist.init_process_group("gloo", store=dist.PrefixStore("survivors", store), rank=new, world_size=2)
