@@ -61,7 +61,7 @@ class Heartbeat:
         self._signs = SignsOfLife([Peer(rank, each, time.monotonic()) for rank, each in sockets.items()], silent_after)
         try:
             _of_all(self._hear_all, None)
-        except ValueError:
+        except Exception:
             self._signs.stop(bye=True)
             raise
 

@@ -94,14 +94,13 @@ class SignsOfLife:
             self._changed.wait_for(lambda: self.gone() or self.departed(), seconds)
 
     def keep(self, ranks: Sequence[int]) -> None:
-        """The others do not matter any more, and are refused; these have other numbers now, in this order."""
-        kept = []
-        for peer in self._peers:
-            if peer.rank in ranks:
-                kept.append(replace(peer, rank=ranks.index(peer.rank)))
-            else:
-                peer.close(bye=False)
-        self._peers = kept
+        """The others do not matter any more, and are refused; these have other numbers now, in this order. No wait is
+        ended for one of the others from now on."""
+        with self._changed:
+            for peer in self._peers:
+                if peer.rank not in ranks:
+                    peer.close(bye=False)
+            self._peers = [replace(p, rank=ranks.index(p.rank)) for p in self._peers if p.rank in ranks]
 
     def stop(self, bye: bool) -> None:
         """bye: in good order; the others do not take this process for dead."""
@@ -128,11 +127,11 @@ class SignsOfLife:
             for peer in self._peers:
                 if not peer.fate and not peer.said_bye:
                     peer.beat(now, self.silent_after)
-            if self._news() != before:
-                with self._changed:
+            with self._changed:
+                if self._news() != before:
                     self._changed.notify_all()
-            if self.gone():  # again and again: a wait may begin, or a group be made, after the first time
-                end_all_waits()
+                if self.gone():  # again and again: a wait may begin, or a group be made, after the first time
+                    end_all_waits()
 
     def _news(self) -> tuple[int, int]:
         return len(self.gone()), len(self.departed())
