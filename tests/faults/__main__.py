@@ -23,7 +23,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from perf.lab.network import LabUnavailable, NetworkLab
-from tests.faults.striking import POINTS, Fault
+from tests.faults.striking import POINTS, Fault, cut_off
 from tests.faults.training import Raised, struck, undisturbed
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS
@@ -126,19 +126,7 @@ def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
 
 
 def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
-    run = lab.start(_arguments(kind, folder, fault))
-    try:
-        stop = time.monotonic() + HUNG
-        while not (folder / "struck").exists():
-            if time.monotonic() > stop or not run.running():
-                raise RuntimeError("\n".join(rank.report() for rank in run.ranks))
-            time.sleep(0.02)
-        lab.link_down(fault.victim)
-        (folder / "cut").touch()
-        run.wait(60, check=False)
-    finally:
-        run.stop()
-        lab.link_up(fault.victim)
+    cut_off(lab, lab.start(_arguments(kind, folder, fault)), folder, fault.victim)
     lab.run(_arguments(kind, folder, fault, strikes=False), timeout=HUNG)
 
 

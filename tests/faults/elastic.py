@@ -29,7 +29,7 @@ import onebit
 from onebit.collectives import CollectiveError
 from onebit.collectives.topology import Topology
 from perf.lab.network import LabUnavailable, NetworkLab
-from tests.faults.striking import POINTS, Fault, Striking, strike_of
+from tests.faults.striking import POINTS, Fault, Striking, cut_off, strike_of
 from tests.faults.training import STRUCK, case_of, digest
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, take
@@ -104,14 +104,7 @@ def strike_host(lab: NetworkLab, kind: str, fault: Fault) -> list[Survived]:
         folder = Path(name)
         rank = ["--rank", str(folder), kind, str(fault.point), str(fault.victim)]
         run = lab.start(["-m", "tests.faults.elastic", *rank])
-        try:
-            _wait_for(folder / "struck", run)
-            lab.link_down(fault.victim)
-            (folder / "cut").touch()
-            run.wait(60, check=False)
-        finally:
-            run.stop()
-            lab.link_up(fault.victim)
+        cut_off(lab, run, folder, fault.victim)
         files = [folder / f"survived-{rank}" for rank in range(HOSTS)]
         found = {rank: Survived(**json.loads(file.read_text())) for rank, file in enumerate(files) if file.exists()}
         if fault.victim in found:
@@ -119,14 +112,6 @@ def strike_host(lab: NetworkLab, kind: str, fault: Fault) -> list[Survived]:
         if len(found) < HOSTS - 1:
             raise RuntimeError("\n".join(rank.report() for rank in run.ranks))
         return list(found.values())
-
-
-def _wait_for(file: Path, run: Any) -> None:
-    stop = time.monotonic() + HUNG
-    while not file.exists():
-        if time.monotonic() > stop or not run.running():
-            raise RuntimeError("\n".join(rank.report() for rank in run.ranks))
-        time.sleep(0.01)
 
 
 def be_rank(folder: Path, kind: str, point: int, victim: int) -> int:

@@ -158,3 +158,19 @@ def strike_of(how: How, folder: Path) -> Callable[[], None]:
     if how in ("cut", "orphan"):
         return be_cut if how == "cut" else leave_a_child
     return lambda: os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def cut_off(lab: Any, run: Any, folder: Path, victim: int) -> None:
+    """Take the link down when the rank has come to that point, and let all ranks come to their end."""
+    try:
+        stop = time.monotonic() + HUNG
+        while not (folder / "struck").exists():
+            if time.monotonic() > stop or not run.running():
+                raise RuntimeError("\n".join(rank.report() for rank in run.ranks))
+            time.sleep(0.02)
+        lab.link_down(victim)
+        (folder / "cut").touch()
+        run.wait(60, check=False)
+    finally:
+        run.stop()
+        lab.link_up(victim)
