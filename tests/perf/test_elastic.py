@@ -1,0 +1,32 @@
+"""What `python -m perf.elastic` counts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from perf import elastic
+from tests.ranks import run_ranks_once
+
+ELEMENTS = 4000
+
+
+def measure(rank: int, size: int) -> tuple[list[list[float]], float]:
+    two, source = dist.new_group([0, 1]), torch.Generator().manual_seed(rank)
+    found = elastic.reforms(ELEMENTS, two, source)
+    times = elastic.ratio(ELEMENTS, two, 2, source)[1] if rank < 2 else 1.0
+    dist.barrier()
+    return found, times
+
+
+def test_those_who_stay_send_no_parameters_and_one_rank_gives_them() -> None:
+    found = run_ranks_once(3, measure)
+    fewer, more = ([own[move][1] for own, _ in found] for move in (0, 1))
+    assert 0 < fewer[0] == fewer[1] < ELEMENTS and fewer[2] == 0
+    assert 8 * ELEMENTS < more[0] < 10 * ELEMENTS and 0 < more[1] == more[2] < ELEMENTS
+    assert all(times > 0 for _, times in found)
+
+
+def test_other_numbers_of_ranks_are_an_error(capsys) -> None:
+    assert elastic.main([]) == 2
+    assert "torchrun --nproc-per-node 3" in capsys.readouterr().err
