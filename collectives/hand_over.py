@@ -18,7 +18,9 @@ from onebit.kernels.data.wire import MessageError
 _MOST_JSON = 2**28  # bytes
 
 
-def send_tensors(ranks: Ranks, to: int, value: Any, tensors: Sequence[Tensor], at: torch.device, phase: str) -> None:
+def send_tensors(
+    ranks: Ranks | Sender, to: int, value: Any, tensors: Sequence[Tensor], at: torch.device, phase: str
+) -> None:
     """value: what JSON can hold. tensors: on `at`, a device that the ranks can send from. It waits until all have
     left."""
     sender = _sender(ranks, phase)
@@ -29,7 +31,7 @@ def send_tensors(ranks: Ranks, to: int, value: Any, tensors: Sequence[Tensor], a
             sender.send(_bytes_of(each.contiguous()), to, phase).wait()
 
 
-def receive_tensors(ranks: Ranks, source: int, device: torch.device, phase: str) -> tuple[Any, list[Tensor]]:
+def receive_tensors(ranks: Ranks | Sender, source: int, device: torch.device, phase: str) -> tuple[Any, list[Tensor]]:
     """What `send_tensors` sends."""
     sender, length = _sender(ranks, phase), torch.zeros(1, dtype=torch.int64, device=device)
     sender.receive(_bytes_of(length), source, phase).wait()
@@ -46,7 +48,7 @@ def receive_tensors(ranks: Ranks, source: int, device: torch.device, phase: str)
     return value, found
 
 
-def _sender(ranks: Ranks, phase: str) -> Sender:
+def _sender(ranks: Ranks | Sender, phase: str) -> Sender:
     if not isinstance(ranks, Sender):
         raise ValueError(
             f"{phase} is not possible over {ranks.name}, by which no rank can send to one other: use a process group "

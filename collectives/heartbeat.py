@@ -49,7 +49,7 @@ class Heartbeat:
 
         def offer() -> tuple[str, int, dict[int, int]]:
             self._timeout = _checked(silent_after, minimum)
-            address = _own_address()
+            address = own_address()
             self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
             sockets.update({rank: _bound(address) for rank in others})
             return address, self._store.port, {rank: each.getsockname()[1] for rank, each in sockets.items()}
@@ -208,7 +208,7 @@ def _checked(silent_after: float, minimum: int | None) -> timedelta:
     return timeout
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """By which this host reaches the others: that of GLOO_SOCKET_IFNAME, or on the way to the store."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:

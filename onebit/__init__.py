@@ -10,6 +10,8 @@ from onebit import collectives, kernels
 from onebit.checkpoint.convert import adamw_state, merge_states
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.collectives.heartbeat import Heartbeat
+from onebit.elastic.following import follow
+from onebit.elastic.giving import Giver
 from onebit.elastic.reform import reform
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.fields import Field
@@ -30,6 +32,7 @@ __all__ = [
     "DivergenceError",
     "Field",
     "FreezeRule",
+    "Giver",
     "Heartbeat",
     "OneBitAdam",
     "OneBitLamb",
@@ -38,6 +41,7 @@ __all__ = [
     "ZeroOneAdam",
     "adamw_state",
     "attach",
+    "follow",
     "load",
     "make_room",
     "merge_states",

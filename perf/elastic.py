@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 3 -m perf.elastic [--elements 1000000] [--rounds 10]
 
 Bytes are counted as they are handed to the group, by rank. Three ranks become two, then three again, of which one joins
-as new. The ratio is that of compressed steps of two ranks with elastic=True and without, in turn: medians.
+as new; then once more, and that one has followed the other two (`onebit.follow`) for some steps. The ratio is that of
+compressed steps of two ranks with elastic=True and without, in turn: medians.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit import OneBitAdam, OneBitOptimizer, reform
+from onebit import Giver, OneBitAdam, OneBitOptimizer, follow, reform
 from onebit.cli.arguments import CommandError, whole_number
 from onebit.collectives.transport import TorchTransport, Work
 from onebit.kernels.tuning.machine import device_name
@@ -65,19 +66,40 @@ def timed_reform(optimizer: OneBitOptimizer, ranks: Counting) -> list[float]:
 
 
 def reforms(elements: int, two: Any, source: torch.Generator) -> list[list[float]]:
-    """Of this rank, from three ranks to two, and from two to three."""
-    optimizer, params = built(elements, None)
+    """Of this rank: from three ranks to two, from two to three, and the same again with one that has followed."""
+    found, (optimizer, params) = [], built(elements, None)
     for _ in range(2 * FREEZE):
         step(optimizer, params, source)
-    dist.barrier()
-    rank = dist.get_rank()
-    found = [timed_reform(optimizer, Counting(two)) if rank < 2 else [0.0, 0]]
-    if rank < 2:
+    for follows in (False, True):
+        dist.barrier()
+        found.append(timed_reform(optimizer, Counting(two)) if dist.get_rank() < 2 else [0.0, 0])
+        if dist.get_rank() == 2:
+            optimizer, params = built(elements, None)
+        elif not follows:
+            step(optimizer, params, source)
+        if follows:
+            trained_while_one_follows(optimizer, params, two, source)
+        dist.barrier()
+        found.append(timed_reform(optimizer, Counting()))
+    return found
+
+
+def trained_while_one_follows(
+    optimizer: OneBitOptimizer, params: Sequence[Tensor], two: Any, source: torch.Generator
+) -> None:
+    """Until that one has caught up."""
+    giver = Giver(optimizer, "127.0.0.1") if dist.get_rank() == 0 else None
+    address = [giver and giver.address]
+    dist.broadcast_object_list(address)
+    if dist.get_rank() == 2:
+        follow(optimizer, str(address[0]))
+        dist.distributed_c10d._get_default_store().set("caught up", "")
+        return
+    left = torch.ones(1)
+    while left.item():
         step(optimizer, params, source)
-    else:
-        optimizer, params = built(elements, None)
-    dist.barrier()
-    return [*found, timed_reform(optimizer, Counting())]
+        left.fill_(not dist.distributed_c10d._get_default_store().check(["caught up"]))
+        dist.broadcast(left, 0, group=two)
 
 
 def ratio(elements: int, group: Any, rounds: int, source: torch.Generator) -> tuple[float, float]:
@@ -112,7 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         dist.barrier()
         if rank == 0:
             print(f"{device_name(CPU)}, {arguments.elements:,} elements")
-            for i, name in enumerate(("3 to 2 ranks", "2 to 3 ranks")):
+            names = ("3 to 2 ranks", "2 to 3 ranks", "3 to 2 ranks", "2 to 3 ranks, of which the new one has followed")
+            for i, name in enumerate(names):
                 sent = ", ".join(f"{int(row[i, 1]):,}" for row in rows)
                 print(f"{name}: {max(float(row[i, 0]) for row in rows):.3f} s, bytes sent by rank {sent}")
             print(f"a step of 2 ranks with elastic=True: {seconds * 1e3:.1f} ms, {times:.2f} times one without")

@@ -18,8 +18,7 @@ logger = logging.getLogger("onebit")
 def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
     """One log line, on the first rank that stays, which tells how large its own residuals are. setup, current:
     before."""
-    ranks, kept = members.ranks_before, members.kept
-    gone = sorted(set(range(ranks)) - {place for places in kept for place in places})
+    ranks, gone = members.ranks_before, members.gone
     if not gone or not current.reducers or members.everyone.rank != members.stayers[0]:
         return
     e, served, m = _norms(current)

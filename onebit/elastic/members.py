@@ -16,7 +16,7 @@ from onebit.optim.setup import Setup
 from onebit.optim.steps import Step, SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 
-_NEW = "On a rank that joins build a new model and optimizer, take no step and load nothing"
+NEW = "On a rank that joins build a new model and optimizer, take no step and load nothing"
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, TypeError, ValueError)}
 
 
@@ -65,6 +65,7 @@ class Member:
     has_averages: bool  # of a full step that has not ended
     compressing: bool
     chunks: list[int]
+    follows: bool  # whether a rank that joins has a state by onebit.follow
     cannot_give: str  # why this rank can give no state to one that joins
 
     @classmethod
@@ -89,6 +90,7 @@ class Member:
             has_averages=type(coming) is Step and inner.begun,
             compressing=current.stages.compressing,
             chunks=[state.layout.chunks for state in current.compressed],
+            follows=inner.follower is not None,
             cannot_give=_why_not(lambda: group_values(inner)),
         )
 
@@ -147,6 +149,16 @@ class Members:
         return self._known(self.rows[self.stayers[0]])[0]
 
     @property
+    def gone(self) -> list[int]:
+        """The places in that group of those whose residuals are lost."""
+        return sorted(set(range(self.ranks_before)) - {place for places in self.kept for place in places})
+
+    @property
+    def left(self) -> int:
+        """How many ranks of that group are not there any more."""
+        return self.ranks_before - len(self.stayers)
+
+    @property
     def momentum_was_folded(self) -> bool:
         """Whether ranks that have gone on once more than others hold no messages any more."""
         return any(self.rows[r].reforms > self.reforms and self.rows[r].before["folded"] for r in self.stayers)
@@ -162,14 +174,14 @@ class Members:
             if known is None or first is None or known[0] != first[0]:
                 raise ValueError(
                     f"{self.name(rank)} has gone on with other ranks than others have, or was in a group of another "
-                    f"size: they do not go on from one run. {_NEW}"
+                    f"size: they do not go on from one run. {NEW}"
                 )
             if self.joining and self.rows[rank].cannot_give:
                 raise ValueError(f"{self.name(rank)}: {self.rows[rank].cannot_give}")
         kept = [place for places in self.kept for place in places]
         if len(set(kept)) < len(kept):
             raise ValueError(
-                f"ranks say that they were {sorted(kept)} of one group: they do not belong to one run. {_NEW}"
+                f"ranks say that they were {sorted(kept)} of one group: they do not belong to one run. {NEW}"
             )
 
     def _known(self, member: Member) -> tuple[int, list[int]]:

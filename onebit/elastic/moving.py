@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onebit.checkpoint import restore
 from onebit.checkpoint.names import rank_of, server_rank_of
+from onebit.collectives.agreement import checksums
 from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.param_groups import PROGRESS
+from onebit.optim.setup import Setup
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 Saved = dict[Tensor, dict[str, Any]]
@@ -23,23 +27,72 @@ _JOINING = "handing a state to a rank that joins (send)"
 
 def send_residuals(ranks: Ranks, to: int, place: int, saved: Saved, device: torch.device) -> None:
     """Of the rank that had this place."""
-    residuals = {p: {name: v for name, v in own.items() if _is_residual(name)} for p, own in saved.items()}
-    _send(ranks, to, place, residuals, device, _LEAVING)
+    residuals = [{name: v for name, v in own.items() if _is_residual(name)} for own in saved.values()]
+    tensors = [v.detach().to(device) for own in residuals for v in own.values()]
+    send_tensors(ranks, to, {"place": place, "names": list(map(list, residuals))}, tensors, device, _LEAVING)
 
 
 def receive_residuals(ranks: Ranks, source: int, device: torch.device) -> tuple[int, list[dict[str, Tensor]]]:
     """And the place of the rank that had them."""
-    return _receive(ranks, source, device, _LEAVING)
+    found, tensors = receive_tensors(ranks, source, device, _LEAVING)
+    each = iter(tensors)
+    return found["place"], [{name: next(each) for name in names} for names in found["names"]]
 
 
 @dataclass(frozen=True)
-class Received:
-    """A rank's state, as a rank that joins has got it."""
+class Shared:
+    """A rank's state but the residuals: what every rank has the same, and a rank that joins gets."""
 
     numbers: dict[str, Any]
     groups: list[dict[str, Any]]
     states: list[dict[str, Tensor]]
     x: list[Tensor]
+
+    @classmethod
+    def of(cls, inner: OneBitOptimizer, saved: Saved, numbers: dict[str, Any]) -> Shared:
+        current, params = inner.current, _parameters(inner)
+        with current.keep_last_sync():
+            x = [p.detach().clone() for p in params]
+        states = [{name: v for name, v in saved.get(p, {}).items() if not _is_residual(name)} for p in params]
+        own = dict(zip(params, states, strict=True))
+        for p, last in current.masters_at_last_sync():
+            own[p]["master"] = last
+        return cls({**numbers, "wire_bytes": 0}, group_values(inner), states, x)
+
+    def clone(self) -> Shared:
+        """Whose tensors nobody changes."""
+        return replace(self, states=[{name: v.clone() for name, v in own.items()} for own in self.states])
+
+    def packed(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """What JSON can hold, and the tensors."""
+        names = [list(own) for own in self.states]
+        value = {"numbers": self.numbers, "groups": self.groups, "names": names}
+        return value, [*self.x, *(v for own in self.states for v in own.values())]
+
+    @classmethod
+    def unpacked(cls, value: Mapping[str, Any], tensors: Sequence[Tensor]) -> Shared:
+        names, each = value["names"], iter(tensors)
+        x = [next(each) for _ in names]
+        return cls(value["numbers"], value["groups"], [{name: next(each) for name in own} for own in names], x)
+
+    def send(self, ranks: Ranks, to: int, device: torch.device) -> None:
+        value, tensors = self.packed()
+        send_tensors(ranks, to, value, [t.detach().to(device) for t in tensors], device, _JOINING)
+
+    @classmethod
+    def receive(cls, ranks: Ranks, source: int, device: torch.device) -> Shared:
+        return cls.unpacked(*receive_tensors(ranks, source, device, _JOINING))
+
+    def state_dict(self, setup: Setup) -> dict[str, Any]:
+        """As `restore.restored` takes it."""
+        params = [p for group in setup.groups for p in group["params"]]
+        return restore.as_state_dict(setup, dict(zip(params, self.states, strict=True)), self.numbers, self.groups)
+
+    @property
+    def digest(self) -> str:
+        """Of every bit."""
+        value, tensors = self.packed()
+        return hashlib.sha256(json.dumps([value, checksums(tensors).tolist()]).encode()).hexdigest()
 
     def put_parameters(self, inner: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
         """And what `groups` have for each param group."""
@@ -51,24 +104,6 @@ class Received:
                     group[name].copy_(torch.as_tensor(value))
                 elif name != "params":
                     group[name] = value
-
-
-def send_state(ranks: Ranks, to: int, inner: OneBitOptimizer, saved: Saved, numbers: dict[str, Any]) -> None:
-    """All but the residuals."""
-    current = inner.current
-    with current.keep_last_sync():
-        state: Saved = {p: {"x": p.detach().clone()} for p in _parameters(inner)}
-    for p, own in saved.items():
-        state[p] |= {name: v for name, v in own.items() if not _is_residual(name)}
-    for p, last in current.masters_at_last_sync():
-        state[p]["master"] = last
-    value = {"numbers": {**numbers, "wire_bytes": 0}, "groups": group_values(inner)}
-    _send(ranks, to, value, state, inner.setup.device, _JOINING)
-
-
-def receive_state(ranks: Ranks, source: int, device: torch.device) -> Received:
-    value, states = _receive(ranks, source, device, _JOINING)
-    return Received(value["numbers"], value["groups"], states, [own.pop("x") for own in states])
 
 
 def group_values(inner: OneBitOptimizer) -> list[dict[str, Any]]:
@@ -100,15 +135,3 @@ def _parameters(inner: OneBitOptimizer) -> list[Tensor]:
 
 def _is_residual(name: str) -> bool:
     return rank_of(name) is not None or server_rank_of(name) is not None
-
-
-def _send(ranks: Ranks, to: int, value: Any, state: Saved, device: torch.device, phase: str) -> None:
-    names = [list(own) for own in state.values()]
-    tensors = [v.detach().to(device) for own in state.values() for v in own.values()]
-    send_tensors(ranks, to, {"value": value, "names": names}, tensors, device, phase)
-
-
-def _receive(ranks: Ranks, source: int, device: torch.device, phase: str) -> tuple[Any, list[dict[str, Tensor]]]:
-    found, tensors = receive_tensors(ranks, source, device, phase)
-    each = iter(tensors)
-    return found["value"], [{name: next(each) for name in names} for names in found["names"]]

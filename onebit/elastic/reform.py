@@ -16,6 +16,7 @@ a rank died within a reform, can go on together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +32,7 @@ from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
 from onebit.elastic.members import Member, Members, facts_of_model, gathered, is_new
-from onebit.elastic.moving import Received, Saved, receive_residuals, receive_state, send_residuals, send_state
+from onebit.elastic.moving import Saved, Shared, receive_residuals, send_residuals
 from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -39,6 +40,7 @@ from onebit.parallel.watch import Watch
 
 _COMPARING = "comparing how far the ranks are (all-gather)"
 _LEAVING = "comparing whether ranks can leave (all-gather)"
+_FOLLOWING = "comparing what ranks have that followed (all-gather)"
 _BUILDING = "comparing whether all can go on (all-gather)"
 
 
@@ -70,7 +72,7 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     another model, parameters that are sharded (FSDP). The optimizer stays as it was. Where another rank dies meanwhile
     (CollectiveError), some ranks may have gone on and others not: call this again, with those that are left.
     """
-    inner = own_optimizer(optimizer, "reform")
+    start, inner = time.monotonic(), own_optimizer(optimizer, "reform")
     inner.overlap.abandon()
     own = _Own(inner, [] if is_new(inner) else [inner.setup.topology.place])
     if leaving and own.everyone.rank in leaving:
@@ -86,10 +88,12 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
         members.check()
         if members.stayers:
             settlement.check()
-        topology = inner.rank_finder.topology_of(process_group)
+        topology, before = inner.rank_finder.topology_of(process_group), inner.current
         own.go_on(members, settlement, topology)
-    if members.stayers and settlement.sync_is_due:
-        inner.synchronize()
+    if members.stayers:
+        if settlement.sync_is_due:
+            inner.synchronize()
+        inner.pay_off.ranks_changed(before, members.left, len(members.joining), time.monotonic() - start)
 
 
 @dataclass
@@ -117,6 +121,8 @@ class _Own:
         """In good order: others have what this rank owes."""
         with self.others_know():
             self._hand_over(leaving)
+        if self.inner.giver is not None:
+            self.inner.giver.end()
 
     @contextmanager
     def others_know(self) -> Iterator[None]:
@@ -216,28 +222,47 @@ class _Own:
             own["step"] += left_out
             own |= handed.get(p, {})
 
-    def _get_states(self, members: Members) -> Received | None:
-        """From a rank that stays to each rank that joins: what a rank that joins gets."""
-        everyone, received = members.everyone, None
-        for j, rank in enumerate(members.joining):
+    def _get_states(self, members: Members) -> Shared | None:
+        """What a rank that joins gets from a rank that stays, or has by following."""
+        everyone, (received, behind) = members.everyone, self._followed(members)
+        for j, rank in enumerate(behind):
             giver = members.stayers[j % len(members.stayers)]
             if everyone.rank == giver:
-                send_state(everyone, rank, self.inner, self.saved, self.numbers)
+                self._shared().send(everyone, rank, self.device)
             elif everyone.rank == rank:
-                received = receive_state(everyone, giver, self.device)
+                received = Shared.receive(everyone, giver, self.device)
         return received
 
+    def _followed(self, members: Members) -> tuple[Shared | None, list[int]]:
+        """What this rank has by following, and the ranks that join and do not have the others' bits."""
+        inner, me = self.inner, members.everyone.rank
+        if inner.giver is not None:
+            inner.giver.end()
+        if not any(members.rows[rank].follows for rank in members.joining):
+            return None, members.joining
+        followed = None if inner.follower is None else inner.follower.end()
+        inner.follower = None
+
+        def digest() -> str:
+            mine = self._shared() if me == members.stayers[0] else followed
+            return "" if mine is None else mine.digest
+
+        digests = gathered(members.everyone, self.device, digest, _FOLLOWING)
+        behind = [rank for rank in members.joining if digests[rank] != digests[members.stayers[0]]]
+        return None if me in behind else followed, behind
+
+    def _shared(self) -> Shared:
+        return Shared.of(self.inner, self.saved, self.numbers)
+
     def _restored(
-        self, topology: Topology, received: Received | None, fold: bool
+        self, topology: Topology, received: Shared | None, fold: bool
     ) -> tuple[list[dict[str, Any]], Snapshot]:
         """What each param group is updated with, and the state as the new ranks cut it."""
         setup = replace(self.inner.setup, topology=topology)
         if received is None:
             state_dict = restore.as_state_dict(setup, self.saved, self.numbers, setup.groups)
         else:
-            params = [p for group in setup.groups for p in group["params"]]
-            states = dict(zip(params, received.states, strict=True))
-            state_dict = restore.as_state_dict(setup, states, received.numbers, received.groups)
+            state_dict = received.state_dict(setup)
         return restore.restored(setup, self.inner.current, state_dict, self.kept, fold)
 
     def _go_on_between_exchanges(self, topology: Topology, snapshot: Snapshot, progress: Any) -> None:

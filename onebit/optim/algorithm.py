@@ -50,6 +50,9 @@ class LocalSteps(Protocol):
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """A step by this rank's own gradient, left out where flags is not 0."""
 
+    def pass_over(self, hyper: Tensor) -> None:
+        """A step that other ranks take, and this one does not: see `onebit.follow`."""
+
     def exchange(self, hyper: Tensor, undo: Undo | None = None) -> None:
         """All messages. undo: keeps what they change."""
 

@@ -75,6 +75,11 @@ class Gradients:
         factor = torch.stack(parts).prod(0) if parts else None
         return self._hyper.write(setup.hyper_rows(step), [group["lr"] for group in setup.groups], factor)
 
+    @property
+    def hyper(self) -> Tensor:
+        """As they were written last."""
+        return self._hyper.values
+
     def average(self, states: Sequence[FlatState], copies: Ranks, wire_dtype: torch.dtype | None = None) -> None:
         """In place, once. A missing gradient counts as zero."""
         if copies.size == 1 or unchanged(self._averaged.get("whole"), states):

@@ -80,12 +80,7 @@ class ZeroOneLocalSteps:
                     server.residual.value[s.offset : s.offset + s.stop - s.start].mul_(w[s.parameter])
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
-        state = self.state
-        if self.taken == 0:  # x as it is now: a user may have changed it
-            parameters = range(len(state.params))
-            anchors = [state.view(ANCHOR.name, i) for i in parameters]
-            torch._foreach_copy_(anchors, [state.value(i) for i in parameters])
-        clip = self._clip(hyper)
+        state, clip = self.state, self._begin(hyper)
         for span, _, residual in self._exchange.slices():
             state.backend.run(ZeroOneLocal(
                 span, Parameters(state.parameters, state.part("master", span)),
@@ -96,6 +91,21 @@ class ZeroOneLocalSteps:
         self._moved |= flags == 0
         if self._exchange.residual.scale is not None:  # it has been computed anew
             self._exchange.residual.scale.masked_fill_(flags == 0, 0)
+        self._count(hyper)
+
+    def pass_over(self, hyper: Tensor) -> None:
+        self._begin(hyper)
+        self._count(hyper)
+
+    def _begin(self, hyper: Tensor) -> Tensor | None:
+        """f of the step."""
+        if self.taken == 0:  # x as it is now: a user may have changed it
+            parameters = range(len(self.state.params))
+            anchors = [self.state.view(ANCHOR.name, i) for i in parameters]
+            torch._foreach_copy_(anchors, [self.state.value(i) for i in parameters])
+        return self._clip(hyper)
+
+    def _count(self, hyper: Tensor) -> None:
         of_parameters = self._of_parameters(hyper)
         self.weights += of_parameters.lr * of_parameters.bias1
         self.decay *= 1 - of_parameters.lr * of_parameters.weight_decay

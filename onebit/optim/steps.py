@@ -10,11 +10,12 @@ Parameters that are not compressed take full steps always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from onebit.collectives.undo import Undo
@@ -37,6 +38,7 @@ class Step:
     current: Snapshot
     gradients: Gradients
 
+    kind: ClassVar[Kind] = "full"
     timed_as: ClassVar[Timed] = "uncompressed"
     alone: ClassVar[bool] = False  # whether a rank leaves it out by itself, where its own gradients are not finite
 
@@ -84,6 +86,27 @@ class Step:
             under_way = self.current.under_way
             self._move_parts(under_way.undo if under_way and under_way.by_flags else [], hyper, flags)
 
+    def shared(self) -> list[Tensor]:
+        """Of a step that was taken, what every rank has the same by now: by this a process that belongs to no rank can
+        take the step, too (`follow`)."""
+        return [tensor for part in self.current.parts for tensor in self._shared(part)]
+
+    def _shared(self, part: Part) -> list[Tensor]:
+        """The averaged gradients."""
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in part.state.params]
+
+    def follow(self, shared: Iterator[Tensor], hyper: Tensor, flags: Tensor) -> None:
+        """Take the step of the process that has sent `shared`."""
+        for part in self.current.parts:
+            self._put(part, shared)
+        for state in self.current.states:
+            state.bind_tensors()
+        self.finish(hyper, flags)
+
+    def _put(self, part: Part, shared: Iterator[Tensor]) -> None:
+        for p in part.state.params:
+            p.grad = torch.empty_like(p).copy_(next(shared))
+
     def _move_parts(self, exchanged: Sequence[Undo], hyper: Tensor, flags: Tensor) -> None:
         for part in self.current.parts:
             if part.reducer is None:
@@ -117,6 +140,7 @@ class Step:
 
 
 class OneBitStep(Step):
+    kind: ClassVar[Kind] = "1 bit"
     timed_as: ClassVar[Timed] = "1 bit"
 
     @property
@@ -144,6 +168,17 @@ class OneBitStep(Step):
         gradients = self.gradients
         return self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
 
+    def _shared(self, part: Part) -> list[Tensor]:
+        """The replies; averaged gradients of what is not compressed."""
+        return super()._shared(part) if part.reducer is None else [part.reducer.replies.buffer]
+
+    def _put(self, part: Part, shared: Iterator[Tensor]) -> None:
+        if part.reducer is None:
+            super()._put(part, shared)
+        else:
+            part.reducer.keep_previous_momentum()
+            part.reducer.replies.buffer.copy_(next(shared))
+
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         self.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
 
@@ -170,6 +205,7 @@ class SentStep(OneBitStep):
 
 
 class LocalStep(Step):
+    kind: ClassVar[Kind] = "local"
     timed_as: ClassVar[Timed] = "local"
     alone = True
 
@@ -182,10 +218,22 @@ class LocalStep(Step):
         self._move_alone(part, reducer, hyper, flags)
 
     def _move_alone(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> LocalSteps:
+        local = self._local(part, reducer, hyper)
+        local.move(hyper, flags)
+        return local
+
+    def _local(self, part: Part, reducer: MomentumReducer, hyper: Tensor) -> LocalSteps:
         step = self.current.stages.steps + 1
         part.local = part.local or self.setup.algorithm.local_steps(part.state, reducer, hyper, step)
-        part.local.move(hyper, flags)
         return part.local
+
+    def _shared(self, part: Part) -> list[Tensor]:
+        return []
+
+    def follow(self, shared: Iterator[Tensor], hyper: Tensor, flags: Tensor) -> None:
+        for part in self.current.parts:
+            assert part.reducer is not None
+            self._local(part, part.reducer, hyper).pass_over(hyper)
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
         self.current.count(self.setup, flags, self.current.limits, alone=True)
@@ -193,6 +241,7 @@ class LocalStep(Step):
 
 
 class SyncStep(LocalStep):
+    kind: ClassVar[Kind] = "sync"
     timed_as: ClassVar[Timed] = "1 bit"
 
     def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
@@ -207,12 +256,24 @@ class SyncStep(LocalStep):
             local.exchange(hyper, own)
         return []
 
+    def _shared(self, part: Part) -> list[Tensor]:
+        assert part.reducer is not None
+        return [part.reducer.replies.buffer]
+
+    def follow(self, shared: Iterator[Tensor], hyper: Tensor, flags: Tensor) -> None:
+        super().follow(shared, hyper, flags)
+        for part in self.current.parts:
+            assert part.reducer is not None
+            part.reducer.replies.buffer.copy_(next(shared))
+            part.state.bind_tensors()
+        self.finish(hyper, flags)
+
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         assert part.local is not None
         part.local.meet(hyper)
 
 
-STEPS: dict[Kind, type[Step]] = {"full": Step, "1 bit": OneBitStep, "local": LocalStep, "sync": SyncStep}
+STEPS: dict[Kind, type[Step]] = {step.kind: step for step in (Step, OneBitStep, LocalStep, SyncStep)}
 
 
 def kind_of_step(setup: Setup, current: Snapshot, ahead: int = 1) -> Kind:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ from onebit.parallel.start_checks import start
 from onebit.parallel.watch import Watch
 from onebit.report.pay_off import PayOff
 from onebit.report.skips import warnings_of_skips
+
+
+class StepListener(Protocol):
+    def step_ended(self, step: Step, flags: Tensor) -> None:
+        """Its gradients are still there."""
+
+    def end(self) -> None:
+        """Ranks change."""
 
 
 class OneBitOptimizer(Progress):
@@ -82,6 +90,8 @@ class OneBitOptimizer(Progress):
         self.watch = Watch(chosen.check_every)
         self.reforms = 0  # how often the run has gone on with other ranks: see onebit.reform
         self.before_reform: dict[str, Any] = {}  # what this rank was in the group before the last one
+        self.giver: StepListener | None = None  # for processes that will join: see onebit.Giver
+        self.follower: Any = None  # of a process that will join: see onebit.follow
         self._built_for = param_groups.identities(groups)
         self.install(Snapshot.of(self.setup))
         self._built = True
@@ -114,6 +124,8 @@ class OneBitOptimizer(Progress):
 
     def end_step(self, step: Step, flags: Tensor) -> None:
         self.after_step += step.count(flags)
+        if self.giver is not None:
+            self.giver.step_ended(step, flags)
         self.gradients.reset()
         self.begun, self.coming = False, None
 

@@ -60,6 +60,9 @@ class Report:
     processes: int
     wire: str | None = None  # what uncompressed gradients travel as, where that was chosen
     ddp_averages: bool = False  # whether DistributedDataParallel averages what was to be compressed
+    left: int = 0  # ranks, since this process built the optimizer: see onebit.reform
+    came: int = 0
+    reforming: float = 0.0  # seconds in which no step was taken since ranks left and came
 
     @property
     def speed_up(self) -> float | None:
@@ -95,6 +98,7 @@ class Report:
         found = {
             "speed_up": self.speed_up, "run_speed_up": self.run_speed_up, "sent_bytes": self.sent,
             "sent_bytes_by_fp32": self.sent_by_fp32, "skipped_steps": self.skipped,
+            "ranks_left": self.left, "ranks_came": self.came, "seconds_of_reforms": self.reforming,
         }  # fmt: skip
         return {f"onebit/{name}": float(value) for name, value in found.items() if value is not None}
 
@@ -128,6 +132,8 @@ class Report:
             wire = f" in {self.wire}" if self.wire and name == "uncompressed" else ""
             lines.append(f"{name:13} {steps.taken:>7} steps{wire}, {timed}{share}")
         lines.append(f"{'skipped':13} {self.skipped:>7} of these")
+        if self.left or self.came:
+            lines.append(f"{'ranks':13} {self.left} left, {self.came} came, in {self.reforming:.2f} s without a step")
         if self.sent:
             others = f"{self.sent_by_fp32 / self.sent:.1f} and {self.sent_by_fp16 / self.sent:.1f} times as much"
             lines.append(f"{'sent':13} {_size(self.sent):>7}; fp32 and fp16 all-reduces send {others}")
@@ -144,6 +150,8 @@ class PayOff:
         self._seconds: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
         self._waited: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
         self._ends: deque[tuple[Timed | None, Any, Waits]] = deque()  # of steps; the first has been read
+        self._left, self._came, self._reforming = 0, 0, 0.0
+        self._sent = 0  # in compressed messages to ranks that there were
 
     def step_ended(self, kind: Timed) -> bool:
         """Whether it is time for a report: once. A CUDA graph holds no times: its replays are counted nowhere."""
@@ -166,6 +174,12 @@ class PayOff:
     def restart(self) -> None:
         """What there was since the last step, such as a validation, is not of the coming one."""
         self._ends.append((None, self._mark(), Waits()))
+
+    def ranks_changed(self, before: Snapshot, left: int, came: int, seconds: float) -> None:
+        """before: where the run had come to then."""
+        self._sent += before.wire_bytes - before.bytes_before
+        self._left, self._came, self._reforming = self._left + left, self._came + came, self._reforming + seconds
+        self.restart()
 
     def steps(self, kind: Timed, *, waits_here: bool) -> Steps:
         """waits_here: whether all waits of such steps are in `waits`."""
@@ -192,7 +206,8 @@ class PayOff:
             compressed=self.steps("1 bit", waits_here=True),
             local=self.steps("local", waits_here=True),
             skipped=skipped - current.stages.skipped_before,
-            sent=current.wire_bytes
+            sent=self._sent
+            + current.wire_bytes
             - current.bytes_before
             + taken["uncompressed"] * uncompressed
             + taken["1 bit"] * apart
@@ -202,6 +217,9 @@ class PayOff:
             processes=topology.everyone.size,
             wire=_NAMES.get(wire),
             ddp_averages=current.ddp_averages,
+            left=self._left,
+            came=self._came,
+            reforming=self._reforming,
         )
 
     def _mark(self) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import onebit
 from onebit.collectives.transport.protocol import Work
+from onebit.report.pay_off import Report
 from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
@@ -244,6 +245,35 @@ def change_ranks(rank: int, size: int) -> list[bytes | None]:
             step += 1
             take(own, rank, optimizer, params, step)
         found.append(bits(params))
+    return found
+
+
+def test_the_report_counts_who_left_and_came_and_all_that_was_sent() -> None:
+    first, second, last = run_ranks(3, reported)
+    assert [(each.left, each.came) for each in (first, second, last)] == [(1, 1), (1, 1), (0, 1)]
+    assert first.reforming > 0 and "1 left, 1 came, in 0." in str(first)
+    assert first.numbers()["onebit/ranks_left"] == 1
+
+
+def reported(rank: int, size: int) -> Report:
+    """Three ranks, then two, then three again."""
+    own = Case(A, FIVE, options={"freeze_step": 3})
+    optimizer = None
+    for ranks, steps in ((3, range(1, 6)), (2, range(6, 9)), (3, range(9, 12))):
+        if rank >= ranks:
+            optimizer = None
+            continue
+        if optimizer is None:
+            params = own.parameters()
+            optimizer = own.build(params, group(ranks))
+        if steps[0] > 1:
+            onebit.reform(optimizer, group(ranks))
+        for step in steps:
+            take(own, rank, optimizer, params, step)
+    assert optimizer is not None
+    found, elements = optimizer.report(), sum(p.numel() for p in params)
+    in_stage_1 = 0 if rank == 2 else 3 * 4 * elements * 2 * 2 / 3  # a step's ring of three ranks
+    assert found.sent == pytest.approx(optimizer.wire_bytes + in_stage_1)
     return found
 
 

@@ -1,0 +1,111 @@
+"""A connection between two processes, one of which belongs to no process group yet: TCP.
+
+Both are trusted with each other's state, as ranks of a process group are. The address holds a word without which nobody
+is listened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from typing import Any
+
+from torch import Tensor
+
+from onebit.collectives.transport.protocol import CollectiveError, Done, Work
+
+SILENT_AFTER = 10  # seconds after which the system gives up a host that answers nothing
+PIECE = 2**20  # bytes
+
+
+class Link:
+    """Sends to, and receives from, the one process at the other end: a `Sender`, whose rank numbers say nothing."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self.sent, self.received = connection, 0, 0
+        self.heard = time.monotonic()  # when the last bytes came, or left
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_AFTER // 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_AFTER * 1000)
+
+    def send(self, values: Tensor, to: int, phase: str) -> Work:
+        left = values.cpu().numpy().data
+        try:
+            while left:
+                count = self._socket.send(left[:PIECE])
+                left, self.sent, self.heard = left[count:], self.sent + count, time.monotonic()
+        except OSError as error:
+            raise CollectiveError(f"{phase}: the connection ended ({error})") from error
+        return Done()
+
+    def receive(self, out: Tensor, source: int, phase: str) -> Work:
+        host = out.cpu()  # `out` itself where that is there
+        left = host.numpy().data
+        try:
+            while left:
+                count = self._socket.recv_into(left, min(PIECE, len(left)))
+                if not count:
+                    raise CollectiveError(f"{phase}: the other end has closed the connection")
+                left, self.received, self.heard = left[count:], self.received + count, time.monotonic()
+        except OSError as error:
+            raise CollectiveError(f"{phase}: the connection ended ({error})") from error
+        out.copy_(host)
+        return Done()
+
+    def close(self) -> None:
+        _close(self._socket)
+
+
+class Listener:
+    """Where others connect to. `address` is for `connect`."""
+
+    def __init__(self, host: str) -> None:
+        self._socket, self._word = socket.create_server((host, 0)), secrets.token_hex(8)
+        self.address = f"{host}:{self._socket.getsockname()[1]}/{self._word}"
+
+    def accept(self) -> Link | None:
+        """The next one that knows the word; None once the listener is closed."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return None
+            connection.settimeout(SILENT_AFTER)
+            try:
+                word = connection.recv(len(self._word), socket.MSG_WAITALL)
+            except OSError:
+                word = b""
+            if secrets.compare_digest(word, self._word.encode()):
+                return Link(connection)
+            connection.close()
+
+    def close(self) -> None:
+        _close(self._socket)
+
+
+def connect(address: Any) -> Link:
+    """To a Listener."""
+    try:
+        place, word = address.split("/")
+        host, port = place.rsplit(":", 1)
+        number = int(port)
+    except (AttributeError, ValueError):
+        raise ValueError(f"{address!r:.80} is no address of a Giver: give its `address`, host:port/word") from None
+    try:
+        connection = socket.create_connection((host, number), SILENT_AFTER)
+        connection.sendall(word.encode())
+    except OSError as error:
+        raise CollectiveError(f"nobody gives a state at {place} ({error}): is its process alive?") from error
+    return Link(connection)
+
+
+def _close(open_socket: socket.socket) -> None:
+    """Whoever waits for it wakes."""
+    with contextlib.suppress(OSError):
+        open_socket.shutdown(socket.SHUT_RDWR)
+    open_socket.close()

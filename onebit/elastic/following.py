@@ -1,0 +1,154 @@
+"""A process that will join: it has the state of a run, and takes every step of the run's ranks, to the same bits.
+
+It sends nothing and adds nothing. What it has is laid out as the giver's is, in a state beside the optimizer's own,
+which is new until `onebit.reform`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.checkpoint import restore, schema
+from onebit.collectives.agreement import NODES
+from onebit.collectives.hand_over import receive_tensors
+from onebit.collectives.link import Link, connect
+from onebit.collectives.topology import Topology
+from onebit.collectives.transport.protocol import CollectiveError, LocalTransport
+from onebit.elastic.giving import PHASE
+from onebit.elastic.members import NEW, facts_of_model, is_new
+from onebit.elastic.moving import Shared
+from onebit.log import tell
+from onebit.optim.gradients import Gradients
+from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
+from onebit.optim.steps import STEPS
+from onebit.optimizers.optimizer import OneBitOptimizer
+from onebit.parallel.unwrap import own_optimizer
+
+PATIENCE = 10.0  # seconds without a byte after which a change of ranks goes on without what was to come
+
+
+def follow(optimizer: torch.optim.Optimizer, address: str) -> None:
+    """Get the state of a run from a `Giver`, and take its steps, until `onebit.reform`. The run goes on meanwhile.
+
+        onebit.follow(optimizer, address)     # on a process that will join: returns when it has caught up
+        onebit.reform(optimizer, group)       # with the ranks that are there
+
+    The model and the optimizer are built with the arguments that the others have. Take no step and load nothing. If
+    what has come is not the others' state, bit for bit, when `reform` begins, or the giver is gone, `reform` has the
+    whole state sent: then the others wait for that.
+    """
+    inner = own_optimizer(optimizer, "follow")
+    if not is_new(inner):
+        raise ValueError(f"follow: this process has taken steps or loaded a state. {NEW}")
+    if inner.follower is not None:
+        raise ValueError("follow: this optimizer follows a run already. Call onebit.reform, or build a new one")
+    follower = Follower(inner, connect(address))
+    follower.catch_up()
+    inner.follower = follower
+
+
+class Absent(LocalTransport):
+    """The ranks of the run, of which this process is none."""
+
+    name = "a run that this process follows"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+class Follower:
+    """A thread that takes the run's steps."""
+
+    def __init__(self, inner: OneBitOptimizer, link: Link) -> None:
+        self._inner, self._link, self._start = inner, link, time.monotonic()
+        self._gradients = Gradients(inner.setup.device)
+        self._run: tuple[Setup, Snapshot] | None = None  # as far as this process has followed it
+        self._groups: list[dict[str, Any]] | None = None  # of the run's param groups, once it has ended
+        self._failed: Exception | None = None
+        self._caught_up = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="onebit follower", daemon=True)
+        self._thread.start()
+
+    def catch_up(self) -> None:
+        """Wait until no step is left to take."""
+        while not self._caught_up.wait(5):
+            tell("following: %.1f MB have come in %.0f s", self._link.received / 1e6, time.monotonic() - self._start)
+        if self._failed is not None:
+            raise self._failed
+        if self._run is None:
+            raise CollectiveError(f"{PHASE}: the run changed its ranks before the state was here. Follow it again")
+
+    def end(self) -> Shared | None:
+        """The run's state, if all of it is here. Ranks change: the giver sends no more."""
+        while self._thread.is_alive() and time.monotonic() - self._link.heard < PATIENCE:
+            self._thread.join(0.05)
+        complete = not self._thread.is_alive() and self._groups is not None
+        self._link.close()
+        self._thread.join()
+        if not complete or self._run is None or self._groups is None:
+            return None
+        inner, (setup, current) = self._inner, self._run
+        current.read_last_step(setup)
+        shared = Shared.of(inner, schema.save(setup, current), schema.progress(setup, current))
+        return replace(shared, groups=self._groups)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        try:
+            while self._groups is None:
+                value, tensors = receive_tensors(self._link, 0, self._inner.setup.device, PHASE)
+                if value["kind"] == "end":
+                    self._groups = value["groups"]
+                elif value["kind"] == "state":
+                    self._begin(value, Shared.unpacked(value, tensors))
+                else:
+                    self._take(value, tensors)
+                if value["left"] == 0:
+                    self._caught_up.set()
+        except Exception as error:
+            self._failed = error
+        finally:
+            self._link.close()
+            self._caught_up.set()
+
+    def _begin(self, value: Mapping[str, Any], shared: Shared) -> None:
+        inner = self._inner
+        own = {name: each for name, each in facts_of_model(inner.setup, "").items() if name != NODES}
+        if other := [name for name, each in own.items() if value["facts"].get(name) != each]:
+            name = other[0]
+            raise ValueError(
+                f"follow: the run has {name} {value['facts'].get(name)}, this process {own[name]}. Build the model and "
+                f"the optimizer with the arguments that the others have"
+            )
+        slices = int(shared.numbers["slices"])
+        nodes = int(shared.numbers["ranks"]) // slices
+        node = Absent(0, slices) if slices > 1 else None
+        setup = replace(inner.setup, topology=Topology(Absent(1, nodes * slices), Absent(0, nodes), node))
+        groups, snapshot = restore.restored(setup, inner.current, shared.state_dict(setup), kept=[])
+        shared.put_parameters(inner, groups)
+        self._run = setup, snapshot
+
+    def _take(self, value: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        assert self._run is not None, "a state comes first"
+        setup, current = self._run
+        current.read_last_step(setup)
+        if value["compressing"] and not current.stages.compressing:
+            current.freeze(setup, value["chunks"])
+        flags = torch.full((1,), int(value["skipped"]), dtype=torch.int32, device=setup.device)
+        step = STEPS[value["kind"]](setup, current, self._gradients)
+        if not value["skipped"]:
+            hyper, *shared = tensors
+            step.follow(iter(shared), hyper, flags)
+        step.count(flags)
+        for p in (p for state in current.states for p in state.params):
+            p.grad = None
+        if current.stages.counts.tolist() != value["counts"]:
+            raise CollectiveError(f"{PHASE}: a step is missing")

@@ -1,0 +1,176 @@
+"""A run's state for a process that will join, while the run goes on: the state once, then what each step has added.
+
+    1-bit step, sync    the replies: 1 bit an element, as this rank has got them
+    full step           the averaged gradients, 4 bytes an element
+    local step          the numbers of param groups
+
+By these the process takes the same steps, to the same bits (`following`). Where more has piled up than a state has
+bytes, the state is sent anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebit.checkpoint import schema
+from onebit.collectives.hand_over import send_tensors
+from onebit.collectives.heartbeat import own_address
+from onebit.collectives.link import Link, Listener
+from onebit.collectives.transport.protocol import CollectiveError
+from onebit.elastic.members import facts_of_model
+from onebit.elastic.moving import Shared, group_values
+from onebit.optim.steps import Step
+from onebit.parallel.unwrap import own_optimizer
+
+PHASE = "giving a state to a process that will join"
+CPU = torch.device("cpu")
+
+
+class Giver:
+    """Gives a run's state to processes that will join, in the background. On any rank, between two steps.
+
+        giver = onebit.Giver(optimizer)           # a rank that is there
+        ...                                       # giver.address reaches the process that comes, and that process calls
+        onebit.follow(optimizer, address)         # this, which returns when the process has caught up
+        onebit.reform(optimizer, group)           # all of them, between two steps: next to nothing is left to send
+
+    A step costs nothing more while nobody follows. While somebody does, this rank keeps what the steps have added until
+    it is sent. host: the address of this host that others reach; by default as `Heartbeat` finds it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, host: str | None = None) -> None:
+        self._inner = own_optimizer(optimizer, "Giver")
+        if self._inner.setup.topology.shard is not None:
+            raise ValueError("Giver with sharded parameters (FSDP) is not possible: no rank has the whole state")
+        if self._inner.giver is not None:
+            raise ValueError("this optimizer has a Giver already, which can give to several: take its address")
+        self._arrived, self._logs = deque[Link](), list[Log]()
+        self._listener = Listener(host or own_address())
+        self._inner.giver = self
+        threading.Thread(target=self._accept, name="onebit giver", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """For `onebit.follow`."""
+        return self._listener.address
+
+    @property
+    def followers(self) -> int:
+        """How many processes follow."""
+        return len(self._arrived) + sum(not log.over for log in self._logs)
+
+    def close(self) -> None:
+        """Nobody gets anything any more."""
+        self._inner.giver = None
+        self._listener.close()
+        for log in self._those_there():
+            log.link.close()
+
+    def step_ended(self, step: Step, flags: Tensor) -> None:
+        """What the step has added, and a state where one is due."""
+        logs = self._those_there()
+        new = [log for log in logs if log.wants_state]
+        if len(new) < len(logs):
+            entry = _entry(step, flags, self._inner.gradients.hyper)
+            for log in logs:
+                if log not in new:
+                    log.add(entry)
+        if new and self._inner.synchronized:
+            state = self._state()
+            for log in new:
+                log.start_anew(state)
+
+    def end(self) -> None:
+        """Ranks change: who follows hears that no step comes any more."""
+        for log in self._those_there():
+            log.add(Entry({"kind": "end", "groups": group_values(self._inner)}, []))
+        self._logs = []
+
+    def _those_there(self) -> list[Log]:
+        while self._arrived:
+            self._logs.append(Log(self._arrived.popleft()))
+        self._logs = [log for log in self._logs if not log.over]
+        return self._logs
+
+    def _state(self) -> Entry:
+        inner = self._inner
+        inner.catch_up()
+        setup, current = inner.setup, inner.current
+        shared = Shared.of(inner, schema.save(setup, current), schema.progress(setup, current)).clone()
+        value, tensors = shared.packed()
+        return Entry({"kind": "state", "facts": facts_of_model(setup, ""), **value}, tensors)
+
+    def _accept(self) -> None:
+        while (link := self._listener.accept()) is not None:
+            self._arrived.append(link)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is sent at once. Nobody changes its tensors."""
+
+    value: dict[str, Any]
+    tensors: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+class Log:
+    """What one process has still to get, and a thread that sends it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.wants_state, self.over = link, True, False
+        self._left: deque[Entry] = deque()
+        self._state_bytes = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._send_all, name="onebit log", daemon=True).start()
+
+    def start_anew(self, state: Entry) -> None:
+        with self._changed:
+            self._left.clear()
+            self.wants_state, self._state_bytes = False, state.nbytes
+        self.add(state)
+
+    def add(self, entry: Entry) -> None:
+        with self._changed:
+            self._left.append(entry)
+            self.wants_state = sum(each.nbytes for each in self._left) > 2 * self._state_bytes
+            self._changed.notify_all()
+
+    def _send_all(self) -> None:
+        try:
+            last = ""
+            while last != "end":
+                with self._changed:
+                    self._changed.wait_for(lambda: self._left)
+                    entry = self._left.popleft()
+                    last, left = entry.value["kind"], len(self._left)
+                send_tensors(self.link, 0, {**entry.value, "left": left}, entry.tensors, CPU, PHASE)
+        except CollectiveError:
+            pass  # it has gone: that is its own affair
+        finally:
+            self.over = True
+            self.link.close()
+
+
+def _entry(step: Step, flags: Tensor, hyper: Tensor) -> Entry:
+    """What a process that follows needs to take this step."""
+    current, skipped = step.current, not step.alone and bool(flags.any())
+    value = {
+        "kind": step.kind,
+        "skipped": skipped,
+        "counts": current.stages.counts.tolist(),
+        "compressing": current.stages.compressing,
+        "chunks": [state.layout.chunks for state in current.compressed],
+    }
+    shared = [] if skipped else step.shared()
+    return Entry(value, [t.detach().to(CPU, copy=True) for t in (hyper, *shared)])

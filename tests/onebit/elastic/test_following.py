@@ -1,0 +1,248 @@
+"""A process follows a run and then joins: next to nothing is sent within `reform`, and the bits are the others'."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onebit
+from onebit.collectives.agreement import all_gather_json
+from onebit.collectives.hand_over import receive_tensors
+from onebit.collectives.link import connect
+from onebit.collectives.transport import TorchTransport, Work, transport_for
+from onebit.parallel.watch import shared_tensors
+from tests.onebit.checkpoint.states import other_parameters
+from tests.onebit.elastic.moves import group_of
+from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
+from tests.onebit.runs import Case, bits, take
+from tests.ranks import group, run_ranks
+
+A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
+HOST, CPU = "127.0.0.1", torch.device("cpu")
+BY_ITSELF = {"freeze_step": onebit.FreezeRule(0.5, window=4)}
+APART = ({}, {"lr": 3e-3, "compress": False})
+
+
+@dataclass(frozen=True)
+class Following:
+    """Two ranks train; a third follows from one step on, and joins after another."""
+
+    case: Case
+    begins: int
+    joins: int
+    clips: bool = False
+    then: str = ""  # what becomes of the giver, or of the run, before ranks change
+
+
+FOLLOWED = {
+    "stage 1": Following(case(A), 1, 2),
+    "through the freeze": Following(case(A, **CHUNKS), 1, 6),
+    "stage 2": Following(case(A), 4, 8),
+    "1-bit LAMB, through the freeze": Following(case(L, **CHUNKS), 2, 7),
+    "direct before": Following(case(L, **AUTO), 3, 7),
+    "a scale a message": Following(case(L, **TENSOR), 2, 6),
+    "full steps between": Following(case(Z, **FULL), 2, 10),
+    "local steps": Following(case(Z, **LOCAL), 2, 9),
+    "local steps and a limit": Following(case(Z, **LOCAL, update_limit="auto"), 2, 9),
+    "local steps, after a sync": Following(case(Z, **SYNCS), 6, 12),
+    "bfloat16": Following(case(A).but(dtype="bfloat16"), 2, 6),
+    "bfloat16, local steps": Following(case(Z, **LOCAL).but(dtype="bfloat16"), 2, 9),
+    "a limit of steps": Following(case(Z, **FULL, update_limit="auto"), 2, 10),
+    "some uncompressed": Following(case(L).but(groups=APART), 2, 6),
+    "steps that are skipped": Following(case(A).but(bad=((2, 0, float("nan")), (6, 1, float("inf")))), 1, 7),
+    "one node": Following(case(A).but(each=2), 2, 6),
+    "stage 1 that ends by itself": Following(case(A).but(options=BY_ITSELF), 2, 5),
+    "gradients that are clipped": Following(case(A), 1, 5, clips=True),
+    "overlap": Following(case(A, **CHUNKS, overlap=True), 4, 7),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_one_that_followed_has_the_same_bits(name: str) -> None:
+    followed = run_ranks(3, work, FOLLOWED[name])
+    assert followed[0] == followed[1] == followed[2]
+    assert followed[0].sent == 0
+
+
+@pytest.mark.parametrize("then", ["the giver ends", "parameters are changed by hand"])
+def test_a_state_that_is_not_the_others_is_sent_again(then: str) -> None:
+    found = run_ranks(3, work, Following(case(L), 2, 6, then=then))
+    assert found[0] == found[1] == found[2]
+    assert found[0].sent > 8 * sum(math.prod(shape) for shape in case(L).shapes)
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that ranks have the same, after the reform and five more steps; bytes that one rank has sent to one other."""
+
+    at_once: bytes
+    rates: list[float]
+    later: bytes
+    sent: int
+
+
+class Sends(TorchTransport):
+    """Counts the bytes of states."""
+
+    sent = 0
+
+    def send(self, values: torch.Tensor, to: int, phase: str) -> Work:
+        self.sent += values.nbytes
+        return super().send(values, to, phase)
+
+
+def work(rank: int, size: int, following: Following) -> Found:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the variance: other tests are of these
+        return _work(rank, following)
+
+
+def _work(rank: int, following: Following) -> Found:
+    with run_until_joined(rank, following) as (optimizer, params):
+        everyone = Sends(group(3))
+        onebit.reform(optimizer, everyone)
+        sent = sum(all_gather_json(transport_for(group(3)), CPU, everyone.sent, "bytes"))
+    at_once = same_on_all(optimizer)
+    for step in range(following.joins + 1, following.joins + 6):
+        step_of(following, rank, optimizer, params, step)
+    optimizer.synchronize()
+    return Found(at_once, [g["lr"] for g in optimizer.param_groups], same_on_all(optimizer), sent)
+
+
+def same_on_all(optimizer: Any) -> bytes:
+    """Of 0/1 Adam between two exchanges: the parameters after the last one."""
+    with optimizer.at_last_sync():
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        shared = [t for _, t in shared_tensors(optimizer.setup, optimizer.current)] if optimizer.synchronized else []
+        return bits([*params, *shared])
+
+
+@contextmanager
+def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any]]:
+    """Up to the step after which the third joins, with rates as a schedule leaves them."""
+    case, world = following.case, transport_for(group(3))
+    two = group_of(range(2), rank)
+    params = case.parameters() if rank < 2 else other_parameters(case)
+    optimizer = case.build(params, two) if rank < 2 else case.but(each=1).build(params, group(3))
+    giver = onebit.Giver(optimizer, HOST) if rank == 1 else None
+    address = all_gather_json(world, CPU, giver and giver.address, "address")[1]
+    if rank == 2:
+        onebit.follow(optimizer, address)
+    else:
+        for step in range(1, following.joins + 1):
+            if step == following.begins:
+                wait_for_follower(giver)
+                dist.barrier(two)
+            step_of(following, rank, optimizer, params, step)
+            for g in optimizer.param_groups:
+                g["lr"] *= 0.9
+        if following.then == "parameters are changed by hand":
+            torch._foreach_mul_([p.data for p in params], 0.5)
+    if giver is not None and following.then == "the giver ends":
+        giver.close()
+    yield optimizer, params
+    if giver is not None and not following.then:
+        giver.close()
+
+
+def step_of(following: Following, rank: int, optimizer: Any, params: Any, step: int) -> None:
+    if following.case.options.get("overlap"):
+        optimizer.zero_grad()
+        gradients = following.case.gradients(rank, step)
+        sum((p * g).sum() for p, g in zip(params, gradients, strict=True)).backward()
+        optimizer.step()
+    elif following.clips:
+        for p, g in zip(params, following.case.gradients(rank, step), strict=True):
+            p.grad = g
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    else:
+        take(following.case, rank, optimizer, params, step)
+
+
+def wait_for_follower(giver: onebit.Giver | None) -> None:
+    stop = time.monotonic() + 60
+    while giver is not None and not giver.followers:
+        assert time.monotonic() < stop, "nobody follows"
+        time.sleep(0.002)
+
+
+def alone(*sizes: int, **options: Any) -> Any:
+    """A run of one process, in stage 1."""
+    params = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    return onebit.OneBitAdam(params, freeze_step=1000, **options)
+
+
+def step_alone(optimizer: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_where_more_piles_up_than_a_state_has_the_state_is_sent_anew() -> None:
+    run = alone(2**20)
+    giver = onebit.Giver(run, HOST)
+    link, kinds, received = connect(giver.address), [], 0
+    wait_for_follower(giver)
+    for _ in range(12):
+        step_alone(run)
+    giver.end()
+    while not kinds or kinds[-1]["kind"] != "end":
+        value, tensors = receive_tensors(link, 0, CPU, "test")
+        kinds.append(value)
+        received += sum(t.nbytes for t in tensors)
+    giver.close()
+    assert [each["kind"] for each in kinds].count("state") > 1
+    assert received < 12 * 2**20 + 11 * 4 * 2**20
+    assert ("counts", [12, 0]) in kinds[-2].items() or kinds[-2]["numbers"]["steps"] == 12
+
+
+def test_what_does_not_fit_is_said() -> None:
+    run = alone(30)
+    with pytest.raises(ValueError, match="address of a Giver"):
+        onebit.follow(alone(30), "localhost")
+    giver = onebit.Giver(run, HOST)
+    with pytest.raises(ValueError, match="has a Giver already"):
+        onebit.Giver(run, HOST)
+    with pytest.raises(ValueError, match="has taken steps"):
+        step_alone(run)
+        onebit.follow(run, giver.address)
+    for other, name in ((alone(31), "elements 30, this process 31"), (alone(30, block_size=64), "block_size")):
+        said: list[str] = []
+        stranger = threading.Thread(target=follow_and_hear, args=(other, giver.address, said))
+        stranger.start()
+        wait_for_follower(giver)
+        while stranger.is_alive():
+            step_alone(run)
+        assert len(said) == 1 and name in said[0] and "arguments that the others have" in said[0]
+    giver.close()
+    with pytest.raises(onebit.CollectiveError, match="nobody gives a state"):
+        onebit.follow(alone(30), giver.address)
+
+
+def follow_and_hear(optimizer: Any, address: str, said: list[str]) -> None:
+    try:
+        onebit.follow(optimizer, address)
+    except ValueError as error:
+        said.append(str(error))
+
+
+def test_a_stranger_gets_nothing() -> None:
+    run = alone(30)
+    giver = onebit.Giver(run, HOST)
+    place, word = giver.address.split("/")
+    link = connect(f"{place}/{word[::-1]}")
+    with pytest.raises(onebit.CollectiveError, match="closed the connection"):
+        receive_tensors(link, 0, CPU, "test")
+    assert giver.followers == 0
+    giver.close()
