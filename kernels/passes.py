@@ -456,10 +456,10 @@ class StepSquares(Pass, name="step_squares", adds_up=True, moves=lambda of: 0):
 class StepLimit(Pass, name="step_limit", adds_up=True, moves=lambda of: 0):
     """rms_p = sqrt(squares_p / n_p);  factor_p = min(1, limit_p / rms_p);  shortened = sum of n_p where factor_p < 1.
 
-    See `onebit.optim.limit`. limit: of all parameters, a number that fp32 has, or None for max(LEAST, TIMES
-    |usual_p|). Before, where `replies` are given and none carries a flag, usual_p becomes rms_p if it is 0, and
-    min(-usual_p, rms_p) if it is negative and rms_p is not 0. squares: fp64 [parameters]; numels: n, int64; usual,
-    factor: fp32; shortened: int64 [1]. The same bits of every backend. The span is the whole layout.
+    limit_p = max(least, times |usual_p|), or least where times is 0: see `onebit.optim.limit`. Before, where `replies`
+    are given and none carries a flag, usual_p becomes rms_p if it is 0, and min(-usual_p, rms_p) if it is negative and
+    rms_p is not 0. squares: fp64 [parameters]; numels: n, int64; usual, factor: fp32; shortened: int64 [1]. The same
+    bits of every backend. The span is the whole layout.
 
     Bytes: none an element, 28 a parameter.
     """
@@ -468,7 +468,8 @@ class StepLimit(Pass, name="step_limit", adds_up=True, moves=lambda of: 0):
     numels: Tensor
     replies: Messages | None
     usual: Tensor
-    limit: float | None
+    least: float
+    times: float
     factor: Tensor
     shortened: Tensor
 

@@ -17,9 +17,7 @@ from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.memory import double_at, float_at, long_at, set_double, set_float, set_long
 from onebit.kernels.cpu.threads import numbers
-from onebit.kernels.data.limit import LANES, LEAST, TIMES
-
-_LEAST, _TIMES = np.float32(LEAST), np.float32(TIMES)
+from onebit.kernels.data.limit import LANES
 
 
 @tile
@@ -69,7 +67,10 @@ def _squares(
 
 
 @Loop
-def _limit(parameters, squares, numels, replies, replies_rows, replies_bytes, usual, limit: float, factor, shortened):
+def _limit(
+    parameters, squares, numels, replies, replies_rows, replies_bytes, usual, least: float, times: float, factor,
+    shortened,
+):  # fmt: skip
     by_messages = replies != 0 and tiles.any_flag(replies, replies_rows, replies_bytes) == 0
     total = 0
     for p in range(parameters):
@@ -83,7 +84,8 @@ def _limit(parameters, squares, numels, replies, replies_rows, replies_bytes, us
             elif r < 0 and now > 0:
                 r = min(-r, now)
             set_float(usual + 4 * p, r)
-        most = limit if limit > 0 else np.float64(max(_TIMES * abs(r), _LEAST))
+        of_usual = np.float32(times) * abs(r) if times > 0 else np.float32(0)
+        most = np.float64(max(of_usual, np.float32(least)))
         found = 1.0 if rms <= most else most / rms
         set_float(factor + 4 * p, np.float32(found))
         total += n if found < 1 else 0
@@ -95,7 +97,7 @@ def step_squares(work: passes.StepSquares) -> None:
 
 
 def step_limit(work: passes.StepLimit) -> None:
-    _limit(*numbers(_limit, work.arguments() | {"limit": work.limit or 0.0}))
+    _limit(*numbers(_limit, work.arguments()))
 
 
 PASSES = {passes.StepSquares: step_squares, passes.StepLimit: step_limit}

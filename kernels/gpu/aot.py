@@ -192,13 +192,13 @@ def report(
 
 def _small_passes(workload: Workload) -> None:
     """Those that move no bytes an element."""
-    parameters, replies, limit = workload.layout.parameters, workload.replies, None if workload.bare else 1.0
+    parameters, replies, times = workload.layout.parameters, workload.replies, 2.0 if workload.bare else 0.0
     squares, numels = (torch.zeros(parameters, dtype=dtype) for dtype in (torch.float64, torch.int64))
     usual, factor = torch.zeros((2, parameters))
     gpu.restore(Kept([(workload.exp_avg, workload.exp_avg_sq)]), workload.flags)
     weight, shortened = None if workload.bare else factor, torch.zeros(1, dtype=torch.int64)
     gpu.run(StepSquares(workload.span, workload.sums, replies, weight, squares))
-    gpu.run(StepLimit(workload.span, squares, numels, replies, usual, limit, factor, shortened))
+    gpu.run(StepLimit(workload.span, squares, numels, replies, usual, 0.25, times, factor, shortened))
 
 
 if __name__ == "__main__":

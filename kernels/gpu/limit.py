@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from onebit.kernels import passes
-from onebit.kernels.data.limit import LANES, LEAST, TIMES
+from onebit.kernels.data.limit import LANES
 from onebit.kernels.data.wire import HEADER_WORDS
 from onebit.kernels.gpu import tiles
 from onebit.kernels.gpu.launch import launcher
 
 PARAMETERS = 1024  # at a time
-LEAST_LIMIT, TIMES_USUAL = tl.constexpr(LEAST), tl.constexpr(TIMES)
 HALVINGS = tl.constexpr(LANES.bit_length() - 1)
 SCALES = tl.constexpr(HEADER_WORDS)  # fp32 words before the scales of a message
 
@@ -74,7 +73,7 @@ def step_squares_kernel(
 
 @tiles.entry
 def step_limit_kernel(
-    squares, numels, parameters, replies, replies_rows, replies_bytes, usual, limit, factor, shortened,
+    squares, numels, parameters, replies, replies_rows, replies_bytes, usual, least, times, factor, shortened,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     flag = 1 if replies is None else tiles.any_flag(replies, replies_rows, replies_bytes)
@@ -87,13 +86,11 @@ def step_limit_kernel(
         r = tl.load(usual + p, mask=there, other=0)
         if flag == 0:
             now = rms.to(tl.float32)
-            least = tl.where((r < 0) & (now > 0), tl.minimum(-r, now), r)
-            r = tl.where(r == 0, now, least)
+            smaller = tl.where((r < 0) & (now > 0), tl.minimum(-r, now), r)
+            r = tl.where(r == 0, now, smaller)
             tl.store(usual + p, r, mask=there)
-        if limit is None:
-            most = tl.maximum(tl.abs(r) * TIMES_USUAL, LEAST_LIMIT, propagate_nan=tl.PropagateNan.ALL).to(tl.float64)
-        else:
-            most = tl.full((TILE,), limit, tl.float32).to(tl.float64)
+        of_usual = tl.where(times > 0, tl.abs(r) * times, 0)
+        most = tl.maximum(of_usual, least, propagate_nan=tl.PropagateNan.ALL).to(tl.float64)
         found = tl.where(rms <= most, 1.0, most / tl.where(rms == 0, 1.0, rms))
         tl.store(factor + p, found.to(tl.float32), mask=there)
         total += tl.where(found < 1, n, 0)

@@ -79,8 +79,8 @@ class Algorithm(ABC):
     uses_step_number: ClassVar[bool] = False
     """Whether a step of stage 2 depends on how many were taken before."""
 
-    limits_updates: ClassVar[bool] = False
-    """Whether steps by m are made shorter where they would be too long: see `onebit.optim.limit`."""
+    longest_step: ClassVar[float | None] = None
+    """By m: so many times as long as is usual for a parameter. None: never made shorter. See `onebit.optim.limit`."""
 
     def numbers(self) -> frozenset[str]:
         """The fields, of either stage, that have one number a parameter, by name."""
@@ -157,9 +157,9 @@ class Algorithm(ABC):
         return None
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
-        """Stage 2, with `limits_updates`: fp32 [blocks], the squares of d, by which a step multiplies m, added up over
+        """Stage 2, with `longest_step`: fp32 [blocks], the squares of d, by which a step multiplies m, added up over
         every block. Asked for again after `UpdateLimit.variance_was_updated`."""
-        raise NotImplementedError(f"{type(self).__name__} has limits_updates, and no sum_squares_of_d")
+        raise NotImplementedError(f"{type(self).__name__} has a longest_step, and no sum_squares_of_d")
 
     def gamma(self, state: FlatState) -> Tensor | None:
         """Stage 2: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1."""

@@ -3,7 +3,9 @@
 stage 1    u = mhat / (sqrt(vhat) + eps) + wd x;  c = clip(||x|| / ||u||);  x = x - lr c u
            c_avg = b3 c_avg + (1-b3) c
 stage 2    m = compressed_all_reduce(b1 m + (1-b1) g_i);  ghat = (m - b1 m_prev) / (1-b1)
-           v = b2 v + (1-b2) ghat^2;  r = clip(max v_T / v);  x = x - lr (r c_avg) (m d + wd x)
+           v = b2 v + (1-b2) ghat^2;  r = clip(max v_T / v);  x = x - lr (r c_avg) (f m d + wd x)
+
+f bounds the step, by the size of r m d: see `limit`.
 
 State in stage 2: residual, d, v, m, m_prev, E: 4 + 4 + 4 + 1/8 + 1/8 + 4/N B an element. v_T comes back from d, so that
 it is not kept. m_prev is a copy of the last message, made before the next one comes.
@@ -58,7 +60,7 @@ class Lamb(Algorithm):
     stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS)
     stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED, USUAL)
     needs_previous_momentum = True
-    limits_updates = True
+    longest_step = 1.5  # LAMB's own are equally long
 
     def __post_init__(self) -> None:
         if not is_finite(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
@@ -101,7 +103,7 @@ class Lamb(Algorithm):
         ))  # fmt: skip
         if before is not None:
             self._ratios_of_wholes(state, lamb, *before, m.flags.max() == 0)
-        x, clip = Parameters(state.parameters, state.get("master")), reducer.clip(hyper)
+        x, clip = Parameters(state.parameters, state.get("master")), reducer.clip(hyper, lamb.ratio)
         state.backend.run(AdamUpdate(whole, x, d, m, hyper, lamb.coefficient, clip))
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:

@@ -2,11 +2,14 @@
 
     u = mhat d,   f_p = min(1, limit_p / RMS(u over parameter p)),   x = x - lr (f_p u + wd x)
     RMS(u)^2 = sum over blocks of s_b^2 D_b / n_p,   D_b = sum of d^2 over block b
-    limit_p = max(1, 3 R_p),   R_p = the least RMS(u) of those steps that came first after p's variance was updated
+    limit_p = max(1/4, k R_p),   R_p = the least RMS(u) of those steps that came first after p's variance was updated
 
 Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own steps have RMS(u) near 1 or below,
 however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
-be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p.
+be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p. Where
+gradients are noise Adam's own steps have RMS(u) = sqrt((1 - beta1) / (1 + beta1)), 0.23 with beta1 = 0.9: a parameter
+that hardly moved when R_p was taken may still move so far. k is 2. 1-bit LAMB bounds r m d, since its ratio r falls
+where gradients grow, and its k is 1.5: LAMB's own steps are equally long.
 
 s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages. So
 no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a step is not made up
@@ -25,6 +28,7 @@ from onebit.kernels.passes import StepLimit
 from onebit.optim.fields import Field
 from onebit.optim.flat_state import FlatState
 
+LEAST = 0.25  # some more than Adam's own step where gradients are noise
 MOST_SQUARES = 2.0**100  # of d: without eps it may be beyond what fp32 holds
 USUAL = Field("usual_step", per="parameter", required=False, always=False)
 """R_p; 0 until it is known, and negative between an update of the variance and the next step by m."""
@@ -34,12 +38,17 @@ class UpdateLimit:
     """Of one flat state in stage 2, whose momentum `replies` are."""
 
     def __init__(
-        self, state: FlatState, replies: Messages, limit: float | None, sum_squares_of_d: Callable[[Tensor], Tensor]
+        self,
+        state: FlatState,
+        replies: Messages,
+        least: float,
+        times: float,
+        sum_squares_of_d: Callable[[Tensor], Tensor],
     ) -> None:
-        """limit: of all parameters, or None for limit_p. sum_squares_of_d: D, fp32 [blocks], with the numbers of the
-        param groups as they are now."""
+        """limit_p is max(least, times R_p). sum_squares_of_d: D, fp32 [blocks], with the numbers of the param groups as
+        they are now."""
         self.state, self._replies = state, replies
-        self._limit = None if limit is None else torch.tensor(limit, dtype=torch.float32, device="cpu").item()
+        self._least, self._times = torch.tensor([least, times], dtype=torch.float32, device="cpu").tolist()
         self._sum_squares_of_d = sum_squares_of_d
         self._d: Tensor | None = None
         self._numels = torch.tensor(state.whole_numels, dtype=torch.int64, device=state.device)
@@ -69,7 +78,7 @@ class UpdateLimit:
         """f by the sum of u^2 over this rank's part of every parameter. replies: by which R_p may be another now."""
         state, factor = self.state, torch.empty(len(squares), dtype=torch.float32, device=squares.device)
         state.backend.run(StepLimit(
-            state.layout.all(), state.add_parts(squares), self._numels, replies, state[USUAL.name], self._limit, factor,
-            self.shortened,
+            state.layout.all(), state.add_parts(squares), self._numels, replies, state[USUAL.name], self._least,
+            self._times, factor, self.shortened,
         ))  # fmt: skip
         return factor

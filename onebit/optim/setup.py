@@ -41,10 +41,10 @@ class Setup:
 
     def __post_init__(self) -> None:
         limit = self.options.update_limit
-        if isinstance(limit, (int, float)) and not self.algorithm.limits_updates:
+        if isinstance(limit, (int, float)) and self.algorithm.longest_step is None:
             raise ValueError(
                 f"update_limit={limit}: {type(self.algorithm).__name__} does not limit its steps "
-                f"(Algorithm.limits_updates). Leave it out"
+                f"(Algorithm.longest_step). Leave it out"
             )
 
     @property

@@ -25,7 +25,7 @@ from onebit.optim.algorithm import LocalSteps
 from onebit.optim.fields import FIRST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import report_freeze, warn_of_zeros
-from onebit.optim.limit import USUAL, UpdateLimit
+from onebit.optim.limit import LEAST, USUAL, UpdateLimit
 from onebit.optim.param_groups import betas_of, check_parameters
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -54,12 +54,12 @@ class Part:
         exchange.live = None if live is None else packed(live)
         exchange.all_live = live is not None and int(live.sum()) == sum(state.numels)
         self.reducer = MomentumReducer(state, exchange, algorithm.gamma(state), algorithm.needs_previous_momentum)
-        if limit is not None and algorithm.limits_updates:
+        if limit is not None and (times := algorithm.longest_step) is not None:
             if USUAL not in algorithm.stage_2:
-                raise TypeError(f"{type(algorithm).__name__} has limits_updates: its stage_2 must have the field USUAL")
+                raise TypeError(f"{type(algorithm).__name__} has a longest_step: its stage_2 must have the field USUAL")
             sum_squares = partial(algorithm.sum_squares_of_d, state)
-            most = None if isinstance(limit, str) else limit
-            self.reducer.limit = UpdateLimit(state, exchange.replies, most, sum_squares)
+            at_most = (LEAST, times) if isinstance(limit, str) else (limit, 0.0)
+            self.reducer.limit = UpdateLimit(state, exchange.replies, *at_most, sum_squares)
 
     def parameters_at_last_sync(self) -> list[Tensor]:
         """This rank's part of every parameter, as all ranks had it after the last exchange."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onebit.kernels.data.layout import Layout
-from onebit.kernels.data.limit import LANES, LEAST, TIMES
+from onebit.kernels.data.limit import LANES
 from onebit.kernels.data.wire import NONFINITE
 from onebit.kernels.passes import StepLimit, StepSquares
 from tests.kernels.agreement import check_limit
@@ -19,6 +19,7 @@ from tests.kernels.world import World
 
 FORMS = {**CASES, "many blocks": Case((32 * (2 * LANES + 5), 40), ranks=3, momentum="packed", copies=3)}
 EXACT = 1e-14  # fp64, of a hundred roundings
+LEAST, TIMES = 0.25, 2.0
 NUMELS = [7, 0, 1000, 2**40, 5, 12, 9, 3]
 
 
@@ -43,7 +44,7 @@ def test_both_passes_have_the_same_bits_on_every_backend(case: Case) -> None:
     check_limit(case, "triton")
 
 
-def limited(world: World, by_replies: bool, limit: float | None) -> list[torch.Tensor]:
+def limited(world: World, by_replies: bool, least: float, times: float) -> list[torch.Tensor]:
     """Factors, what is usual, and how many elements were cut: of parameters with every kind of size and of usual."""
     rms = np.array([0.5, 0.0, 4.0, 3.0, 0.0, 100.0, 2.0, 1e-30])
     usual = torch.tensor([0.0, 0.0, -1.0, -8.0, -2.0, 0.7, 1.5, -1e-3], dtype=F32, device=world.device)
@@ -52,28 +53,29 @@ def limited(world: World, by_replies: bool, limit: float | None) -> list[torch.T
     numels = torch.tensor(NUMELS, device=world.device)
     replies = world.replies if by_replies else None
     span = Layout([1] * len(NUMELS)).all()
-    world.passes.run(StepLimit(span, sums, numels, replies, usual, limit, out, shortened))
+    world.passes.run(StepLimit(span, sums, numels, replies, usual, least, times, out, shortened))
     return [out.cpu(), usual.cpu(), shortened.cpu()]
 
 
 @ON_BACKENDS
 @pytest.mark.parametrize("flag", [0, NONFINITE])
-def test_a_step_is_cut_where_it_is_longer_than_three_times_what_is_usual(name: str, flag: int) -> None:
+def test_a_step_is_cut_where_it_is_longer_than_what_is_usual_allows(name: str, flag: int) -> None:
     """What is usual follows from the first step after an update of the variance that moves anything."""
     world = World(CASES["chunks"], name)
     world.replies.flags[-1] = flag
-    out, usual, shortened = limited(world, True, None)
+    out, usual, shortened = limited(world, True, LEAST, TIMES)
     taken = [0.5, 0.0, 1.0, 3.0, -2.0, 0.7, 1.5, 1e-30]
     assert_close(numpy(usual), [0.0, 0.0, -1.0, -8.0, -2.0, 0.7, 1.5, -1e-3] if flag else taken, 1e-7)
     long = TIMES / 4, TIMES * 0.7 / 100
-    assert_close(numpy(out), [1, 1, long[0], 1, 1, long[1], 1, 1], 1e-7)
-    assert long[1] * 100 > LEAST and shortened.item() == 1000 + 12
+    unknown = LEAST / 0.5 if flag else 1  # of the first, whose step is a half
+    assert_close(numpy(out), [unknown, 1, long[0], 1, 1, long[1], 1, 1], 1e-7)
+    assert long[1] * 100 > LEAST and shortened.item() == 1000 + 12 + 7 * bool(flag)
 
 
 @ON_BACKENDS
 def test_a_limit_that_is_given_holds_for_all_and_local_steps_leave_what_is_usual(name: str) -> None:
     limit = torch.tensor(0.3, dtype=F32).item()
-    out, usual, shortened = limited(World(CASES["chunks"], name), False, limit)
+    out, usual, shortened = limited(World(CASES["chunks"], name), False, limit, 0.0)
     assert usual.tolist() == torch.tensor([0.0, 0.0, -1.0, -8.0, -2.0, 0.7, 1.5, -1e-3]).tolist()
     assert_close(numpy(out), [0.6, 1, 0.075, 0.1, 1, 0.003, 0.15, 1], 1e-7)
     assert shortened.item() == 7 + 1000 + 2**40 + 12 + 9
@@ -87,7 +89,7 @@ def test_more_parameters_than_are_worked_on_at_a_time_have_the_same_bits_on_ever
         world = World(CASES["copies-96"], name)
         a, b, c = (each.to(world.device) for each in (sums, numels, usual.clone()))
         out, shortened = torch.full_like(c, float("nan")), torch.zeros(1, dtype=torch.int64, device=world.device)
-        world.passes.run(StepLimit(Layout([1] * 2500).all(), a, b, world.replies, c, None, out, shortened))
+        world.passes.run(StepLimit(Layout([1] * 2500).all(), a, b, world.replies, c, LEAST, TIMES, out, shortened))
         found.append([frozen_bits(out, c), shortened.item()])
         assert shortened.item() == int(numels[out.cpu() < 1].sum()) > 0
     assert found[0] == found[1]

@@ -186,8 +186,7 @@ class Simulation:
         self.x = self.ordered(arrays(case.parameters()))
         self.m, self.v, self.average = oracle.zeros(self.x), oracle.zeros(self.x), np.zeros(len(self.x))
         self.kept, self.reasons = {}, set()  # the recorded d; see check
-        limit = case.options.get("update_limit")
-        self.limit = 1.0 if limit == "auto" else limit
+        self.limit = case.options.get("update_limit")
 
     def ordered(self, arrays):
         return [arrays[p] for p in self.case.order]
@@ -411,7 +410,8 @@ class LambSimulation(Simulation):
             scaled = [
                 oracle.Hyper(h.lr * c_p, weight_decay=h.weight_decay) for h, c_p in zip(self.hypers, c, strict=True)
             ]
-            moved = oracle.onebit_adam_update(self.x, self.shortened(received, self.d), self.d, scaled)
+            shortened = self.shortened(received, self.d, list(ratio))
+            moved = oracle.onebit_adam_update(self.x, shortened, self.d, scaled)
         recorded = self.shaped(now.fields["exp_avg_sq"])
         parts = zip(recorded, fresh, self.v, received, self.m, self.hypers, self.frozen.v, strict=True)
         for got, want, old, m, m_previous, h, frozen in parts:
