@@ -26,7 +26,7 @@ from onebit.collectives.link import Link, Listener
 from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.members import facts_of_model
 from onebit.elastic.moving import Shared, group_values
-from onebit.optim.steps import Step
+from onebit.optim.steps import LocalStep, Step, SyncStep
 from onebit.parallel.unwrap import own_optimizer
 
 PHASE = "giving a state to a process that will join"
@@ -165,6 +165,8 @@ class Log:
 def _entry(step: Step, flags: Tensor, hyper: Tensor) -> Entry:
     """What a process that follows needs to take this step."""
     current, skipped = step.current, not step.alone and bool(flags.any())
+    if isinstance(step, SyncStep) and not current.synchronized:  # a rank died: the new group exchanges again
+        step = LocalStep(step.setup, current, step.gradients)
     value = {
         "kind": step.kind,
         "skipped": skipped,

@@ -8,8 +8,8 @@ Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own
 however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
 be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p. Where
 gradients are noise Adam's own steps have RMS(u) = sqrt((1 - beta1) / (1 + beta1)), 0.23 with beta1 = 0.9: a parameter
-that hardly moved when R_p was taken may still move so far. k is 2. 1-bit LAMB bounds r m d, since its ratio r falls
-where gradients grow, and its k is 1.5: LAMB's own steps are equally long.
+that hardly moved when R_p was taken may still move so far. k is 2. 1-bit LAMB bounds r m d, all that its average
+coefficient multiplies, and its k is 1.5: LAMB's own steps are equally long.
 
 s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages. So
 no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a step is not made up
