@@ -66,7 +66,7 @@ class QuorumGroup(ProcessGroupWrapper):
         return "onebit-gloo"
 
 
-class OptimizerWrapper(TorchftWrapper):  # type: ignore[misc]
+class OptimizerWrapper(TorchftWrapper):
     """torchft's face of an optimizer, for one of onebit.
 
     Unlike torchft's own, `step` takes the step, and then the vote: a step of which the exchange has failed is taken

@@ -112,7 +112,7 @@ def by_reform(rank: int, size: int, kind: str, how: str, changes: Changes) -> by
 @needs_torchft
 def test_no_step_with_fewer_than_min_replica_size() -> None:
     """More than the lighthouse asks for."""
-    with lighthouse(join_timeout_ms=60_000) as address:
+    with lighthouse(join_timeout_ms=2_000) as address:
         run_ranks_once(2, too_few, (address,))
 
 
