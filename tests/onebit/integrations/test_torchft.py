@@ -110,13 +110,13 @@ def by_reform(rank: int, size: int, kind: str, how: str, changes: Changes) -> by
 
 
 @needs_torchft
-def test_no_step_with_fewer_than_min_replica_size() -> None:
+def test_no_step_with_fewer_than_min_replica_size(tmp_path: Path) -> None:
     """More than the lighthouse asks for."""
     with lighthouse(join_timeout_ms=2_000) as address:
-        run_ranks_once(2, too_few, (address,))
+        run_ranks_once(2, too_few, (address, tmp_path))
 
 
-def too_few(rank: int, size: int, address: str) -> None:
+def too_few(rank: int, size: int, address: str, folder: Path) -> None:
     case = case_of("OneBitAdam")
     inner = case.build(case.parameters())
     optimizer = wrapped(rank, address, inner, min_replica_size=3, max_retries=2)
@@ -124,6 +124,9 @@ def too_few(rank: int, size: int, address: str) -> None:
     with pytest.raises(RuntimeError, match="exceeding max_retries"):
         optimizer.zero_grad()
     assert inner.steps == 0
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) < size:  # the other may need this one's store
+        time.sleep(0.01)
 
 
 @needs_torchft
