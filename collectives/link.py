@@ -16,7 +16,8 @@ from torch import Tensor
 
 from onebit.collectives.transport.protocol import CollectiveError, Done, Work
 
-SILENT_AFTER = 10  # seconds after which the system gives up a host that answers nothing
+SILENT_AFTER = 10  # seconds after which a host is given up that answers nothing
+STUCK_AFTER = 120  # and one that reads nothing
 PIECE = 2**20  # bytes
 
 
@@ -31,7 +32,7 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_AFTER // 2)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_AFTER * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_AFTER * 1000)
 
     def send(self, values: Tensor, to: int, phase: str) -> Work:
         left = values.cpu().numpy().data
@@ -50,7 +51,7 @@ class Link:
             while left:
                 count = self._socket.recv_into(left, min(PIECE, len(left)))
                 if not count:
-                    raise CollectiveError(f"{phase}: the other end has closed the connection")
+                    raise CollectiveError(f"{phase}: the other end has closed the connection. Is the address its own?")
                 left, self.received, self.heard = left[count:], self.received + count, time.monotonic()
         except OSError as error:
             raise CollectiveError(f"{phase}: the connection ended ({error})") from error
@@ -74,8 +75,11 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return None
-            connection.settimeout(SILENT_AFTER)
+                if self._socket.fileno() < 0:
+                    return None
+                time.sleep(0.1)  # too many open files, say
+                continue
+            connection.settimeout(1)
             try:
                 word = connection.recv(len(self._word), socket.MSG_WAITALL)
             except OSError:

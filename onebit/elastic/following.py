@@ -23,7 +23,7 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import CollectiveError, LocalTransport
 from onebit.elastic.giving import PHASE
 from onebit.elastic.members import NEW, facts_of_model, is_new
-from onebit.elastic.moving import Shared
+from onebit.elastic.moving import Shared, put_group_values
 from onebit.log import tell
 from onebit.optim.gradients import Gradients
 from onebit.optim.setup import Setup
@@ -44,12 +44,16 @@ def follow(optimizer: torch.optim.Optimizer, address: str) -> None:
     The model and the optimizer are built with the arguments that the others have. Take no step and load nothing. If
     what has come is not the others' state, bit for bit, when `reform` begins, or the giver is gone, `reform` has the
     whole state sent: then the others wait for that.
+
+    The state comes when the run's next step has ended. From then on the parameters change with every step of the run:
+    do nothing with the model until `reform`.
     """
     inner = own_optimizer(optimizer, "follow")
     if not is_new(inner):
         raise ValueError(f"follow: this process has taken steps or loaded a state. {NEW}")
-    if inner.follower is not None:
+    if inner.follower is not None and inner.follower.follows:
         raise ValueError("follow: this optimizer follows a run already. Call onebit.reform, or build a new one")
+    inner.follower = None
     follower = Follower(inner, connect(address))
     follower.catch_up()
     inner.follower = follower
@@ -77,10 +81,22 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="onebit follower", daemon=True)
         self._thread.start()
 
+    @property
+    def follows(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def why_not(self) -> str:
+        """It has not followed to the end."""
+        if self._failed is not None:
+            return str(self._failed)
+        return "" if self._groups is not None else f"nothing came for {PATIENCE:.0f} s"
+
     def catch_up(self) -> None:
         """Wait until no step is left to take."""
         while not self._caught_up.wait(5):
-            tell("following: %.1f MB have come in %.0f s", self._link.received / 1e6, time.monotonic() - self._start)
+            seconds = time.monotonic() - self._start
+            tell("following: %.1f MB have come in %.0f s, the first with a step", self._link.received / 1e6, seconds)
         if self._failed is not None:
             raise self._failed
         if self._run is None:
@@ -88,7 +104,8 @@ class Follower:
 
     def end(self) -> Shared | None:
         """The run's state, if all of it is here. Ranks change: the giver sends no more."""
-        while self._thread.is_alive() and time.monotonic() - self._link.heard < PATIENCE:
+        begun = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() - max(begun, self._link.heard) < PATIENCE:
             self._thread.join(0.05)
         complete = not self._thread.is_alive() and self._groups is not None
         self._link.close()
@@ -105,14 +122,17 @@ class Follower:
         try:
             while self._groups is None:
                 value, tensors = receive_tensors(self._link, 0, self._inner.setup.device, PHASE)
-                if value["kind"] == "end":
-                    self._groups = value["groups"]
-                elif value["kind"] == "state":
-                    self._begin(value, Shared.unpacked(value, tensors))
-                else:
-                    self._take(value, tensors)
-                if value["left"] == 0:
-                    self._caught_up.set()
+                match value["kind"]:
+                    case "that is all":
+                        self._caught_up.set()
+                    case "end":
+                        self._groups = value["groups"]
+                    case "error":
+                        raise ValueError(f"follow: the run can't give its state: {value['why']}")
+                    case "state":
+                        self._begin(value, Shared.unpacked(value, tensors))
+                    case _:
+                        self._take(value, tensors)
         except Exception as error:
             self._failed = error
         finally:
@@ -139,6 +159,7 @@ class Follower:
     def _take(self, value: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         assert self._run is not None, "a state comes first"
         setup, current = self._run
+        put_group_values(self._inner, value["groups"])
         current.read_last_step(setup)
         if value["compressing"] and not current.stages.compressing:
             current.freeze(setup, value["chunks"])

@@ -10,6 +10,7 @@ bytes, the state is sent anew.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -27,10 +28,13 @@ from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.members import facts_of_model
 from onebit.elastic.moving import Shared, group_values
 from onebit.optim.steps import LocalStep, Step, SyncStep
+from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
 
 PHASE = "giving a state to a process that will join"
+LAST = ("end", "error")
 CPU = torch.device("cpu")
+logger = logging.getLogger("onebit")
 
 
 class Giver:
@@ -42,7 +46,8 @@ class Giver:
         onebit.reform(optimizer, group)           # all of them, between two steps: next to nothing is left to send
 
     A step costs nothing more while nobody follows. While somebody does, this rank keeps what the steps have added until
-    it is sent. host: the address of this host that others reach; by default as `Heartbeat` finds it.
+    it is sent: two states at most for each process. `close` it when it is of no more use. host: the address of this
+    host that others reach; by default as `Heartbeat` finds it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, host: str | None = None) -> None:
@@ -51,6 +56,8 @@ class Giver:
             raise ValueError("Giver with sharded parameters (FSDP) is not possible: no rank has the whole state")
         if self._inner.giver is not None:
             raise ValueError("this optimizer has a Giver already, which can give to several: take its address")
+        if self._inner.follower is not None:
+            raise ValueError("this process follows a run, and can give its state after onebit.reform")
         self._arrived, self._logs = deque[Link](), list[Log]()
         self._listener = Listener(host or own_address())
         self._inner.giver = self
@@ -71,14 +78,21 @@ class Giver:
         self._inner.giver = None
         self._listener.close()
         for log in self._those_there():
-            log.link.close()
+            log.close()
 
     def step_ended(self, step: Step, flags: Tensor) -> None:
-        """What the step has added, and a state where one is due."""
+        """What the step has added, and a state where one is due. An error is that of the process that follows."""
+        try:
+            self._give(step, flags)
+        except Exception as error:
+            logger.warning("no state can be given: %s", error)
+            self._end(self._those_there(), {"kind": "error", "why": str(error)})
+
+    def _give(self, step: Step, flags: Tensor) -> None:
         logs = self._those_there()
         new = [log for log in logs if log.wants_state]
         if len(new) < len(logs):
-            entry = _entry(step, flags, self._inner.gradients.hyper)
+            entry = _entry(step, flags, self._inner)
             for log in logs:
                 if log not in new:
                     log.add(entry)
@@ -87,11 +101,20 @@ class Giver:
             for log in new:
                 log.start_anew(state)
 
-    def end(self) -> None:
-        """Ranks change: who follows hears that no step comes any more."""
+    def parameters_changed(self) -> None:
+        """Between two steps: a state is due with the next one."""
         for log in self._those_there():
-            log.add(Entry({"kind": "end", "groups": group_values(self._inner)}, []))
-        self._logs = []
+            log.wants_state = True
+
+    def end(self, those_without_state: bool = False) -> None:
+        """Ranks change: who follows hears that no step comes any more."""
+        logs = [log for log in self._those_there() if log.wants_state or not those_without_state]
+        self._end(logs, {"kind": "end", "groups": group_values(self._inner)})
+
+    def _end(self, logs: Sequence[Log], value: dict[str, Any]) -> None:
+        for log in logs:
+            log.add(Entry(value, []))
+        self._logs = [log for log in self._logs if log not in logs]
 
     def _those_there(self) -> list[Log]:
         while self._arrived:
@@ -140,6 +163,12 @@ class Log:
             self.wants_state, self._state_bytes = False, state.nbytes
         self.add(state)
 
+    def close(self) -> None:
+        with self._changed:
+            self.over = True
+            self._changed.notify_all()
+        self.link.close()
+
     def add(self, entry: Entry) -> None:
         with self._changed:
             self._left.append(entry)
@@ -147,14 +176,19 @@ class Log:
             self._changed.notify_all()
 
     def _send_all(self) -> None:
+        kind, told = "", False
         try:
-            last = ""
-            while last != "end":
+            while kind not in LAST:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._left)
+                    self._changed.wait_for(lambda: self._left or self.over)
+                    if self.over:
+                        return
                     entry = self._left.popleft()
-                    last, left = entry.value["kind"], len(self._left)
-                send_tensors(self.link, 0, {**entry.value, "left": left}, entry.tensors, CPU, PHASE)
+                kind = entry.value["kind"]
+                send_tensors(self.link, 0, entry.value, entry.tensors, CPU, PHASE)
+                if not (told or self._left or kind in LAST):
+                    send_tensors(self.link, 0, {"kind": "that is all"}, [], CPU, PHASE)
+                    told = True
         except CollectiveError:
             pass  # it has gone: that is its own affair
         finally:
@@ -162,7 +196,7 @@ class Log:
             self.link.close()
 
 
-def _entry(step: Step, flags: Tensor, hyper: Tensor) -> Entry:
+def _entry(step: Step, flags: Tensor, inner: OneBitOptimizer) -> Entry:
     """What a process that follows needs to take this step."""
     current, skipped = step.current, not step.alone and bool(flags.any())
     if isinstance(step, SyncStep) and not current.synchronized:  # a rank died: the new group exchanges again
@@ -171,8 +205,9 @@ def _entry(step: Step, flags: Tensor, hyper: Tensor) -> Entry:
         "kind": step.kind,
         "skipped": skipped,
         "counts": current.stages.counts.tolist(),
+        "groups": group_values(inner),
         "compressing": current.stages.compressing,
         "chunks": [state.layout.chunks for state in current.compressed],
     }
     shared = [] if skipped else step.shared()
-    return Entry(value, [t.detach().to(CPU, copy=True) for t in (hyper, *shared)])
+    return Entry(value, [t.detach().to(CPU, copy=True) for t in (inner.gradients.hyper, *shared)])

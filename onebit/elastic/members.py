@@ -168,6 +168,11 @@ class Members:
 
     def check(self) -> None:
         """A ValueError, the same on all ranks, where they can't go on from one run."""
+        if not self.stayers and any(row.follows for row in self.rows):
+            raise ValueError(
+                "none of the ranks is one of the run that was followed, whose state would be lost: load the last "
+                "checkpoint, or begin anew with a new optimizer"
+            )
         first = self.rows[self.stayers[0]].known_as(self.reforms) if self.stayers else None
         for rank in self.stayers:
             known = self.rows[rank].known_as(self.reforms)

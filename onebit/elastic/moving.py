@@ -65,9 +65,9 @@ class Shared:
 
     def packed(self) -> tuple[dict[str, Any], list[Tensor]]:
         """What JSON can hold, and the tensors."""
-        names = [list(own) for own in self.states]
+        names = [sorted(own) for own in self.states]  # ranks may have made their fields in another order
         value = {"numbers": self.numbers, "groups": self.groups, "names": names}
-        return value, [*self.x, *(v for own in self.states for v in own.values())]
+        return value, [*self.x, *(own[name] for own in self.states for name in sorted(own))]
 
     @classmethod
     def unpacked(cls, value: Mapping[str, Any], tensors: Sequence[Tensor]) -> Shared:
@@ -98,12 +98,7 @@ class Shared:
         """And what `groups` have for each param group."""
         for p, x in zip(_parameters(inner), self.x, strict=True):
             p.copy_(x)
-        for group, new in zip(inner.param_groups, groups, strict=True):
-            for name, value in new.items():
-                if isinstance(group.get(name), Tensor):
-                    group[name].copy_(torch.as_tensor(value))
-                elif name != "params":
-                    group[name] = value
+        put_group_values(inner, groups)
 
 
 def group_values(inner: OneBitOptimizer) -> list[dict[str, Any]]:
@@ -121,6 +116,15 @@ def group_values(inner: OneBitOptimizer) -> list[dict[str, Any]]:
                     f"numbers, strings, and lists of them can be sent. Take it out of the group"
                 ) from error
     return found
+
+
+def put_group_values(inner: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, new in zip(inner.param_groups, groups, strict=True):
+        for name, value in new.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].copy_(torch.as_tensor(value))
+            elif name != "params":
+                group[name] = value
 
 
 def _number(value: Any) -> Any:

@@ -33,6 +33,7 @@ from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
 from onebit.elastic.members import Member, Members, facts_of_model, gathered, is_new
 from onebit.elastic.moving import Saved, Shared, receive_residuals, send_residuals
+from onebit.log import tell
 from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -74,6 +75,8 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     """
     start, inner = time.monotonic(), own_optimizer(optimizer, "reform")
     inner.overlap.abandon()
+    if inner.giver is not None:
+        inner.giver.end(those_without_state=True)  # else they would wait for a step, and the ranks here for them
     own = _Own(inner, [] if is_new(inner) else [inner.setup.topology.place])
     if leaving and own.everyone.rank in leaving:
         own.leave(leaving)
@@ -121,8 +124,8 @@ class _Own:
         """In good order: others have what this rank owes."""
         with self.others_know():
             self._hand_over(leaving)
-        if self.inner.giver is not None:
-            self.inner.giver.end()
+            if self.inner.giver is not None:
+                self.inner.giver.end()
 
     @contextmanager
     def others_know(self) -> Iterator[None]:
@@ -240,8 +243,9 @@ class _Own:
             inner.giver.end()
         if not any(members.rows[rank].follows for rank in members.joining):
             return None, members.joining
-        followed = None if inner.follower is None else inner.follower.end()
-        inner.follower = None
+        followed, why = None, None
+        if inner.follower is not None:
+            followed, why, inner.follower = inner.follower.end(), inner.follower.why_not, None
 
         def digest() -> str:
             mine = self._shared() if me == members.stayers[0] else followed
@@ -249,6 +253,8 @@ class _Own:
 
         digests = gathered(members.everyone, self.device, digest, _FOLLOWING)
         behind = [rank for rank in members.joining if digests[rank] != digests[members.stayers[0]]]
+        if me in behind and why is not None:
+            tell("reform: the whole state is sent: what was followed is not the others' (%s)", why or "other bits")
         return None if me in behind else followed, behind
 
     def _shared(self) -> Shared:

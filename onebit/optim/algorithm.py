@@ -80,7 +80,8 @@ class Algorithm(ABC):
     """Whether a step of stage 2 depends on how many were taken before."""
 
     longest_step: ClassVar[float | None] = None
-    """By m: so many times as long as is usual for a parameter. None: never made shorter. See `onebit.optim.limit`."""
+    """A step by m is made shorter where it is more than so many times as long as is usual for a parameter. None: steps
+    are never made shorter. See `onebit.optim.limit`."""
 
     def numbers(self) -> frozenset[str]:
         """The fields, of either stage, that have one number a parameter, by name."""

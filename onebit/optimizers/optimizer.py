@@ -48,7 +48,10 @@ class StepListener(Protocol):
     def step_ended(self, step: Step, flags: Tensor) -> None:
         """Its gradients are still there."""
 
-    def end(self) -> None:
+    def parameters_changed(self) -> None:
+        """Between two steps."""
+
+    def end(self, those_without_state: bool = False) -> None:
         """Ranks change."""
 
 
@@ -138,6 +141,8 @@ class OneBitOptimizer(Progress):
             hyper = self.gradients.write_hyper(self.setup, self.current)
             bound = self.gradients.were_checked(self.current.states)
             self.current.synchronize(hyper, bound, keep=self.setup.options.elastic)
+            if self.giver is not None:
+                self.giver.parameters_changed()
 
     def at_last_sync(self) -> AbstractContextManager[None]:
         """A context in which the model has the parameters that all ranks had after the last exchange: to evaluate or to
@@ -148,6 +153,8 @@ class OneBitOptimizer(Progress):
         """The coming step. The first call decides its kind, in `step` or with the first gradient of a backward pass:
         all ranks then have the same model and are in the same stage. Later calls look for what users have changed."""
         self.current.check_own_parameters("a step")
+        if self.follower is not None:
+            raise ValueError("a step on a process that follows a run (onebit.follow): call onebit.reform first")
         self.shown_state.check_loaded()
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
