@@ -31,13 +31,7 @@ MAY = {
     "perf": {"onebit", "perf"},
 }
 MAY_NOT = {"kernels": {"torch.distributed", "torch.optim"}}
-LOOPS = {
-    "transformers",
-    "accelerate",
-    "lightning",
-    "pytorch_lightning",
-    "torchft",
-}  # of others, that a user may not have
+LOOPS = {"transformers", "accelerate", "lightning", "pytorch_lightning", "torchft"}  # that a user may not have
 # Underscored names that are no class's of ours: NamedTuple's methods, and what torch and numba have no other name for.
 OF_OTHERS = {
     "_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce", "_per_optimizer_states",

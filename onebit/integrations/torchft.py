@@ -78,7 +78,7 @@ class OptimizerWrapper(TorchftWrapper):
 
     def __init__(self, manager: Manager, optimizer: torch.optim.Optimizer) -> None:
         self._inner = own_optimizer(optimizer, "OptimizerWrapper")
-        self._group: Any = getattr(manager, "_pg")  # noqa: B009 - torchft has no other name for these three
+        self._group: Any = getattr(manager, "_pg")  # noqa: B009 - torchft has no other names for these
         self._least: int = getattr(manager, "_min_replica_size")  # noqa: B009
         is_async: bool = getattr(manager, "_use_async_quorum")  # noqa: B009
         self._reformed: int | None = None  # the quorum whose ranks the optimizer has
