@@ -48,7 +48,7 @@ def exists(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second, where it ends while its file is read
         return False
 
 

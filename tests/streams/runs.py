@@ -29,6 +29,7 @@ ELSEWHERE = {  # calls that no scenario comes to, and why
     "onebit/cli/demo/ranks.py": "a process",
     "collectives/hand_over.py": "a reform",
     "collectives/signs_of_life.py": "a thread of the host",
+    "onebit/elastic/following.py": "a thread of the host",
     "onebit/checkpoint/restore.py collect_residuals": "a reform",
 }
 

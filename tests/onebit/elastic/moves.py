@@ -143,11 +143,14 @@ def heard() -> Iterator[list[str]]:
             said.append(record.getMessage())
 
     listener, logger = Listener(logging.WARNING), logging.getLogger("onebit")
+    level = logger.level  # another test of this process may have made it silent
     logger.addHandler(listener)
+    logger.setLevel(logging.WARNING)
     try:
         yield said
     finally:
         logger.removeHandler(listener)
+        logger.setLevel(level)
 
 
 def plan(case: Case, ranks: int) -> oracle.Layout:
