@@ -25,7 +25,7 @@ class Link:
     """Sends to, and receives from, the one process at the other end: a `Sender`, whose rank numbers say nothing."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket, self.sent, self.received = connection, 0, 0
+        self._socket, self.received = connection, 0
         self.heard = time.monotonic()  # when the last bytes came, or left
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -39,7 +39,7 @@ class Link:
         try:
             while left:
                 count = self._socket.send(left[:PIECE])
-                left, self.sent, self.heard = left[count:], self.sent + count, time.monotonic()
+                left, self.heard = left[count:], time.monotonic()
         except OSError as error:
             raise CollectiveError(f"{phase}: the connection ended ({error})") from error
         return Done()
@@ -51,7 +51,9 @@ class Link:
             while left:
                 count = self._socket.recv_into(left, min(PIECE, len(left)))
                 if not count:
-                    raise CollectiveError(f"{phase}: the other end has closed the connection. Is the address its own?")
+                    raise CollectiveError(
+                        f"{phase}: the other process has closed the connection: it has ended, or its address is another"
+                    )
                 left, self.received, self.heard = left[count:], self.received + count, time.monotonic()
         except OSError as error:
             raise CollectiveError(f"{phase}: the connection ended ({error})") from error
