@@ -454,12 +454,13 @@ class StepSquares(Pass, name="step_squares", adds_up=True, moves=lambda of: 0):
 
 @dataclass(eq=False)
 class StepLimit(Pass, name="step_limit", adds_up=True, moves=lambda of: 0):
-    """rms_p = sqrt(squares_p / n_p);  factor_p = min(1, limit_p / rms_p);  shortened = sum of n_p where factor_p < 1.
+    """rms_p = sqrt(squares_p / n_p);  factor_p = limit_p / rms_p where rms_p > trusted_p, else 1;  shortened = sum of
+    n_p where factor_p < 1.
 
-    limit_p = max(least, times |usual_p|), or least where times is 0: see `onebit.optim.limit`. Before, where `replies`
-    are given and none carries a flag, usual_p becomes rms_p if it is 0, and min(-usual_p, rms_p) if it is negative and
-    rms_p is not 0. squares: fp64 [parameters]; numels: n, int64; usual, factor: fp32; shortened: int64 [1]. The same
-    bits of every backend. The span is the whole layout.
+    limit_p = max(least, times |usual_p|), trusted_p = max(limit_p, trusted |usual_p|): see `onebit.optim.limit`. A
+    number of 0 times infinity is 0 here. Before, where `replies` are given and none carries a flag, usual_p becomes
+    rms_p if it is 0, and min(-usual_p, rms_p) if it is negative and rms_p is not 0. squares: fp64 [parameters]; numels:
+    n, int64; usual, factor: fp32; shortened: int64 [1]. The same bits of every backend. The span is the whole layout.
 
     Bytes: none an element, 28 a parameter.
     """
@@ -470,6 +471,7 @@ class StepLimit(Pass, name="step_limit", adds_up=True, moves=lambda of: 0):
     usual: Tensor
     least: float
     times: float
+    trusted: float
     factor: Tensor
     shortened: Tensor
 

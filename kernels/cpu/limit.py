@@ -1,6 +1,6 @@
 """How long a step by m is, of each parameter, and how far it is made shorter: numbers of blocks and of parameters.
 
-    squares    q_p = w_p^2 (sum over blocks of s_b^2 D_b)          limit      f_p = min(1, limit_p / sqrt(q_p / n_p))
+    squares    q_p = w_p^2 (sum over blocks of s_b^2 D_b)          limit      f_p = limit_p / sqrt(q_p / n_p), or 1
 
 The sum has one order everywhere: lane i adds up blocks i, i + LANES, ..., and of the lanes the second half is added to
 the first until one is left. All is fp64: `onebit.kernels.gpu.limit` has the same bits.
@@ -66,10 +66,15 @@ def _squares(
         set_double(squares + 8 * p, found)
 
 
+@tile
+def _times(number, usual):
+    return np.float32(number) * usual if number > 0 else np.float32(0)
+
+
 @Loop
 def _limit(
-    parameters, squares, numels, replies, replies_rows, replies_bytes, usual, least: float, times: float, factor,
-    shortened,
+    parameters, squares, numels, replies, replies_rows, replies_bytes, usual, least: float, times: float,
+    trusted: float, factor, shortened,
 ):  # fmt: skip
     by_messages = replies != 0 and tiles.any_flag(replies, replies_rows, replies_bytes) == 0
     total = 0
@@ -84,9 +89,9 @@ def _limit(
             elif r < 0 and now > 0:
                 r = min(-r, now)
             set_float(usual + 4 * p, r)
-        of_usual = np.float32(times) * abs(r) if times > 0 else np.float32(0)
-        most = np.float64(max(of_usual, np.float32(least)))
-        found = 1.0 if rms <= most else most / rms
+        most = max(_times(times, abs(r)), np.float32(least))
+        limit, left = np.float64(most), np.float64(max(_times(trusted, abs(r)), most))
+        found = 1.0 if rms <= left else limit / rms
         set_float(factor + 4 * p, np.float32(found))
         total += n if found < 1 else 0
     set_long(shortened, total)

@@ -198,7 +198,7 @@ def _small_passes(workload: Workload) -> None:
     gpu.restore(Kept([(workload.exp_avg, workload.exp_avg_sq)]), workload.flags)
     weight, shortened = None if workload.bare else factor, torch.zeros(1, dtype=torch.int64)
     gpu.run(StepSquares(workload.span, workload.sums, replies, weight, squares))
-    gpu.run(StepLimit(workload.span, squares, numels, replies, usual, 0.25, times, factor, shortened))
+    gpu.run(StepLimit(workload.span, squares, numels, replies, usual, 0.25, times, 2 * times, factor, shortened))
 
 
 if __name__ == "__main__":

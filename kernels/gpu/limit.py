@@ -1,6 +1,6 @@
 """How long a step by m is, of each parameter, and how far it is made shorter: numbers of blocks and of parameters.
 
-    squares    q_p = w_p^2 (sum over blocks of s_b^2 D_b)          limit      f_p = min(1, limit_p / sqrt(q_p / n_p))
+    squares    q_p = w_p^2 (sum over blocks of s_b^2 D_b)          limit      f_p = limit_p / sqrt(q_p / n_p), or 1
 
 The sum has one order everywhere: lane i adds up blocks i, i + LANES, ..., and of the lanes the second half is added to
 the first until one is left. All is fp64: `onebit.kernels.cpu.limit` has the same bits.
@@ -71,9 +71,19 @@ def step_squares_kernel(
             tl.store(squares + p, found)
 
 
+@triton.jit
+def of_usual(number, usual):
+    return tl.where(number > 0, tl.abs(usual) * number, 0)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 @tiles.entry
 def step_limit_kernel(
-    squares, numels, parameters, replies, replies_rows, replies_bytes, usual, least, times, factor, shortened,
+    squares, numels, parameters, replies, replies_rows, replies_bytes, usual, least, times, trusted, factor, shortened,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     flag = 1 if replies is None else tiles.any_flag(replies, replies_rows, replies_bytes)
@@ -89,9 +99,9 @@ def step_limit_kernel(
             smaller = tl.where((r < 0) & (now > 0), tl.minimum(-r, now), r)
             r = tl.where(r == 0, now, smaller)
             tl.store(usual + p, r, mask=there)
-        of_usual = tl.where(times > 0, tl.abs(r) * times, 0)
-        most = tl.maximum(of_usual, least, propagate_nan=tl.PropagateNan.ALL).to(tl.float64)
-        found = tl.where(rms <= most, 1.0, most / tl.where(rms == 0, 1.0, rms))
+        most = larger(of_usual(times, r), least)
+        left = larger(of_usual(trusted, r), most)
+        found = tl.where(rms <= left.to(tl.float64), 1.0, most.to(tl.float64) / tl.where(rms == 0, 1.0, rms))
         tl.store(factor + p, found.to(tl.float32), mask=there)
         total += tl.where(found < 1, n, 0)
     tl.store(shortened, tl.sum(total, axis=0))

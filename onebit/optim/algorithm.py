@@ -80,8 +80,11 @@ class Algorithm(ABC):
     """Whether a step of stage 2 depends on how many were taken before."""
 
     longest_step: ClassVar[float | None] = None
-    """A step by m is made shorter where it is more than so many times as long as is usual for a parameter. None: steps
-    are never made shorter. See `onebit.optim.limit`."""
+    """A step by m is made shorter, to so many times what is usual for a parameter, where it is longer. None: steps are
+    never made shorter. See `onebit.optim.limit`."""
+
+    trusted_step: ClassVar[float] = 0.0
+    """A step of at most so many times what is usual is left as it is."""
 
     def numbers(self) -> frozenset[str]:
         """The fields, of either stage, that have one number a parameter, by name."""

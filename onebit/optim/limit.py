@@ -1,15 +1,19 @@
 """How far a step moves a parameter whose variance does not see that gradients have grown.
 
-    u = mhat d,   f_p = min(1, limit_p / RMS(u over parameter p)),   x = x - lr (f_p u + wd x)
+    u = mhat d,   x = x - lr (f_p u + wd x),   f_p = limit_p / RMS(u over parameter p) where RMS(u) > trusted_p, else 1
     RMS(u)^2 = sum over blocks of s_b^2 D_b / n_p,   D_b = sum of d^2 over block b
-    limit_p = max(1/4, k R_p),   R_p = the least RMS(u) of those steps that came first after p's variance was updated
+    limit_p = max(1/4, k R_p),   trusted_p = max(limit_p, t R_p)
+    R_p = the least RMS(u) of those steps that came first after p's variance was updated
 
 Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own steps have RMS(u) near 1 or below,
 however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
 be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p. Where
 gradients are noise Adam's own steps have RMS(u) = sqrt((1 - beta1) / (1 + beta1)), 0.23 with beta1 = 0.9: a parameter
-that hardly moved when R_p was taken may still move so far. k is 2. 1-bit LAMB bounds r m d, all that its average
-coefficient multiplies, and its k is 1.5: LAMB's own steps are equally long.
+that hardly moved when R_p was taken may still move so far. k and t are 2.
+
+1-bit LAMB bounds r m d, all that its average coefficient multiplies. Its k is 1.5: LAMB's own steps are equally long.
+r m d grows by itself, slowly, to some 3 R_p, and helps where steps could have been longer: so t is 4. Gradients that
+grow thirty times make steps of more at once.
 
 s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages. So
 no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a step is not made up
@@ -43,12 +47,14 @@ class UpdateLimit:
         replies: Messages,
         least: float,
         times: float,
+        trusted: float,
         sum_squares_of_d: Callable[[Tensor], Tensor],
     ) -> None:
-        """limit_p is max(least, times R_p). sum_squares_of_d: D, fp32 [blocks], with the numbers of the param groups as
-        they are now."""
+        """limit_p is max(least, times R_p), and trusted_p is max(limit_p, trusted R_p). sum_squares_of_d: D, fp32
+        [blocks], with the numbers of the param groups as they are now."""
         self.state, self._replies = state, replies
-        self._least, self._times = torch.tensor([least, times], dtype=torch.float32, device="cpu").tolist()
+        bounds = torch.tensor([least, times, trusted], dtype=torch.float32, device="cpu")
+        self._least, self._times, self._trusted = bounds.tolist()
         self._sum_squares_of_d = sum_squares_of_d
         self._d: Tensor | None = None
         self._numels = torch.tensor(state.whole_numels, dtype=torch.int64, device=state.device)
@@ -79,6 +85,6 @@ class UpdateLimit:
         state, factor = self.state, torch.empty(len(squares), dtype=torch.float32, device=squares.device)
         state.backend.run(StepLimit(
             state.layout.all(), state.add_parts(squares), self._numels, replies, state[USUAL.name], self._least,
-            self._times, factor, self.shortened,
+            self._times, self._trusted, factor, self.shortened,
         ))  # fmt: skip
         return factor

@@ -58,8 +58,8 @@ class Part:
             if USUAL not in algorithm.stage_2:
                 raise TypeError(f"{type(algorithm).__name__} has a longest_step: its stage_2 must have the field USUAL")
             sum_squares = partial(algorithm.sum_squares_of_d, state)
-            at_most = (LEAST, times) if isinstance(limit, str) else (limit, 0.0)
-            self.reducer.limit = UpdateLimit(state, exchange.replies, *at_most, sum_squares)
+            bounds = (LEAST, times, algorithm.trusted_step) if isinstance(limit, str) else (limit, 0.0, 0.0)
+            self.reducer.limit = UpdateLimit(state, exchange.replies, *bounds, sum_squares)
 
     def parameters_at_last_sync(self) -> list[Tensor]:
         """This rank's part of every parameter, as all ranks had it after the last exchange."""

@@ -191,12 +191,17 @@ def limits(world: World) -> list[torch.Tensor]:
 
     values = filled(layout.blocks, torch.float32, source.uniform(0, 1e6, layout.used_blocks))
     weight = filled(layout.parameters, torch.float32, source.uniform(0, 2, layout.parameters))
-    for replies, weights, times in ((world.replies, weight, 1.5), (None, None, 0.0)):
+    for replies, weights, times, trusted in (
+        (world.replies, weight, 1.5, 0.0),
+        (None, weight, 1.5, 4.0),
+        (None, None, 0.0, 0.0),
+    ):
         squares, factor = (filled(layout.parameters, dtype) for dtype in (torch.float64, torch.float32))
         usual = filled(layout.parameters, torch.float32, source.normal(size=layout.parameters))
         shortened = torch.full((1,), -1, device=world.device)
         world.passes.run(StepSquares(layout.all(), values, replies, weights, squares))
-        world.passes.run(StepLimit(layout.all(), squares, numels, replies, usual, 0.5, times, factor, shortened))
+        bounds = 0.5, times, trusted
+        world.passes.run(StepLimit(layout.all(), squares, numels, replies, usual, *bounds, factor, shortened))
         found += [squares, usual, factor, shortened]
     return found
 

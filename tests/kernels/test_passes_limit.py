@@ -44,7 +44,7 @@ def test_both_passes_have_the_same_bits_on_every_backend(case: Case) -> None:
     check_limit(case, "triton")
 
 
-def limited(world: World, by_replies: bool, least: float, times: float) -> list[torch.Tensor]:
+def limited(world: World, by_replies: bool, *bounds: float) -> list[torch.Tensor]:
     """Factors, what is usual, and how many elements were cut: of parameters with every kind of size and of usual."""
     rms = np.array([0.5, 0.0, 4.0, 3.0, 0.0, 100.0, 2.0, 1e-30])
     usual = torch.tensor([0.0, 0.0, -1.0, -8.0, -2.0, 0.7, 1.5, -1e-3], dtype=F32, device=world.device)
@@ -53,7 +53,7 @@ def limited(world: World, by_replies: bool, least: float, times: float) -> list[
     numels = torch.tensor(NUMELS, device=world.device)
     replies = world.replies if by_replies else None
     span = Layout([1] * len(NUMELS)).all()
-    world.passes.run(StepLimit(span, sums, numels, replies, usual, least, times, out, shortened))
+    world.passes.run(StepLimit(span, sums, numels, replies, usual, *bounds, out, shortened))
     return [out.cpu(), usual.cpu(), shortened.cpu()]
 
 
@@ -63,7 +63,7 @@ def test_a_step_is_cut_where_it_is_longer_than_what_is_usual_allows(name: str, f
     """What is usual follows from the first step after an update of the variance that moves anything."""
     world = World(CASES["chunks"], name)
     world.replies.flags[-1] = flag
-    out, usual, shortened = limited(world, True, LEAST, TIMES)
+    out, usual, shortened = limited(world, True, LEAST, TIMES, 0.0)
     taken = [0.5, 0.0, 1.0, 3.0, -2.0, 0.7, 1.5, 1e-30]
     assert_close(numpy(usual), [0.0, 0.0, -1.0, -8.0, -2.0, 0.7, 1.5, -1e-3] if flag else taken, 1e-7)
     long = TIMES / 4, TIMES * 0.7 / 100
@@ -73,9 +73,19 @@ def test_a_step_is_cut_where_it_is_longer_than_what_is_usual_allows(name: str, f
 
 
 @ON_BACKENDS
+def test_a_step_that_is_trusted_keeps_its_length(name: str) -> None:
+    """Of 4 with a usual one of 1, not of 100 with 0.7; and what is trusted is never shorter than the limit."""
+    world = World(CASES["chunks"], name)
+    for trusted, third in ((4.0, 1.0), (3.9, TIMES / 4), (1.0, TIMES / 4)):
+        out, _, shortened = limited(world, True, LEAST, TIMES, trusted)
+        assert_close(numpy(out), [1, 1, third, 1, 1, TIMES * 0.7 / 100, 1, 1], 1e-7)
+        assert shortened.item() == 12 + 1000 * (third < 1)
+
+
+@ON_BACKENDS
 def test_a_limit_that_is_given_holds_for_all_and_local_steps_leave_what_is_usual(name: str) -> None:
     limit = torch.tensor(0.3, dtype=F32).item()
-    out, usual, shortened = limited(World(CASES["chunks"], name), False, limit, 0.0)
+    out, usual, shortened = limited(World(CASES["chunks"], name), False, limit, 0.0, 0.0)
     assert usual.tolist() == torch.tensor([0.0, 0.0, -1.0, -8.0, -2.0, 0.7, 1.5, -1e-3]).tolist()
     assert_close(numpy(out), [0.6, 1, 0.075, 0.1, 1, 0.003, 0.15, 1], 1e-7)
     assert shortened.item() == 7 + 1000 + 2**40 + 12 + 9
@@ -89,7 +99,8 @@ def test_more_parameters_than_are_worked_on_at_a_time_have_the_same_bits_on_ever
         world = World(CASES["copies-96"], name)
         a, b, c = (each.to(world.device) for each in (sums, numels, usual.clone()))
         out, shortened = torch.full_like(c, float("nan")), torch.zeros(1, dtype=torch.int64, device=world.device)
-        world.passes.run(StepLimit(Layout([1] * 2500).all(), a, b, world.replies, c, LEAST, TIMES, out, shortened))
+        bounds = LEAST, TIMES, 2 * TIMES
+        world.passes.run(StepLimit(Layout([1] * 2500).all(), a, b, world.replies, c, *bounds, out, shortened))
         found.append([frozen_bits(out, c), shortened.item()])
         assert shortened.item() == int(numels[out.cpu() < 1].sum()) > 0
     assert found[0] == found[1]

@@ -98,6 +98,20 @@ def test_a_step_is_twice_as_long_as_usual_at_most() -> None:
         np.testing.assert_allclose(found, [max(LEAST, 2 * r) for r in usual[-1]], rtol=1e-4)
 
 
+def test_a_step_of_lamb_is_trusted_up_to_four_times_what_is_usual() -> None:
+    """And cut to one and a half times where it is longer. By gradients that are the same but for their size."""
+    p, source = nn.Parameter(torch.ones(60)), torch.Generator().manual_seed(0)
+    optimizer = onebit.OneBitLamb(
+        [p], lr=1e-3, betas=(0.0, 0.999), weight_decay=0.0, freeze_step=5, factor_threshold=1e-6
+    )
+    g, moved = torch.randn(60, generator=source).sign(), []  # a message has all of them
+    for times in [1.0] * 8 + [3.9, 4.1, 1.6, 100.0, 1.0]:
+        p.grad, before = times * g, p.detach().clone()
+        optimizer.step()
+        moved.append(float((p.detach() - before).norm()))
+    np.testing.assert_allclose(np.array(moved[8:]) / moved[7], [3.9, 1.5, 1.6, 1.5, 1.0], rtol=1e-3)
+
+
 def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     net = nn.Linear(20, 20, bias=False)
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
