@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Case:
     bad: tuple[tuple[int, int, float], ...] = ()  # (step, rank, value): one element of the last gradient
     missing: tuple[tuple[int, int, int], ...] = ()  # (step, rank, parameter): a gradient that is None
     untouched: tuple[tuple[int, int, int], ...] = ()  # (parameter, rows, step): its first rows get 0 up to that step
+    grown: tuple[tuple[int, int, float], ...] = ()  # (first, last, times): of these steps gradients are so much larger
     seed: int = 0
     each: int = 1  # ranks a node; more than one is two levels
 
@@ -60,8 +62,9 @@ class Case:
         """A common part, a rank's own part, and another magnitude for each parameter. Steps count from 1."""
         common, own = (np.random.default_rng([self.seed, step, who]) for who in (0, rank + 1))
         made: list[Tensor | None] = []
+        times = math.prod(each for first, last, each in self.grown if first <= step <= last)
         for p, shape in enumerate(self.shapes):
-            values = 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=shape) + own.normal(size=shape))
+            values = times * 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=shape) + own.normal(size=shape))
             made.append(torch.as_tensor(values).to(self.dtype_of(p)))
         for parameter, rows, last in self.untouched:
             if step <= last:

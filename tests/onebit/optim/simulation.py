@@ -171,6 +171,7 @@ class Simulation:
     gamma: Any = 1.0  # what messages and residuals have of the momentum, which is `m`
     same_denominator = 1e-6
     hyper = oracle.Hyper
+    longest, trusted = 2.0, 2.0  # steps with update_limit="auto", in units of what is usual
 
     def __init__(self, case, ranks):
         """ranks: to the network, which are nodes with two levels."""
@@ -187,6 +188,7 @@ class Simulation:
         self.m, self.v, self.average = oracle.zeros(self.x), oracle.zeros(self.x), np.zeros(len(self.x))
         self.kept, self.reasons = {}, set()  # the recorded d; see check
         self.limit = case.options.get("update_limit")
+        self.usual = self.coming_usual = np.zeros(len(self.x))  # R_p: as it was recorded, and after the coming step
 
     def ordered(self, arrays):
         return [arrays[p] for p in self.case.order]
@@ -245,6 +247,7 @@ class Simulation:
         """Where the ranks are after a step."""
         first = now[0]
         self.x = first.x
+        self.remember_usual(first)
         if first.step <= self.freeze_step:
             self.m, self.v = (self.shaped(first.fields[name]) for name in ("exp_avg", "exp_avg_sq"))
             self.average = first.fields.get("coefficient_average")
@@ -254,6 +257,9 @@ class Simulation:
             self.m = self.received(first)
             self.all_reduce.worker = [np.where(self.live, own.e, 0.0) for own in now]
             self.all_reduce.server = np.where(self.live, first.E, 0.0)
+
+    def remember_usual(self, now):
+        self.usual = self.coming_usual = now.fields.get("usual_step", self.usual)
 
     def received(self, now):
         return self.shaped(np.where(self.live, now.m / self.gamma, 0.0))
@@ -316,21 +322,39 @@ class Simulation:
         self.assert_moved(now, moved, rounding)
 
     def shortened(self, m, d, weights=None, sizes=None):
-        """f m, so that RMS(f m d) is at most the limit over every parameter. sizes: of m, where messages have another
-        one than its own. weights: what m is multiplied by in a step."""
+        """f m, so that RMS(f m d) is at most the limit over every parameter, or what is trusted. sizes: of m, where the
+        step is not by m as messages have it. weights: what m is multiplied by in a step."""
         if self.limit is None:
             return m
-        if sizes is None:
+        by_messages = sizes is None
+        if by_messages:
             sizes = [np.abs(part) for part in m]
             if self.all_reduce.direct:
                 gathered = self.all_reduce.gathered
                 sizes = self.shaped(sum(map(whole_scale, gathered)) / len(gathered) / self.gamma)
-        found = []
-        for part, own, d_p, w in zip(m, sizes, d, weights or [1.0] * len(m), strict=True):
-            rms = w * np.sqrt(np.mean((own * d_p) ** 2)) if part.size else 0.0
-            self.reasons |= {"shortened"} if rms > self.limit else set()
-            found.append(part * min(1.0, self.limit / rms) if rms else part)
-        return found
+        parts = zip(m, sizes, d, weights or [1.0] * len(m), strict=True)
+        rms = np.array([w * np.sqrt(np.mean((own * d_p) ** 2)) if p.size else 0.0 for p, own, d_p, w in parts])
+        if by_messages:
+            smaller = np.where((self.usual < 0) & (rms > 0), np.minimum(-self.usual, rms), self.usual)
+            self.coming_usual = np.where(self.usual == 0, rms, smaller)
+        limit, trusted = self.limits()
+        long = rms > trusted
+        self.reasons |= {"shortened"} if long.any() else set()
+        self.reasons |= {"trusted"} if np.any((rms > limit) & ~long) else set()
+        factors = np.where(long, limit / np.where(long, rms, 1.0), 1.0)
+        return [f * part for f, part in zip(factors, m, strict=True)]
+
+    def limits(self):
+        """Of the length of a step, and of one that is left as it is."""
+        if self.limit != "auto":
+            return self.limit, self.limit
+        limit = np.maximum(0.25, self.longest * np.abs(self.coming_usual))
+        return limit, np.maximum(limit, self.trusted * np.abs(self.coming_usual))
+
+    def check_usual(self, now):
+        if self.limit == "auto" and "usual_step" in now.fields:
+            what = f"what is usual after step {now.step}"
+            np.testing.assert_allclose(now.fields["usual_step"], self.coming_usual, rtol=2 * RATIO, err_msg=what)
 
     def assert_moved(self, now, moved, rounding):
         """rounding: of what is added to x."""
@@ -354,6 +378,7 @@ class LambSimulation(Simulation):
 
     same_denominator = 2e-6
     hyper = oracle.LambHyper
+    longest, trusted = 1.5, 4.0
 
     def full_step(self, step, mean):
         return oracle.lamb_step(self.x, mean, self.m, self.v, self.average, self.hypers, step, self.corrected)
@@ -490,6 +515,7 @@ def check(case, recorded, of=Simulation, earlier=()):
         sim.set_to(now)
     for now in zip(*of_senders(case, recorded, sim), strict=True):
         compared.append(sim.check_step(now, now[0].step))
+        sim.check_usual(now[0])
         sim.set_to(now)
     exchanged = [own for own in compared if own is not None]
     assert sum(exchanged) >= 0.9 * len(exchanged) > 0, f"only {sum(exchanged)} of {len(exchanged)} could be compared"

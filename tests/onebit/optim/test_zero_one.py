@@ -77,6 +77,7 @@ def test_the_kinds_of_steps() -> None:
 
 FEW = ((0, 3, 30), (4, 40, 6), (1, 33, 6))  # without a variance: one for good, others until a full step
 BAD = ((9, 1, math.nan), (10, 0, math.inf), (14, 0, math.nan), (15, 1, math.nan), (17, 0, math.inf))
+GROWN = ((11, 30, 100.0),)
 ROWS = {  # ranks, the case, its options
     "alone": (1, CASE, {}),
     "three ranks": (3, CASE, {}),
@@ -94,6 +95,9 @@ ROWS = {  # ranks, the case, its options
     "nodes, shortened": (4, CASE.but(each=2), {"update_limit": 0.4, "scale": "tensor", "norm": "l1"}),
     "local, shortened": (3, LOCAL.but(groups=GROUPS), {"update_limit": 0.2, "variance_floor": 0.01}),
     "local, nodes, shortened": (4, LOCAL.but(each=2), {"update_limit": 0.2, "chunks": 2}),
+    "grown": (3, CASE.but(groups=GROUPS, grown=GROWN), {"update_limit": "auto"}),
+    "nodes, grown": (4, CASE.but(each=2, grown=GROWN), {"update_limit": "auto", "reply": "direct"}),
+    "local, grown": (2, LOCAL.but(groups=GROUPS, grown=GROWN), {"update_limit": "auto"}),
     "local, nodes": (4, LOCAL.but(each=2), {"chunks": 2}),
     "local, direct": (3, LOCAL, {"reply": "direct"}),
     "local, floors": (2, LOCAL, {"variance_floor": 0.3, "chunks": 3}),

@@ -34,6 +34,7 @@ class ZeroOneSimulation(Simulation):
     def set_to(self, now: list[After]) -> None:
         first, o = now[0], self.oracle
         fields = first.fields
+        self.remember_usual(first)
         o.x, o.v, o.step = first.x, self.shaped(fields["exp_avg_sq"]), first.step
         if first.e is None:
             o.m, o.floors = self.shaped(fields["exp_avg"]), [(0.0, 0.0)] * len(o.x)
@@ -69,6 +70,7 @@ class ZeroOneSimulation(Simulation):
         assert_close(now[0].x, o.x, self.x, f"x after {what}")
         assert_close(self.shaped(fields["exp_avg_sq"]), o.v, o.v, f"v after {what}")
         if kind == "full":
+            self.coming_usual = -np.abs(self.usual)
             for own, e in zip(now, self.all_reduce.worker, strict=True):
                 off = np.where(self.live, np.abs(own.e - e), 0.0)
                 assert np.all(off <= CLOSE * sum(sizes)), f"e after {what}"
