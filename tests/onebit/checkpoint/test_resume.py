@@ -20,7 +20,7 @@ from tests.ranks import group
 FREEZE = {"freeze_step": 3}
 
 
-CHUNKS, DIRECT, TENSOR = {"chunks": 2}, {"reply": "direct"}, {"scale": "tensor"}
+CHUNKS, DIRECT, TENSOR, LIMIT = {"chunks": 2}, {"reply": "direct"}, {"scale": "tensor"}, {"update_limit": "auto"}
 GROUPS, BF16 = {"groups": TWO_GROUPS}, {"dtype": "bfloat16"}
 NEVER = {"missing": tuple((step, rank, 2) for step in range(1, 10) for rank in range(2))}
 NODES = {"shapes": states.FIVE, "each": 2, "bad": ((5, 1, nan),)}  # skipped right after a load: what was sent is there
@@ -30,20 +30,20 @@ def skipping(size):
     """Steps that are skipped: the first after a resume, and the first that would have compressed, which leaves exp_avg
     in e."""
     bad = tuple((step, step % size, value) for step, value in ((2, nan), (5, inf), (7, nan), (8, nan)))
-    return {"steps": 10, "bad": bad, "missing": ((6, 0, 1), (9, size - 1, 2))}
+    return {"steps": 10, "bad": bad, "missing": ((6, 0, 1), (9, size - 1, 2)), "grown": ((6, 10, 50.0),)}
 
 
 RESUMES = [  # ranks, options, more of the case; test_contract.py has others
     ("OneBitAdam", 2, {**AUTO, **TENSOR}, {**GROUPS, "steps": 14}),
     ("OneBitAdam", 2, {"master_weights": False}, BF16),
-    ("OneBitAdam", 3, {**DIRECT, "norm": "unbiased", **CHUNKS}, skipping(3)),
+    ("OneBitAdam", 3, {**DIRECT, "norm": "unbiased", **CHUNKS, **LIMIT}, skipping(3)),
     ("OneBitAdam", 2, {"zero_variance": "hold"}, NEVER),
     ("OneBitAdam", 4, CHUNKS, NODES),
-    ("OneBitLamb", 3, {**TENSOR, **CHUNKS}, {**GROUPS, **skipping(3)}),
+    ("OneBitLamb", 3, {**TENSOR, **CHUNKS, **LIMIT}, {**GROUPS, **skipping(3)}),
     ("OneBitLamb", 2, {**DIRECT, **CHUNKS}, {**BF16, **GROUPS}),
     ("OneBitLamb", 2, {"zero_variance": "floor"}, NEVER),
     ("OneBitLamb", 4, {**DIRECT, **CHUNKS}, NODES),
-    ("ZeroOneAdam", 2, {**CHUNKS}, skipping(2)),
+    ("ZeroOneAdam", 2, {**CHUNKS, **LIMIT}, skipping(2)),
     ("ZeroOneAdam", 3, {**DIRECT, **CHUNKS}, {**BF16, **GROUPS}),
     ("ZeroOneAdam", 4, CHUNKS, NODES),
 ]
