@@ -140,6 +140,8 @@ class Manifest:
                     f"torch.distributed.checkpoint wrote it. Load it with dcp.load, if you trust its .metadata, which "
                     f"is a pickle"
                 )
+            if not folder.exists():
+                raise ValueError(f"there is no folder {folder.absolute()}: give the path that onebit.save got")
             raise ValueError(
                 f"{folder} holds no checkpoint (it has no {MANIFEST}): was the run ended before its first save was "
                 f"whole?"

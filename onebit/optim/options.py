@@ -134,14 +134,15 @@ class Options:
     )
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], without: Collection[str] = ()) -> Options:
-        """From the keyword arguments of an optimizer, AdamW's included. without: those that it does not take."""
+    def of(cls, arguments: Mapping[str, Any], without: Mapping[str, str]) -> Options:
+        """From the keyword arguments of an optimizer, AdamW's included. without: those that it does not take, and what
+        to do."""
         arguments = _without_those_of_adamw(arguments)
         names = [each.name for each in fields(cls) if each.name not in without]
         unknown = sorted(arguments.keys() - set(names))
         if unknown:
             known = f"beside its own arguments, this optimizer takes the options {', '.join(names)}"
-            other = ", which is of other optimizers" if unknown[0] in without else ""
+            other = f", which is of other optimizers ({without[unknown[0]]})" if unknown[0] in without else ""
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}{other}: {known}")
         return cls(**arguments)
 
@@ -187,8 +188,8 @@ class Options:
             )
         if self.gradient_dtype is not None and not _is_16_bits(self.gradient_dtype):
             raise ValueError(
-                f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in stage 1, "
-                f"and must be torch.bfloat16, torch.float16, or None, which sends them as they are"
+                f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in "
+                f"full-precision steps, and must be torch.bfloat16, torch.float16, or None (they are sent as they are)"
             )
         check_reply(self.reply)
         check_block_size(self.block_size)

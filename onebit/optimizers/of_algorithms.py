@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -96,7 +96,9 @@ class ZeroOneAdam(OneBitOptimizer):
     local_step_clipper: the most steps from one exchange to the next.
     """
 
-    without_options: ClassVar[frozenset[str]] = frozenset({"freeze_step"})
+    without_options: ClassVar[Mapping[str, str]] = {
+        "freeze_step": "stage 1 is short here; var_freeze_step=N ends full-precision steps after step N"
+    }
 
     def __init__(
         self, params: Iterable[Any], lr: Rate = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-8,

@@ -63,8 +63,8 @@ class OneBitOptimizer(Progress):
 
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step
 
-    without_options: ClassVar[frozenset[str]] = frozenset()
-    """Of `Options`, those that this optimizer does not take."""
+    without_options: ClassVar[Mapping[str, str]] = {}
+    """Of `Options`, those that this optimizer does not take, and what to do."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ def _attach_to_ddp(ddp: DistributedDataParallel, module: nn.Module, inner: OneBi
     if attached is None:
         attached = _register(ddp)
     attached.add(inner, ddp, names)
-    inner.averaged_in_backward = True
+    inner.averaged_in_backward, inner.current.ddp_averages = True, False
     inner.overlap.set_model(ddp)
     inner.setup.names.update(names)
 

@@ -198,9 +198,10 @@ def run_bytes_table(runs: Mapping[str, Records]) -> str:
 
 
 def padding_note(runs: Mapping[str, Records]) -> str:
-    record = next(iter(next(iter(runs.values())).values()))
-    share = record["padded"] / record["elements"] - 1
-    return f"Padding to blocks of {record.get('padded_to', 2048):,} adds {share:.0%} to messages."
+    every = [record for records in runs.values() for record in records.values()]
+    shares = {record.get("padded_to", 2048): record["padded"] / record["elements"] - 1 for record in every}
+    now, *older = (f"{share:.0%} to multiples of {size:,} elements" for size, share in sorted(shares.items()))
+    return f"Padding of parameters adds to messages {now}{'; in older runs ' if older else ''}{''.join(older)}."
 
 
 def hardware(records: Sequence[Record]) -> str:

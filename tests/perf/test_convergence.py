@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import re
 import struct
 import zlib
 from dataclasses import asdict, dataclass, replace
@@ -147,6 +148,9 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
     written = {}
     assert report.report(out, docs, 2) == str(docs)
     assert written[docs] == docs.read_text(encoding="utf-8"), "run python -m perf.convergence --report"
+    readme = Path("README.md").read_text(encoding="utf-8")
+    ours, adams = re.search(r"loss of (.*) where Adam ends at (.*)\*\*: 0/1 Adam", readme).groups()
+    assert f"on essays and novels | 0/1 Adam | {ours} | Adam: {adams} |" in written[docs]
 
 
 def test_a_page_is_made_of_what_there_is(tmp_path, capsys):

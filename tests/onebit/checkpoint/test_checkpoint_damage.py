@@ -119,6 +119,7 @@ def test_another_manifest_is_refused(saved):
 
 
 def test_what_another_program_left_is_refused(tmp_path):
+    assert_refused(tmp_path / "nowhere", f"there is no folder {tmp_path}/nowhere")
     for content in (b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a": 1' + b"0" * 5000 + b"}"):
         (tmp_path / MANIFEST).write_bytes(content)
         assert_refused(tmp_path, "not written by onebit|not JSON")

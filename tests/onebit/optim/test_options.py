@@ -36,7 +36,7 @@ WRONG: list[Any] = [  # the option, values, and what the message says, with the 
     ("scale", ["row"], "scale", "{}", "block", "tensor"),
     ("norm", ["l3"], "norm", "{}", "l1", "l2", "unbiased"),
     ("chunks", [0, 1.5, "many"], "chunks={}", "positive", '"auto"'),
-    ("gradient_dtype", [torch.float32, "bfloat16"], "gradient_dtype={}", "stage 1", "torch.bfloat16", "None"),
+    ("gradient_dtype", [torch.float32, "bfloat16"], "gradient_dtype={}", "full-precision", "torch.bfloat16", "None"),
     ("block_size", [0, 48, 64.0], "block_size", "multiple of 32", "got {}", "2048"),
     ("block_size", [16384], "block_size", "at most 8192", "got {}"),
     ("block_size", ["auto"], "block_size must be a multiple of 32"),

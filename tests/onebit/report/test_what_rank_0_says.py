@@ -58,6 +58,22 @@ def test_a_rank_that_leaves_out_its_local_steps_says_so(rank):
 
 
 @on_ranks(2)
+def test_attach_after_the_first_steps_counts_from_then_on(rank):
+    net = nn.Linear(300, 40)
+    ddp = DistributedDataParallel(net, process_group=group())
+    optimizer = onebit.OneBitAdam(ddp.parameters(), freeze_step=3, process_group=group())
+    with logged() as texts, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for step in range(6):
+            if step == 2:
+                onebit.attach(ddp, optimizer)
+            ddp(torch.randn(4, 300)).square().mean().backward()
+            optimizer.step()
+    assert "attach" not in str(texts) and "DistributedDataParallel" not in optimizer.report().verdict
+    assert rank > 0 or "Stage 2 begins" in str(texts)
+
+
+@on_ranks(2)
 def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning(rank):
     net = nn.Linear(300, 40)
     ddp = DistributedDataParallel(net, process_group=group())
