@@ -55,8 +55,9 @@ def progress_line(record: Record) -> str:
         f"{name} {means[-1]:.3f}" for name, means in zip(names, smoothed(record.steps[-10:], 10), strict=True)
     )
     sent = ", ".join(f"{each / 1e6:.0f}" for each in last.sent)
-    stage, rate = 2 if last.compressing else 1, len(recent) / sum(recent)
-    return f"{last.step}/{record.settings.steps} stage {stage}  {losses}  {sent} MB sent  {rate:.1f}/s"
+    stage, steps = 2 if last.compressing else 1, record.settings.steps
+    left = (steps - last.step) * statistics.mean(recent)
+    return f"{last.step}/{steps} stage {stage}  {losses}  {sent} MB sent  {left:.0f} s left"
 
 
 def describe(record: Record) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -152,8 +152,10 @@ def test_the_table_and_the_progress_line_have_the_numbers():
     }
     assert "40.0 and 2.0 times less" in text and "2.0 and 1.2 times as fast" in text
     assert "1-bit Adam, optimizer.report():\n  it pays\n  little\n\n0/1 Adam, optimizer.report():\n  it pays" in text
-    line = demo_report.progress_line(record())
-    for shown in ("6/6 stage 2", "Adam 3.250, 1-bit 3.750, 0/1 4.250", "24, 8, 12 MB sent", "0.8/s"):
+    made = record()
+    made.settings = replace(made.settings, steps=16)  # of 1.4 and 1.15 s until now
+    line = demo_report.progress_line(made)
+    for shown in ("6/16 stage 2", "Adam 3.250, 1-bit 3.750, 0/1 4.250", "24, 8, 12 MB sent", "12 s left"):
         assert shown in line
 
 
