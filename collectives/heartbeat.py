@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from onebit.collectives.signs_of_life import Peer, SignsOfLife, watched, who_is_gone
+from onebit.collectives.signs_of_life import Peer, SignsOfLife, longest_silence, who_is_gone
 from onebit.collectives.transport.protocol import CollectiveError
 
 TCPStore: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch does not list it for type checkers
@@ -37,8 +37,8 @@ class Heartbeat:
     process group. A process that ends is known sooner.
     minimum: fewer ranks do not go on. By default more than half must be left, so that two halves never train apart.
 
-    The default process group is watched: Gloo, and UDP over IPv4 between its hosts. While nobody is gone each rank
-    sends every other rank four datagrams a second, and a step is as fast as without.
+    The default process group is watched: Gloo, and UDP between its hosts. While nobody is gone each rank sends every
+    other rank four datagrams a second, and a step is as fast as without.
     """
 
     def __init__(self, *, silent_after: float = 10.0, minimum: int | None = None) -> None:
@@ -192,7 +192,7 @@ def _of_all(own: Callable[[], Any], same: Any) -> list[Any]:
 def _checked(silent_after: float, minimum: int | None) -> timedelta:
     """The timeout of the default process group."""
     size = dist.get_world_size()
-    if watched():
+    if longest_silence() is not None:
         raise ValueError("there is a Heartbeat in this process already: stop() it before you build another one")
     if not isinstance(silent_after, (int, float)) or not 0.2 <= silent_after < float("inf"):
         raise ValueError(f"silent_after={silent_after!r}: give seconds, 0.2 at least")
@@ -210,18 +210,22 @@ def _checked(silent_after: float, minimum: int | None) -> timedelta:
 
 def own_address() -> str:
     """By which this host reaches the others: that of GLOO_SOCKET_IFNAME, or on the way to the store."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-            import fcntl
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        import fcntl
 
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            return socket.inet_ntoa(found[20:24])
-        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # sends nothing
+        return socket.inet_ntoa(found[20:24])
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    places = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    family, *_, place = min(places, key=lambda each: each[0] != socket.AF_INET)  # IPv6 where there is nothing else
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _bound(address: str) -> socket.socket:
-    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
     bound.bind((address, 0))
     bound.setblocking(False)
     return bound

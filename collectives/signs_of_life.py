@@ -137,8 +137,9 @@ class SignsOfLife:
         return len(self.gone()), len(self.departed())
 
 
-def watched() -> bool:
-    return bool(_watched)
+def longest_silence() -> timedelta | None:
+    """How long a rank may be silent; None where no Heartbeat watches."""
+    return next((timedelta(seconds=signs.silent_after) for signs in _watched), None)
 
 
 def who_is_gone() -> str:

@@ -17,11 +17,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onebit.collectives.signs_of_life import longest_silence
 from onebit.collectives.transport.protocol import FACTS, Transport, Work, all_gather_values, collective_errors
 from onebit.collectives.waits import waiting
 from onebit.kernels import streams
@@ -43,7 +45,7 @@ class _Duplicates:
         self.spare: dict[int, Any] = {}  # those that nobody uses any more
 
 
-_DUPLICATES: dict[Any, _Duplicates] = {}
+_DUPLICATES: WeakKeyDictionary[Any, dict[Any, _Duplicates]] = WeakKeyDictionary()  # by the world of their ranks
 _KEPT = 62  # numbers that fit into an integer
 
 
@@ -117,8 +119,7 @@ class TorchTransport:
         return TorchWork(work, phase, self.name, source=landing, landing=landing.view(-1), out=out)
 
     def duplicate(self) -> Transport:
-        own, alive = self._duplicates, dist.distributed_c10d._world.pg_map
-        own.spare = {number: group for number, group in own.spare.items() if group in alive}
+        own = self._duplicates
         free = sum(1 << number for number in own.spare)
         phase = "looking for a group that nobody uses any more (all-gather of one number)"
         common = functools.reduce(operator.and_, self._everyones(free, phase))
@@ -127,9 +128,7 @@ class TorchTransport:
             return TorchTransport(own.spare.pop(number), own, number)
         number, own.made = own.made, own.made + 1
         if self.group is dist.group.WORLD:
-            with collective_errors(_MAKING, self.name):
-                made = dist.new_group(timeout=self._timeout, backend=self._kind)
-            return TorchTransport(made, own, number)
+            return TorchTransport(self._made(None, self._kind), own, number)
         return self._new_group(self.members, of=own, number=number)
 
     def close(self) -> None:
@@ -139,8 +138,8 @@ class TorchTransport:
 
     @property
     def _duplicates(self) -> _Duplicates:
-        key = (id(dist.group.WORLD), tuple(self.members), self._kind)
-        return _DUPLICATES.setdefault(key, _Duplicates())
+        of_world = _DUPLICATES.setdefault(dist.group.WORLD, {})
+        return of_world.setdefault((tuple(self.members), self._kind), _Duplicates())
 
     def of_hosts(self) -> Transport:
         return self if "cpu" in self.backends else self._new_group(self.members, "cpu:gloo")
@@ -174,9 +173,19 @@ class TorchTransport:
     def _new_group(self, ranks: list[int], kind: str | None = None, **as_duplicate: Any) -> Transport:
         """Made by its members alone, who all are in this group."""
         self._make_as_many_groups()
-        with collective_errors(_MAKING, self.name), _without_bound_device():
-            made = dist.new_group(ranks, self._timeout, kind or self._kind, use_local_synchronization=True)
+        with _without_bound_device():
+            made = self._made(ranks, kind or self._kind, use_local_synchronization=True)
         return TorchTransport(made, **as_duplicate)
+
+    def _made(self, ranks: list[int] | None, kind: str, **how: Any) -> Any:
+        """With this group's timeout. All have come here together: a rank that a Heartbeat would count as gone is not
+        waited for."""
+        patience = longest_silence()
+        with collective_errors(_MAKING, self.name):
+            made = dist.new_group(ranks, patience or self._timeout, kind, **how)
+        if patience and self._timeout:
+            dist.distributed_c10d._set_pg_timeout(self._timeout, made)
+        return made
 
     def _make_as_many_groups(self) -> None:
         """Where only its members make a group, torch names it by how many groups a process has made: the name on all

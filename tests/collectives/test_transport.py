@@ -1,6 +1,8 @@
 """The transports: which one a group gets, what its collectives do, and errors that name the phase."""
 
+import gc
 import os
+import weakref
 from unittest.mock import Mock, patch
 
 import pytest
@@ -57,6 +59,19 @@ def test_groups_are_made_of_a_group_without_one_backend_of_its_own(rank, backend
         optimizer.zero_grad()
     assert not torch.equal(params[0], torch.ones(70))
     return params[0].detach()
+
+
+@on_ranks(1, once=True)
+def test_groups_that_nobody_uses_end_with_their_world(rank, tmp_path):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    transport = TorchTransport().duplicate()
+    group = weakref.ref(transport.group)
+    transport.close()
+    del transport
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
 
 
 @on_ranks(3, once=True)

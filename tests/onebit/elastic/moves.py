@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 import onebit
@@ -23,6 +25,17 @@ from tests.ranks import MOST, group, run_ranks
 MORE = 10  # steps after a reform
 RATE = 0.75  # what learning rates are multiplied by before
 Arrays = list[np.ndarray]
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6")
 
 
 @dataclass(frozen=True)

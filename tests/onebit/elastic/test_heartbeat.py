@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,9 +16,11 @@ import torch.distributed as dist
 
 import onebit
 from onebit.collectives.signs_of_life import Peer
+from onebit.collectives.transport import transport_for
 from tests.faults.elastic import problems_of, strike_ranks
 from tests.faults.striking import Fault
 from tests.limits import HUNG
+from tests.onebit.elastic.moves import needs_ipv6
 from tests.ranks import run_ranks_once
 
 SILENT = 4.0  # seconds: longer than a process of a busy machine stands still
@@ -128,6 +131,39 @@ def become_fewer(rank: int, size: int) -> int:
     left = dist.get_world_size()
     heart.stop()
     return left
+
+
+@pytest.mark.parametrize("how", ["duplicate", "split"])
+def test_a_death_while_a_group_is_made_is_known_before_the_groups_timeout(how: str) -> None:
+    assert run_ranks_once(3, die_in_new_group, (how,), group_timeout=HUNG, expect_dead=(1,)) == [HUNG, None, HUNG]
+
+
+def die_in_new_group(rank: int, size: int, how: str) -> float:
+    heart, transport = onebit.Heartbeat(silent_after=SILENT), transport_for()
+    dies = mock.patch.object(dist, "new_group", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL))
+    with dies if rank == 1 else pytest.raises(onebit.CollectiveError, match="making a process group"):
+        transport.duplicate() if how == "duplicate" else transport.split(0)
+    heart.regroup()
+    made: Any = transport_for().duplicate()
+    made.all_sum(torch.ones(1), "test").wait()
+    heart.stop()
+    options = made.group._get_backend(torch.device("cpu")).options
+    return getattr(options, "_timeout").total_seconds()  # noqa: B009
+
+
+@needs_ipv6
+def test_hosts_may_have_ipv6_alone() -> None:
+    assert run_ranks_once(3, meet_over_ipv6, (), group_timeout=HUNG) == [2, 2, 3]
+
+
+def meet_over_ipv6(rank: int, size: int) -> int:
+    os.environ["MASTER_ADDR"] = "::1"
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    with onebit.Heartbeat(silent_after=SILENT) as heart:
+        if rank < 2:
+            heart.regroup()
+            dist.barrier()
+    return dist.get_world_size()
 
 
 @pytest.mark.parametrize(("minimum", "left"), [(None, 2), (1, 1)])
