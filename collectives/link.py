@@ -65,11 +65,13 @@ class Link:
 
 
 class Listener:
-    """Where others connect to. `address` is for `connect`."""
+    """Where others connect to. host: a name, or an address of IPv4 or IPv6. `address` is for `connect`."""
 
     def __init__(self, host: str) -> None:
-        self._socket, self._word = socket.create_server((host, 0)), secrets.token_hex(8)
-        self.address = f"{host}:{self._socket.getsockname()[1]}/{self._word}"
+        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._socket, self._word = socket.create_server(place, family=family), secrets.token_hex(8)
+        name = f"[{host}]" if ":" in host else host
+        self.address = f"{name}:{self._socket.getsockname()[1]}/{self._word}"
 
     def accept(self) -> Link | None:
         """The next one that knows the word; None once the listener is closed."""
@@ -103,7 +105,7 @@ def connect(address: Any) -> Link:
     except (AttributeError, ValueError):
         raise ValueError(f"{address!r:.80} is no address of a Giver: give its `address`, host:port/word") from None
     try:
-        connection = socket.create_connection((host, number), SILENT_AFTER)
+        connection = socket.create_connection((host.strip("[]"), number), SILENT_AFTER)
         connection.sendall(word.encode())
     except OSError as error:
         raise CollectiveError(f"nobody gives a state at {place} ({error}): is its process alive?") from error

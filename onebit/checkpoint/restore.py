@@ -393,13 +393,15 @@ class _Messages:
         node send, when the result is called."""
         exchange, state = reducer.exchange, self.state
         senders = exchange.transport.size
-        all_owed = []
-        for i in range(len(self.saved)):
-            e, of_servers = self._left_out(i, places, senders / self.cut.nodes)
-            all_owed.append(e.add(of_servers, alpha=senders).to(state.device))
+        all_owed: list[Tensor] = []
+        if places:  # else nothing is kept
+            for i in range(len(self.saved)):
+                e, of_servers = self._left_out(i, places, senders / self.cut.nodes)
+                all_owed.append(e.add(of_servers, alpha=senders).to(state.device))
 
         def collect_residuals() -> None:
-            for i, owed in enumerate(all_owed):
+            for i, numel in enumerate(state.numels):
+                owed = all_owed[i] if all_owed else torch.zeros(numel, dtype=torch.float32, device=state.device)
                 if exchange.node.size > 1:
                     exchange.node.all_sum(owed, "collecting what the ranks of a node owe (all-reduce)").wait()
                 for part, own_e in state.parts_of(RESIDUAL.name, i):

@@ -1,7 +1,7 @@
 """A process that will join: it has the state of a run, and takes every step of the run's ranks, to the same bits.
 
-It sends nothing and adds nothing. What it has is laid out as the giver's is, in a state beside the optimizer's own,
-which is new until `onebit.reform`.
+It sends nothing and adds nothing. What it has is laid out as the giver's is, and takes the place of the optimizer's own
+state, which is new again when ranks change.
 """
 
 from __future__ import annotations
@@ -53,9 +53,13 @@ def follow(optimizer: torch.optim.Optimizer, address: str) -> None:
         raise ValueError(f"follow: this process has taken steps or loaded a state. {NEW}")
     if inner.follower is not None and inner.follower.follows:
         raise ValueError("follow: this optimizer follows a run already. Call onebit.reform, or build a new one")
-    inner.follower = None
-    follower = Follower(inner, connect(address))
-    follower.catch_up()
+    link, inner.follower = connect(address), None
+    follower = Follower(inner, link)
+    try:
+        follower.catch_up()
+    except BaseException:
+        follower.close()
+        raise
     inner.follower = follower
 
 
@@ -78,6 +82,10 @@ class Follower:
         self._groups: list[dict[str, Any]] | None = None  # of the run's param groups, once it has ended
         self._failed: Exception | None = None
         self._caught_up = threading.Event()
+        for state in inner.current.states:
+            for name in tuple(state.fields):
+                state.remove(name)
+        inner.install(inner.current)
         self._thread = threading.Thread(target=self._follow, name="onebit follower", daemon=True)
         self._thread.start()
 
@@ -108,8 +116,7 @@ class Follower:
         while self._thread.is_alive() and time.monotonic() - max(begun, self._link.heard) < PATIENCE:
             self._thread.join(0.05)
         complete = not self._thread.is_alive() and self._groups is not None
-        self._link.close()
-        self._thread.join()
+        self.close()
         if not complete or self._run is None or self._groups is None:
             return None
         inner, (setup, current) = self._inner, self._run
@@ -117,30 +124,39 @@ class Follower:
         shared = Shared.of(inner, schema.save(setup, current), schema.progress(setup, current))
         return replace(shared, groups=self._groups)
 
+    def close(self) -> None:
+        """Follow no further. The optimizer has a state of its own again."""
+        self._link.close()
+        self._thread.join()
+        self._inner.install(Snapshot.of(self._inner.setup))
+
     @torch.no_grad()
     def _follow(self) -> None:
         try:
             while self._groups is None:
-                value, tensors = receive_tensors(self._link, 0, self._inner.setup.device, PHASE)
-                match value["kind"]:
-                    case "that is all":
-                        self._caught_up.set()
-                    case "end":
-                        self._groups = value["groups"]
-                    case "error":
-                        raise ValueError(f"follow: the run can't give its state: {value['why']}")
-                    case "state":
-                        self._begin(value, Shared.unpacked(value, tensors))
-                    case _:
-                        self._take(value, tensors)
+                self._go_on()
         except Exception as error:
             self._failed = error
         finally:
             self._link.close()
             self._caught_up.set()
 
+    def _go_on(self) -> None:
+        value, tensors = receive_tensors(self._link, 0, self._inner.setup.device, PHASE)
+        match value["kind"]:
+            case "that is all":
+                self._caught_up.set()
+            case "end":
+                self._groups = value["groups"]
+            case "error":
+                raise ValueError(f"follow: the run can't give its state: {value['why']}")
+            case "state":
+                self._begin(value, Shared.unpacked(value, tensors))
+            case _:
+                self._take(value, tensors)
+
     def _begin(self, value: Mapping[str, Any], shared: Shared) -> None:
-        inner = self._inner
+        inner, self._run = self._inner, None
         own = {name: each for name, each in facts_of_model(inner.setup, "").items() if name != NODES}
         if other := [name for name, each in own.items() if value["facts"].get(name) != each]:
             name = other[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Giver:
         onebit.reform(optimizer, group)           # all of them, between two steps: next to nothing is left to send
 
     A step costs nothing more while nobody follows. While somebody does, this rank keeps what the steps have added until
-    it is sent: two states at most for each process. `close` it when it is of no more use. host: the address of this
-    host that others reach; by default as `Heartbeat` finds it.
+    it is sent: two states at most for each process. A giver ends with `close`, or with its optimizer. host: the address
+    of this host that others reach; by default as `Heartbeat` finds it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, host: str | None = None) -> None:
@@ -60,8 +61,9 @@ class Giver:
             raise ValueError("this process follows a run, and can give its state after onebit.reform")
         self._arrived, self._logs = deque[Link](), list[Log]()
         self._listener = Listener(host or own_address())
+        self._end_all = weakref.finalize(self, _end_all, self._listener, self._arrived, self._logs)
         self._inner.giver = self
-        threading.Thread(target=self._accept, name="onebit giver", daemon=True).start()
+        threading.Thread(target=_accept, args=(self._listener, self._arrived), name="onebit giver", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -76,9 +78,7 @@ class Giver:
     def close(self) -> None:
         """Nobody gets anything any more."""
         self._inner.giver = None
-        self._listener.close()
-        for log in self._those_there():
-            log.close()
+        self._end_all()
 
     def step_ended(self, step: Step, flags: Tensor) -> None:
         """What the step has added, and a state where one is due. An error is that of the process that follows."""
@@ -114,12 +114,12 @@ class Giver:
     def _end(self, logs: Sequence[Log], value: dict[str, Any]) -> None:
         for log in logs:
             log.add(Entry(value, []))
-        self._logs = [log for log in self._logs if log not in logs]
+        self._logs[:] = [log for log in self._logs if log not in logs]
 
     def _those_there(self) -> list[Log]:
         while self._arrived:
             self._logs.append(Log(self._arrived.popleft()))
-        self._logs = [log for log in self._logs if not log.over]
+        self._logs[:] = [log for log in self._logs if not log.over]
         return self._logs
 
     def _state(self) -> Entry:
@@ -129,10 +129,6 @@ class Giver:
         shared = Shared.of(inner, schema.save(setup, current), schema.progress(setup, current)).clone()
         value, tensors = shared.packed()
         return Entry({"kind": "state", "facts": facts_of_model(setup, ""), **value}, tensors)
-
-    def _accept(self) -> None:
-        while (link := self._listener.accept()) is not None:
-            self._arrived.append(link)
 
 
 @dataclass(frozen=True)
@@ -145,6 +141,19 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
+
+
+def _accept(listener: Listener, arrived: deque[Link]) -> None:
+    while (link := listener.accept()) is not None:
+        arrived.append(link)
+
+
+def _end_all(listener: Listener, arrived: deque[Link], logs: list[Log]) -> None:
+    listener.close()
+    for link in arrived:
+        link.close()
+    for log in logs:
+        log.close()
 
 
 class Log:

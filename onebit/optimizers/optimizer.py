@@ -55,6 +55,19 @@ class StepListener(Protocol):
         """Ranks change."""
 
 
+class RunFollower(Protocol):
+    @property
+    def follows(self) -> bool:
+        """Whether steps still come."""
+
+    @property
+    def why_not(self) -> str:
+        """Why `end` has no state."""
+
+    def end(self) -> Any:
+        """The run's state, a `Shared` of onebit.elastic, or None. Ranks change."""
+
+
 class OneBitOptimizer(Progress):
     """Subclasses pass their algorithm, the defaults of their param groups, and the options of every optimizer.
 
@@ -94,7 +107,7 @@ class OneBitOptimizer(Progress):
         self.reforms = 0  # how often the run has gone on with other ranks: see onebit.reform
         self.before_reform: dict[str, Any] = {}  # what this rank was in the group before the last one
         self.giver: StepListener | None = None  # for processes that will join: see onebit.Giver
-        self.follower: Any = None  # of a process that will join: see onebit.follow
+        self.follower: RunFollower | None = None  # of a process that will join: see onebit.follow
         self._built_for = param_groups.identities(groups)
         self.install(Snapshot.of(self.setup))
         self._built = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import socket
 import threading
 import time
 import warnings
@@ -10,20 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import onebit
+from onebit.checkpoint import restore
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.hand_over import receive_tensors
 from onebit.collectives.link import connect
 from onebit.collectives.transport import TorchTransport, Work, transport_for
+from onebit.elastic import following
 from onebit.parallel.watch import shared_tensors
 from tests.onebit.checkpoint.states import other_parameters
-from tests.onebit.elastic.moves import group_of
+from tests.onebit.elastic.moves import group_of, needs_ipv6
 from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
+from tests.onebit.optim.test_memory import living
 from tests.onebit.runs import Case, bits, take
 from tests.ranks import group, run_ranks
 
@@ -182,9 +188,9 @@ def wait_for_follower(giver: onebit.Giver | None) -> None:
 
 
 def alone(*sizes: int, **options: Any) -> Any:
-    """A run of one process, in stage 1."""
+    """A run of one process, in stage 1 unless options say otherwise."""
     params = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
-    return onebit.OneBitAdam(params, freeze_step=1000, **options)
+    return onebit.OneBitAdam(params, **{"freeze_step": 1000, **options})
 
 
 def step_alone(optimizer: Any) -> None:
@@ -208,6 +214,94 @@ def test_where_more_piles_up_than_a_state_has_the_state_is_sent_anew() -> None:
     giver.close()
     assert [each["kind"] for each in kinds].count("state") > 1
     assert received < 12 * 2**20 + 11 * 4 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_follows_has_two_copies_at_most_of_which_one_has_no_residuals(dtype: torch.dtype) -> None:
+    numel = 2**18
+    copy, most = run_ranks(2, follow_and_count, numel, dtype)
+    assert copy < most < 2 * copy - 8 * numel
+
+
+def follow_and_count(rank: int, size: int, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the parameters and the optimizer's state in a run, and the most of one that follows the run, to whom the
+    state is sent three times."""
+    world, before = transport_for(group()), sum(living().values())
+    counts = list[int]()
+
+    def counted(work: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            done = work(*args, **kwargs)
+            counts.append(sum(living().values()) - before)
+            return done
+
+        return counting
+
+    params = [torch.nn.Parameter(torch.ones(numel, dtype=dtype))]
+    optimizer = onebit.OneBitAdam(params, freeze_step=2, process_group=transport_for(group()).split(rank))
+    if rank == 1:
+        address = all_gather_json(world, CPU, None, "address")[0]
+        receiving = mock.patch.object(following, "receive_tensors", counted(receive_tensors))
+        restoring = mock.patch.object(restore, "restored", counted(restore.restored))
+        with receiving, restoring:
+            onebit.follow(optimizer, address)
+            for _ in range(2):
+                known = len(counts)
+                dist.barrier(group())
+                while optimizer.follower.follows and len(counts) < known + 2:  # received, and restored
+                    time.sleep(0.002)
+            while optimizer.follower.follows:
+                time.sleep(0.002)
+        assert optimizer.follower.why_not == ""
+        dist.barrier(group())
+        return max(counts)
+    for _ in range(4):
+        step_alone(optimizer)
+    params[0].grad = None
+    counted(lambda: None)()
+    giver = onebit.Giver(optimizer, HOST)
+    all_gather_json(world, CPU, giver.address, "address")
+    wait_for_follower(giver)
+    step_alone(optimizer)
+    for _ in range(2):
+        dist.barrier(group())
+        giver.parameters_changed()
+        step_alone(optimizer)
+    giver.end()
+    dist.barrier(group())  # all has been sent
+    return counts[0]
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "a host of IPv6 alone"])
+def test_an_address_may_be_of_ipv6(host: str) -> None:
+    found = socket.getaddrinfo
+
+    def resolved(name: str, *args: Any, **kwargs: Any) -> Any:
+        return found(name.replace("a host of IPv6 alone", "::1"), *args, **kwargs)
+
+    with mock.patch.object(socket, "getaddrinfo", resolved):
+        giver = onebit.Giver(alone(30), host)
+        link = connect(giver.address)
+        wait_for_follower(giver)
+    giver.close()
+    link.close()
+
+
+def test_a_giver_ends_with_its_optimizer() -> None:
+    others, run = set(threading.enumerate()), alone(30)
+    address = onebit.Giver(run, HOST).address
+    link = connect(address)
+    wait_for_follower(run.giver)
+    step_alone(run)
+    own = set(threading.enumerate()) - others
+    assert {thread.name for thread in own} == {"onebit giver", "onebit log"}
+    del run
+    gc.collect()
+    for thread in own:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in own)
+    link.close()
 
 
 def test_what_does_not_fit_is_said() -> None:
