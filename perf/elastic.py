@@ -77,29 +77,31 @@ def reforms(elements: int, two: Any, source: torch.Generator) -> list[list[float
             optimizer, params = built(elements, None)
         elif not follows:
             step(optimizer, params, source)
-        if follows:
-            trained_while_one_follows(optimizer, params, two, source)
+        giver = trained_while_one_follows(optimizer, params, two, source) if follows else None
         dist.barrier()
         found.append(timed_reform(optimizer, Counting()))
+        if giver is not None:
+            giver.close()
     return found
 
 
 def trained_while_one_follows(
     optimizer: OneBitOptimizer, params: Sequence[Tensor], two: Any, source: torch.Generator
-) -> None:
-    """Until that one has caught up."""
+) -> Giver | None:
+    """Until that one has caught up. This rank's giver, for whoever ends it."""
     giver = Giver(optimizer, "127.0.0.1") if dist.get_rank() == 0 else None
     address = [giver and giver.address]
     dist.broadcast_object_list(address)
     if dist.get_rank() == 2:
         follow(optimizer, str(address[0]))
         dist.distributed_c10d._get_default_store().set("caught up", "")
-        return
+        return None
     left = torch.ones(1)
     while left.item():
         step(optimizer, params, source)
         left.fill_(not dist.distributed_c10d._get_default_store().check(["caught up"]))
         dist.broadcast(left, 0, group=two)
+    return giver
 
 
 def ratio(elements: int, group: Any, rounds: int, source: torch.Generator) -> tuple[float, float]:

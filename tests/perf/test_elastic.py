@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import torch
 import torch.distributed as dist
 
@@ -13,7 +16,12 @@ ELEMENTS = 4000
 
 def measure(rank: int, size: int) -> tuple[list[list[float]], float]:
     two, source = dist.new_group([0, 1]), torch.Generator().manual_seed(rank)
+    gc.disable()  # which would end a giver with its optimizer
     found = elastic.reforms(ELEMENTS, two, source)
+    givers = [thread for thread in threading.enumerate() if thread.name == "onebit giver"]
+    for thread in givers:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in givers)
     times = elastic.ratio(ELEMENTS, two, 2, source)[1] if rank < 2 else 1.0
     dist.barrier()
     return found, times
