@@ -1,0 +1,7 @@
+"""Imported once, by the process that hosts are forked from: a fork has the compiled loops in memory."""
+
+from onebit.kernels import cpu
+from onebit.kernels.tuning.workload import Workload
+
+for _each in Workload([100]).passes(cpu).values():
+    _each.run()
