@@ -40,7 +40,7 @@ COMMANDS = {
     "faults": Command("tests.faults", ("collectives", "onebit/optim"), "ranks killed and stopped at every point"),
     "elastic-faults": Command("tests.faults.elastic", (*PRODUCT, "tests/faults"), "a rank lost at every point"),
     "many-faults": Command("tests.faults.many", (*PRODUCT, "tests/faults"), "200 faults in a run of 2,000 steps"),
-    "torchft-faults": Command("tests.faults.torchft", PRODUCT, "a replica killed under torchft, and torchft's own pattern"),
+    "torchft-faults": Command("tests.faults.torchft", PRODUCT, "a replica killed: torchft's pattern and ours"),
     "poisoned": Command("tests.faults.poisoned", ("collectives", "onebit/optim"), "gradients that are not finite"),
     "soak": Command("tests.faults.soak", PRODUCT, "thousands of steps with saves, loads and skips"),
     "fuzz": Command("tests.fuzz", PRODUCT, "100,000 random and damaged inputs"),

@@ -18,136 +18,26 @@ import sys
 import time
 import traceback
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import onebit
 from onebit.collectives import CollectiveError
+from tests.faults.learners import BATCH, HELD_OUT, Task
 from tests.faults.training import digest
 from tests.limits import HUNG
 
 HOSTS = 4  # at most
 MINIMUM = 2  # fewer hosts do not go on
-BATCH = 48  # samples of a step, on 2, 3 or 4 hosts
-HELD_OUT = 4096
 PATIENCE = HUNG / 2  # seconds for all that is waited for
-LR = 4e-3
 PAUSE = 0.5  # seconds by which a step is longer while a fault waits for hosts that join
 PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained."""
-
-    kind: str  # an optimizer of onebit, or AdamW
-    seed: int
-    steps: int
-    options: dict[str, Any] = field(default_factory=dict)
-    silent: float = 2.0  # seconds after which a silent host counts as gone
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(self.seed)
-        return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-
-    def samples(self, number: int, count: int) -> tuple[Tensor, Tensor]:
-        """Of a stream that follows from the seed: those with this number."""
-        data = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        x = torch.randn(count, 16, generator=data)
-        wave = torch.sin(x @ torch.linspace(-0.5, 0.5, 16)) + x[:, 0] * x[:, 1]
-        return x, (wave + 0.1 * torch.randn(count, generator=data)).unsqueeze(1)
-
-    def learner(self, params: list[Tensor]) -> Ours | Theirs:
-        return Theirs(params) if self.kind == "AdamW" else Ours(params, self.kind, self.options)
-
-
-class Ours:
-    """An optimizer of onebit."""
-
-    def __init__(self, params: list[Tensor], kind: str, options: dict[str, Any]) -> None:
-        self.optimizer = getattr(onebit, kind)(params, lr=LR, weight_decay=0.01, elastic=True, **options)
-        self.giver: Any = None
-
-    @property
-    def steps(self) -> int:
-        return int(self.optimizer.steps + self.optimizer.skipped_steps)
-
-    @property
-    def shared(self) -> Any:
-        """What all ranks have the same now."""
-        with self.optimizer.at_last_sync():
-            return [p.detach().clone() for group in self.optimizer.param_groups for p in group["params"]]
-
-    @property
-    def address(self) -> str:
-        return str(self.giver.address)
-
-    def follow(self, addresses: list[str]) -> None:
-        for address in addresses:
-            try:
-                onebit.follow(self.optimizer, address)
-                return
-            except CollectiveError:
-                pass  # the giver died, or its ranks changed
-
-    def reform(self) -> None:
-        onebit.reform(self.optimizer, dist.group.WORLD)
-        if self.giver is None:
-            self.giver = onebit.Giver(self.optimizer)
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def end(self) -> None:
-        self.optimizer.synchronize()
-
-
-class Theirs:
-    """torch's AdamW with the mean of all gradients. After a change of ranks all get the state of one that is ahead."""
-
-    address = ""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params, self.steps = params, 0
-        self.optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.01)
-        for p in params:
-            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
-
-    @property
-    def shared(self) -> list[Tensor]:
-        return [t.detach() for p in self.params for t in (p, *self.optimizer.state[p].values())]
-
-    def follow(self, addresses: list[str]) -> None:
-        """The state comes when this rank joins."""
-
-    def reform(self) -> None:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.steps)
-        state = self.shared
-        flat = torch.cat([t.flatten() for t in state])
-        dist.broadcast(flat, everyone.index(max(everyone)))
-        for t, new in zip(state, flat.split([t.numel() for t in state]), strict=True):
-            t.copy_(new.view_as(t))
-        self.steps = max(everyone)
-
-    def step(self) -> None:
-        flat = torch.cat([p.grad.flatten() for p in self.params if p.grad is not None])
-        dist.all_reduce(flat)
-        means = (flat / dist.get_world_size()).split([p.numel() for p in self.params])
-        for p, mean in zip(self.params, means, strict=True):
-            p.grad = mean.view_as(p)
-        self.optimizer.step()
-        self.steps += 1
-
-    def end(self) -> None:
-        """All have the same."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +83,7 @@ class Host:
         number, rank, size = self.learner.steps, dist.get_rank(), dist.get_world_size()
         x, y = self.task.samples(number, BATCH)
         for group in self.learner.optimizer.param_groups:
-            group["lr"] = LR * (1 - number / self.task.steps)
+            group["lr"] = self.task.lr(number)
         self.learner.optimizer.zero_grad()
         loss = nn.functional.mse_loss(self.model(x[rank::size]), y[rank::size])
         loss.backward()
@@ -220,8 +110,7 @@ class Host:
         x, y = self.task.samples(-1, HELD_OUT)
         with torch.no_grad():
             loss = nn.functional.mse_loss(self.model(x), y).item()
-        self.stop_heart()
-        self.tell("done", loss)
+        self.ask("done", loss)  # no answer comes: the run ends this process when all are done
 
     def regroup(self) -> None:
         self.tell("regrouping", None)

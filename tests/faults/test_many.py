@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults.hosts import Task
+from tests.faults.learners import Task
 from tests.faults.many import Fault, Run
 
 PLAN = [Fault(8, "kill", 0.0, 0.0, there=3), Fault(18, "stop", 0.002, 0.7, there=3)]
