@@ -62,6 +62,7 @@ class Place:
     pipe: Connection
     says: str = ""  # what it has said last
     value: Any = None
+    member: bool = False  # of the group that the last meeting made
     goes: bool = False  # whether it has the run's state
     struck: float = math.inf  # when
 
@@ -167,28 +168,31 @@ class Run:
         self.struck += 1
 
     def meet(self) -> None:
-        """A new group, when all are here."""
-        there = self.there()
+        """A new group, when all are here: its members, and those that join. A member that regroups calls them off."""
+        members = [place for place in self.there() if place.member]
+        here = [place for place in self.there() if place.says == "here"]
         if self.meeting:
-            if all(place.says == "entered" for place in there if place in self.meeting):
-                stands = all(place.value for place in there if place in self.meeting)
-                self.answer([place for place in there if place in self.meeting], "on" if stands else "off")
-                self.meeting, self.invited = [], False
-            return
-        here = [place for place in there if place.says == "here"]
-        members, new = [p for p in there if p.goes], [p for p in here if not p.goes]
-        if any(place.says == "regrouping" for place in members) and any(place.value for place in here):
+            self.end_meeting([place for place in self.there() if place in self.meeting])
+        elif any(place.says == "regrouping" for place in members) and any(place.value for place in here):
             self.answer([place for place in here if place.value], "off")
             self.invited = False
         elif all(place in here for place in members) and len(here) >= (MINIMUM if members else self.hosts):
-            self.meeting = here
-            number = next(self.meetings)
+            self.meeting, number = here, next(self.meetings)
             for rank, place in enumerate(here):
                 self.answer([place], (number, rank, len(here)))
-        elif new and members and not self.invited and all(place.says == "going" for place in members):
+        elif members and here and not self.invited and all(place.says == "going" for place in members):
             for place in members:
                 place.pipe.send("invited")
             self.invited = True
+
+    def end_meeting(self, met: list[Place]) -> None:
+        """When all have said whether the group stands. Where it does not, they meet again."""
+        if all(place.says == "entered" for place in met):
+            stands = all(place.value for place in met)
+            for place in met:
+                place.member |= stands
+            self.answer(met, "on" if stands else "off")
+            self.meeting, self.invited = [], False
 
     def answer(self, places: list[Place], what: Any) -> None:
         for place in places:
@@ -238,8 +242,9 @@ def main() -> int:
         show(kind, seed, outcome)
         return outcome.held_out
 
-    struck, theirs = loss(options.optimizer, options.faults, 0), loss("AdamW", options.faults, 0)
+    struck = loss(options.optimizer, options.faults, 0)
     calm = [loss(options.optimizer, 0, seed) for seed in range(options.seeds)]
+    theirs = loss("AdamW", options.faults, 0)
     apart, near = max(calm) - min(calm), max(struck - calm[0], struck - theirs)
     print(f"seeds are up to {apart:.4f} apart; with faults the loss is {near:.4f} above the others at most")
     return int(near > apart)
