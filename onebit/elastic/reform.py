@@ -239,10 +239,12 @@ class _Own:
     def _followed(self, members: Members) -> tuple[Shared | None, list[int]]:
         """What this rank has by following, and the ranks that join and do not have the others' bits."""
         inner, me = self.inner, members.everyone.rank
+        if not any(members.rows[rank].follows for rank in members.joining):
+            if inner.giver is not None:
+                inner.giver.parameters_changed()  # those that follow get the state anew, and join another time
+            return None, members.joining
         if inner.giver is not None:
             inner.giver.end()
-        if not any(members.rows[rank].follows for rank in members.joining):
-            return None, members.joining
         followed, why = None, None
         if inner.follower is not None:
             followed, why, inner.follower = inner.follower.end(), inner.follower.why_not, None

@@ -47,6 +47,7 @@ class Following:
     begins: int
     joins: int
     clips: bool = False
+    reforms: int = 0  # the step after which the two that are there go on as another group
     then: str = ""  # what becomes of the giver, or of the run, before ranks change
 
 
@@ -72,6 +73,7 @@ FOLLOWED = {
     "stage 1 that ends by itself": Following(case(A).but(options=BY_ITSELF), 2, 5),
     "gradients that are clipped": Following(case(A), 1, 5, clips=True),
     "overlap": Following(case(A, **CHUNKS, overlap=True), 4, 7),
+    "ranks that change meanwhile": Following(case(A, **CHUNKS), 2, 8, reforms=5),
 }
 
 
@@ -156,6 +158,8 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
             step_of(following, rank, optimizer, params, step)
             for g in optimizer.param_groups:
                 g["lr"] *= 0.9
+            if step == following.reforms:
+                onebit.reform(optimizer, two)
         if following.then == "parameters are changed by hand":
             torch._foreach_mul_([p.data for p in params], 0.5)
     if giver is not None and following.then == "the giver ends":
