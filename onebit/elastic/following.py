@@ -76,7 +76,7 @@ class Follower:
     """A thread that takes the run's steps."""
 
     def __init__(self, inner: OneBitOptimizer, link: Link) -> None:
-        self._inner, self._link, self._start = inner, link, time.monotonic()
+        self._inner, self._link = inner, link
         self._gradients = Gradients(inner.setup.device)
         self._run: tuple[Setup, Snapshot] | None = None  # as far as this process has followed it
         self._groups: list[dict[str, Any]] | None = None  # of the run's param groups, once it has ended
@@ -102,8 +102,9 @@ class Follower:
 
     def catch_up(self) -> None:
         """Wait until no step is left to take."""
+        start = time.monotonic()
         while not self._caught_up.wait(5):
-            seconds = time.monotonic() - self._start
+            seconds = time.monotonic() - start
             tell("following: %.1f MB have come in %.0f s, the first with a step", self._link.received / 1e6, seconds)
         if self._failed is not None:
             raise self._failed
@@ -115,9 +116,8 @@ class Follower:
         begun = time.monotonic()
         while self._thread.is_alive() and time.monotonic() - max(begun, self._link.heard) < PATIENCE:
             self._thread.join(0.05)
-        complete = not self._thread.is_alive() and self._groups is not None
         self.close()
-        if not complete or self._run is None or self._groups is None:
+        if self._run is None or self._groups is None:
             return None
         inner, (setup, current) = self._inner, self._run
         current.read_last_step(setup)
