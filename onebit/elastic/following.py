@@ -108,7 +108,7 @@ class Follower:
             tell("following: %.1f MB have come in %.0f s, the first with a step", self._link.received / 1e6, seconds)
         if self._failed is not None:
             raise self._failed
-        if self._run is None:
+        if self._groups is not None and self._run is None:
             raise CollectiveError(f"{PHASE}: the run changed its ranks before the state was here. Follow it again")
 
     def end(self) -> Shared | None:

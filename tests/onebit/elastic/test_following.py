@@ -362,6 +362,40 @@ def test_one_that_follows_takes_no_step_and_gives_nothing() -> None:
     giver.close()
 
 
+def test_a_state_that_comes_anew_does_not_end_the_wait_for_the_first() -> None:
+    run, new = alone(30), alone(30)
+    restored, catch_up = restore.restored, following.Follower.catch_up
+    states, ended = list[int](), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        states.append(1)
+        if len(states) == 2:
+            ended.wait(10)
+        return restored(*args, **options)
+
+    def late(follower: Any) -> None:
+        while len(states) < 2:
+            time.sleep(0.002)
+        catch_up(follower)
+
+    giver = onebit.Giver(run, HOST)
+    thread = threading.Thread(target=onebit.follow, args=(new, giver.address))
+    slowly = mock.patch.object(restore, "restored", slow)
+    with slowly, mock.patch.object(following.Follower, "catch_up", late):
+        thread.start()
+        wait_for_follower(giver)
+        step_alone(run)
+        while not states:
+            time.sleep(0.002)
+        giver.parameters_changed()
+        step_alone(run)
+        thread.join()
+        ended.set()
+    giver.end()
+    giver.close()
+    assert new.follower is not None
+
+
 def follow_and_hear(optimizer: Any, address: str, said: list[str]) -> None:
     try:
         onebit.follow(optimizer, address)
