@@ -73,7 +73,11 @@ class Outcome:
     last: float  # mean loss of the last steps
     faults: int
     seconds: float
-    lost: float  # seconds by a fault
+    lost: float  # seconds by a fault, with those until all are there again
+
+    def __str__(self) -> str:
+        losses = f"loss {self.held_out:.4f} held out, {self.last:.4f} in the last steps"
+        return f"{self.faults:3} faults: {losses}; {self.seconds:.0f} s, {self.lost:.2f} s lost by a fault"
 
 
 class Run:
@@ -134,7 +138,10 @@ class Run:
     def replace(self) -> None:
         """Whoever was struck."""
         for place in [place for place in self.places if time.monotonic() > place.struck + 3 * self.task.silent]:
-            self.bury(place)
+            self.places.remove(place)
+            place.process.kill()
+            place.process.join()
+            place.pipe.close()
         if self.steps < self.task.steps - QUIET:
             while len(self.there()) < self.hosts:
                 addresses = [str(place.value) for place in self.there() if place.says == "going"]
@@ -145,12 +152,6 @@ class Run:
                     process.start()
                 theirs.close()
                 self.places.append(Place(process, ours))
-
-    def bury(self, place: Place) -> None:
-        self.places.remove(place)
-        place.process.kill()
-        place.process.join()
-        place.pipe.close()
 
     def strike(self) -> None:
         """The next fault, in its step, or when enough hosts have the run's state."""
@@ -217,14 +218,9 @@ class Run:
         last = [x for x in self.shown.losses[-min(LAST, steps) * HOSTS :] if not math.isnan(x)]
         ends = {place.value for place in self.there() if place.says == "done"}
         assert len(ends) == 1, f"hosts with the same bits have other losses: {ends}"
-        lost = (self.moments[-1] - self.moments[0] - usual * (steps - 1)) / max(1, self.struck)
+        longer = self.moments[-1] - self.moments[0] - usual * (steps - 1)
+        lost = longer / self.struck if self.struck else 0.0
         return Outcome(ends.pop(), statistics.mean(last), self.struck, seconds, lost)
-
-
-def show(name: str, seed: int, outcome: Outcome) -> None:
-    losses = f"loss {outcome.held_out:.4f} held out, {outcome.last:.4f} in the last steps"
-    seconds = f"{outcome.seconds:.0f} s, {outcome.lost:.2f} s lost by a fault"
-    print(f"{name:12} seed {seed}, {outcome.faults:3} faults: {losses}; {seconds}", flush=True)
 
 
 def main() -> int:
@@ -239,7 +235,7 @@ def main() -> int:
     def loss(kind: str, faults: int, seed: int) -> float:
         task = Task(kind, seed, options.steps, silent=options.silent)
         outcome = Run(task, plan_of(faults, options.steps, seed)).run()
-        show(kind, seed, outcome)
+        print(f"{kind:12} seed {seed}, {outcome}", flush=True)
         return outcome.held_out
 
     struck = loss(options.optimizer, options.faults, 0)
