@@ -67,7 +67,7 @@ def _squares(
 
 
 @tile
-def _times(number, usual):
+def _of_usual(number, usual):
     return np.float32(number) * usual if number > 0 else np.float32(0)
 
 
@@ -89,9 +89,9 @@ def _limit(
             elif r < 0 and now > 0:
                 r = min(-r, now)
             set_float(usual + 4 * p, r)
-        most = max(_times(times, abs(r)), np.float32(least))
-        limit, left = np.float64(most), np.float64(max(_times(trusted, abs(r)), most))
-        found = 1.0 if rms <= left else limit / rms
+        limit_p = max(_of_usual(times, abs(r)), np.float32(least))
+        trusted_p = max(limit_p, _of_usual(trusted, abs(r)))
+        found = 1.0 if rms <= np.float64(trusted_p) else np.float64(limit_p) / rms
         set_float(factor + 4 * p, np.float32(found))
         total += n if found < 1 else 0
     set_long(shortened, total)

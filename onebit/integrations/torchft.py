@@ -35,7 +35,7 @@ try:
     from torchft.optim import OptimizerWrapper as TorchftWrapper
     from torchft.process_group import ProcessGroupWrapper
 except ImportError as error:
-    raise ImportError("onebit.integrations.torchft needs torchft 0.2: pip install 'onebit[torchft]'") from error
+    raise ImportError("onebit.integrations.torchft needs torchft 0.2: pip install 'torchft==0.2.0'") from error
 
 if not hasattr(ProcessGroupWrapper, "configure"):
     raise ImportError(

@@ -33,7 +33,7 @@ class Adam(Algorithm):
 
     stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE)
     stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR, USUAL)
-    longest_step = 2.0
+    shortened_to = 2.0
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
         state.backend.run(AdamWarmup(

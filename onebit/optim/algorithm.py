@@ -79,9 +79,9 @@ class Algorithm(ABC):
     uses_step_number: ClassVar[bool] = False
     """Whether a step of stage 2 depends on how many were taken before."""
 
-    longest_step: ClassVar[float | None] = None
-    """A step by m is made shorter, to so many times what is usual for a parameter, where it is longer. None: steps are
-    never made shorter. See `onebit.optim.limit`."""
+    shortened_to: ClassVar[float | None] = None
+    """A step by m that is longer than so many times what is usual for a parameter, and longer than `trusted_step`, is
+    made so long. None: steps are never made shorter. See `onebit.optim.limit`."""
 
     trusted_step: ClassVar[float] = 0.0
     """A step of at most so many times what is usual is left as it is."""
@@ -161,9 +161,9 @@ class Algorithm(ABC):
         return None
 
     def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
-        """Stage 2, with `longest_step`: fp32 [blocks], the squares of d, by which a step multiplies m, added up over
+        """Stage 2, with `shortened_to`: fp32 [blocks], the squares of d, by which a step multiplies m, added up over
         every block. Asked for again after `UpdateLimit.variance_was_updated`."""
-        raise NotImplementedError(f"{type(self).__name__} has a longest_step, and no sum_squares_of_d")
+        raise NotImplementedError(f"{type(self).__name__} has shortened_to, and no sum_squares_of_d")
 
     def gamma(self, state: FlatState) -> Tensor | None:
         """Stage 2: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1."""

@@ -60,7 +60,7 @@ class Lamb(Algorithm):
     stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS)
     stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED, USUAL)
     needs_previous_momentum = True
-    longest_step, trusted_step = 1.5, 4.0
+    shortened_to, trusted_step = 1.5, 4.0
 
     def __post_init__(self) -> None:
         if not is_finite(self.coeff_beta) or not 0 <= self.coeff_beta < 1:

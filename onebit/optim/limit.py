@@ -9,11 +9,11 @@ Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own
 however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
 be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p. Where
 gradients are noise Adam's own steps have RMS(u) = sqrt((1 - beta1) / (1 + beta1)), 0.23 with beta1 = 0.9: a parameter
-that hardly moved when R_p was taken may still move so far. k and t are 2.
+that hardly moved when R_p was taken may still move so far. k is 2, and t is 0: trusted_p is limit_p.
 
 1-bit LAMB bounds r m d, all that its average coefficient multiplies. Its k is 1.5: LAMB's own steps are equally long.
-r m d grows by itself, slowly, to some 3 R_p, and helps where steps could have been longer: so t is 4. Gradients that
-grow thirty times make steps of more at once.
+r m d grows by itself, slowly, mostly to 3 R_p at most, and helps where steps could have been longer: so t is 4.
+Gradients that grow thirty times make steps of more at once.
 
 s_b is the size of m in block b as messages have it: their scale, its mean where m is the mean of several messages. So
 no pass over memory is needed, and f_p is the same bit for bit on all ranks. What f_p takes from a step is not made up

@@ -90,7 +90,8 @@ class Options:
         "auto",
         "the most that the root mean square of a parameter's update (lr multiplies the update) may be while the "
         'variance stays frozen; a larger update is shortened. "auto": twice the usual root mean square of this '
-        "parameter (1-bit LAMB: 1.5 times), and 1/4 at least; None: no limit, as in the papers.",
+        "parameter (1-bit LAMB: up to 4 times stays, more is shortened to 1.5 times), and 1/4 at least; None: no "
+        "limit, as in the papers.",
     )
     scale: Scale = _option("block", 'one scale for each "block", or one for each message ("tensor"), as in the papers.')
     norm: AskedNorm = _option(
@@ -169,7 +170,7 @@ class Options:
         if not (limit is None or is_one_of(limit, ("auto",)) or is_number):
             raise ValueError(
                 f"update_limit={limit!r}: it is the most that the root mean square of a step over lr may be: a number "
-                f'above 0, 2**-126 at least, "auto" for twice what is usual for a parameter, or None for none'
+                f'above 0, 2**-126 at least, "auto" for a multiple of what is usual for a parameter, or None'
             )
         if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
             raise ValueError(

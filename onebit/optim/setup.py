@@ -41,10 +41,10 @@ class Setup:
 
     def __post_init__(self) -> None:
         limit = self.options.update_limit
-        if isinstance(limit, (int, float)) and self.algorithm.longest_step is None:
+        if isinstance(limit, (int, float)) and self.algorithm.shortened_to is None:
             raise ValueError(
                 f"update_limit={limit}: {type(self.algorithm).__name__} does not limit its steps "
-                f"(Algorithm.longest_step). Leave it out"
+                f"(Algorithm.shortened_to). Leave it out"
             )
 
     @property

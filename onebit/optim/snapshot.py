@@ -54,9 +54,9 @@ class Part:
         exchange.live = None if live is None else packed(live)
         exchange.all_live = live is not None and int(live.sum()) == sum(state.numels)
         self.reducer = MomentumReducer(state, exchange, algorithm.gamma(state), algorithm.needs_previous_momentum)
-        if limit is not None and (times := algorithm.longest_step) is not None:
+        if limit is not None and (times := algorithm.shortened_to) is not None:
             if USUAL not in algorithm.stage_2:
-                raise TypeError(f"{type(algorithm).__name__} has a longest_step: its stage_2 must have the field USUAL")
+                raise TypeError(f"{type(algorithm).__name__} has shortened_to: its stage_2 must have the field USUAL")
             sum_squares = partial(algorithm.sum_squares_of_d, state)
             bounds = (LEAST, times, algorithm.trusted_step) if isinstance(limit, str) else (limit, 0.0, 0.0)
             self.reducer.limit = UpdateLimit(state, exchange.replies, *bounds, sum_squares)

@@ -151,6 +151,7 @@ class PayOff:
         self._waited: dict[Timed, deque[float]] = {kind: deque(maxlen=KEPT) for kind in self.taken}
         self._ends: deque[tuple[Timed | None, Any, Waits]] = deque()  # of steps; the first has been read
         self._left, self._came, self._reforming = 0, 0, 0.0
+        self._averaged_by_ddp = 0  # steps whose gradients DDP has averaged beside
         self._sent = 0  # in compressed messages to ranks that there were
 
     def step_ended(self, kind: Timed) -> bool:
@@ -166,6 +167,7 @@ class PayOff:
 
     def due(self, kind: Timed, setup: Setup, current: Snapshot, by_ddp: bool) -> list[Callable[[], None]]:
         """A step ends: the report, on rank 0, where it is time for it."""
+        self._averaged_by_ddp += current.ddp_averages
         if not self.step_ended(kind) or setup.topology.everyone.rank > 0:
             return []
         found = self.report(setup, current, by_ddp, current.stages.skipped_as_known)
@@ -200,7 +202,6 @@ class PayOff:
             ring * sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
             for states in (current.states, current.uncompressed)
         )
-        of_ddp = sum(taken.values()) * uncompressed if current.ddp_averages else 0.0
         return Report(
             uncompressed=self.steps("uncompressed", waits_here=not by_ddp),
             compressed=self.steps("1 bit", waits_here=True),
@@ -211,7 +212,7 @@ class PayOff:
             - current.bytes_before
             + taken["uncompressed"] * uncompressed
             + taken["1 bit"] * apart
-            + of_ddp,
+            + self._averaged_by_ddp * uncompressed,
             sent_by_fp32=sum(taken.values()) * 4 * elements,
             sent_by_fp16=sum(taken.values()) * 2 * elements,
             processes=topology.everyone.size,

@@ -200,8 +200,8 @@ def run_bytes_table(runs: Mapping[str, Records]) -> str:
 def padding_note(runs: Mapping[str, Records]) -> str:
     every = [record for records in runs.values() for record in records.values()]
     shares = {record.get("padded_to", 2048): record["padded"] / record["elements"] - 1 for record in every}
-    now, *older = (f"{share:.0%} to multiples of {size:,} elements" for size, share in sorted(shares.items()))
-    return f"Padding of parameters adds to messages {now}{'; in older runs ' if older else ''}{''.join(older)}."
+    each = [f"multiples of {size:,} elements, which adds {share:.0%}" for size, share in sorted(shares.items())]
+    return f"Messages pad parameters to {', or (older runs) '.join(each)}."
 
 
 def hardware(records: Sequence[Record]) -> str:

@@ -30,7 +30,7 @@ def skipping(size):
     """Steps that are skipped: the first after a resume, and the first that would have compressed, which leaves exp_avg
     in e."""
     bad = tuple((step, step % size, value) for step, value in ((2, nan), (5, inf), (7, nan), (8, nan)))
-    return {"steps": 10, "bad": bad, "missing": ((6, 0, 1), (9, size - 1, 2)), "grown": ((6, 10, 50.0),)}
+    return {"steps": 10, "bad": bad, "missing": ((6, 0, 1), (9, size - 1, 2)), "grown": ((9, 10, 50.0),)}
 
 
 RESUMES = [  # ranks, options, more of the case; test_contract.py has others

@@ -171,7 +171,7 @@ class Simulation:
     gamma: Any = 1.0  # what messages and residuals have of the momentum, which is `m`
     same_denominator = 1e-6
     hyper = oracle.Hyper
-    longest, trusted = 2.0, 2.0  # steps with update_limit="auto", in units of what is usual
+    longest, trusted = 2.0, 0.0  # steps with update_limit="auto", in units of what is usual
 
     def __init__(self, case, ranks):
         """ranks: to the network, which are nodes with two levels."""

@@ -66,7 +66,9 @@ def test_attach_after_the_first_steps_counts_from_then_on(rank):
         warnings.simplefilter("ignore", UserWarning)
         for step in range(6):
             if step == 2:
+                sent = optimizer.report().sent
                 onebit.attach(ddp, optimizer)
+                assert optimizer.report().sent == sent > 0
             ddp(torch.randn(4, 300)).square().mean().backward()
             optimizer.step()
     assert "attach" not in str(texts) and "DistributedDataParallel" not in optimizer.report().verdict
