@@ -6,14 +6,14 @@
 `work` is a module's function: it travels by name. `group()` is the process group of the ranks that work. Eight ranks
 serve every call of `run_ranks`; fewer than eight are a sub-group. Whatever a rank raises comes back as a RanksError
 with its traceback, and the next call gets new ranks. Every rank ends when the process that started it ends, however
-it ends. Ranks are forked from a server that has imported torch once.
+it ends. Ranks are forked from a server that has imported torch and loaded the compiled loops once.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -33,8 +33,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from onebit.kernels import cpu
-from onebit.kernels.tuning.workload import Workload
 from tests import reach
 from tests.limits import HUNG
 
@@ -48,6 +46,7 @@ PRELOADED = (
     "onebit.kernels.cpu",
     "tests.ranks",
     "tests.onebit.runs",
+    "tests.warm",
 )  # what takes a rank seconds
 GRACE = 3.0  # what the others get to answer once a rank has failed
 
@@ -99,22 +98,16 @@ def run_ranks_once(
         ranks.close()
 
 
-@functools.cache
-def _compile_loops() -> None:
-    """Before eight ranks do it on two cores: they find the machine code in the cache."""
-    for each in Workload([100]).passes(cpu).values():
-        each.run()
-
-
 class Ranks:
     """`size` processes in one torch.distributed world, with a group of the first n for every n of `groups`."""
 
     def __init__(self, size: int, groups: Collection[int], group_timeout: float = GROUP_TIMEOUT) -> None:
-        _compile_loops()
         forking = "forkserver" in multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if forking else "spawn")
         if forking:
             context.set_forkserver_preload(PRELOADED)
+        else:  # ranks find the machine code in the cache
+            importlib.import_module("tests.warm")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

@@ -77,7 +77,8 @@ class Giver:
 
     def close(self) -> None:
         """Nobody gets anything any more."""
-        self._inner.giver = None
+        if self._inner.giver is self:
+            self._inner.giver = None
         self._end_all()
 
     def step_ended(self, step: Step, flags: Tensor) -> None:

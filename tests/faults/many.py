@@ -84,7 +84,7 @@ class Run:
     def __init__(self, task: Task, plan: list[Fault], hosts: int = HOSTS) -> None:
         self.task, self.plan, self.hosts = task, plan, hosts
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([*PRELOADED, "tests.faults.warm"])
+        self.context.set_forkserver_preload(PRELOADED)
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         losses = self.context.RawArray("d", [math.nan] * HOSTS * task.steps)
         self.shown = Shown(self.context.RawValue("l", 0), self.context.RawValue("l", 0), losses)

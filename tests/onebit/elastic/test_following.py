@@ -308,6 +308,17 @@ def test_a_giver_ends_with_its_optimizer() -> None:
     link.close()
 
 
+def test_a_giver_that_is_closed_twice_leaves_the_next_one() -> None:
+    run = alone(30)
+    first = onebit.Giver(run, HOST)
+    first.close()
+    second = onebit.Giver(run, HOST)
+    first.close()
+    assert run.giver is second
+    second.close()
+    assert run.giver is None
+
+
 def test_what_does_not_fit_is_said() -> None:
     run = alone(30)
     with pytest.raises(ValueError, match="address of a Giver"):

@@ -1,4 +1,4 @@
-"""Imported once, by the process that hosts are forked from: a fork has the compiled loops in memory."""
+"""Imported once, by the process that ranks are forked from: a fork has the compiled loops in memory."""
 
 from onebit.kernels import cpu
 from onebit.kernels.tuning.workload import Workload
