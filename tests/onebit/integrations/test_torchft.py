@@ -168,5 +168,5 @@ def test_without_torchft_the_error_says_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "onebit.integrations.torchft", raising=False)
     for name in [name for name in sys.modules if name.startswith("torchft.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r"pip install 'onebit\[torchft\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torchft==0.2.0'"):
         importlib.import_module("onebit.integrations.torchft")

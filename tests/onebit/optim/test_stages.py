@@ -47,13 +47,13 @@ CASES = {  # ranks, the case, and what it has
     "LAMB, 2 ranks, shortened": (2, LAMB, {"update_limit": 0.2, "scale": "tensor", "chunks": 3}),
     "LAMB of nodes, shortened": (4, LAMB.but(each=2, steps=40), {"update_limit": 0.2}),
 }
-GROWN = {"grown": ((15, 108, 3.0), (25, 35, 40.0))}
+GROWN = {"grown": ((13, 40, 3.0), (20, 28, 40.0)), "steps": 40}
 CASES |= {
     "Adam alone, grown": (1, ADAM.but(**GROWN), {"update_limit": "auto"}),
     "Adam, 4 ranks, grown": (4, ADAM.but(**GROWN), {"update_limit": "auto", "chunks": 2}),
     "Adam of nodes, grown": (4, ADAM.but(each=2, **GROWN), {"update_limit": "auto", "scale": "tensor"}),
     "LAMB, 3 ranks, grown": (3, LAMB.but(**GROWN), {"update_limit": "auto", "chunks": 2}),
-    "LAMB of nodes, grown": (4, LAMB.but(each=2, steps=40, **GROWN), {"update_limit": "auto", "reply": "direct"}),
+    "LAMB of nodes, grown": (4, LAMB.but(each=2, **GROWN), {"update_limit": "auto", "reply": "direct"}),
 }
 EVERY = {"least", "most", "between", "none", "limit", "the largest", "as far up as it may", "as far down as it may"}
 
