@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ class Task:
     kind: str  # an optimizer of onebit, or AdamW
     seed: int
     steps: int
-    options: dict[str, Any] = field(default_factory=dict)
     silent: float = 2.0  # seconds after which a silent host counts as gone
 
     def model(self) -> nn.Module:
@@ -43,14 +42,14 @@ class Task:
         return LR * (1 - number / self.steps)
 
     def learner(self, params: list[Tensor]) -> Ours | Theirs:
-        return Theirs(params) if self.kind == "AdamW" else Ours(params, self.kind, self.options)
+        return Theirs(params) if self.kind == "AdamW" else Ours(params, self.kind)
 
 
 class Ours:
     """An optimizer of onebit."""
 
-    def __init__(self, params: list[Tensor], kind: str, options: dict[str, Any]) -> None:
-        self.optimizer = getattr(onebit, kind)(params, lr=LR, weight_decay=0.01, elastic=True, **options)
+    def __init__(self, params: list[Tensor], kind: str) -> None:
+        self.optimizer = getattr(onebit, kind)(params, lr=LR, weight_decay=0.01, elastic=True)
         self.giver: Any = None
 
     @property
