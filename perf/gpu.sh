@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, by stages that fit ten minutes each, the most important first:
-#     check      the kernels' tests on the device, in parallel; compute-sanitizer on odd sizes, where it is installed
+#     check      the kernels' tests on the device, in parallel
+#     sanitizer  compute-sanitizer on odd sizes, where it is installed
 #     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works; an
 #                optimizer's step beside AdamW's
 #     ranks      2 and 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
@@ -21,9 +22,9 @@ while [ $# -gt 0 ]; do
     case $1 in
         --rehearse) rehearse=1 device=cpu ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        all) stages+=(check kernels ranks step profile summary) ;;
-        check | kernels | ranks | step | profile | summary) stages+=("$1") ;;
-        *) echo "error: no stage is called '$1': check, kernels, ranks, step, profile, summary or all" >&2; exit 2 ;;
+        all) stages+=(check sanitizer kernels ranks step profile summary) ;;
+        check | sanitizer | kernels | ranks | step | profile | summary) stages+=("$1") ;;
+        *) echo "error: no stage is called '$1': check, sanitizer, kernels, ranks, step, profile, summary or all" >&2; exit 2 ;;
     esac
     shift
 done
@@ -53,18 +54,16 @@ run() { # NAME COMMAND...: its output to a log, at most nine and a half minutes
 has() { [ ! "$rehearse" ] && command -v "$1" >/dev/null; }
 
 check() {
-    local files jobs=12
+    local files workers=(-n 10 --dist load)
     files=$(ls tests/kernels/test_*.py | grep -v -e test_aot -e test_tuning -e test_compiled)
-    if [ "$rehearse" ]; then
-        run check "$python" -m pytest -q -p no:cacheprovider --collect-only $files
-        return
-    fi
-    # one process a file: pytest-xdist may not be there; what each would tune takes longer than its tests
-    run check env ONEBIT_TUNE=0 bash -c 'printf "%s\n" "${@:2}" | xargs -P "$0" -n 1 "$1" -m pytest -q -p no:cacheprovider' \
-        "$jobs" "$python" $files
+    [ "$rehearse" ] && workers=(--collect-only)
+    # what each process would tune takes longer than its tests
+    run check env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 150 "${workers[@]}" $files
+}
+sanitizer() {
     has compute-sanitizer &&
-        run sanitizer compute-sanitizer --error-exitcode 1 "$python" -m perf.kernels --device cuda --elements 100003 \
-            --repeats 1 --out "$links"
+        run sanitizer env ONEBIT_TUNE=0 compute-sanitizer --error-exitcode 1 "$python" -m perf.kernels --device cuda \
+            --elements 100003 --repeats 1 --out "$links"
 }
 kernels() {
     local size=()
@@ -77,10 +76,10 @@ kernels() {
     [ "$rehearse" ] || run optimizer "$python" -m perf.optimizer_step --device "$device" --out "$out"
 }
 ranks() {
-    local only=(-m gpu)
-    [ "$rehearse" ] && only=(-m gpu --collect-only)
-    run ranks "$python" -m pytest -q -p no:cacheprovider "${only[@]}" tests/onebit/parallel/test_nccl.py \
-        tests/collectives/test_gpu.py tests/onebit/optim/test_gpu.py
+    local workers=(-n 4 --dist load)
+    [ "$rehearse" ] && workers=(--collect-only)
+    run ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 150 -m gpu "${workers[@]}" \
+        tests/onebit/parallel/test_nccl.py tests/collectives/test_gpu.py tests/onebit/optim/test_gpu.py
 }
 step() {
     local backend=nccl size=(--width 1024 --layers 8 --repeats 10)

@@ -77,6 +77,8 @@ def _left_out(config: pytest.Config) -> set[str]:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    if config.getoption("dist") != "loadfile":
+        return None  # pytest-xdist's own
     from xdist.scheduler import LoadFileScheduling
 
     class LongestFirst(LoadFileScheduling):  # type: ignore[misc]

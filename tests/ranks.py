@@ -48,6 +48,7 @@ PRELOADED = (
     "tests.onebit.runs",
     "tests.warm",
 )  # what takes a rank seconds
+FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # to look for a GPU in a process that ranks are forked from is no harm
 GRACE = 3.0  # what the others get to answer once a rank has failed
 
 _pool: Ranks | None = None
@@ -112,7 +113,7 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         try:
-            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # read when the server imports torch
+            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **FORKS}):  # read when the server imports torch
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     task = (rank, size, tuple(groups), self.store.port, group_timeout, theirs)

@@ -33,9 +33,10 @@ class Pointers(Record):
                 f"{what}s of dtype {dtype} are not supported: use one of {', '.join(map(str, DTYPES))} "
                 f"(for example with {what}.to(torch.float32))"
             )
-        self.layout, self.device, self.dtype, self.what = layout, device, dtype, what
+        self.layout, self.dtype, self.what = layout, dtype, what
         self.tensors: list[Tensor | None] = [None] * layout.parameters
         self.addresses = torch.zeros(layout.parameters, dtype=torch.int64, device=device)
+        self.device = self.addresses.device  # "cuda" is one of several
         self._upload = Upload()
         self._numels: list[int] = layout.numel.tolist()
 

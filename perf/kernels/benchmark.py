@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     reached = targets(rows)
     record: dict[str, Any] = _about(setting, arguments)
     record |= {"copy_gb_per_s": copy, "passes": [asdict(r) for r in rows]}
-    if device.type == "cuda":
+    if device.type == "cuda" and elements >= _standard_elements(device):
         record["bert_large_step"] = local_step.measure(device, setting.repeats)
         print(f"\n{local_step.table(record['bert_large_step'])}")
         reached += local_step.targets(record["bert_large_step"])

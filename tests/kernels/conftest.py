@@ -22,8 +22,11 @@ def fresh_memory_is_nan():
 def use_grain(monkeypatch):
     def use(case):
         """Have Triton programs take `grain` blocks, and cut CPU loops into runs of as many, on three threads."""
-        config = replace(tuner.DEFAULT, blocks_per_program=case.grain)
-        monkeypatch.setattr(tuner, "lookup", lambda *_: config)
+
+        def lookup(kernel, *_):
+            return replace(tuner.default(kernel), blocks_per_program=case.grain)
+
+        monkeypatch.setattr(tuner, "lookup", lookup)
         monkeypatch.setattr(threads, "LEAST", case.grain * case.block_size)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 

@@ -17,7 +17,7 @@ from onebit.kernels.gpu import tiles
 from onebit.kernels.passes import PASSES, SMALL
 from onebit.kernels.tuning.workload import Workload
 from tests.kernels.agreement import COMPARED, check_messages, check_pass, moments, of_state
-from tests.kernels.cases import CASES, GPU, GRID, MASKED, ON_BACKENDS, backend
+from tests.kernels.cases import CASES, GPU, GRID, MASKED, ON_BACKENDS, backend, device_of
 from tests.kernels.compare import frozen_bits
 from tests.kernels.world import World
 
@@ -96,8 +96,9 @@ def test_partial_results_of_any_number_of_blocks_are_summed_compared_and_make_a_
 
 def test_more_messages_than_eight_are_summed_in_their_order_too():
     """Of a tensor scale the residual is c, bit for bit."""
-    ours, theirs = (Workload([5000], scale="tensor", ranks=11) for _ in range(2))
-    for work, name in ((ours, "triton"), (theirs, "cpu")):
+    names = "triton", "cpu"
+    ours, theirs = (Workload([5000], device_of(name), scale="tensor", ranks=11) for name in names)
+    for work, name in zip((ours, theirs), names, strict=True):
         work.passes(backend(name))["average"].run()
     got, want = (work.server_residual.value for work in (ours, theirs))
     assert got.tolist() == want.tolist()

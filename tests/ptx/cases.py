@@ -40,7 +40,7 @@ class Variant:
     """`case`: of tests.kernels; or the name of a variant that is compiled ahead of time, or of `sparse`."""
 
     case: Case | str
-    config: Config = tuner.DEFAULT
+    config: Config | None = None  # the kernel's own
     passes: tuple[str, ...] = PASSES
 
 
@@ -137,9 +137,9 @@ def check(each: str, case: Case | str, around: Callable[[Worlds], AbstractContex
 
 
 @contextmanager
-def emulated(world: Worlds, config: Config, order: str, change: Change, outcome: Outcome) -> Iterator[None]:
+def emulated(world: Worlds, config: Config | None, order: str, change: Change, outcome: Outcome) -> Iterator[None]:
     """Passes of a world inside are recorded; they run when the context ends."""
-    with mock.patch.object(tuner, "lookup", lambda *_: config), recorded() as launches:
+    with mock.patch.object(tuner, "lookup", lambda kernel, *_: config or tuner.default(kernel)), recorded() as launches:
         yield
     pointed = [each for pointers in tables(world) for each in pointers.tensors if each is not None]
     for launch in launches:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.onebit.runs import Case, arrays, bits, kinds, run
+from tests.onebit.runs import Case, arrays, bits, freezing_kinds, kinds, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -59,7 +59,7 @@ def test_no_step_waits_for_the_device(kind: str, clip: bool) -> None:
     assert optimizer.compressing
 
 
-@kinds
+@freezing_kinds
 def test_a_step_of_stage_2_replays_in_a_cuda_graph(kind: str) -> None:
     lr = torch.tensor(1e-2, device="cuda")
     case = Case(kind, SHAPES, options={"freeze_step": 2, "block_size": 2048, "lr": lr})
