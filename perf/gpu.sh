@@ -4,7 +4,7 @@
 #     sanitizer  compute-sanitizer on odd sizes, where it is installed
 #     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works; an
 #                optimizer's step beside AdamW's
-#     ranks      2 and 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
+#     ranks      2 to 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
 #     step       a training step of two ranks over NCCL: on links of 1 and 10 Gbit/s, where root, ip and tc are there; else
 #                on loopback, which tells if it is right, and is no figure for a network
 #     profile    one device's step beside AdamW(fused): time, memory at each stage, traces
