@@ -4,7 +4,8 @@
 #     sanitizer  compute-sanitizer on odd sizes, where it is installed
 #     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works; an
 #                optimizer's step beside AdamW's
-#     ranks      2 to 4 ranks over NCCL and Gloo on the one GPU: both kinds of optimizers, DDP, overlap, the hook, ...
+#     ranks      2 to 4 ranks over NCCL and Gloo on the one GPU: optimizers, DDP, overlap, the hook, ranks that leave and
+#                join, the examples
 #     step       a training step of two ranks over NCCL: on links of 1 and 10 Gbit/s, where root, ip and tc are there; else
 #                on loopback, which tells if it is right, and is no figure for a network
 #     profile    one device's step beside AdamW(fused): time, memory at each stage, traces
@@ -38,7 +39,7 @@ links=$(mktemp -d)
 trap 'rm -rf "$links"' EXIT
 mkdir "$links/onebit"
 ln -s "$root"/onebit/* "$root/kernels" "$root/collectives" "$links/onebit/"
-ln -s "$root"/{tests,perf,pyproject.toml} "$links/"
+ln -s "$root"/{tests,perf,examples,pyproject.toml} "$links/"
 cd "$links"
 export PYTHONPATH=$links${PYTHONPATH:+:$PYTHONPATH}
 
@@ -71,15 +72,16 @@ kernels() {
     [ "$rehearse" ] || run tune "$python" -m onebit tune --device "$device"
     run kernels "$python" -m perf.kernels --device "$device" --out "$out" "${size[@]}"
     run kernels-bf16 "$python" -m perf.kernels --device "$device" --dtype bfloat16 --out "$out/bf16" "${size[@]}"
-    has ncu && run ncu ncu --set basic --launch-skip 40 --launch-count 40 "$python" -m perf.kernels --device cuda \
-        --repeats 2 --out "$links"
+    has ncu && run ncu ncu --set basic --kernel-id '::regex:.*_kernel:3' "$python" -m perf.kernels --device cuda \
+        --elements 2**26 --repeats 2 --out "$links"
     [ "$rehearse" ] || run optimizer "$python" -m perf.optimizer_step --device "$device" --out "$out"
 }
 ranks() {
     local workers=(-n 4 --dist load)
     [ "$rehearse" ] && workers=(--collect-only)
     run ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 150 -m gpu "${workers[@]}" \
-        tests/onebit/parallel/test_nccl.py tests/collectives/test_gpu.py tests/onebit/optim/test_gpu.py
+        tests/onebit/parallel/test_nccl.py tests/collectives/test_gpu.py tests/onebit/optim/test_gpu.py \
+        tests/onebit/elastic/test_gpu.py tests/test_examples.py
 }
 step() {
     local backend=nccl size=(--width 1024 --layers 8 --repeats 10)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks_once
@@ -28,6 +29,9 @@ def start(rank: int, size: int, example: str, port: int, each: int) -> str:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "GROUP_RANK": str(rank // each)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(each), "GROUP_WORLD_SIZE": str(size // each)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if torch.cuda.is_available():
+        os.environ |= {"NCCL_HOSTID": f"r{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+        os.environ |= {"NCCL_SOCKET_IFNAME": "lo"}
     sys.argv = [example]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         logging.basicConfig(level=logging.INFO, stream=printed)
@@ -54,6 +58,16 @@ def test_an_example_runs(example: str) -> None:
         pytest.skip(f"needs {NEEDS[example]}")
     ranks = 4 if example == "hsdp.py" else 2
     run(example, ranks, ranks, 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("example", sorted(path.name for path in FOLDER.glob("*.py") if path.name != "hsdp.py"))
+def test_an_example_runs_on_a_gpu(example: str) -> None:
+    """On two ranks, each as if alone on its host: see tests/collectives/test_gpu.py."""
+    if find_spec(NEEDS.get(example, "torch")) is None:
+        pytest.skip(f"needs {NEEDS[example]}")
+    run(example, 2, 1, 20)
 
 
 def test_hosts_of_torchrun_are_nodes() -> None:

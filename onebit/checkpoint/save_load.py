@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from onebit.checkpoint import files
 from onebit.checkpoint.checks import checked_numbers
@@ -83,9 +85,10 @@ def save(
     )
     name = ranks.all_gather(files.new_name())[0]
     ranks.on_all(lambda: _begin(folder, name, ranks.rank))
+    writer = _Writer(folder / name)
     with ranks.saving(), quiet():
-        metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), process_group=ranks.group)
-    found = ranks.all_gather(ranks.on_all(lambda: _finish(folder / name, metadata, ranks)))
+        dcp.save(state, storage_writer=writer, process_group=ranks.group)
+    found = ranks.all_gather(ranks.on_all(lambda: _finish(folder / name, writer, ranks)))
     ranks.on_all(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
 
 
@@ -206,12 +209,21 @@ def _begin(folder: Path, name: str, rank: int) -> None:
         (folder / name).mkdir()
 
 
-def _finish(data: Path, metadata: Any, ranks: CheckpointRanks) -> dict[str, list[Any]]:
+class _Writer(dcp.FileSystemWriter):
+    """On rank 0 it knows where everything lies, which not every version of torch tells."""
+
+    metadata: Metadata
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.metadata = replace(metadata, storage_data={one.index: one.storage_data for of in results for one in of})
+
+
+def _finish(data: Path, writer: _Writer, ranks: CheckpointRanks) -> dict[str, list[Any]]:
     """This rank's files, on the disk, and what is in them: those that it has written, and has in its memory still."""
-    names = {at.relative_path for at in metadata.storage_data.values()}
-    own = sorted(name for name in names if name.startswith(f"__{ranks.rank}_"))
+    own = sorted(path.name for path in data.glob(f"__{ranks.rank}_*"))
     if ranks.rank == 0:
-        files.write(data / files.INDEX, index_of(metadata))
+        files.write(data / files.INDEX, index_of(writer.metadata))
         own += [files.INDEX, ".metadata"]
     found = files.described(data, own)
     files.sync_folder(data)

@@ -156,7 +156,7 @@ class RankFinder:
     ) -> None:
         """process_group: also a Topology, for several optimizers of the same ranks. node_group: see `Topology.of`. A
         group of a node is asked for of all ranks here, "auto" in `find`."""
-        self._process_group, self._node_group, self._device = process_group, node_group, device
+        self._process_group, self._node_group, self.device = process_group, node_group, device
         automatic = isinstance(node_group, str) and node_group == "auto"
         shards, known = shard_group(groups), isinstance(process_group, Topology)
         self._found = known or shards is not None or not automatic
@@ -178,7 +178,7 @@ class RankFinder:
         alone = self._process_group is None and isinstance(self.topology.everyone, LocalTransport)
         if not dist.is_initialized() if alone else self._found:
             return False
-        topology = Topology.of(self._process_group, self._node_group, self._device)
+        topology = Topology.of(self._process_group, self._node_group, self.device)
         if topology.everyone.size == 1:
             self._process_group, self._found = topology.everyone, True
             return False
@@ -205,7 +205,7 @@ class RankFinder:
     def topology_of(self, process_group: Any) -> Topology:
         """Of another group, nodes as they were asked for: a collective call of the group. A Topology stays what it is.
         Nothing changes."""
-        return Topology.of(process_group, self._node_group, self._device)
+        return Topology.of(process_group, self._node_group, self.device)
 
     def go_on_with(self, topology: Topology) -> None:
         self._process_group, self._found, self.topology = topology, True, topology

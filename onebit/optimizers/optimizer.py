@@ -190,6 +190,7 @@ class OneBitOptimizer(Progress):
     def find_ranks(self) -> None:
         """Go on with the ranks and the parameters that there are now: see `RankFinder.find`. The first time, at the
         latest in the first step or load, a collective call."""
+        self._follow_parameters()
         others = self.rank_finder.find(self.compressing)
         if others:
             self.setup = replace(self.setup, topology=self.rank_finder.topology)
@@ -199,6 +200,23 @@ class OneBitOptimizer(Progress):
             return
         self.install(Snapshot.of(self.setup, self.current))
         self._built_for = param_groups.identities(self.param_groups)
+
+    def _follow_parameters(self) -> None:
+        """Until a step was taken they may go to another device: trainers move a model that has its optimizer."""
+        before = self.setup.device
+        if all(group["params"][0].device == before for group in self.param_groups if group["params"]):
+            return
+        device = param_groups.device_of(self.param_groups)
+        if self.current.stages.steps or self.compressing:
+            raise ValueError(
+                f"the parameters have moved to {device} after the first step, and the state is on {before}: move the "
+                f"model, build another optimizer for it, and give that one this one's state_dict()"
+            )
+        self.rank_finder.device = device
+        self.setup = replace(self.setup, device=device)
+        self.gradients, self.pay_off = Gradients(device), PayOff(device)
+        self._held.update({p: mask.to(device) for p, mask in self._held.items()})
+        self.install(Snapshot.of(self.setup))
 
     def install(self, snapshot: Snapshot, room: Room | None = None) -> None:
         """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param

@@ -20,6 +20,7 @@ from onebit.cli.progress import Progress
 from tests.kernels.agreement import COMPARED, NOT_FINITE
 from tests.kernels.cases import F16, Case
 from tests.ptx.cases import MESSAGES, Variant, run_pass
+from tests.ptx.jobs import in_turn
 from tests.ptx.run import Compiled
 
 BARRIER = re.compile(r"bar\.(?:sync\s+0|warp\.sync\s+-1);")
@@ -106,23 +107,35 @@ class Tried:
     how: str
 
 
-def tried() -> Iterator[Tried]:
+@dataclass(frozen=True)
+class Trial:
+    """A mutant, and the pass of a variant that is to find it."""
+
+    mutant: Mutant
+    compiled: Compiled
+    each: str
+    variant: Variant
+    of: str
+
+    def run(self) -> Tried:
+        return Tried(self.mutant, self.of, how_found(self.mutant, self.compiled, self.each, self.variant))
+
+
+def trials() -> Iterator[Trial]:
     seen = set[str]()
     for name, variant in MUTATED.items():
         for each in variant.passes:
             for ptx, compiled in kernels_of(each, variant).items():
                 for mutant in mutants_of(ptx) if ptx not in seen else ():
                     of = f"{compiled.kernel.name}, {each}, {name}: {mutant.line(ptx)}"
-                    yield Tried(mutant, of, how_found(mutant, compiled, each, variant))
+                    yield Trial(mutant, compiled, each, variant, of)
                 seen.add(ptx)
 
 
-def report() -> int:
+def report(jobs: int) -> int:
     """A row for each kind of fault, and below them what was not found."""
-    progress, all_tried = Progress(), list[Tried]()
-    for each in tried():
-        all_tried.append(each)
-        progress.tick(f"{len(all_tried)} mutants, {sum(not one.how for one in all_tried)} not found; {each.of}")
+    progress = Progress()
+    all_tried = list(in_turn(Trial.run, list(trials()), jobs, progress))
     progress.clear()
     for kind in KINDS:
         made = [each.how for each in all_tried if each.mutant.kind == kind]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,21 @@ def test_results_are_those_of_the_cpu(kind: str, scale: str) -> None:
     assert other.skipped_steps == 1 and other.compressing
     for a, b in zip(arrays(params), arrays([nn.Parameter(p.detach().cpu()) for p in there]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5 if dtype == "float32" else 1e-2, atol=1e-5)
+
+
+@kinds
+def test_a_model_may_move_after_its_optimizer_was_built(kind: str) -> None:
+    masks = [torch.arange(math.prod(shape)).view(shape) % 2 == 0 for shape in SHAPES]
+    case = Case(kind, SHAPES, options={"freeze_step": 4, "block_size": 2048}, groups=({"mask": masks},))
+    moved, there = case.parameters(), on_gpu(case)
+    optimizers = [case.build(params) for params in (moved, there)]
+    for p in moved:
+        p.data = p.data.cuda()
+    for step in range(1, 8):
+        for params, optimizer in zip((moved, there), optimizers, strict=True):
+            set_gradients(case, params, step)
+            optimizer.step()
+    assert bits([p.cpu() for p in moved]) == bits([p.cpu() for p in there]) and optimizers[0].compressing
 
 
 @pytest.mark.parametrize(("kind", "clip"), [("OneBitAdam", True), ("OneBitLamb", False), ("ZeroOneAdam", False)])

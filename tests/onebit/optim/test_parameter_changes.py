@@ -1,10 +1,14 @@
 """Parameters and groups that change during a run: accepted in stage 1, refused in stage 2, and never half done."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import onebit
+from onebit.kernels import backend
+from onebit.optim import flat_state
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, assert_message, bits, build, kinds, on_ranks, parameters, run, same, snapshot
 from tests.ranks import group
@@ -198,3 +202,31 @@ def test_groups_that_are_frozen(rank, kind):
     differ = build(kind, [p.requires_grad_(rank == 0) for p in parameters((3, 2))], process_group=group())
     with pytest.raises(ValueError, match="the ranks do not agree"):
         differ.step()
+
+
+@kinds
+@on_ranks(2)
+def test_parameters_may_move_to_another_device_before_the_first_step(rank, kind):
+    """A trainer moves a model that has its optimizer. The other device is "meta", where nothing can be sent."""
+    case = Case(kind, SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
+    moved = [nn.Parameter(torch.empty_like(p, device="meta")) for p in case.parameters()]
+    with mock.patch.object(flat_state, "backend", lambda device: backend(torch.device("cpu"))):
+        optimizer = case.build(moved, group())
+    for p, there in zip(moved, params := case.parameters(), strict=True):
+        torch.utils.swap_tensors(p, nn.Parameter(there.detach().clone()))
+    other = case.build(params, group())
+    optimizer.load_state_dict(other.state_dict())  # accelerate loads before the first step
+    for each, its in ((optimizer, moved), (other, params)):
+        run(case, rank, each, its, 1, case.steps)
+    assert bits(moved) == bits(params) and optimizer.compressing
+
+
+def test_parameters_that_move_later_are_refused():
+    params = parameters((4,))
+    optimizer = build("OneBitAdam", params)
+    params[0].grad = torch.ones(4)
+    optimizer.step()
+    torch.utils.swap_tensors(params[0], nn.Parameter(torch.empty(4, device="meta")))
+    with pytest.raises(ValueError) as caught:
+        optimizer.step()
+    assert_message(caught, "moved to meta", "is on cpu", "build another")
