@@ -30,8 +30,8 @@ CLAMP = re.compile(r"(?<![.\w])(?:min|max)\.[su](32|64)(\s+%\w+, %\w+), [-%\w]+;
 SOME = 5
 KINDS = ("barrier", "order", "mask", "clamp")
 ORDERS = ("forward", "random")
-# Several programs, a whole block, tails that leave few threads idle and most, padding; messages of one scale and of one a
-# block. One warp.
+# Several programs, a whole block, tails that leave few threads idle and many, padding; messages of one scale and of one
+# a block. One warp.
 MUTATED = {
     "one scale": Variant(Case((1900, 5), 1024, scale="tensor", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
     "a scale a block": Variant(
