@@ -6,6 +6,8 @@ Then stop or kill any of the processes, or pull a cable: the others say who is g
 three commands in three terminals, with --master-addr 127.0.0.1.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,9 +16,11 @@ import onebit
 
 
 def main(steps: int = 1500, warmup: int = 60) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo")  # on a GPU, too: no other backend lets a Heartbeat end its waits
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
     optimizer = onebit.OneBitAdam(model.parameters(), lr=2e-3, betas=(0.9, 0.98), freeze_step=warmup, elastic=True)
     heart = onebit.Heartbeat(silent_after=5.0)
 
@@ -30,7 +34,7 @@ def main(steps: int = 1500, warmup: int = 60) -> None:
             data.manual_seed(step * 100 + dist.get_rank())  # the batch follows from the step and the rank
             x = torch.randn(64, 64, generator=data)
             y = torch.sin(x @ torch.linspace(-0.2, 0.2, 64)).unsqueeze(1)
-            loss = nn.functional.mse_loss(model(x), y)
+            loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
             if step % 500 == 0 and dist.get_rank() == 0:
