@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 3 -m perf.elastic [--elements 1000000] [--rounds 10]
 
 Bytes are counted as they are handed to the group, by rank. Three ranks become two, then three again, of which one joins
-as new; then once more, and that one has followed the other two (`onebit.follow`) for some steps. The ratio is that of
-compressed steps of two ranks with elastic=True and without, in turn: medians.
+as new; then once more, and that one has followed the other two (`onebit.follow`) for some steps. Last come compressed
+steps of two ranks with elastic=True and without, in turn, and both with a `Heartbeat` and without: medians.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit import Giver, OneBitAdam, OneBitOptimizer, follow, reform
+from onebit import Giver, Heartbeat, OneBitAdam, OneBitOptimizer, follow, reform
 from onebit.cli.arguments import CommandError, whole_number
 from onebit.collectives.transport import TorchTransport, Work
 from onebit.kernels.tuning.machine import device_name
@@ -104,21 +106,31 @@ def trained_while_one_follows(
     return giver
 
 
-def ratio(elements: int, group: Any, rounds: int, source: torch.Generator) -> tuple[float, float]:
-    """Seconds of a step with elastic=True, and how many times those of a step without."""
-    runs = {elastic: built(elements, group, elastic=elastic, reply=1) for elastic in (True, False)}
-    seconds: dict[bool, list[float]] = {elastic: [] for elastic in runs}
-    for i in range(-FREEZE - 3, rounds):
-        for elastic, (optimizer, params) in runs.items():
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=source)
-            dist.barrier(group)
-            start = time.perf_counter()
-            optimizer.step()
-            if i >= 0:
-                seconds[elastic].append(time.perf_counter() - start)
-    with_it, without = (statistics.median(seconds[elastic]) for elastic in (True, False))
-    return with_it, with_it / without
+def medians(elements: int, two: Any, rounds: int, source: torch.Generator) -> dict[tuple[bool, bool], float]:
+    """Seconds of a step, by whether elastic=True, and whether a `Heartbeat` is at work. All three ranks call it, two of
+    them take steps."""
+    taking = dist.get_rank() < 2
+    runs = {elastic: built(elements, two, elastic=elastic, reply=1) for elastic in (True, False)} if taking else {}
+    seconds = defaultdict[tuple[bool, bool], list[float]](list)
+
+    def take(optimizer: OneBitOptimizer, params: Sequence[Tensor]) -> float:
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=source)
+        dist.barrier(two)
+        start = time.perf_counter()
+        optimizer.step()
+        return time.perf_counter() - start
+
+    for optimizer, params in runs.values():
+        for _ in range(FREEZE + 3):
+            take(optimizer, params)
+    for beating in (False, True, False, True):
+        dist.barrier()
+        with Heartbeat(silent_after=60) if beating else nullcontext():
+            for _ in range(rounds):
+                for elastic, run in runs.items():
+                    seconds[elastic, beating].append(take(*run))
+    return {case: statistics.median(each) for case, each in seconds.items()}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         own = torch.tensor(reforms(arguments.elements, two, source), dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(3)]
         dist.all_gather(rows, own)
-        seconds, times = ratio(arguments.elements, two, arguments.rounds, source) if rank < 2 else (0.0, 0.0)
+        seconds = medians(arguments.elements, two, arguments.rounds, source)
         dist.barrier()
         if rank == 0:
             print(f"{device_name(CPU)}, {arguments.elements:,} elements")
@@ -140,7 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
             for i, name in enumerate(names):
                 sent = ", ".join(f"{int(row[i, 1]):,}" for row in rows)
                 print(f"{name}: {max(float(row[i, 0]) for row in rows):.3f} s, bytes sent by rank {sent}")
-            print(f"a step of 2 ranks with elastic=True: {seconds * 1e3:.1f} ms, {times:.2f} times one without")
+            plain, elastic, watched = (seconds[case] for case in ((False, False), (True, False), (True, True)))
+            times = f"{elastic / plain:.2f} times one without, with a Heartbeat {watched / plain:.2f} times"
+            print(f"a step of 2 ranks with elastic=True: {elastic * 1e3:.1f} ms, {times}")
         return 0
     finally:
         dist.destroy_process_group()
