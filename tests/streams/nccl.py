@@ -53,13 +53,15 @@ class Group:
         return self.run("all_gather", change, [sent], [out], group=group, async_op=async_op)
 
     def reduce_scatter(
-        self, out: Tensor, sent: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        def change() -> None:
-            own = sent.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
-            out.view(-1).copy_(own if op != dist.ReduceOp.SUM else own * dist.get_world_size(group))
+        """FSDP names the tensors as torch does."""
 
-        return self.run("reduce_scatter", change, [sent], [out], group=group, async_op=async_op)
+        def change() -> None:
+            own = input.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+            output.view(-1).copy_(own if op != dist.ReduceOp.SUM else own * dist.get_world_size(group))
+
+        return self.run("reduce_scatter", change, [input], [output], group=group, async_op=async_op)
 
     def all_to_all(self, out: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> Any:
         def change() -> None:
