@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -209,7 +210,7 @@ def _begin(folder: Path, name: str, rank: int) -> None:
         (folder / name).mkdir()
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """On rank 0 it knows where everything lies, which not every version of torch tells."""
 
     metadata: Metadata

@@ -53,6 +53,7 @@ def follow(optimizer: torch.optim.Optimizer, address: str) -> None:
         raise ValueError(f"follow: this process has taken steps or loaded a state. {NEW}")
     if inner.follower is not None and inner.follower.follows:
         raise ValueError("follow: this optimizer follows a run already. Call onebit.reform, or build a new one")
+    inner.move_with_parameters()
     link, inner.follower = connect(address), None
     follower = Follower(inner, link)
     try:

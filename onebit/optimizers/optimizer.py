@@ -190,7 +190,7 @@ class OneBitOptimizer(Progress):
     def find_ranks(self) -> None:
         """Go on with the ranks and the parameters that there are now: see `RankFinder.find`. The first time, at the
         latest in the first step or load, a collective call."""
-        self._follow_parameters()
+        self.move_with_parameters()
         others = self.rank_finder.find(self.compressing)
         if others:
             self.setup = replace(self.setup, topology=self.rank_finder.topology)
@@ -201,7 +201,7 @@ class OneBitOptimizer(Progress):
         self.install(Snapshot.of(self.setup, self.current))
         self._built_for = param_groups.identities(self.param_groups)
 
-    def _follow_parameters(self) -> None:
+    def move_with_parameters(self) -> None:
         """Until a step was taken they may go to another device: trainers move a model that has its optimizer."""
         before = self.setup.device
         if all(group["params"][0].device == before for group in self.param_groups if group["params"]):

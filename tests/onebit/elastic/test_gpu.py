@@ -49,8 +49,10 @@ def _run(case: Case, rank: int, device: str, backend: str) -> tuple[bytes, list[
         onebit.reform(optimizer, two)
         _train(case, rank, optimizer, params, range(7, 10))
     else:
-        params = [nn.Parameter(p.detach().to(device)) for p in other_parameters(case)]
+        params = other_parameters(case)
         optimizer = case.build(params, again)
+        for p in params:  # a model that moves after its optimizer was built
+            p.data = p.data.to(device)
     onebit.reform(optimizer, again)
     _train(case, rank, optimizer, params, range(10, 13))
     assert optimizer.compressing and optimizer.report().left + optimizer.report().came >= 1

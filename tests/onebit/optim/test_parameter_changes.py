@@ -221,6 +221,23 @@ def test_parameters_may_move_to_another_device_before_the_first_step(rank, kind)
     assert bits(moved) == bits(params) and optimizer.compressing
 
 
+@on_ranks(2)
+def test_the_model_of_a_rank_that_joins_may_have_moved(rank):
+    case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
+    params = case.parameters()
+    given = [nn.Parameter(torch.empty_like(p, device="meta")) for p in params] if rank else params
+    with mock.patch.object(flat_state, "backend", lambda device: backend(torch.device("cpu"))):
+        optimizer = case.build(given, group(0 if rank else 1))
+    if rank == 0:
+        run(case, rank, optimizer, given, 1, 4)
+    for p, there in zip(given, params, strict=True):
+        if rank:
+            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(there)))
+    onebit.reform(optimizer, group())
+    run(case, rank, optimizer, given, 5, case.steps)
+    return bits(given)
+
+
 def test_parameters_that_move_later_are_refused():
     params = parameters((4,))
     optimizer = build("OneBitAdam", params)
