@@ -4,7 +4,7 @@
 
 Bytes are counted as they are handed to the group, by rank. Three ranks become two, then three again, of which one joins
 as new; then once more, and that one has followed the other two (`onebit.follow`) for some steps. Last come compressed
-steps of two ranks with elastic=True and without, in turn, and both with a `Heartbeat` and without: medians.
+steps of two ranks with elastic=True and without, in turn, and these with a `Heartbeat` and without, twice: medians.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def medians(elements: int, two: Any, rounds: int, source: torch.Generator) -> di
             for _ in range(rounds):
                 for elastic, run in runs.items():
                     seconds[elastic, beating].append(take(*run))
+            dist.barrier()
     return {case: statistics.median(each) for case, each in seconds.items()}
 
 
@@ -164,7 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2: this can't be measured here."""
     parser = argparse.ArgumentParser(prog="python -m perf.elastic", description="What a reform and elastic=True cost.")
     parser.add_argument("--elements", type=whole_number, default=10**6, help="of the model (default: %(default)s)")
-    parser.add_argument("--rounds", type=whole_number, default=10, help="steps in a median (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=whole_number, default=10, help="half of a median's steps (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     return exit_status("perf.elastic", lambda: run(arguments))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests of `make test` with other versions of Python and PyTorch, each in an environment of its own:
 #
-#   tests/versions.sh /path/to/python3.10=2.7.0 /path/to/python3.13=2.15.0
+#   tests/versions.sh /path/to/python3.10=2.8.0 /path/to/python3.13=2.15.0
 #
 # An environment takes up to 8 GB, since PyPI's PyTorch brings CUDA's libraries; they are made under $ENVIRONMENTS, or
 # in a temporary folder that is removed afterwards. Prints a line for each pair; exit status 1 if one of them failed.

@@ -74,6 +74,7 @@ def save(
     this one is whole, then goes. What the ranks can't write is an OSError on all of them.
     """
     inner, optimizer = own_module(model, "save"), own_optimizer(optimizer, "save")
+    optimizer.find_ranks()
     ranks, folder = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), Path(folder)
     state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)

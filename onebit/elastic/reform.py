@@ -77,8 +77,7 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     inner.overlap.abandon()
     if inner.giver is not None:
         inner.giver.end(those_without_state=True)  # else they would wait for a step, and the ranks here for them
-    if not inner.current.stages.steps:
-        inner.move_with_parameters()
+    inner.move_with_parameters()
     own = _Own(inner, [] if is_new(inner) else [inner.setup.topology.place])
     if leaving and own.everyone.rank in leaving:
         own.leave(leaving)

@@ -172,6 +172,11 @@ class OneBitOptimizer(Progress):
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
         self.find_ranks()
+        if (device := self.new_device) is not None:
+            raise ValueError(
+                f"the parameters have moved to {device}, and the state is on {self.setup.device}: move it with "
+                f"optimizer.load_state_dict(optimizer.state_dict())"
+            )
         current = self.current
         if not current.ranks_agree:
             self.after_step += start(self.setup, current, averaged_in_backward=self.averaged_in_backward)
@@ -201,22 +206,31 @@ class OneBitOptimizer(Progress):
         self.install(Snapshot.of(self.setup, self.current))
         self._built_for = param_groups.identities(self.param_groups)
 
-    def move_with_parameters(self) -> None:
-        """Until a step was taken they may go to another device: trainers move a model that has its optimizer."""
-        before = self.setup.device
-        if all(group["params"][0].device == before for group in self.param_groups if group["params"]):
-            return
+    @property
+    def new_device(self) -> torch.device | None:
+        """Where the parameters are, if the state is elsewhere."""
+        first = (next((p for p in group["params"] if p.requires_grad), None) for group in self.param_groups)
+        if all(p is None or p.device == self.setup.device for p in first):
+            return None
         device = param_groups.device_of(self.param_groups)
-        if self.current.stages.steps or self.compressing:
-            raise ValueError(
-                f"the parameters have moved to {device} after the first step, and the state is on {before}: move the "
-                f"model, build another optimizer for it, and give that one this one's state_dict()"
-            )
-        self.rank_finder.device = device
-        self.setup = replace(self.setup, device=device)
-        self.gradients, self.pay_off = Gradients(device), PayOff(device)
-        self._held.update({p: mask.to(device) for p, mask in self._held.items()})
-        self.install(Snapshot.of(self.setup))
+        return None if device == self.setup.device else device
+
+    def move_with_parameters(self) -> None:
+        """Until a step was begun or a state loaded: trainers move a model that has its optimizer."""
+        current = self.current
+        if current.ranks_agree or current.stages.steps or current.stages.compressing:
+            return
+        if (device := self.new_device) is not None:
+            setup = self._setup_on(device)
+            self._move_to(setup, Snapshot.of(setup), self.shown_state.room)
+
+    def _setup_on(self, device: torch.device) -> Setup:
+        return replace(self.setup, device=device, held={p: mask.to(device) for p, mask in self._held.items()})
+
+    def _move_to(self, setup: Setup, snapshot: Snapshot, room: Room | None = None) -> None:
+        self.rank_finder.device, self.setup, self._held = setup.device, setup, setup.held
+        self.gradients, self.pay_off = Gradients(setup.device), PayOff(setup.device)
+        self.install(snapshot, room)
 
     def install(self, snapshot: Snapshot, room: Room | None = None) -> None:
         """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param
@@ -342,13 +356,17 @@ class OneBitOptimizer(Progress):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups, snapshot = restore.restored(self.setup, self.current, state_dict)
+        setup = self.setup if (device := self.new_device) is None else self._setup_on(device)
+        groups, snapshot = restore.restored(setup, self.current, state_dict)
 
         @torch.no_grad()
         def install() -> None:
             for group, new in zip(self.param_groups, groups, strict=True):
                 group.update(new)
-            self.install(snapshot)
+            if setup.device == self.setup.device:
+                self.install(snapshot)
+            else:
+                self._move_to(setup, snapshot)
             for after in self._optimizer_load_state_dict_post_hooks.values():
                 after(self)
 

@@ -24,7 +24,7 @@ def measure(rank: int, size: int) -> tuple[list[list[float]], int]:
     assert not any(thread.is_alive() for thread in givers)
     seconds = elastic.medians(ELEMENTS, two, 2, source)
     dist.barrier()
-    return found, len(seconds)
+    return found, len([each for each in seconds.values() if each > 0])
 
 
 def test_those_who_stay_send_no_parameters_and_one_rank_gives_them() -> None:

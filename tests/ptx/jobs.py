@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from typing import Any, TypeVar
 
 from onebit.cli.progress import Progress
@@ -15,15 +16,15 @@ _work: list[Callable[[], Any]] = []  # a forked process finds here what can't be
 def in_turn(run: Callable[[T], R], of: Sequence[T], jobs: int, progress: Progress) -> Iterator[R]:
     """What comes of each, in their order, while `jobs` processes work on them."""
     _work[:] = [lambda each=each: run(each) for each in of]
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        running = pool.imap(_do, range(len(of)))
-        for number in range(len(of)):
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        for number, running in enumerate([pool.submit(_do, number) for number in range(len(of))]):
             while True:
                 try:
-                    yield running.next(1.0)
+                    found = running.result(timeout=1.0)
                     break
-                except multiprocessing.TimeoutError:
+                except TimeoutError:
                     progress.tick(f"{number} of {len(of)}")
+            yield found
 
 
 def _do(number: int) -> Any:

@@ -212,8 +212,8 @@ def test_parameters_may_move_to_another_device_before_the_first_step(rank, kind)
     moved = [nn.Parameter(torch.empty_like(p, device="meta")) for p in case.parameters()]
     with mock.patch.object(flat_state, "backend", lambda device: backend(torch.device("cpu"))):
         optimizer = case.build(moved, group())
-    for p, there in zip(moved, params := case.parameters(), strict=True):
-        torch.utils.swap_tensors(p, nn.Parameter(there.detach().clone()))
+    params = case.parameters()
+    move(moved, [nn.Parameter(p.detach().clone()) for p in params])
     other = case.build(params, group())
     optimizer.load_state_dict(other.state_dict())  # accelerate loads before the first step
     for each, its in ((optimizer, moved), (other, params)):
@@ -230,20 +230,64 @@ def test_the_model_of_a_rank_that_joins_may_have_moved(rank):
         optimizer = case.build(given, group(0 if rank else 1))
     if rank == 0:
         run(case, rank, optimizer, given, 1, 4)
-    for p, there in zip(given, params, strict=True):
-        if rank:
-            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(there)))
+    if rank:
+        move(given, [nn.Parameter(torch.zeros_like(p)) for p in params])
     onebit.reform(optimizer, group())
     run(case, rank, optimizer, given, 5, case.steps)
     return bits(given)
 
 
-def test_parameters_that_move_later_are_refused():
+def test_a_state_that_is_there_moves_with_a_load():
+    """As accelerate moves it."""
+    case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
+    params, others = case.parameters(), case.parameters()
+    optimizer, twin = case.build(params), case.build(others)
+    for each, its in ((optimizer, params), (twin, others)):
+        run(case, 0, each, its, 1, 2)
+    homes = [nn.Parameter(p.detach().clone()) for p in params]
+    with mock.patch.object(flat_state, "backend", lambda device: backend(torch.device("cpu"))):
+        move(params, [nn.Parameter(torch.empty_like(p, device="meta")) for p in params])
+        with pytest.raises(ValueError) as caught:
+            optimizer.step()
+        assert_message(caught, "moved to meta", "is on cpu", "load_state_dict(optimizer.state_dict())")
+        state = snapshot(optimizer.state_dict())
+        optimizer.load_state_dict(state)
+        assert optimizer.setup.device.type == optimizer.gradients.flags.device.type == "meta"
+        assert {state.device.type for state in optimizer.current.states} == {"meta"}
+    move(params, homes)
+    optimizer.load_state_dict(state)
+    for each, its in ((optimizer, params), (twin, others)):
+        run(case, 0, each, its, 3, case.steps)
+    assert bits(params) == bits(others) and optimizer.compressing
+
+
+def test_a_frozen_parameter_may_be_elsewhere():
+    case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
+    params, others = case.parameters(), case.parameters()
+    frozen = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    optimizer, twin = case.build(params), case.build(others)
+    optimizer.param_groups[0]["params"].insert(0, frozen)
+    for each, its in ((optimizer, params), (twin, others)):
+        run(case, 0, each, its, 1, case.steps)
+    assert bits(params) == bits(others) and optimizer.compressing
+
+
+def test_a_move_that_is_not_possible_changes_nothing():
     params = parameters((4,))
     optimizer = build("OneBitAdam", params)
+    here = nn.Parameter(params[0].detach().clone())
+    move(params, [nn.Parameter(torch.empty(4, device="meta"))])
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            optimizer.find_ranks()
+        assert_message(caught, "no kernels for tensors on meta")
+    move(params, [here])
     params[0].grad = torch.ones(4)
     optimizer.step()
-    torch.utils.swap_tensors(params[0], nn.Parameter(torch.empty(4, device="meta")))
-    with pytest.raises(ValueError) as caught:
-        optimizer.step()
-    assert_message(caught, "moved to meta", "is on cpu", "build another")
+
+
+def move(params, to):
+    """As Module.to does."""
+    for p, there in zip(params, to, strict=True):
+        p.grad = None
+        torch.utils.swap_tensors(p, there)
