@@ -100,12 +100,11 @@ VARIANTS |= {f"aot: {name}": Variant(name, passes=workloads.PASSES) for name in 
 QUICK = ("three-groups-tensor", "fp16-master-2049", "copies-96", "fp32-unaligned")
 
 
-def run(variant: Variant, orders: tuple[str, ...] = ORDERS, tick: Callable[[str], None] = lambda text: None) -> Outcome:
+def run(variant: Variant, orders: tuple[str, ...] = ORDERS) -> Outcome:
     """Every pass of a variant in every order."""
     outcome = Outcome()
     for each in variant.passes:
         for order in orders:
-            tick(f"{each}, {order}")
             outcome.add(run_pass(each, variant, order))
     return outcome
 
