@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import sys
+import threading
 import time
 from typing import Any
 
@@ -18,7 +20,9 @@ from onebit.collectives.transport.protocol import CollectiveError, Done, Work
 
 SILENT_AFTER = 10  # seconds after which a host is given up that answers nothing
 STUCK_AFTER = 120  # and one that reads nothing
-PIECE = 2**20  # bytes
+PIECE = 2**18  # bytes
+MOST_UNSENT = 2**17  # bytes that the operating system holds and has not sent
+MOST_WAITING = 9.0  # times as long as sending takes, a link that gives way waits at most
 
 
 class Link:
@@ -27,6 +31,8 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self.received = connection, 0
         self.heard = time.monotonic()  # when the last bytes came, or left
+        self._idle: threading.Event | None = None
+        self._may_wait = 0.0  # seconds
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -34,15 +40,33 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_AFTER * 1000)
 
+    def give_way(self, idle: threading.Event) -> None:
+        """To messages of this host: nothing is sent while `idle` is not set. But a tenth of the time is for sending."""
+        self._idle = idle
+        if sys.platform == "linux":
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT)
+
     def send(self, values: Tensor, to: int, phase: str) -> Work:
         left = values.cpu().numpy().data
         try:
             while left:
+                begun = self._wait_until_idle()
                 count = self._socket.send(left[:PIECE])
                 left, self.heard = left[count:], time.monotonic()
+                self._may_wait += MOST_WAITING * (self.heard - begun)
         except OSError as error:
             raise CollectiveError(f"{phase}: the connection ended ({error})") from error
         return Done()
+
+    def _wait_until_idle(self) -> float:
+        """When that was."""
+        begun = time.monotonic()
+        if self._idle is None or self._idle.is_set():
+            return begun
+        self._idle.wait(self._may_wait)
+        now = time.monotonic()
+        self._may_wait = max(0.0, self._may_wait - (now - begun))
+        return now
 
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
         host = out.cpu()  # `out` itself where that is there

@@ -1,10 +1,13 @@
 """What other ranks without a restart cost: the bytes and seconds of a reform, and the steps of elastic=True.
 
-    torchrun --nproc-per-node 3 -m perf.elastic [--elements 1000000] [--rounds 10]
+    torchrun --nproc-per-node 3 -m perf.elastic [--elements 1000000] [--rounds 10] [--backward 0.5]
+    python -m perf.lab --hosts 3 --rate 100mbit -- -m perf.elastic ...
 
 Bytes are counted as they are handed to the group, by rank. Three ranks become two, then three again, of which one joins
-as new; then once more, and that one has followed the other two (`onebit.follow`) for some steps. Last come compressed
-steps of two ranks with elastic=True and without, in turn, and these with a `Heartbeat` and without, twice: medians.
+as new; then once more, and that one has followed the other two (`onebit.follow`) for some steps. What a rank that joins
+costs the other two is the time from its coming to the first step of three ranks, less that of as many usual steps. Last
+come compressed steps of two ranks with elastic=True and without, in turn, and these with a `Heartbeat` and without,
+twice: medians.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,56 +58,83 @@ def built(elements: int, group: Any, **options: Any) -> tuple[OneBitOptimizer, l
     return OneBitAdam(params, freeze_step=FREEZE, chunks=2, process_group=group, **options), params
 
 
-def step(optimizer: OneBitOptimizer, params: Sequence[Tensor], source: torch.Generator) -> None:
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=source)
-    optimizer.step()
+@dataclass
+class Training:
+    """Steps of a model whose backward pass takes so many seconds."""
+
+    optimizer: OneBitOptimizer
+    params: Sequence[Tensor]
+    source: torch.Generator
+    backward: float
+
+    def step(self) -> float:
+        """Its seconds."""
+        for p in self.params:
+            p.grad = torch.randn(p.shape, generator=self.source)
+        start = time.perf_counter()
+        time.sleep(self.backward)
+        self.optimizer.step()
+        return time.perf_counter() - start
 
 
-def timed_reform(optimizer: OneBitOptimizer, ranks: Counting) -> list[float]:
-    """Seconds, and bytes sent."""
-    start = time.perf_counter()
-    reform(optimizer, ranks)
-    return [time.perf_counter() - start, ranks.sent]
+@dataclass(frozen=True)
+class Change:
+    """Of the ranks, as one of them sees it."""
+
+    seconds: float = 0.0  # of the reform
+    sent: float = 0.0  # bytes of the reform
+    usual: float = 0.0  # seconds of a step before it
+    lost: float = 0.0  # seconds by a rank that joins
 
 
-def reforms(elements: int, two: Any, source: torch.Generator) -> list[list[float]]:
+def changes(elements: int, two: Any, rounds: int, source: torch.Generator, backward: float) -> list[Change]:
     """Of this rank: from three ranks to two, from two to three, and the same again with one that has followed."""
-    found, (optimizer, params) = [], built(elements, None)
+    found, training = [], Training(*built(elements, None), source, backward)
     for _ in range(2 * FREEZE):
-        step(optimizer, params, source)
+        training.step()
     for follows in (False, True):
+        stays, steps, giver = dist.get_rank() < 2, [0.0], None
         dist.barrier()
-        found.append(timed_reform(optimizer, Counting(two)) if dist.get_rank() < 2 else [0.0, 0])
-        if dist.get_rank() == 2:
-            optimizer, params = built(elements, None)
-        elif not follows:
-            step(optimizer, params, source)
-        giver = trained_while_one_follows(optimizer, params, two, source) if follows else None
+        found.append(reformed(training, Counting(two)) if stays else Change())
+        if stays:
+            steps = [training.step() for _ in range(rounds)]
+        else:
+            training = Training(*built(elements, None), source, backward)
+        usual, lost = statistics.median(steps), 0.0
+        if follows:
+            giver, steps = trained_while_one_follows(training, two)
+            lost = sum(steps) - usual * len(steps)
         dist.barrier()
-        found.append(timed_reform(optimizer, Counting()))
+        change = reformed(training, Counting())
+        lost += change.seconds + training.step() - usual
+        found.append(replace(change, usual=usual, lost=lost if stays else 0.0))
         if giver is not None:
             giver.close()
     return found
 
 
-def trained_while_one_follows(
-    optimizer: OneBitOptimizer, params: Sequence[Tensor], two: Any, source: torch.Generator
-) -> Giver | None:
-    """Until that one has caught up. This rank's giver, for whoever ends it."""
-    giver = Giver(optimizer, "127.0.0.1") if dist.get_rank() == 0 else None
+def reformed(training: Training, ranks: Counting) -> Change:
+    start = time.perf_counter()
+    reform(training.optimizer, ranks)
+    return Change(time.perf_counter() - start, ranks.sent)
+
+
+def trained_while_one_follows(training: Training, two: Any) -> tuple[Giver | None, list[float]]:
+    """Until that one has caught up. This rank's giver, for whoever ends it, and the seconds of the steps."""
+    giver = Giver(training.optimizer) if dist.get_rank() == 0 else None
     address = [giver and giver.address]
     dist.broadcast_object_list(address)
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 2:
-        follow(optimizer, str(address[0]))
-        dist.distributed_c10d._get_default_store().set("caught up", "")
-        return None
-    left = torch.ones(1)
+        follow(training.optimizer, str(address[0]))
+        store.set("caught up", "")
+        return None, [0.0]
+    left, steps = torch.ones(1), []
     while left.item():
-        step(optimizer, params, source)
-        left.fill_(not dist.distributed_c10d._get_default_store().check(["caught up"]))
+        steps.append(training.step())
+        left.fill_(not store.check(["caught up"]))
         dist.broadcast(left, 0, group=two)
-    return giver
+    return giver, steps
 
 
 def medians(elements: int, two: Any, rounds: int, source: torch.Generator) -> dict[tuple[bool, bool], float]:
@@ -142,17 +173,19 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         rank, two = dist.get_rank(), dist.new_group([0, 1])
         source = torch.Generator().manual_seed(rank)
-        own = torch.tensor(reforms(arguments.elements, two, source), dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(3)]
-        dist.all_gather(rows, own)
+        rows: list[list[Change]] = [[], [], []]
+        dist.all_gather_object(rows, changes(arguments.elements, two, arguments.rounds, source, arguments.backward))
         seconds = medians(arguments.elements, two, arguments.rounds, source)
         dist.barrier()
         if rank == 0:
             print(f"{device_name(CPU)}, {arguments.elements:,} elements")
             names = ("3 to 2 ranks", "2 to 3 ranks", "3 to 2 ranks", "2 to 3 ranks, of which the new one has followed")
-            for i, name in enumerate(names):
-                sent = ", ".join(f"{int(row[i, 1]):,}" for row in rows)
-                print(f"{name}: {max(float(row[i, 0]) for row in rows):.3f} s, bytes sent by rank {sent}")
+            for name, ranks in zip(names, zip(*rows, strict=True), strict=True):
+                sent = ", ".join(f"{int(change.sent):,}" for change in ranks)
+                print(f"{name}: {max(change.seconds for change in ranks):.3f} s, bytes sent by rank {sent}")
+                usual, lost = ranks[0].usual, max(change.lost for change in ranks)
+                if usual:
+                    print(f"    the others lost {lost:.3f} s by it, {lost / usual:.2f} steps of {usual * 1e3:.0f} ms")
             plain, elastic, watched = (seconds[case] for case in ((False, False), (True, False), (True, True)))
             times = f"{elastic / plain:.2f} times one without, with a Heartbeat {watched / plain:.2f} times"
             print(f"a step of 2 ranks with elastic=True: {elastic * 1e3:.1f} ms, {times}")
@@ -168,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=whole_number, default=10, help="half of a median's steps (default: %(default)s)"
     )
+    parser.add_argument("--backward", type=float, default=0.0, help="seconds of a backward pass (default: %(default)s)")
     arguments = parser.parse_args(argv)
     return exit_status("perf.elastic", lambda: run(arguments))
 

@@ -4,8 +4,8 @@
     full step           the averaged gradients, 4 bytes an element
     local step          the numbers of param groups
 
-By these the process takes the same steps, to the same bits (`following`). Where more has piled up than a state has
-bytes, the state is sent anew.
+By these the process takes the same steps, to the same bits (`following`). Where more has piled up than two states, the
+state is sent anew. While this rank is in `step`, its messages have the network: what is given waits.
 """
 
 from __future__ import annotations
@@ -60,10 +60,13 @@ class Giver:
         if self._inner.follower is not None:
             raise ValueError("this process follows a run, and can give its state after onebit.reform")
         self._arrived, self._logs = deque[Link](), list[Log]()
+        self._idle = threading.Event()  # set while this rank is in no step
+        self._idle.set()
         self._listener = Listener(host or own_address())
-        self._end_all = weakref.finalize(self, _end_all, self._listener, self._arrived, self._logs)
+        self._end_all = weakref.finalize(self, _end_all, self._listener, self._arrived, self._logs, self._idle)
         self._inner.giver = self
-        threading.Thread(target=_accept, args=(self._listener, self._arrived), name="onebit giver", daemon=True).start()
+        work = (self._listener, self._arrived, self._idle)
+        threading.Thread(target=_accept, args=work, name="onebit giver", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -81,8 +84,13 @@ class Giver:
             self._inner.giver = None
         self._end_all()
 
+    def step_begins(self) -> None:
+        """What is given waits."""
+        self._idle.clear()
+
     def step_ended(self, step: Step, flags: Tensor) -> None:
         """What the step has added, and a state where one is due. An error is that of the process that follows."""
+        self._idle.set()
         try:
             self._give(step, flags)
         except Exception as error:
@@ -109,6 +117,7 @@ class Giver:
 
     def end(self, those_without_state: bool = False) -> None:
         """Ranks change: who follows hears that no step comes any more."""
+        self._idle.set()
         logs = [log for log in self._those_there() if log.wants_state or not those_without_state]
         self._end(logs, {"kind": "end", "groups": group_values(self._inner)})
 
@@ -144,12 +153,14 @@ class Entry:
         return sum(t.nbytes for t in self.tensors)
 
 
-def _accept(listener: Listener, arrived: deque[Link]) -> None:
+def _accept(listener: Listener, arrived: deque[Link], idle: threading.Event) -> None:
     while (link := listener.accept()) is not None:
+        link.give_way(idle)
         arrived.append(link)
 
 
-def _end_all(listener: Listener, arrived: deque[Link], logs: list[Log]) -> None:
+def _end_all(listener: Listener, arrived: deque[Link], logs: list[Log], idle: threading.Event) -> None:
+    idle.set()
     listener.close()
     for link in arrived:
         link.close()

@@ -45,6 +45,9 @@ from onebit.report.skips import warnings_of_skips
 
 
 class StepListener(Protocol):
+    def step_begins(self) -> None:
+        """Its messages are about to leave."""
+
     def step_ended(self, step: Step, flags: Tensor) -> None:
         """Its gradients are still there."""
 
@@ -117,6 +120,8 @@ class OneBitOptimizer(Progress):
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         param_groups.check_gradients(self.param_groups, self.setup.names)
+        if self.giver is not None:
+            self.giver.step_begins()
         with counted(self.pay_off.waits):
             step = self.begin_step()
             setup, current, gradients = self.setup, self.current, self.gradients

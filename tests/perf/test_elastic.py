@@ -14,10 +14,10 @@ from tests.ranks import run_ranks_once
 ELEMENTS = 4000
 
 
-def measure(rank: int, size: int) -> tuple[list[list[float]], int]:
+def measure(rank: int, size: int) -> tuple[list[elastic.Change], int]:
     two, source = dist.new_group([0, 1]), torch.Generator().manual_seed(rank)
     gc.disable()  # which would end a giver with its optimizer
-    found = elastic.reforms(ELEMENTS, two, source)
+    found = elastic.changes(ELEMENTS, two, 2, source, 0.0)
     givers = [thread for thread in threading.enumerate() if thread.name == "onebit giver"]
     for thread in givers:
         thread.join(10)
@@ -29,10 +29,10 @@ def measure(rank: int, size: int) -> tuple[list[list[float]], int]:
 
 def test_those_who_stay_send_no_parameters_and_one_rank_gives_them() -> None:
     found = run_ranks_once(3, measure)
-    fewer, more = ([own[move][1] for own, _ in found] for move in (0, 1))
+    fewer, more = ([own[move].sent for own, _ in found] for move in (0, 1))
     assert 0 < fewer[0] == fewer[1] < ELEMENTS and fewer[2] == 0
     assert 8 * ELEMENTS < more[0] < 10 * ELEMENTS and 0 < more[1] == more[2] < ELEMENTS
-    followed = [own[3][1] for own, _ in found]
+    followed = [own[3].sent for own, _ in found]
     assert all(0 < sent < ELEMENTS for sent in followed)
     assert [kinds for _, kinds in found] == [4, 4, 0]
 

@@ -162,6 +162,8 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
                 onebit.reform(optimizer, two)
         if following.then == "parameters are changed by hand":
             torch._foreach_mul_([p.data for p in params], 0.5)
+    if following.then == "the giver ends":
+        dist.barrier(group(3))  # when the one that follows has the state
     if giver is not None and following.then == "the giver ends":
         giver.close()
     yield optimizer, params
@@ -218,6 +220,30 @@ def test_where_more_piles_up_than_a_state_has_the_state_is_sent_anew() -> None:
     giver.close()
     assert [each["kind"] for each in kinds].count("state") > 1
     assert received < 12 * 2**20 + 11 * 4 * 2**20
+
+
+def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onebit.collectives.link, "MOST_WAITING", 1e6)
+    run = alone(2**22)
+    giver = onebit.Giver(run, HOST)
+    link, kinds = connect(giver.address), list[str]()
+    wait_for_follower(giver)
+    step_alone(run)  # the state fills what the connection holds: nobody receives
+    giver.step_begins()
+    receiving = threading.Thread(target=lambda: kinds.append(receive_tensors(link, 0, CPU, "test")[0]["kind"]))
+    receiving.start()
+    received = -1
+    while link.received > received:
+        received = link.received
+        time.sleep(0.5)
+    assert receiving.is_alive() and not kinds
+    with mock.patch.object(onebit.Giver, "step_begins", autospec=True) as begun:
+        step_alone(run)
+    begun.assert_called_once()
+    receiving.join(60)
+    assert kinds == ["state"]
+    giver.close()
+    link.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
