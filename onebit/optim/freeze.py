@@ -82,10 +82,6 @@ class StageRule:
     def _stable(self, ratio: float) -> bool:
         return False
 
-    @property
-    def automatic(self) -> bool:
-        return self.freeze_step is None
-
     def due(self, step: int) -> bool:
         """Whether stage 1 ends after step `step`, the last one added."""
         if self.freeze_step is not None:

@@ -145,7 +145,8 @@ class Gradients:
         if agree:
             everyone.all_max(self.flags, "agreeing on finite gradients (all-reduce of one number)")
         self.ranks_agreed = agree
-        self._checked = versions_of(states)
+        if squares is not None:  # a step uses them at once
+            self._checked = versions_of(states)
 
     def clip_as_asked(self, setup: Setup, current: Snapshot) -> None:
         """Of averaged gradients, which ranks have not agreed on before one died: the norm is known to each of them."""

@@ -68,7 +68,7 @@ def clear_fields(state: FlatState) -> None:
 
 
 def clear_gradients(states: Iterable[FlatState]) -> None:
-    for state in states:
+    for state in (state for state in states if state.held_indices):
         for held, grad in zip(state.held, state.gradients_now(), strict=True):
             if held is not None and grad is not None:
                 grad.masked_fill_(held, 0)

@@ -26,11 +26,10 @@ from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.passes import AdamUpdate, Gradients, LambStatistics, LambWarmup, Parameters
-from onebit.optim.adam import DENOMINATOR, nonzero, sum_squares
-from onebit.optim.algorithm import Algorithm
+from onebit.optim.adam import DENOMINATOR, Adam
 from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import StageRule, check_variance, raise_to_floor_, variance_to_denominator_
+from onebit.optim.freeze import StageRule, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
 from onebit.optim.options import LARGEST_FLOAT, Options
 from onebit.optim.reducer import MomentumReducer
@@ -46,8 +45,8 @@ COUNTED = Field("counted_bits", "bit", required=False, always=False)  # where v_
 
 
 @dataclass(frozen=True)
-class Lamb(Algorithm):
-    """The two updates of 1-bit LAMB."""
+class Lamb(Adam):
+    """The two updates of 1-bit LAMB. What d is made of, and which elements it leaves out, is as in 1-bit Adam."""
 
     coeff_beta: float = 0.9
     min_coeff: float = 0.01
@@ -106,9 +105,6 @@ class Lamb(Algorithm):
         x, clip = Parameters(state.parameters, state.get("master")), reducer.clip(hyper, lamb.ratio)
         state.backend.run(AdamUpdate(whole, x, d, m, hyper, lamb.coefficient, clip))
 
-    def sum_squares_of_d(self, state: FlatState, hyper: Tensor) -> Tensor:
-        return sum_squares(state, "denominator")
-
     def _coefficients_of_wholes(self, state: FlatState, average: Tensor, flags: Tensor) -> None:
         """c and c_avg once more, from the norms of whole parameters. average: c_avg before the step."""
         lamb, taken = _lamb_state(state), flags == 0
@@ -165,11 +161,7 @@ class Lamb(Algorithm):
                 f"stage 2 is to begin after {steps} steps, none of which was LAMB's: there are no coefficients to go "
                 f"on with. Give stage 1 some steps, also after loading a variance: freeze_step={steps + 100}, say"
             )
-        check_variance(states, steps)
-
-    def live(self, state: FlatState) -> Tensor | None:
-        """An element with d = 0 never moves, and stays out of every scale."""
-        return nonzero(state, "denominator")
+        super().check_freeze(states, steps)
 
     def gamma(self, state: FlatState) -> Tensor | None:
         return state.get("gamma")

@@ -29,7 +29,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.passes import Compress, Decode, Floors, Gradients, Parameters, ZeroOneLocal, ZeroOneSync
+from onebit.kernels.passes import Compress, Floors, Gradients, Parameters, ZeroOneLocal, ZeroOneSync
 from onebit.optim.fields import LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
@@ -63,7 +63,9 @@ class ZeroOneLocalSteps:
         self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)  # of the last step
         self._moved = torch.zeros(1, dtype=torch.bool, device=device)  # whether this rank has, since the last exchange
         self._first_clip: Tensor | None = None  # of a step by m as the last exchange has it
-        self._start(live)
+        for i, m in enumerate(reducer.momentum()):
+            own = state.view(OWN_MOMENTUM.name, i)
+            own.add_(torch.where(state.cut(live, i), m * self._of_replies[i], 0))  # to what a load may have put there
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
         """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""
@@ -169,17 +171,6 @@ class ZeroOneLocalSteps:
             self._first_clip = self.limit.of_messages(hyper, self._of_replies * self._of_parameters(hyper).bias1)
             return self._first_clip
         return torch.where(self._moved, self.limit.of_squares(self._squares), self._first_clip)
-
-    def _start(self, live: Tensor) -> None:
-        """m, as the last exchange has it."""
-        state, layout = self.state, self.state.layout
-        received = torch.zeros(layout.elements, dtype=torch.float32, device=state.device)
-        parts = [state.elements_of(received, i) for i in range(len(state.params))]
-        state.backend.run(Decode(layout.all(), self._exchange.replies, Pointers.to(layout, parts)))
-        received.masked_fill_(~live, 0)
-        for i, part in enumerate(parts):
-            own = state.elements_of(state[OWN_MOMENTUM.name], i)
-            own.add_(part * state[FACTOR.name][i])  # to what a load may have put there
 
     def _set_reference(self, w: Tensor) -> None:
         """W"""

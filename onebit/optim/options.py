@@ -224,7 +224,7 @@ def shows_options(optimizer: T) -> T:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """The numbers of one param group."""
-    lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    lr, betas = group["lr"], group["betas"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of {lr.numel()} elements: a learning rate is one number")
@@ -237,10 +237,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         betas = tuple(map(beta_of, betas))
     if not isinstance(betas, tuple) or len(betas) != 2 or not all(is_finite(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
-    if not is_finite(eps, LARGEST_FLOAT) or eps < 0:
-        raise ValueError(f"eps={eps!r}: it is added to a denominator and must be a finite number, 0 or more")
-    if not is_finite(decay, LARGEST_FLOAT) or decay < 0:
-        raise ValueError(f"weight_decay={decay!r}: it must be a finite number, 0 or more")
+    for name, why in (("eps", "it is added to a denominator and"), ("weight_decay", "it")):
+        if not is_finite(group[name], LARGEST_FLOAT) or group[name] < 0:
+            raise ValueError(f"{name}={group[name]!r}: {why} must be a finite number, 0 or more")
     if not isinstance(group[COMPRESS], bool):
         raise ValueError(
             f"compress={group[COMPRESS]!r}: a param group's parameters are compressed in stage 2 (True) or averaged "

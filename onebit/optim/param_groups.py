@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -88,25 +88,17 @@ def name_of(parameter: Tensor, groups: Groups, names: Mapping[Tensor, str]) -> s
     return "unknown"
 
 
-class Members(NamedTuple):
-    """The parameters of one flat state, in the order of the groups, and the group of each."""
-
-    compressed: bool
-    params: list[Tensor]
-    groups: list[int]
-
-
-def by_flat_state(groups: Groups) -> list[Members]:
-    """The parameters that train: of every dtype those that are compressed, then those that are not."""
-    found: dict[tuple[str, bool], Members] = {}
+def by_flat_state(groups: Groups) -> list[tuple[bool, list[Tensor], list[int]]]:
+    """The parameters that train: of every dtype those that are compressed, then those that are not. Of each flat state
+    whether it is compressed, its parameters in the order of the groups, and the group of each."""
+    found: dict[tuple[str, bool], tuple[list[Tensor], list[int]]] = {}
     for i, group in enumerate(groups):
         for p in group["params"]:
             if p.requires_grad:
-                compressed = is_compressed(group)
-                own = found.setdefault((str(p.dtype), not compressed), Members(compressed, [], []))
-                own.params.append(p)
-                own.groups.append(i)
-    return [found[key] for key in sorted(found)]
+                params, places = found.setdefault((str(p.dtype), not is_compressed(group)), ([], []))
+                params.append(p)
+                places.append(i)
+    return [(not apart, *found[dtype, apart]) for dtype, apart in sorted(found)]
 
 
 def is_compressed(group: Group) -> bool:
@@ -115,14 +107,13 @@ def is_compressed(group: Group) -> bool:
 
 def identities(groups: Groups) -> list[Identity]:
     """Equal for equal sets of parameters that train, lie in the same order and are compressed alike."""
-
-    return [_identity(is_compressed(group), group["params"]) for group in groups]
-
-
-def _identity(compressed: bool, params: Sequence[Tensor]) -> Identity:
-    training = [p.requires_grad for p in params]
-    permuted = [(i, order_of(p)) for i, p in enumerate(params) if training[i] and not p.is_contiguous()]
-    return compressed, list(map(id, params)), training, permuted
+    found = []
+    for group in groups:
+        params: Sequence[Tensor] = group["params"]
+        training = [p.requires_grad for p in params]
+        permuted = [(i, order_of(p)) for i, p in enumerate(params) if training[i] and not p.is_contiguous()]
+        found.append((is_compressed(group), list(map(id, params)), training, permuted))
+    return found
 
 
 def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:

@@ -201,18 +201,23 @@ class Snapshot:
         other parts of sharded parameters have to be asked: no message of this rank reaches them."""
         return setup.topology.shard is None and travel_in_messages([reducer.exchange for reducer in self.reducers])
 
-    def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool, keep: bool = False) -> list[Undo]:
+    def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool, keep: bool) -> None:
         """All messages of a compressed step. Where ranks have not agreed on `flags` the messages carry this rank's, and
-        `flags` become those of all; what takes the exchange back, if they say so. keep: what takes the exchange back
-        where it does not end."""
+        `flags` become those of all. `under_way` then has what takes the exchange back, if they say so. keep: it has it
+        in any case, for an exchange that does not end."""
         undo = self.undo if keep or not ranks_agreed else []
         self.exchanges_begin(undo, by_flags=not ranks_agreed)
         for reducer, own in zip_longest(self.reducers, undo):
             reducer.all_reduce(hyper, flags, own)
-        if ranks_agreed:
-            return []
-        self.read_flags(flags)
-        return undo
+        if not ranks_agreed:
+            self.read_flags(flags)
+
+    def exchange_local_steps(self, hyper: Tensor, keep: bool) -> None:
+        """All messages of what ranks owe after local steps. keep: as in `exchange`."""
+        undo = self.undo if keep else []
+        self.exchanges_begin(undo, by_flags=False)
+        for local, own in zip_longest((part.local for part in self.parts if part.local is not None), undo):
+            local.exchange(hyper, own)
 
     def exchanges_begin(self, undo: list[Undo], by_flags: bool) -> None:
         """What is under way from here on: see `UnderWay`."""
@@ -316,15 +321,12 @@ class Snapshot:
     def synchronize(self, hyper: Tensor, bound: bool, keep: bool = False, arrived: bool = False) -> None:
         """The exchange after local steps. bound: whether flat states know the gradients. keep: as in `exchange`.
         arrived: whether the replies are there."""
-        undo = self.undo if keep else []
         with held.kept(self.states):
             for state in () if bound else self.states:
                 state.bind_tensors()
             local = [part.local for part in self.parts if part.local is not None]
             if not arrived:
-                self.exchanges_begin(undo, by_flags=False)
-                for each, own in zip_longest(local, undo):
-                    each.exchange(hyper, own)
+                self.exchange_local_steps(hyper, keep)
             for each, state in zip(local, self.states, strict=True):
                 each.meet(hyper)
                 state.parameters_were_written()

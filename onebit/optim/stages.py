@@ -145,4 +145,4 @@ class Stages:
 
     @property
     def _measures(self) -> bool:
-        return self.rule.automatic and not self.compressing
+        return self.rule.freeze_step is None and not self.compressing

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from onebit.collectives.undo import Undo
 from onebit.optim import held
 from onebit.optim.algorithm import Kind, LocalSteps
 from onebit.optim.flat_state import FlatState
@@ -78,13 +76,13 @@ class Step:
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """Exchange messages, then move every part, where flags is 0."""
         with held.kept(self.current.states):
-            self._move_parts(self._exchange(hyper), hyper, flags)
+            self._exchange(hyper)
+            self._move_parts(hyper, flags)
 
     def finish(self, hyper: Tensor, flags: Tensor) -> None:
         """The rest of `move`, with the replies of an exchange that has ended on other ranks, and not on this one."""
         with held.kept(self.current.states):
-            under_way = self.current.under_way
-            self._move_parts(under_way.undo if under_way and under_way.by_flags else [], hyper, flags)
+            self._move_parts(hyper, flags)
 
     def shared(self) -> list[Tensor]:
         """Of a step that was taken, what every rank has the same by now: by this a process that belongs to no rank can
@@ -107,19 +105,20 @@ class Step:
         for p in part.state.params:
             p.grad = torch.empty_like(p).copy_(next(shared))
 
-    def _move_parts(self, exchanged: Sequence[Undo], hyper: Tensor, flags: Tensor) -> None:
+    def _move_parts(self, hyper: Tensor, flags: Tensor) -> None:
+        """And take back what has been exchanged, where replies say so."""
         for part in self.current.parts:
             if part.reducer is None:
                 self.setup.algorithm.full_step(part.state, hyper, flags)
             else:
                 self._move(part, part.reducer, hyper, flags)
-        for undo in exchanged:
+        under_way = self.current.under_way
+        for undo in under_way.undo if under_way is not None and under_way.by_flags else ():
             undo.restore(flags)
         self.current.under_way = None
 
-    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
-        """All messages that parts move by; what takes them back where flags say so."""
-        return []
+    def _exchange(self, hyper: Tensor) -> None:
+        """All messages that parts move by."""
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         """A part that is compressed in stage 2."""
@@ -127,8 +126,9 @@ class Step:
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
         """It ends. What is due when all of it is over."""
-        due = self.current.warn_of_variance(self.setup, flags) if self.current.stages.compressing else []
-        self.current.count(self.setup, flags)
+        full, current = self.kind == "full", self.current
+        due = current.warn_of_variance(self.setup, flags) if full and current.stages.compressing else []
+        current.count(self.setup, flags, [] if full else current.limits, self.alone)
         return due
 
     @property
@@ -164,9 +164,9 @@ class OneBitStep(Step):
         everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
         squares /= self.setup.topology.nodes
 
-    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
+    def _exchange(self, hyper: Tensor) -> None:
         gradients = self.gradients
-        return self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
+        self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
 
     def _shared(self, part: Part) -> list[Tensor]:
         """The replies; averaged gradients of what is not compressed."""
@@ -182,10 +182,6 @@ class OneBitStep(Step):
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         self.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
 
-    def count(self, flags: Tensor) -> list[Callable[[], None]]:
-        self.current.count(self.setup, flags, self.current.limits)
-        return []
-
 
 class SentStep(OneBitStep):
     """A compressed step whose messages have left in backward, each chunk's with a flag of its own."""
@@ -200,8 +196,8 @@ class SentStep(OneBitStep):
         self.gradients.ranks_agreed = True
         return flags
 
-    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
-        return self.current.undo
+    def _exchange(self, hyper: Tensor) -> None:
+        """The replies are there."""
 
 
 class LocalStep(Step):
@@ -215,12 +211,7 @@ class LocalStep(Step):
             self.gradients.average(states, node, self.setup.options.gradient_dtype)
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        self._move_alone(part, reducer, hyper, flags)
-
-    def _move_alone(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> LocalSteps:
-        local = self._local(part, reducer, hyper)
-        local.move(hyper, flags)
-        return local
+        self._local(part, reducer, hyper).move(hyper, flags)
 
     def _local(self, part: Part, reducer: MomentumReducer, hyper: Tensor) -> LocalSteps:
         step = self.current.stages.steps + 1
@@ -235,26 +226,17 @@ class LocalStep(Step):
             assert part.reducer is not None
             self._local(part, part.reducer, hyper).pass_over(hyper)
 
-    def count(self, flags: Tensor) -> list[Callable[[], None]]:
-        self.current.count(self.setup, flags, self.current.limits, alone=True)
-        return []
-
 
 class SyncStep(LocalStep):
     kind: ClassVar[Kind] = "sync"
     timed_as: ClassVar[Timed] = "1 bit"
 
-    def _exchange(self, hyper: Tensor) -> Sequence[Undo]:
+    def _exchange(self, hyper: Tensor) -> None:
         """Of what a rank owes after its own step."""
-        current, flags = self.current, self.gradients.flags
-        moved = [
-            self._move_alone(part, part.reducer, hyper, flags) for part in current.parts if part.reducer is not None
-        ]
-        undo = current.undo if self.setup.options.elastic else []
-        current.exchanges_begin(undo, by_flags=False)
-        for local, own in zip_longest(moved, undo):
-            local.exchange(hyper, own)
-        return []
+        for part in self.current.parts:
+            assert part.reducer is not None
+            super()._move(part, part.reducer, hyper, self.gradients.flags)
+        self.current.exchange_local_steps(hyper, self.setup.options.elastic)
 
     def _shared(self, part: Part) -> list[Tensor]:
         assert part.reducer is not None

@@ -176,14 +176,14 @@ def check(case: Case, recorded: list[Recorded]) -> None:
         expected = simulation(ys)
         turned = np.zeros(plan.size, bool)
         for rank, node in enumerate(nodes):
-            c, scale = _whole(simulation.gathered[rank])
+            c, scale = whole(simulation.gathered[rank])
             size = sizes[rank] + np.abs(started[0][rank]) + scale
             e = worker_residual(case, ranks, *after[node])
             where = f"the worker residual of sender {rank} after step {t}"
-            turned |= _compare(e, simulation.worker[rank], c, scale, size, plan.valid, where)
+            turned |= flipped(e, simulation.worker[rank], c, scale, size, plan.valid, where)
         if turned.any():
             continue  # what rounding turned is in this step's average
-        size = sum(_whole(messages)[1] for messages in simulation.gathered) / senders + np.abs(started[1])
+        size = sum(whole(messages)[1] for messages in simulation.gathered) / senders + np.abs(started[1])
         got = plan.flatten(values(case, result))
         rounded = np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
         compared += 1
@@ -191,19 +191,19 @@ def check(case: Case, recorded: list[Recorded]) -> None:
             off = np.where(plan.valid, np.abs(got - expected), 0.0)
             assert np.all(off <= ROUNDING * (size + rounded)), f"the result of step {t}"
             continue
-        C, scale = _whole(simulation.scattered)
+        C, scale = whole(simulation.scattered)
         E, size = server_residual(case, ranks, after), size + scale
-        _compare(E, simulation.server, C, scale, size, plan.valid, f"the server residual after step {t}")
-        _compare(got, expected, C, scale, size + rounded, plan.valid, f"the result of step {t}")
+        flipped(E, simulation.server, C, scale, size, plan.valid, f"the server residual after step {t}")
+        flipped(got, expected, C, scale, size + rounded, plan.valid, f"the result of step {t}")
     assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
 
 
-def _whole(messages: list[oracle.Message]) -> tuple[np.ndarray, np.ndarray]:
+def whole(messages: list[oracle.Message]) -> tuple[np.ndarray, np.ndarray]:
     """c and its scale over the whole space."""
     return np.concatenate([m.c for m in messages]), np.concatenate([m.scale for m in messages])
 
 
-def _compare(got: Array, expected: Array, c: Array, scale: Array, size: Array, valid: Array, what: str) -> np.ndarray:
+def flipped(got: Array, expected: Array, c: Array, scale: Array, size: Array, valid: Array, what: str) -> np.ndarray:
     """`got` is `expected`; where |c| is within rounding of 0 it may be 2 scales away. Returns where that is so."""
     allowed = ROUNDING * size
     unsure = valid & (np.abs(c) <= allowed) & (scale > 0)

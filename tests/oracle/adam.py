@@ -78,7 +78,8 @@ def averaged_momentum(
     grads: Sequence[Gradients], m: Arrays, hypers: Sequence[Hyper], all_reduce: SimulatedAllReduce,
     gamma: np.ndarray | None = None,
 ) -> Arrays:  # fmt: skip
-    """m of the next step; each rank's y times gamma before the all-reduce, and m divided by it after."""
+    """m of the next step over N ranks, `grads[i]` those of rank i; each rank's y times gamma before the all-reduce,
+    and m divided by it after."""
     gamma, layout = np.ones(len(m)) if gamma is None else gamma, all_reduce.layout
     ys = [[gamma_p * y_p for gamma_p, y_p in zip(gamma, local_momentum(g, m, hypers), strict=True)] for g in grads]
     new = layout.unflatten(all_reduce([layout.flatten(y) for y in ys]))
@@ -91,11 +92,3 @@ def onebit_adam_update(x: Arrays, m: Arrays, d: Arrays, hypers: Sequence[Hyper])
         np.where(d_p == 0, x_p, x_p - h.lr * (m_p * d_p + h.weight_decay * x_p))
         for x_p, m_p, d_p, h in zip(x, m, d, hypers, strict=True)
     ]
-
-
-def onebit_adam_step(
-    x: Arrays, grads: Sequence[Gradients], m: Arrays, d: Arrays, hypers: Sequence[Hyper], all_reduce: SimulatedAllReduce
-) -> tuple[Arrays, Arrays]:
-    """Stage 2 of 1-bit Adam over N ranks, `grads[i]` those of rank i: new x, m, the same on every rank."""
-    m = averaged_momentum(grads, m, hypers, all_reduce)
-    return onebit_adam_update(x, m, d, hypers), m

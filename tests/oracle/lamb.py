@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracle.adam import Hyper, averaged_momentum, freeze, moments
-from tests.oracle.codec import Arrays, Gradients, SimulatedAllReduce, magnitude
+from tests.oracle.adam import Hyper, freeze, moments
+from tests.oracle.codec import Arrays, Gradients, magnitude
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def onebit_lamb_update(
     x: Arrays, m: Arrays, m_previous: Arrays, v: Arrays, r: np.ndarray, frozen: LambFrozen, hypers: Hypers,
     ratio: str = "variance",
 ) -> tuple[Arrays, Arrays, np.ndarray]:  # fmt: skip
-    """Lines 14 to 22 of Algorithm 1: new x, v (fresh) and r."""
+    """Lines 14 to 22 of Algorithm 1: new x, v (fresh) and r. r starts at 1, v at frozen.v."""
     xs, vs, rs = [], [], []
     for p, h in enumerate(hypers):
         reconstructed = (m[p] - h.beta1 * m_previous[p]) / (1 - h.beta1)
@@ -112,14 +112,3 @@ def onebit_lamb_update(
         vs.append(v_p)
         rs.append(r_p)
     return xs, vs, np.array(rs)
-
-
-def onebit_lamb_step(
-    x: Arrays, grads: Sequence[Gradients], m: Arrays, v: Arrays, r: np.ndarray, frozen: LambFrozen, hypers: Hypers,
-    all_reduce: SimulatedAllReduce, ratio: str = "variance",
-) -> tuple[Arrays, Arrays, Arrays, np.ndarray]:  # fmt: skip
-    """Stage 2 of 1-bit LAMB over N ranks: new x, m, v, r. r starts at 1, v at frozen.v."""
-    m_previous = m
-    m = averaged_momentum(grads, m_previous, hypers, all_reduce, frozen.gamma)
-    x, v, r = onebit_lamb_update(x, m, m_previous, v, r, frozen, hypers, ratio)
-    return x, m, v, r

@@ -101,8 +101,9 @@ def _where(live: Sequence[np.ndarray], m: Arrays) -> Arrays:
 class ZeroOne:
     """The optimizer of N ranks, whose x, m, v are the same on all; `all_reduce` keeps the residuals of each.
 
-    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `take_step`
-    takes the step that comes; `dense`, `full`, `one_bit`, `local` and `sync` one of their kind, and `step` counts them.
+    `m` is what the last exchange's replies stand for, and 0 once it has been folded into the residuals. `dense`,
+    `full`, `one_bit` and `local` take a step of their kind, with `grads[i]` those of rank i, and `step` counts them; a
+    sync is a local step and then `synchronize`.
 
     From `local_start` on rank i has its own x and m, `own_x[i]` and `own_m[i]`, and x and m are those of the last sync:
     x is the anchor. Residuals are in units of lr m. Since that sync there were `since_sync` steps, with, of every
@@ -161,11 +162,6 @@ class ZeroOne:
         """Where there is a variance, or a floor stands in for it."""
         return [(v_p > 0) | (at_zero > 0) for v_p, (_, at_zero) in zip(self.v, self.floors, strict=True)]
 
-    def take_step(self, grads: Sequence[Gradients]) -> None:
-        """The coming step, with `grads[i]` those of rank i."""
-        kinds = {"dense": self.dense, "full": self.full, "1 bit": self.one_bit, "local": self.local, "sync": self.sync}
-        kinds[self.kind](grads)
-
     def dense(self, grads: Sequence[Gradients]) -> None:
         """A step of AdamW on the mean gradient. The last one sets the floors and folds m."""
         self.step += 1
@@ -213,11 +209,6 @@ class ZeroOne:
         self.weight_sum = [total + w for total, w in zip(self.weight_sum, ws, strict=True)]
         self.decay = [d * (1 - h.lr * h.weight_decay) for d, h in zip(self.decay, self.hypers, strict=True)]
         self.since_sync += 1
-
-    def sync(self, grads: Sequence[Gradients]) -> None:
-        """A local step, and then all ranks meet."""
-        self.local(grads)
-        self.synchronize()
 
     def synchronize(self) -> None:
         """U = compressed_all_reduce(e_i), x = D x - U / (u + eps), m = U / W, on every rank; x and m are the anchor's.

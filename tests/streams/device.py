@@ -54,7 +54,7 @@ class Device:
         self.reached: set[Site] = set()
         self.capturing = False
         self._made = 0
-        self._own = threading.local()  # of each thread: whether it is watched, and whether it is within a pass
+        self._own = threading.local()  # of each thread: whether it is watched, is within a pass, has chosen its device
 
     def counts(self, depth: int = 2) -> bool:
         """Whether the call of the product that has led here is not left out."""
@@ -87,6 +87,8 @@ class Device:
     def within(self, stream: Stream | None) -> Iterator[None]:
         before = self.recorder.current
         self.recorder.current = stream or before
+        if not self.watched and not getattr(self._own, "has_chosen", False):
+            self.recorder.faults["a thread works in a stream of a device that it has not chosen"] = None
         try:
             with contextlib.nullcontext() if self.watched else self.watch():
                 yield
@@ -94,7 +96,7 @@ class Device:
             self.recorder.current = before
 
     def choose_device(self, stream: Stream) -> None:
-        return None
+        self._own.has_chosen = self.counts()
 
     def mark(self, device: torch.device, again: Event | None = None, timing: bool = False) -> Event:
         event = again or Event()

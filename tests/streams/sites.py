@@ -1,4 +1,5 @@
-"""Every call of the product that makes something wait, or keeps memory: without one of them a run has a fault."""
+"""Every call of the product that makes something wait, keeps memory or chooses a device: without one of them a run has
+a fault."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.streams.device import ROOT, Site
 
-ORDERING = ("mark", "wait_for", "join", "wait_on_host", "keep")
+ORDERING = ("choose_device", "mark", "wait_for", "join", "wait_on_host", "keep")
 FOLDERS = ("onebit", "collectives", "kernels")
 
 

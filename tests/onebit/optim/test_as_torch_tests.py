@@ -101,15 +101,6 @@ def test_step_hooks_run_in_torchs_order_and_may_change_gradients_and_arguments(c
     assert len(called) == 4
 
 
-def test_a_profile_names_the_step_as_torch_does() -> None:
-    optimizer = build("OneBitAdam")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        optimizer.step()
-        optimizer.zero_grad()
-    names = {event.key for event in profile.key_averages()}
-    assert {"Optimizer.step#OneBitAdam.step", "Optimizer.zero_grad#OneBitAdam.zero_grad"} <= names
-
-
 @both
 def test_gradients_on_or_off_around_a_step_change_nothing(case: Case) -> None:
     ends = set()
@@ -244,13 +235,6 @@ def test_what_is_written_to_a_group_holds_from_the_next_step_on(case: Case, chan
     frozen = plain.optimizer.compressing and case.kind == "OneBitAdam" and "eps" in change
     assert (bits(changed.params[::2]) != bits(plain.params[::2])) != frozen
     assert bits(changed.params[1::2]) == bits(plain.params[1::2])
-
-
-@both
-def test_a_group_without_a_learning_rate_does_not_move(case: Case) -> None:
-    before, params = case.parameters(), started(case.but(groups=({}, {"lr": 0.0, "weight_decay": 0.1}))).params
-    assert bits(params[1::2]) == bits(before[1::2])
-    assert bits(params[::2]) != bits(before[::2])
 
 
 # Names and copies

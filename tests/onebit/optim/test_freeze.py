@@ -42,19 +42,6 @@ class Swelling(Case):
         return total
 
 
-@dataclass(frozen=True)
-class TwoDtypes(Swelling):
-    """The first parameter has 16 bits."""
-
-    def parameters(self):
-        first, *others = super().parameters()
-        return [nn.Parameter(first.detach().bfloat16()), *others]
-
-    def gradients(self, rank, step):
-        first, *others = super().gradients(rank, step)
-        return [first.bfloat16(), *others]
-
-
 WINDOW = 20
 SHORT = {"betas": (0.9, 0.95)}  # 1 / (1 - beta2) = 20
 STEADY = Swelling(shapes=((20, 40), (33,), (300,)), steps=200, options=SHORT)
@@ -120,7 +107,7 @@ def assert_frozen_by_the_rule(found, window, threshold=0.96):
         (1, STEADY, 2 * WINDOW - 1),
         (2, RISING, 60),
         (1, SINKING, 2 * WINDOW + 10),
-        (1, TwoDtypes(shapes=((400,), (300,)), steps=200, options=SHORT, growth=0.2, until=60), 60),
+        (1, RISING.but(shapes=((400,), (300,)), last_dtype="bfloat16"), 60),
     ],
     ids=["steady", "rising", "sinking", "two dtypes are one model"],
 )

@@ -55,8 +55,9 @@ class ZeroOneSimulation(Simulation):
         self.x, self.m = o.x, o.m
 
     def step(self, step: int) -> None:
-        self.oracle.take_step(self.gradients(step))
-        self.m = self.oracle.m
+        o = self.oracle
+        {"dense": o.dense, "full": o.full, "1 bit": o.one_bit}[o.kind](self.gradients(step))
+        self.m = o.m
 
     def check_step(self, now: list[After], step: int) -> bool | None:
         kind = self.oracle.kind
