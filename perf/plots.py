@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onebit.report.plots import available
+from onebit.report.plots import available, pyplot
 
 GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
 PURPLE, CYAN, BROWN, PINK, OLIVE, TEAL = "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#00665e"
@@ -31,19 +31,14 @@ def draw_if_possible(draw: Callable[[], Sequence[Path]]) -> None:
 
 def save(path: Path, panels: Sequence[Draw], title: str = "", size: tuple[float, float] = (5.5, 4.2)) -> Path:
     """Draw one panel after the other, left to right; `size` is that of a panel, in inches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     width, height = size[0] * len(panels), size[1]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(width, height), layout="constrained", squeeze=False)
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(width, height), layout="constrained", squeeze=False)
     for draw, on in zip(panels, axes[0], strict=True):
         draw(on)
     if title:
         figure.suptitle(textwrap.fill(title, round(10 * width)))
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    pyplot().close(figure)
     return path
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from onebit.kernels import backend
 from onebit.kernels.data.checks import is_whole
+from onebit.report.plots import check_plot
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CommandError(Exception):
-    """Something the user can put right."""
+    """Something the user can put right. `code` is the exit status of the command."""
 
     code = 2
 
@@ -58,3 +60,19 @@ def pick_device(text: str) -> torch.device:
             raise CommandError(f"there is no GPU {index}: choose one below {torch.cuda.device_count()}")
         return torch.device("cuda", index)
     return device
+
+
+def check_picture(out: Path, option: str) -> bool:
+    """Whether there is matplotlib; that it could write `out` is found out before the work."""
+    try:
+        return check_plot(out)
+    except ValueError as error:
+        raise CommandError(f"{error}; choose another {option}") from error
+
+
+@contextlib.contextmanager
+def writing_picture(option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"the plot could not be written ({error}): choose another {option}") from error

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from onebit.cli import tune
 from onebit.cli.arguments import CommandError
 from onebit.cli.demo import command as demo
-from onebit.cli.demo.ranks import DemoError
 from onebit.cli.plan import command as plan
-from onebit.cli.plan.command import PlanError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         COMMANDS[arguments.command](arguments)
-    except (CommandError, DemoError, PlanError) as error:
+    except CommandError as error:
         print(f"onebit {arguments.command}: error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:

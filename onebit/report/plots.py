@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 def available() -> bool:
@@ -14,6 +15,16 @@ def available() -> bool:
             raise
         return False
     return True
+
+
+def pyplot() -> Any:
+    """matplotlib's, which draws into files and opens no window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as drawing
+
+    return drawing
 
 
 def check_plot(out: Path) -> bool:

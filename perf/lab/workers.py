@@ -5,6 +5,7 @@ Rank 0 prints progress and what was found; any rank prints what is wrong with a 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from perf.command import FAILED, WrongResult
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
 from perf.lab.rates import rtt_seconds
+from perf.ranks import ONE_CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRESS, RESULT, WRONG = "@progress ", "@result ", "@wrong "
@@ -45,9 +47,9 @@ def run_worker(run: Callable[[], object]) -> int:
     return 0
 
 
-def search_path() -> str:
-    """PYTHONPATH of a process that imports perf, wherever it starts."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+def worker(arguments: argparse.Namespace, **others: Any) -> list[str]:
+    """Options of a rank: the benchmark's arguments, but for these."""
+    return ["--worker", json.dumps({**vars(arguments), **others}, default=str)]
 
 
 @contextlib.contextmanager
@@ -87,10 +89,11 @@ def run_workers(
             publish({"dict": dict, **(kinds or {})}[kind](fields))
 
     progress.show(f"{network}: starting the ranks")
-    clock = ["--one-clock"] if rtt_seconds(lab.link) else []
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    clock = {ONE_CLOCK: "1"} if rtt_seconds(lab.link) else {}
     with _no_choices() as fresh:  # chunks="auto" measures every network anew
-        env = {"PYTHONPATH": search_path(), "ONEBIT_CACHE_DIR": fresh}
+        env = {"PYTHONPATH": path, "ONEBIT_CACHE_DIR": fresh, **clock}
         try:
-            lab.run([*argv, *clock], timeout=timeout, env=env, on_line=on_line)
+            lab.run(argv, timeout=timeout, env=env, on_line=on_line)
         except RankFailed as error:
             raise (WrongResult(f"{network}: {wrong[0]}") if wrong else error) from error

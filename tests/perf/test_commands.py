@@ -18,7 +18,7 @@ from perf.all_reduce.measure import Row
 from perf.bench import Section
 from perf.convergence import study
 from perf.kernels import benchmark as kernels
-from perf.lab import demo, network
+from perf.lab import network
 from perf.lab.namespaces import LabUnavailable
 from perf.methods import command as methods
 from perf.records import RESULTS, read_record
@@ -58,9 +58,6 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (train_step.main, "--lab --train --clip=-1", "--clip"),
         (train_step.main, "--lab --train --clip=nan", "--clip"),
         (train_step.main, "--device=cpu", "start it with torchrun, or give it --lab"),
-        (demo.main, "", "--rate"),
-        (demo.main, "--rate=fast", "'fast' is no link"),
-        (demo.main, "--rate=1gbit --hosts=1", "not a number of hosts"),
         (kernels.main, "--device=toaster", "toaster"),
         (methods.main, "--models=huge", "huge"),
         (methods.main, "--report --out=.", "measure first"),

@@ -1,7 +1,6 @@
 """The network lab: links, counters and cables, who runs where, and that nothing stays behind whatever ends a run."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onebit.cli.demo.report import NOTE
-from perf.lab import demo, namespaces, network
+from perf.lab import namespaces, network
 from perf.lab.command import main
 from perf.lab.namespaces import LabUnavailable, sweep_stale
 from perf.lab.network import NetworkLab
@@ -240,36 +238,3 @@ def test_the_command_line_reports_and_a_failed_rank_ends_the_run(lab, capfd, scr
     assert "[rank 1] bad input" in captured.out
     assert "rank 1 failed with status 1; its last lines:\n    bad input" in captured.err
     assert "rank 0" not in captured.err and left_behind(os.getpid()) == ours
-
-
-@pytest.mark.netlab
-def test_the_demo_sends_over_the_links_what_it_says(lab_available, tmp_path, capfd: pytest.CaptureFixture[str]):
-    out = tmp_path / "plot.png"
-    status = demo.main(["--rate=200mbit", "--hosts=3", "--steps=16", f"--out={out}"])
-    text, errors = capfd.readouterr()
-    assert status == 0, errors
-    assert "3 ranks, links of 200mbit" in text and "validation loss" in text and NOTE.strip() not in text
-
-    def megabytes(what):
-        """Of Adam and of 1-bit Adam."""
-        row = re.search(rf"^ +{re.escape(what)} +([\d.]+) MB +([\d.]+) MB", text, re.MULTILINE)
-        assert row is not None, text
-        return [float(row[1]), float(row[2])]
-
-    dense, packed = megabytes("by the link's counter")
-    assert dense == pytest.approx(megabytes("of it in stage 2")[0], rel=0.05)
-    assert dense / packed > 25 and (dense - 0.05) / (packed + 0.05) < 32  # printed with one decimal
-    assert "No plot" in text or out.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lab needs Linux")
-def test_without_root_the_demo_names_what_is_missing(tmp_path):
-    drop = "--bounding-set=-net_admin,-sys_admin", "--inh-caps=-net_admin,-sys_admin"
-    unprivileged = ["setpriv", *drop] if os.geteuid() == 0 else []
-    if unprivileged and shutil.which("setpriv") is None:
-        pytest.skip("needs setpriv, or not to be root")
-    command = [*unprivileged, sys.executable, "-m", "perf.lab.demo", "--rate=50mbit", f"--out={tmp_path / 'plot.png'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG)
-    assert result.returncode == 1
-    assert "perf.lab.demo: error: the network lab" in result.stderr
-    assert "Traceback" not in result.stderr

@@ -5,67 +5,50 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from onebit.cli.arguments import whole_number_from
+from onebit.cli.arguments import check_picture, whole_number_from, writing_picture
 from onebit.cli.demo import report as demo_report
-from onebit.cli.demo.ranks import DemoError, Launcher, lines_of
+from onebit.cli.demo.ranks import DemoError, lines_of
 from onebit.cli.demo.train import RATE, Settings, parse_line
 from onebit.cli.progress import Progress
-from onebit.report.plots import check_plot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.add_argument("--optimizer", choices=RATE, default=defaults.optimizer, help="default: %(default)s")
-    parser.add_argument(
-        "--ranks",
-        type=whole_number_from(2, 64),
-        default=defaults.ranks,
-        metavar="N",
-        help="processes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--steps", type=whole_number_from(10, 10_000), default=defaults.steps, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number_from(0, 2**31), default=defaults.seed, metavar="N", help="default: %(default)s"
-    )
+    for name, limits, default in (
+        ("ranks", (2, 64), defaults.ranks),
+        ("steps", (10, 10_000), defaults.steps),
+        ("seed", (0, 2**31), defaults.seed),
+    ):
+        number = whole_number_from(*limits)
+        parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
     )
 
 
-def run(arguments: argparse.Namespace, *, bandwidth: str | None = None, launcher: Launcher | None = None) -> None:
-    """Train, print the table, write the plot. launcher: see `lines_of`. bandwidth: of its links, for the launcher."""
+def run(arguments: argparse.Namespace) -> None:
+    """Train, print the table, write the plot."""
     start, out = time.perf_counter(), arguments.out
-    drawable = _check_plot(out)
-    record = train(settings_of(arguments, bandwidth), Progress(), launcher)
+    drawable = check_picture(out, "--out")
+    settings = Settings(arguments.optimizer, arguments.ranks, arguments.steps, arguments.seed)
+    record = train(settings, Progress())
     print(demo_report.describe(record))
     if drawable:
-        with _writing(out):
+        with writing_picture("--out"):
             demo_report.plot(record, out)
     print(f"\nPlot: {out}" if drawable else "\nNo plot: matplotlib is not installed. For one: pip install matplotlib")
     print(f"Took {time.perf_counter() - start:.0f} s")
 
 
-def settings_of(arguments: argparse.Namespace, bandwidth: str | None = None) -> Settings:
-    return Settings(
-        optimizer=arguments.optimizer,
-        ranks=arguments.ranks,
-        steps=arguments.steps,
-        seed=arguments.seed,
-        bandwidth=bandwidth,
-    )
-
-
-def train(settings: Settings, progress: Progress, launcher: Launcher | None = None) -> demo_report.Record:
+def train(settings: Settings, progress: Progress) -> demo_report.Record:
     """All that the ranks print. A DemoError where one fails."""
     record = demo_report.Record(settings)
     progress.show(f"starting {settings.ranks} ranks ...")
     try:
-        with contextlib.closing(lines_of(settings, launcher)) as lines:
+        with contextlib.closing(lines_of(settings)) as lines:
             for line in lines:
                 record.add(parse_line(line))
                 if record.steps:
@@ -75,20 +58,3 @@ def train(settings: Settings, progress: Progress, launcher: Launcher | None = No
     if record.end is None:
         raise DemoError("the ranks ended without a result")
     return record
-
-
-def _check_plot(out: Path) -> bool:
-    try:
-        return check_plot(out)
-    except ValueError as error:
-        raise DemoError(f"{error}; choose another --out", code=2) from error
-
-
-@contextlib.contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DemoError(
-            f"the plot could not be written to {str(out)!r} ({error.strerror}): choose another --out", code=2
-        ) from error

@@ -33,32 +33,41 @@ class Text:
 
 
 class Transformer(nn.Module):
-    """Next-character logits; the embedding is tied."""
+    """Logits of each next token; the embedding is tied."""
 
-    def __init__(self, letters: int, width: int = 128, layers: int = 2, heads: int = 4) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        length: int = LENGTH,
+        bias: bool = False,
+        std: float = 0.02,
+    ) -> None:
         super().__init__()
-        self.letters = nn.Embedding(letters, width)
-        self.places = nn.Embedding(LENGTH, width)
-        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width, bias=False)
-        for table in (self.letters, self.places):
-            nn.init.normal_(table.weight, std=0.02)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        self.layers = nn.Sequential(*(Layer(width, heads, bias) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=bias)
+        for table in (self.tokens, self.places):
+            nn.init.normal_(table.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.layers(self.letters(tokens) + self.places.weight)
-        return self.norm(x) @ self.letters.weight.T
+        x = self.layers(self.tokens(tokens) + self.places.weight)
+        return self.norm(x) @ self.tokens.weight.T
 
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_attention, self.norm_mlp = (nn.LayerNorm(width, bias=False) for _ in range(2))
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
-        self.mix = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.norm_attention, self.norm_mlp = (nn.LayerNorm(width, bias=bias) for _ in range(2))
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias)
+        self.mix = nn.Linear(width, width, bias)
+        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.queries_keys_values(self.norm_attention(x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)

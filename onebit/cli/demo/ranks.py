@@ -1,4 +1,4 @@
-"""The demo's processes: a rank each on this machine, or what a launcher starts; none outlives the demo."""
+"""The demo's processes, a rank each on this machine; none outlives the demo."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from onebit.cli.demo.train import LOCAL, MARK, Settings
+from onebit.cli.arguments import CommandError
+from onebit.cli.demo.train import Settings
 from onebit.log import QUIET
 
+MODULE = "onebit.cli.demo.train"  # of a rank
 TAIL_LINES = 50
 
 
-class DemoError(Exception):
-    """Why there is no result. `code` is the exit status of the command."""
+class DemoError(CommandError):
+    """Why there is no result."""
 
-    def __init__(self, text: str, code: int = 1) -> None:
-        super().__init__(text)
-        self.code = code
+    code = 1
 
 
 class Process:
@@ -60,13 +60,11 @@ class Process:
 
     def report(self) -> str:
         """How it ended, and the last lines of its errors."""
-        code, last = self.running.returncode, self.last_lines()
+        code = self.running.returncode
+        self._errors.seek(0)
+        last = [line.rstrip() for line in self._errors][-TAIL_LINES:]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
         return "\n    ".join([f"{self.name} {how}" + ("; its last lines:" if last else ""), *last])
-
-    def last_lines(self) -> list[str]:
-        self._errors.seek(0)
-        return [line.rstrip() for line in self._errors if MARK not in line][-TAIL_LINES:]
 
     def drain(self) -> None:
         """Wait, once it has ended, until its last line is in the queue."""
@@ -85,29 +83,17 @@ class Process:
                 stream.close()
 
 
-Launcher: TypeAlias = Callable[[Settings, list[str], queue.Queue[str]], Process]
-
-
-def lines_of(settings: Settings, launcher: Launcher | None = None) -> Generator[str, None, None]:
-    """What the ranks write, until all have ended. A DemoError where one fails; whatever happens, none runs on.
-
-    launcher: starts all ranks elsewhere than on this machine, `launcher(settings, module_and_arguments, lines)`: one
-    process that runs `python -m module arguments` settings.ranks times, each with the variables RANK, LOCAL_RANK,
-    MASTER_ADDR and MASTER_PORT (rank 0 listens there), that puts what they print into `lines`, and fails where one of
-    them does. It may print a prefix before each line, such as the rank.
-    """
+def lines_of(settings: Settings) -> Generator[str, None, None]:
+    """What the ranks write, until all have ended. A DemoError where one fails; whatever happens, none runs on."""
+    command = [MODULE, json.dumps(asdict(settings))]
     lines: queue.Queue[str] = queue.Queue()
     processes: list[Process] = []
     with handling({signal.SIGTERM: _exit, getattr(signal, "SIGHUP", signal.SIGTERM): _exit}):
         try:
-            if launcher is None:
-                # The demo holds the store: its port is bound when it is chosen, and rank 0 may die like any other.
-                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                for rank in range(settings.ranks):
-                    env = _environment(settings, rank, store.port)
-                    processes.append(Process(f"rank {rank}", _module(settings), env, lines))
-            else:
-                processes.append(launcher(settings, _module(settings), lines))
+            # The demo holds the store: its port is bound when it is chosen, and rank 0 may die like any other.
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for rank in range(settings.ranks):
+                processes.append(Process(f"rank {rank}", command, _environment(rank, store.port), lines))
             yield from _until_the_end(processes, lines)
         finally:
             _stop(processes)
@@ -136,28 +122,16 @@ def _stop(processes: list[Process]) -> None:
         for process in processes:
             if process.running.poll() is None:
                 process.running.terminate()
-        deadline = time.monotonic() + 10  # a launcher ends its ranks
+        deadline = time.monotonic() + 10
         for process in processes:
             process.end(deadline)
 
 
-def _module(settings: Settings) -> list[str]:
-    return ["onebit.cli.demo.train", json.dumps(asdict(settings))]
-
-
-def _environment(settings: Settings, rank: int, port: int) -> dict[str, str]:
-    """What torchrun would set, and that ranks talk over loopback, whatever this machine's name resolves to."""
+def _environment(rank: int, port: int) -> dict[str, str]:
+    """Who a rank is, and that ranks talk over loopback, whatever this machine's name resolves to."""
     names = [name for _, name in socket.if_nameindex()] if os.name == "posix" else []
     loopback = [{"GLOO_SOCKET_IFNAME": name} for name in ("lo", "lo0") if name in names]
-    torchrun = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(settings.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        LOCAL: "1",
-    }
-    return {**torchrun, **(loopback[0] if loopback else {})}
+    return {"RANK": str(rank), "MASTER_PORT": str(port), **(loopback[0] if loopback else {})}
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onebit.cli.demo.model import LENGTH
 from onebit.cli.demo.train import BATCH, End, Settings, Start, Step
+from onebit.report.plots import pyplot
 
 COLORS = "#7f7f7f", "#1f77b4", "#d62728"
 NOTE = (
@@ -39,9 +40,9 @@ class Record:
         """The first step of stage 2."""
         return next((s.step for s in self.steps if s.compressing), None)
 
-    def sent(self, counted: bool = False) -> list[list[int]]:
+    def sent(self) -> list[list[int]]:
         """By each optimizer: in all, and from the step on in which the second's stage 2 begins."""
-        rows = [s.counted if counted and s.counted else s.sent for s in self.steps]
+        rows = [s.sent for s in self.steps]
         before = rows[self.freeze - 2] if self.freeze else rows[-1]
         return [[all_of_it, all_of_it - b] for all_of_it, b in zip(rows[-1], before, strict=True)]
 
@@ -67,9 +68,6 @@ def describe(record: Record) -> str:
     total, stage2 = zip(*record.sent(), strict=True)
     rows.append(("sent by each rank", [*map(megabytes, total)], _times_less(total)))
     rows.append(("  of it in stage 2", [*map(megabytes, stage2)], _times_less(stage2)))
-    if record.steps[-1].counted is not None:
-        _, counted = zip(*record.sent(counted=True), strict=True)
-        rows.append(("  by the link's counter", [*map(megabytes, counted)], _times_less(counted)))
     seconds = [statistics.median(s) for s in zip(*(s.seconds for s in record.steps if s.compressing), strict=True)]
     note = "" if seconds[0] <= 1.1 * min(seconds[1:]) else f"{_factors(seconds)} times as fast"
     rows.append(("time a step, stage 2", [f"{1e3 * s:.0f} ms" for s in seconds], note))
@@ -80,25 +78,19 @@ def describe(record: Record) -> str:
         f"\n\n{name}, optimizer.report():\n" + "\n".join(f"  {line}" for line in text.splitlines())
         for name, text in zip(names[1:], record.end.reports, strict=True)
     )
-    where = f"links of {settings.bandwidth}" if settings.bandwidth else f"{start.backend} on {start.device}"
     return (
-        f"{settings.ranks} ranks, {where}; a transformer of {start.elements:,} parameters on Python's documentation,\n"
+        f"{settings.ranks} ranks, {start.backend} on {start.device}; a transformer of {start.elements:,} parameters on "
+        f"Python's documentation,\n"
         f"{settings.steps} steps of {settings.ranks} x {BATCH} x {LENGTH} characters, seed {settings.seed}; "
-        f"{names[1]} is in stage 2 from step {record.freeze} on\n\n{table}{reports}"
-        f"{NOTE if record.steps[-1].counted is None else ''}"
+        f"{names[1]} is in stage 2 from step {record.freeze} on\n\n{table}{reports}{NOTE}"
     )
 
 
 def plot(record: Record, path: Path) -> None:
     """Losses above, bytes below, over the steps. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     assert record.end is not None
     settings, names, where = record.settings, record.settings.names, [s.step for s in record.steps]
-    figure, (above, below) = pyplot.subplots(
+    figure, (above, below) = pyplot().subplots(
         2, 1, figsize=(8, 6.5), height_ratios=(3, 2), sharex=True, layout="constrained"
     )
     curves = smoothed(record.steps, max(1, settings.steps // 40))
@@ -125,7 +117,7 @@ def plot(record: Record, path: Path) -> None:
     fewer = f"{stage2[0] / stage2[1]:.1f} times less"
     figure.suptitle(f"{settings.ranks} ranks: after the freeze {names[1]} sends {fewer} than {names[0]}")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
 def smoothed(steps: Sequence[Step], window: int) -> list[list[float]]:

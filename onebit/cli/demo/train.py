@@ -13,7 +13,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
-from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
-LOCAL = "ONEBIT_DEMO_LOCAL"  # set where the parent is on this machine, holds the store, and ends its ranks
 BATCH = 16
 HELD_OUT = 512
 BETAS = (0.9, 0.98)
@@ -43,7 +40,6 @@ class Settings:
     ranks: int = 2
     steps: int = 400
     seed: int = 0
-    bandwidth: str | None = None  # of the links, where a launcher puts every rank on a host of its own
 
     @property
     def freeze_step(self) -> int:
@@ -70,7 +66,6 @@ class Step:
     losses: list[float]
     seconds: list[float]
     sent: list[int]
-    counted: list[int] | None  # by the network interface
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class Run:
         )
         self.elements = sum(p.numel() for p in self.model.parameters())
         self._ring = round(2 * (settings.ranks - 1) / settings.ranks * 4 * self.elements)
-        self._rings, self.counted = 0, 0
+        self._steps = 0
 
     @property
     def compressing(self) -> bool:
@@ -105,34 +100,25 @@ class Run:
     @property
     def sent(self) -> int:
         """Bytes: an fp32 ring all-reduce a step without compression, messages with it."""
-        own = self.optimizer.wire_bytes if isinstance(self.optimizer, OneBitOptimizer) else 0
-        return self._rings * self._ring + own
+        if isinstance(self.optimizer, OneBitOptimizer):
+            return round(self.optimizer.report().sent)
+        return self._steps * self._ring
 
     def step(self, windows: Tensor) -> tuple[Tensor, float]:
         """The loss, and how long it took all ranks."""
         if isinstance(self.optimizer, OneBitOptimizer):
             self.optimizer.pay_off.restart()  # other models were trained since
-        before, start = _interface_bytes(), time.perf_counter()
+        start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = loss_of(self.model, windows)
         loss.backward()
-        full = self._averages_gradients()
         self.optimizer.step()
         loss = loss.detach().cpu()
         dist.barrier()  # nothing of this step is under way any more
         seconds = time.perf_counter() - start
-        self.counted += _interface_bytes() - before
         self.schedule.step()
-        self._rings += full
+        self._steps += 1
         return loss, seconds
-
-    @torch.no_grad()
-    def _averages_gradients(self) -> bool:
-        """Whether the coming step is one without compression."""
-        if not isinstance(self.optimizer, OneBitOptimizer):
-            return True
-        self.optimizer.begin_step()
-        return kind_of_step(self.optimizer.setup, self.optimizer.current) == "full"
 
     @torch.no_grad()
     def held_out_loss(self, windows: Tensor) -> Tensor:
@@ -147,17 +133,8 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
     for step in range(1, settings.steps + 1):
         windows = text.batch(BATCH, source).to(device)
         losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
-        counted = None if LOCAL in os.environ else [run.counted for run in runs]
-        mean, sent = _mean(list(losses), device), [run.sent for run in runs]
-        done = Step(
-            step=step,
-            compressing=runs[1].compressing,
-            losses=mean,
-            seconds=list(seconds),
-            sent=sent,
-            counted=counted,
-        )
-        _print_line(rank, done)
+        sent = [run.sent for run in runs]
+        _print_line(rank, Step(step, runs[1].compressing, _mean(list(losses), device), list(seconds), sent))
     windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
     held_out = _mean([run.held_out_loss(windows) for run in runs], device)
     reports = [str(run.optimizer.report()) for run in runs[1:] if isinstance(run.optimizer, OneBitOptimizer)]
@@ -166,17 +143,14 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
 
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
-    if LOCAL in os.environ:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    rank = int(os.environ["RANK"])
     cuda = torch.cuda.device_count() >= settings.ranks
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=rank == 0 and LOCAL not in os.environ)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=store,
+        store=TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])),
         rank=rank,
         world_size=settings.ranks,
         timeout=timedelta(minutes=2),
@@ -219,19 +193,12 @@ def _print_line(rank: int, what: Start | Step | End) -> None:
 
 
 def parse_line(line: str) -> Start | Step | End | None:
-    """What rank 0 has printed, behind whatever prefix its launcher gives it; None of any other line."""
-    _, mark, text = line.partition(MARK)
-    if not mark:
+    """What rank 0 has printed; None of any other line."""
+    if not line.startswith(MARK):
         return None
-    ((kind, fields),) = json.loads(text).items()
+    ((kind, fields),) = json.loads(line.removeprefix(MARK)).items()
     known: dict[str, type[Start | Step | End]] = {"Start": Start, "Step": Step, "End": End}
     return known[kind](**fields)
-
-
-def _interface_bytes() -> int:
-    """What the interface that Gloo uses has sent so far, on a host with no other traffic."""
-    counter = Path("/sys/class/net", os.environ.get("GLOO_SOCKET_IFNAME", "none"), "statistics/tx_bytes")
-    return int(counter.read_text()) if counter.exists() else 0
 
 
 def _end_with_parent() -> None:

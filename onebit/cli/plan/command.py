@@ -13,18 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from onebit.cli.arguments import CommandError, check_picture, writing_picture
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import Model
 from onebit.cli.plan.options import CLUSTERS, GLOO_MEMORY, ITEMSIZES, MODELS, OPTIONS
 from onebit.cli.plan.pictures import draw_map, draw_plot, table
 from onebit.cli.plan.report import describe
-from onebit.report.plots import check_plot
-
-
-class PlanError(Exception):
-    """Something the user can put right."""
-
-    code = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"\n{table(model, cluster)}")
     for option, draw in (("plot", draw_plot), ("map", draw_map)):
         if path := getattr(arguments, option):
-            try:
+            with writing_picture(f"--{option}"):
                 draw(model, cluster, path)
-            except OSError as error:
-                raise PlanError(f"the plot could not be written ({error}): choose another --{option}") from error
             print(f"\n{option.title()}: {path}")
 
 
@@ -63,12 +55,12 @@ def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
     missing = [name for name in ("elements", "forward", "backward", "gpus", "network") if name not in values]
     if missing:
         preset = {"gpus": "", "network": " or a --cluster"}.get(missing[0], " or a --model")
-        raise PlanError(f"--{missing[0]} is missing: give it{preset}")
+        raise CommandError(f"--{missing[0]} is missing: give it{preset}")
     values["itemsize"] = ITEMSIZES[values["dtype"]]
     try:
         return _filled(Model, values), _filled(Cluster, values)
     except ValueError as error:
-        raise PlanError(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
 def _filled(kind: type[Any], values: dict[str, Any]) -> Any:
@@ -80,13 +72,9 @@ def _check_picture(out: Path | None, option: str, cluster: Cluster) -> None:
     if out is None:
         return
     if cluster.nodes == 1:
-        raise PlanError(
+        raise CommandError(
             f"{option} is of the network between nodes, and there is one node: give more --gpus, or fewer "
             "--gpus-per-node"
         )
-    try:
-        drawable = check_plot(out)
-    except ValueError as error:
-        raise PlanError(f"{error}; choose another {option}") from error
-    if not drawable:
-        raise PlanError(f"{option} needs matplotlib: pip install matplotlib")
+    if not check_picture(out, option):
+        raise CommandError(f"{option} needs matplotlib: pip install matplotlib")

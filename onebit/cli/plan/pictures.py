@@ -16,6 +16,7 @@ from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import Model
 from onebit.cli.plan.report import gbit
 from onebit.cli.plan.runs import UNCOMPRESSED, First, first, runs
+from onebit.report.plots import pyplot
 
 RATES = (10e6, 100e9)  # bit/s
 ROUND_TRIPS = (0.05e-3, 100e-3)  # seconds
@@ -62,11 +63,10 @@ def spaced(ends: tuple[float, float], points: int) -> list[float]:
 
 def draw_plot(model: Model, cluster: Cluster, path: Path) -> None:
     """Hours of a run over the network's rate, a curve for each method. Needs matplotlib."""
-    pyplot = _pyplot()
     here = cluster.network
     rates = spaced((min(RATES[0], here / 10), max(RATES[1], 10 * here)), POINTS[0])
     found = [runs(model, replace(cluster, network=rate)) for rate in rates]
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8, 5), layout="constrained")
     for name in found[0]:
         style = {"fp32": ":", "and local steps": "--"}.get(name, "-")
         hours = [each[name].seconds / 3600 for each in found]
@@ -76,16 +76,15 @@ def draw_plot(model: Model, cluster: Cluster, path: Path) -> None:
     _finish(axes, f"Predicted: a run of {model.steps:,} steps, {_about(model, cluster)}", "hours")
     axes.legend()
     figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
 def draw_map(model: Model, cluster: Cluster, path: Path) -> None:
     """Beside the regions of what is first, by how much; a row of panels for each kind. Needs matplotlib."""
-    pyplot = _pyplot()
     rates, round_trips = spaced(RATES, POINTS[0]), spaced(ROUND_TRIPS, POINTS[1])
     found = places(model, cluster, rates, round_trips)
     x, y = [rate / 1e9 for rate in rates], [1e3 * rtt for rtt in round_trips]
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         len(found), 2, figsize=(12, 0.9 + 4.1 * len(found)), layout="constrained", squeeze=False
     )
     for (kind, rows), (left, right) in zip(found.items(), axes, strict=True):
@@ -100,16 +99,7 @@ def draw_map(model: Model, cluster: Cluster, path: Path) -> None:
     figure.suptitle(_about(model, cluster))
     figure.supxlabel(textwrap.fill(" ".join(LOSS.split()), 150), fontsize=8)
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    pyplot().close(figure)
 
 
 def _about(model: Model, cluster: Cluster) -> str:
