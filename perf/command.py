@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,13 +79,6 @@ def link(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def options_of(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """For the ranks of the lab, as they were given here."""
-    values = {name: getattr(arguments, name) for name in names}
-    texts = {name: ",".join(map(str, v)) if isinstance(v, list) else v for name, v in values.items()}
-    return [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
-
-
 def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
     """Options of what is measured on ranks: in the lab, or on a group that is there."""
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
@@ -94,8 +88,7 @@ def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
     )
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
     parser.add_argument("--timeout", type=whole_number, default=timeout, help="seconds for one network of the lab")
-    for name in ("--worker", "--one-clock"):  # a rank of --lab, and of one with round trips
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)  # a rank of --lab, with these arguments
 
 
 def differing(arguments: argparse.Namespace, standard: Mapping[str, Any]) -> list[str]:

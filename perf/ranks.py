@@ -23,6 +23,7 @@ from onebit.kernels.tuning.machine import device_name
 from perf.command import WrongResult
 
 Show = Callable[[str], None]  # a line of progress
+ONE_CLOCK = "ONEBIT_PERF_ONE_CLOCK"  # set in the environment of ranks that are on one machine, with links of a delay
 
 
 class Ranks:
@@ -116,7 +117,7 @@ def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> I
         backend = arguments.backend or ("nccl" if device.type == "cuda" else "gloo")
         dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
     try:
-        ranks = Ranks(device, show, each, one_clock=arguments.one_clock)
+        ranks = Ranks(device, show, each, one_clock=ONE_CLOCK in os.environ)
         if ranks.size == 1:
             raise CommandError("a group of one rank has nothing to send: start two or more")
         yield ranks

@@ -37,24 +37,21 @@ from perf.command import (
     host_count,
     list_of,
     make_folder,
-    options_of,
     refuse_idle,
     set_defaults,
 )
 from perf.lab.network import NetworkLab
-from perf.lab.workers import print_progress, print_result, run_worker, run_workers
+from perf.lab.workers import print_progress, print_result, run_worker, run_workers, worker
 from perf.ranks import require_group
 from perf.records import load_average
 
 WORKER = ("-m", "perf.all_reduce")  # what a host of the lab runs
-PASSED_ON = ("device", "each", "elements", "chunks", "repeats", "in_a_row", "timeout")  # to the ranks of the lab
 
 
 def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
     """Every network in turn, one process a rank: rows, and descriptions of the groups."""
     found: list[Any] = []
-    direct = ["--direct"] * arguments.direct
-    argv = [*WORKER, "--worker", *options_of(arguments, PASSED_ON), *direct]
+    argv = [*WORKER, *worker(arguments)]
     for hosts in arguments.hosts:
         progress.show(f"{hosts} hosts: setting up the network")
         with NetworkLab(hosts, each=arguments.each) as lab:
@@ -97,8 +94,9 @@ def _chunks(text: str) -> int | str:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("backend",))
+    if arguments.worker:
+        return argparse.Namespace(**{**arguments.worker, "worker": True})
+    refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("backend",))
     set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto", "each": 1})
     if arguments.direct and arguments.each > 1:
         parser.error("--direct: only with one rank a host")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
@@ -50,13 +51,14 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, model: str, hosts: int, progress: Progress) -> None:
         self.record = Record(record_path(arguments.out, model, hosts))
-        self.hosts, self._seeds, self._progress = hosts, arguments.seeds, progress
+        self._seeds, self._progress = arguments.seeds, progress
         mine = (STEPS, FREEZE, CLIP)  # runs of other settings leave the record
         self.record.runs = [run for run in self.record.runs if (run.steps, run.freeze, run.clip) == mine]
         shape = MODELS[model]
         options = {"width": shape.width, "layers": shape.layers, "batch": shape.batch, "repeats": REPEATS}
         options |= {"steps": STEPS, "freeze": FREEZE, "clip": CLIP}
-        self._options = [f"--{name}={value}" for name, value in options.items()]
+        lab = ["--lab", f"--hosts={hosts}", *(f"--{name}={value}" for name, value in options.items())]
+        self._arguments = benchmark.parse_arguments(lab)
         self._about = {"lab": True, **machine(), **options, **provenance()}
 
     def measure_times(self, lab: NetworkLab) -> None:
@@ -64,18 +66,16 @@ class Comparison:
             if left := rows_to_measure(self.record.rows, link):
                 lab.set_link(link)
                 self.record.add({**self._about, "load_before": load_average()})
-                self._run(lab, [f"--variants={','.join(left)}"])
+                self._run(lab, variants=left)
 
     def train(self, lab: NetworkLab) -> None:
         lab.set_link(UNSHAPED)
         while left := next(to_train(self.record.runs, METHODS, self._seeds), None):
             self.record.add(self._about)
-            runs = ",".join(f"{name}:{seed}" for name, seed in left.runs[:AT_ONCE])
-            self._run(lab, ["--train", f"--runs={runs}", f"--lr={left.lr}"])
+            self._run(lab, train=True, runs=left.runs[:AT_ONCE], lr=left.lr)
 
-    def _run(self, lab: NetworkLab, what: list[str]) -> None:
-        arguments = benchmark.parse_arguments(["--lab", f"--hosts={self.hosts}", *self._options, *what])
-        benchmark.on_lab(lab, what, arguments, self._progress, self.record.add)
+    def _run(self, lab: NetworkLab, **what: Any) -> None:
+        benchmark.on_lab(lab, self._arguments, self._progress, self.record.add, **what)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

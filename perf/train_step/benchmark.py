@@ -16,7 +16,7 @@ A step is the slowest rank's, the median of several, a barrier before each. As i
 2021) it is
 
     forward, backward    what computes; backward's is that of a pass that averages nothing (DDP's no_sync)
-    step                 the optimizer, without its waiting for messages: in stage 2 packing is in it
+    step                 the optimizer, packing in stage 2 too; not its waits for messages or their thread
     all-reduce           what is left: messages that nothing hides, the hook's own work, waiting for slower ranks
 
 for a hook's messages leave while backward still computes, and only the whole step shows how much of them that hides.
@@ -44,13 +44,12 @@ from perf.command import (
     list_of,
     make_folder,
     one_of,
-    options_of,
     refuse_idle,
     set_defaults,
 )
 from perf.lab.network import NetworkLab
 from perf.lab.rates import UNSHAPED
-from perf.lab.workers import Publish, print_progress, print_result, run_worker, run_workers
+from perf.lab.workers import Publish, print_progress, print_result, run_worker, run_workers, worker
 from perf.ranks import require_group
 from perf.records import load_average
 from perf.train_step.measure import Row, Run, run_rank
@@ -70,7 +69,6 @@ from perf.train_step.report import (
 from perf.train_step.variants import BASELINE, VARIANTS
 
 WORKER = ("-m", "perf.train_step")  # what a host of the lab runs
-PASSED_ON = ("device", "width", "layers", "batch", "repeats", "steps", "freeze", "lr", "clip", "timeout")  # to ranks
 
 
 def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> None:
@@ -79,8 +77,7 @@ def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progres
     with NetworkLab(arguments.hosts) as lab:
         if arguments.train:
             if arguments.runs:
-                runs = ",".join(f"{name}:{seed}" for name, seed in arguments.runs)
-                on_lab(lab, ["--train", f"--runs={runs}"], arguments, progress, record.add)
+                on_lab(lab, arguments, progress, record.add)
             return
         rates = list(arguments.rates)
         if arguments.share:
@@ -88,7 +85,7 @@ def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progres
             record.about["share_rate"] = rates[0]
         for rate in rates:
             lab.set_link(rate)
-            on_lab(lab, [f"--variants={','.join(arguments.variants)}"], arguments, progress, record.add)
+            on_lab(lab, arguments, progress, record.add)
 
 
 def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) -> str:
@@ -97,16 +94,14 @@ def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) ->
     for _ in range(2):
         lab.set_link(rate)
         found: list[Any] = []
-        on_lab(lab, [f"--variants={BASELINE}"], arguments, progress, found.append)
+        on_lab(lab, arguments, progress, found.append, variants=[BASELINE])
         rate = link_for(arguments.share, found[-1])
     return rate
 
 
-def on_lab(
-    lab: NetworkLab, what: Sequence[str], arguments: argparse.Namespace, progress: Progress, publish: Publish
-) -> None:
-    """`publish` gets what the ranks find on these links, as it comes."""
-    argv = [*WORKER, "--worker", *options_of(arguments, PASSED_ON), *what]
+def on_lab(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress, publish: Publish, **others: Any) -> None:
+    """`publish` gets what the ranks find on these links, as it comes. others: what is not as in the arguments."""
+    argv = [*WORKER, *worker(arguments, **others)]
     kinds = {"Row": lambda fields: replace(Row.of(fields), rate=lab.link), "Run": Run.of}
     run_workers(lab, argv, arguments.timeout, progress, kinds, publish)
 
@@ -169,16 +164,12 @@ def _share(text: str) -> float:
     return share
 
 
-def _run(text: str) -> tuple[str, int]:
-    name, _, seed = text.partition(":")
-    return one_of("variant", list(VARIANTS))(name), int(seed)
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if not arguments.worker:
-        refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
+    if arguments.worker:
+        return argparse.Namespace(**{**arguments.worker, "worker": True})
+    refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
     if not 0 <= arguments.clip < math.inf:
         parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
     set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
@@ -207,5 +198,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clip", type=float, default=0.0, help="norm of gradients in training; 0: any (default)")
     add_out(parser, "the record and the plots")
     parser.add_argument("--name", help="of the record, after the machine's (default: made of the options that differ)")
-    parser.add_argument("--runs", type=list_of(_run), default=[], help=argparse.SUPPRESS)  # variant:seed, of a rank
+    parser.set_defaults(runs=[])  # variants and seeds, to train
     return parser

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.cli.demo.model import Text, loss_of
-from onebit.collectives.transport import transport_for
+from onebit.collectives.waits import counted
 from onebit.optimizers.optimizer import OneBitOptimizer
 from perf.command import WrongResult
 from perf.lab.workers import Publish
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group
-from perf.train_step.variants import VARIANTS, Model, Shape, TimedTransport, Trainee, Variant, timed_variants
+from perf.train_step.variants import VARIANTS, Model, Shape, Trainee, Variant, timed_variants
 
 FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
 TIMED_LR = 1e-4
@@ -84,13 +84,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
-    def now(self) -> float:
-        """The host's clock, also where marks are the device's."""
-        return time.perf_counter()
-
     def mark(self) -> Any:
         if not self._cuda:
-            return self.now()
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -103,9 +99,8 @@ class Clock:
 class Bench:
     """What the variants have in common: ranks, text, a clock, and a model that never communicates."""
 
-    def __init__(self, ranks: Ranks, shape: Shape, clock: Clock | None = None) -> None:
-        self.ranks, self.shape, self.text = ranks, shape, Text()
-        self.clock = clock or Clock(ranks.device)
+    def __init__(self, ranks: Ranks, shape: Shape) -> None:
+        self.ranks, self.shape, self.text, self.clock = ranks, shape, Text(), Clock(ranks.device)
         self.plain = shape.model(self.text, ranks.device)
         self.source = torch.Generator().manual_seed(ranks.rank)
         self.elements = sum(p.numel() for p in self.plain.parameters())
@@ -139,27 +134,25 @@ class Bench:
             seconds.append([self.clock.seconds(start, end)])
         return float(self.mean(seconds[1:]).median())
 
-    def parts(self, trainee: Trainee, transport: TimedTransport, clip: float = 0.0) -> tuple[float, list[float]]:
+    def parts(self, trainee: Trainee, clip: float = 0.0) -> tuple[float, list[float]]:
         """One step: its seconds, and those of forward and of what the optimizer does, clipping included, without
         waiting for others."""
         trainee.optimizer.zero_grad()
         windows, mark, clock = self.windows(), self.clock.mark, self.clock
         self.ranks.barrier()
-        began, start = clock.now(), mark()
+        began, start = time.perf_counter(), mark()
         loss = loss_of(trainee.model, windows)
         forward = mark()
         loss.backward()
-        backward = mark()
-        transport.waits.clear()
-        if clip:
-            trainee.clip(clip)
-        trainee.optimizer.step()
+        backward, waits = mark(), trainee.waits
+        with counted(waits):
+            if clip:
+                trainee.clip(clip)
+            trainee.optimizer.step()
         end = mark()
         self.ranks.synchronize()
-        seconds = clock.now() - began
-        within = [(clock.seconds(backward, since), clock.seconds(backward, until)) for since, until in transport.waits]
-        waited = sum(max(0.0, until) - max(0.0, since) for since, until in within)  # a thread's may begin in backward
-        return seconds, [clock.seconds(start, forward), clock.seconds(backward, end) - waited]
+        seconds = time.perf_counter() - began
+        return seconds, [clock.seconds(start, forward), clock.seconds(backward, end) - waits.total()]
 
     def measure(self, name: str, repeats: int, clip: float = 0.0) -> Row:
         """A collective call. The all-reduce is what is left of the step: waiting for the slowest rank is in it."""
@@ -167,8 +160,7 @@ class Bench:
         if error := variant.impossible:
             return Row(rate, name, error=error)
         rest = self.local_backward(repeats)
-        transport = TimedTransport(self.clock.mark)
-        trainee = variant.build(self.model(variant), TIMED_LR, FREEZE, transport)
+        trainee = variant.build(self.model(variant), TIMED_LR, FREEZE)
         timings: list[tuple[float, list[float]]] = []
         sent = 0.0
         first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
@@ -177,7 +169,7 @@ class Bench:
             counts = step >= first and variant.times in (None, trainee.kind)
             self.ranks.barrier()
             before = self.ranks.bytes_sent()
-            found = self.parts(trainee, transport, clip)
+            found = self.parts(trainee, clip)
             self.ranks.barrier()
             if counts:
                 timings.append(found)
@@ -208,7 +200,7 @@ class Bench:
         variant, ranks = VARIANTS[name], self.ranks
         self.source.manual_seed(1000 * seed + ranks.rank)
         model = self.model(variant, seed)
-        trainee = variant.build(model, lr, freeze, transport_for())
+        trainee = variant.build(model, lr, freeze)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             trainee.optimizer, lr, steps, pct_start=LR_WARMUP, cycle_momentum=False
         )

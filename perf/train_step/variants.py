@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
 from onebit.cli.demo.model import Text, Transformer
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import EarlyReceiver, Ranks, Transport, Work
+from onebit.collectives.waits import Waits
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
 from onebit.optimizers.optimizer import OneBitOptimizer
@@ -34,7 +34,6 @@ BETAS = (0.9, 0.999)  # torch's and the papers'
 NEVER = 10**9  # a freeze step that no run reaches
 WEIGHT_DECAY = 0.01
 ONE_BUCKET_MB = 2**20
-Mark = Callable[[], Any]
 Kinds = Callable[[int, int], list[str]]
 Model = DistributedDataParallel
 
@@ -70,6 +69,11 @@ class Trainee:
         if isinstance(optimizer, ZeroOneAdam):
             return optimizer.schedule.kind if optimizer.compressing else "dense"
         return optimizer.kind if isinstance(optimizer, LocalSGD) else "dense"
+
+    @property
+    def waits(self) -> Waits:
+        """Where the coming step's waits for messages are counted; an optimizer of onebit counts them itself."""
+        return self.optimizer.pay_off.waits if isinstance(self.optimizer, OneBitOptimizer) else Waits()
 
     def clip(self, norm: float) -> None:
         """The gradients of the coming step."""
@@ -125,7 +129,7 @@ class Variant:
         """The step before PowerSGD begins: its third at the earliest."""
         return max(2, freeze // self.sooner)
 
-    def build(self, model: Model, lr: float, freeze: int, transport: Transport) -> Trainee:
+    def build(self, model: Model, lr: float, freeze: int) -> Trainee:
         """`freeze`: the last step in which gradients are averaged as they are."""
         common: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
         if issubclass(self.optimizer, OneBitOptimizer):
@@ -136,13 +140,12 @@ class Variant:
                 }
             else:
                 own = {"freeze_step": last, **self.options}
-            own["process_group"] = transport
             ours = self.optimizer(model.parameters(), **common, **own)
             attach(model, ours)
             return Trainee(model, ours, lambda: ours.compressing)
         if issubclass(self.optimizer, LocalSGD):
             model.register_comm_hook(None, lambda _, bucket: local(bucket))
-            alone = self.optimizer(model.parameters(), transport, **common, fused=True, **self.options)  # type: ignore[arg-type]
+            alone = self.optimizer(model.parameters(), transport_for(), **common, fused=True, **self.options)  # type: ignore[arg-type]
             return Trainee(model, alone, lambda: False)
         optimizer = self.optimizer(model.parameters(), **common, fused=True)  # type: ignore[call-arg]
         if self.rank:
@@ -265,63 +268,3 @@ TRAIN_AS = {"adam-2-overlap": OURS}  # the same numbers bit for bit, in another 
 def timed_variants(names: Sequence[str]) -> list[str]:
     """Each once; those whose steps differ by what their steps are timed as."""
     return list(dict.fromkeys(part for name in names for part in (VARIANTS[name].parts.values() or [name])))
-
-
-class TimedTransport:
-    """A transport that marks the start and the end of each wait."""
-
-    def __init__(self, mark: Mark, inner: Transport | None = None) -> None:
-        self.inner, self._mark = transport_for(inner), mark
-        self.rank, self.size, self.name = self.inner.rank, self.inner.size, self.inner.name
-        self.waits: list[tuple[Any, Any]] = []
-
-    def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return TimedWork(self, self.inner.all_to_all(out, sent, phase))
-
-    def all_gather(self, out: Tensor, sent: Tensor, phase: str) -> Work:
-        return TimedWork(self, self.inner.all_gather(out, sent, phase))
-
-    def all_sum(self, values: Tensor, phase: str) -> Work:
-        return TimedWork(self, self.inner.all_sum(values, phase))
-
-    def expect(self, out: Tensor, phase: str) -> None:
-        if isinstance(self.inner, EarlyReceiver):
-            self.inner.expect(out, phase)
-
-    def all_max(self, values: Tensor, phase: str) -> None:
-        self.time(lambda: self.inner.all_max(values, phase))
-
-    def split(self, color: int) -> Transport:
-        return TimedTransport(self._mark, self.inner.split(color))
-
-    def of_hosts(self) -> Ranks:
-        return self.inner.of_hosts()
-
-    def world_rank(self, rank: int) -> int:
-        return self.inner.world_rank(rank)
-
-    def host_of(self, rank: int) -> str | None:
-        return self.inner.host_of(rank)
-
-    def places(self, of: Transport) -> list[int]:
-        return self.inner.places(of)
-
-    def duplicate(self) -> Transport:
-        """Its waits count as this one's: `step` waits for the thread that waits."""
-        other = TimedTransport(self._mark, self.inner.duplicate())
-        other.waits = self.waits
-        return other
-
-    def time(self, wait: Callable[[], None]) -> None:
-        before = self._mark()
-        wait()
-        self.waits.append((before, self._mark()))
-
-
-@dataclass(frozen=True)
-class TimedWork:
-    transport: TimedTransport
-    work: Work
-
-    def wait(self) -> None:
-        self.transport.time(self.work.wait)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,17 +11,18 @@ import pytest
 import torch
 
 from onebit import OneBitAdam
-from onebit.collectives.transport.torch import PairsWork, TorchWork
+from onebit.collectives.transport import torch as transport
+from onebit.collectives.waits import waiting
 from onebit.parallel.ddp_hook import local
 from perf import plots
 from perf.command import WrongResult
 from perf.lab.processes import RankFailed
 from perf.ranks import Ranks
-from perf.train_step import benchmark, measure, variants
+from perf.train_step import benchmark, measure
 from perf.train_step.diloco import DiLoCo
-from perf.train_step.measure import Bench, Clock
+from perf.train_step.measure import Bench
 from perf.train_step.report import link_for
-from perf.train_step.variants import OURS, VARIANTS, Shape, TimedTransport, Trainee, Variant, timed_variants
+from perf.train_step.variants import OURS, VARIANTS, Shape, Trainee, Variant, timed_variants
 from tests.limits import HUNG
 from tests.perf.train_step_rows import ABOUT, ROWS
 from tests.ranks import run_ranks_once
@@ -34,8 +36,8 @@ KINDS = {
 }  # fmt: skip
 
 
-def bench(clock=None):
-    return Bench(Ranks(CPU, lambda text: None), TINY, clock)
+def bench():
+    return Bench(Ranks(CPU, lambda text: None), TINY)
 
 
 def main_on_a_group(rank, size, *commands):
@@ -71,22 +73,16 @@ def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
     assert len({curve[8][1] for curve in runs.values()}) == len(runs)  # and then each its own way
 
 
-class ManualClock(Clock):
+class ManualClock:
     """Stands still until it is advanced."""
 
-    def __init__(self):
-        self.time = 0.0
+    time = 0.0
 
     def advance(self, seconds):
         self.time += seconds
 
-    def now(self):
+    def __call__(self):
         return self.time
-
-    mark = now
-
-    def seconds(self, start, end):
-        return end - start
 
 
 FORWARD, BACKWARD, STEP, MESSAGE = 0.25, 0.125, 0.0625, 1.0
@@ -109,16 +105,19 @@ def timed(name, patch):
         trainee.optimizer.register_step_pre_hook(lambda *_: clock.advance(STEP))
         return trainee
 
-    def slow_wait(wait):
-        return lambda work: (clock.advance(MESSAGE), wait(work))[1]
+    @contextlib.contextmanager
+    def slow_wait(device):
+        with waiting(device):
+            clock.advance(MESSAGE)
+            yield
 
+    patch.setattr(time, "perf_counter", clock)
     patch.setattr(measure, "loss_of", slow_forward)
     patch.setattr(Variant, "build", slow_build)
-    for kind in (TorchWork, PairsWork):
-        patch.setattr(kind, "wait", slow_wait(kind.wait))
+    patch.setattr(transport, "waiting", slow_wait)
     slow = replace(VARIANTS["fp16"], hook=lambda state, bucket: (clock.advance(MESSAGE), hook(state, bucket))[1])
     patch.setattr(measure, "VARIANTS", {**VARIANTS, "fp16": slow})
-    return bench(clock).measure(name, 2)
+    return bench().measure(name, 2)
 
 
 def said_of(how, patch):
@@ -149,9 +148,9 @@ def kinds_timed(name, patch):
     """The kinds of the steps that are timed."""
     seen, parts = [], Bench.parts
 
-    def watched(self, trainee, transport, clip):
+    def watched(self, trainee, clip):
         kind = trainee.kind
-        found = parts(self, trainee, transport, clip)
+        found = parts(self, trainee, clip)
         seen.append((kind, found[0]))
         return found
 
@@ -202,21 +201,6 @@ def test_a_step_is_divided_into_its_parts(two_ranks):
             assert found.all_reduce / MESSAGE in expected
             assert found.seconds == FORWARD + BACKWARD + STEP + found.all_reduce
             assert found.calls == (found.seconds,) * 2
-
-
-def test_each_wait_is_timed(monkeypatch):
-    """One rank whose messages take seconds each."""
-    clock = ManualClock()
-    work = SimpleNamespace(wait=lambda: clock.advance(2.0))
-    slow = SimpleNamespace(rank=0, size=1, name="slow", all_sum=lambda values, phase: work)
-    slow.all_max = lambda values, phase: clock.advance(1.0)
-    monkeypatch.setattr(variants, "transport_for", lambda inner: inner)
-    transport = TimedTransport(clock.mark, slow)
-    transport.all_max(torch.zeros(1), "test")
-    sum_of = transport.all_sum(torch.zeros(1), "test")
-    clock.advance(5.0)  # work of ours, which no wait counts
-    sum_of.wait()
-    assert transport.waits == [(0.0, 1.0), (6.0, 8.0)]
 
 
 def test_gradients_are_clipped_as_each_optimizer_has_it():
