@@ -29,7 +29,7 @@ class BertTask(Task):
     layers: int = 3
     length: int = 64
 
-    def bert(self, prepared: Prepared, **pooler: bool) -> nn.Module:
+    def bert(self, prepared: Prepared) -> nn.Module:
         from transformers import BertConfig, BertModel
 
         config = BertConfig(**json.loads(prepared.config))

@@ -27,6 +27,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from onebit.cli.arguments import CommandError
 
@@ -98,18 +100,19 @@ def r_strings(data: bytes) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def fashion(given: Path | None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """uint8 [n, 28, 28] and [n] of "train" and "t10k"."""
+def fashion(given: Path | None) -> list[tuple[Tensor, Tensor]]:
+    """uint8 [n, 28, 28] and [n], for training and the test set's."""
     how = DEBIAN.format(HOME, "dataset-fashion-mnist")
-    found = {}
+    found = []
     for part in ("train", "t10k"):
         arrays = []
         for name, skip in (("images-idx3", 16), ("labels-idx1", 8)):
             pattern = f"usr/share/datasets/fashion-mnist/{part}-{name}-ubyte.gz"
             if given and (given / Path(pattern).name).exists():
                 pattern = Path(pattern).name
-            arrays.append(np.frombuffer(_read(find(given, pattern, "Fashion-MNIST", how)[0]), np.uint8, offset=skip))
-        found[part] = (arrays[0].reshape(-1, 28, 28), arrays[1])
+            content = bytearray(_read(find(given, pattern, "Fashion-MNIST", how)[0]))
+            arrays.append(torch.frombuffer(content, dtype=torch.uint8, offset=skip))
+        found.append((arrays[0].reshape(-1, 28, 28), arrays[1]))
     return found
 
 

@@ -28,6 +28,7 @@ COLORS = {
     "direct_lamb": plots.PURPLE,
     "lamb_basic": plots.ORANGE,
 }
+LESS = "loss, less the baseline's"
 SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be distinguished
 
 
@@ -78,9 +79,7 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
         if late:  # a spike in the first half does not set the scale
             room = 0.15 * (max(late) - min(late))
             axes.set_ylim(min(late) - room, max(late) + room)
-            axes.legend(fontsize=8)
-        axes.set(title=title, xlabel="step", ylabel="loss")
-        axes.grid(alpha=0.3)
+        _finish(axes, title=title, xlabel="step", ylabel="loss")
 
     return panel
 
@@ -93,9 +92,7 @@ def differences(runs: Mapping[str, Records]) -> plots.Draw:
         spreads = [stdev(losses(runs[family_of(v)])) for v in names if len(runs[family_of(v)]) > 1]
         for i, variant in enumerate(names):
             baseline = runs[family_of(variant)]
-            pairs = [
-                record["loss"] - baseline[seed]["loss"] for seed, record in runs[variant].items() if seed in baseline
-            ]
+            pairs = differences_between(runs[variant], baseline)
             axes.scatter(pairs, [i] * len(pairs), color=COLORS.get(variant, plots.GREY), s=25, alpha=0.8, zorder=3)
             if len(baseline) > 1:
                 spread = stdev(losses(baseline))
@@ -139,12 +136,7 @@ def replies(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.Dra
                 )
         axes.axhline(0, color="black", lw=0.8)
         axes.margins(x=0.2)
-        axes.set(
-            title=VARIANTS[family], xlabel="bits sent for each element and step", ylabel="loss, less the baseline's"
-        )
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+        _finish(axes, title=VARIANTS[family], xlabel="bits sent for each element and step", ylabel=LESS)
 
     return panel
 
@@ -169,10 +161,7 @@ def over_ranks(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.
             axes.axhspan(-spread, spread, color="#bbbbbb", alpha=0.4, lw=0, label="baseline's deviation over seeds")
         axes.axhline(0, color="black", lw=0.8)
         axes.set_xticks(range(len(labels)), labels)
-        axes.set(title=VARIANTS[family], xlabel="ranks", ylabel="loss, less the baseline's")
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+        _finish(axes, title=VARIANTS[family], xlabel="ranks", ylabel=LESS)
 
     return panel
 
@@ -189,8 +178,13 @@ def sweep(title: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.Draw:
             style = "-" if family_of(variant) == "adam" else "--"
             axes.errorbar(x, y, error, marker="o", ls=style, capsize=3, color=COLORS[variant], label=VARIANTS[variant])
         axes.set_xticks(range(len(labels)), labels)
-        axes.set(title=title, ylabel="validation loss")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        _finish(axes, title=title, ylabel="validation loss")
 
     return panel
+
+
+def _finish(axes: Any, **labels: str) -> None:
+    axes.set(**labels)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

@@ -89,8 +89,7 @@ class Gan(nn.Module):
 @dataclass(frozen=True)
 class Samples(Task):
     def prepare(self, given: Path | None) -> Prepared:
-        parts = data.fashion(given)
-        (x, y), (test_x, test_y) = ((torch.from_numpy(i.copy()), torch.from_numpy(c.copy())) for i, c in parts.values())
+        (x, y), (test_x, test_y) = data.fashion(given)
         classifier, right = _classifier(x, y, test_x, test_y)
         weights = {**classifier.state_dict(), REAL: torch.cat([features(classifier, pixels(part))
                                                                 for part in test_x.split(500)])}  # fmt: skip
@@ -155,10 +154,9 @@ def pixels(images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def features(classifier: Any, images: Tensor) -> Tensor:
-    """fp32 [n, 64], of images of -1 to 1: what the classifier's last layer reads."""
-    stretched = (images + 1) * 127.5
-    return classifier.blocks(classifier.stem((stretched - 73.0) / 90.0)).mean((2, 3))
+def features(classifier: ResNet8, images: Tensor) -> Tensor:
+    """Of images of -1 to 1."""
+    return classifier.features((images + 1) * 127.5)
 
 
 def distance(center: Tensor, covariance: Tensor, other: Tensor, others: Tensor) -> float:
@@ -179,7 +177,7 @@ def _classifier(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> tuple[R
         order = torch.randperm(len(x))
         for step in range(CLASSIFIER_STEPS):
             picked = order[(128 * step + torch.arange(128)) % len(x)]
-            loss = F.cross_entropy(model.head(_trained(model, x[picked])), y[picked].long())
+            loss = F.cross_entropy(model(x[picked][:, None].float()), y[picked].long())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -195,7 +193,3 @@ def _classifier(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> tuple[R
 def _fingerprint(model: nn.Module) -> str:
     """Of its weights: another machine rounds otherwise and trains another, whose distances are others."""
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()[:8]
-
-
-def _trained(model: ResNet8, images: Tensor) -> Tensor:
-    return model.blocks(model.stem((images[:, None].float() - 73.0) / 90.0)).mean((2, 3))

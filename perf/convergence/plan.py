@@ -199,10 +199,10 @@ class Run:
     event: str = ""  # what becomes of gradients, not clipped
 
     @classmethod
-    def standard(cls, task: str, variant: str, seed: int, ranks: int = 2) -> Run:
+    def standard(cls, task: str, variant: str, seed: int) -> Run:
         t, family = TASKS[task], family_of(variant)
         freeze = round(t.steps * FREEZE[family]) if has_stages(variant) else None
-        return cls(task, variant, seed, ranks, t.steps, t.batch, t.lr[family], freeze)
+        return cls(task, variant, seed, 2, t.steps, t.batch, t.lr[family], freeze)
 
     @property
     def name(self) -> str:
@@ -257,7 +257,7 @@ def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
 
 
 def plan(
-    tasks: Sequence[str], sweeps: Sequence[str], seeds: int, ranks: int, variants: Sequence[str] = tuple(VARIANTS)
+    tasks: Sequence[str], sweeps: Sequence[str], seeds: int, variants: Sequence[str] = tuple(VARIANTS)
 ) -> Iterator[Run]:
     """Every run once: the tasks' main comparisons first, and all of a seed before the next."""
     seen = set()
@@ -265,7 +265,7 @@ def plan(
         for seed, task in itertools.product(range(seeds), tasks):
             if sweep in (MAIN, *TASKS[task].sweeps):
                 for variant, label in cases(TASKS[task], sweep):
-                    run = Run.standard(task, variant, seed, ranks).at(points(TASKS[task], sweep)[label])
+                    run = Run.standard(task, variant, seed).at(points(TASKS[task], sweep)[label])
                     once = variant in ONE_SEED or (sweep == REPLY and run.ranks >= MANY)
                     if variant in variants and run not in seen and (seed == 0 or not once):
                         seen.add(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,17 @@ def found(out: Path, run: Run) -> Records:
     return {seed: record for seed, record in records.items() if record}
 
 
-def main_runs(out: Path, task: str, ranks: int) -> dict[str, Records]:
-    runs = {variant: found(out, Run.standard(task, variant, 0, ranks)) for variant in _known(task, VARIANTS)}
+def main_runs(out: Path, task: str) -> dict[str, Records]:
+    known = [variant for variant in VARIANTS if family_of(variant) in TASKS[task].families]
+    runs = {variant: found(out, Run.standard(task, variant, 0)) for variant in known}
     return {variant: records for variant, records in runs.items() if records}
 
 
-def _known(task: str, variants: Iterable[str]) -> list[str]:
-    """Those of the task's families."""
-    return [variant for variant in variants if family_of(variant) in TASKS[task].families]
-
-
-def sweep_runs(out: Path, task: str, sweep: str, ranks: int) -> dict[str, dict[str, Records]]:
+def sweep_runs(out: Path, task: str, sweep: str) -> dict[str, dict[str, Records]]:
     """By point, then by variant. None where nothing but the main comparison was run."""
     points_of, table, beyond = points(TASKS[task], sweep), dict[str, dict[str, Records]](), False
     for variant, label in cases(TASKS[task], sweep):
-        standard = Run.standard(task, variant, 0, ranks)
+        standard = Run.standard(task, variant, 0)
         if records := found(out, standard.at(points_of[label])):
             table.setdefault(label, {})[variant] = records
             beyond |= standard.at(points_of[label]) != standard

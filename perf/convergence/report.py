@@ -15,7 +15,6 @@ from perf.convergence.plan import (
     DEFAULTS,
     EVENT,
     MAIN,
-    MORE,
     RATE,
     SWEEPS,
     TASKS,
@@ -162,7 +161,7 @@ def reduction(record: Record, bits: int, padding: bool = True) -> tuple[float, f
     full = 2 * (config["ranks"] - 1) / config["ranks"] * bits / 8 * numel
     compressed = record["compressed_bytes"] * (1 if padding else numel / record["padded"])
     sent = full * record["uncompressed_steps"] + compressed
-    return 1 / (w + (1 - w) / bits), full * config["steps"] / sent
+    return volume.formula(w, bits), full * config["steps"] / sent
 
 
 def volume_table(runs: Mapping[str, Records]) -> str:
@@ -220,35 +219,34 @@ def data_of(runs: Mapping[str, Records]) -> str:
     )
 
 
-def settings(task: str, runs: Mapping[str, Records], ranks: int) -> str:
+def settings(task: str, runs: Mapping[str, Records]) -> str:
     of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
     rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
     betas = f" Betas are {of.betas[0]:g} and {of.betas[1]:g}." if of.betas != Task.betas else ""
     return (
         f"Stands in for {of.papers}. Differences: {of.differs}.\n\nData: {data_of(runs)}. {of.steps} steps of "
-        f"{of.batch} items over {ranks} ranks; learning rate {rates} ({of.chosen}).{betas} "
+        f"{of.batch} items over {record['config']['ranks']} ranks; learning rate {rates} ({of.chosen}).{betas} "
         f"{record['elements']:,} parameters."
     )
 
 
-def command(tasks: Sequence[str], sweeps: Sequence[str], seeds: int, ranks: int) -> str:
-    options = f"--tasks {','.join(tasks)} --sweeps {','.join([MAIN, *sweeps])} --seeds {seeds}"
-    return f"python -m perf.convergence {options}" + (f" --ranks {ranks}" if ranks != 2 else "")
+def command(task: str, sweeps: Sequence[str], seeds: int) -> str:
+    return f"python -m perf.convergence --tasks {task} --sweeps {','.join([MAIN, *sweeps])} --seeds {seeds}"
 
 
-def comparisons(out: Path, ranks: int) -> Iterator[tuple[str, str, dict[str, Records]]]:
+def comparisons(out: Path) -> Iterator[tuple[str, str, dict[str, Records]]]:
     """Task, optimizer with its default and the task's runs, wherever the optimizer and its baseline were both run."""
     for task in TASKS:
-        runs = main_runs(out, task, ranks)
-        for variant in DEFAULTS[2 if ranks == 2 else MORE]:
+        runs = main_runs(out, task)
+        for variant in DEFAULTS[2]:
             if differences(runs.get(variant, {}), runs.get(family_of(variant), {})):
                 yield task, variant, runs
 
 
-def conclusion(out: Path, ranks: int) -> str:
+def conclusion(out: Path) -> str:
     """How 1-bit optimizers and naive compression compare with the baselines, and a person's words on the runs."""
     close, losses, naive = [], [], {}
-    for task, variant, runs in comparisons(out, ranks):
+    for task, variant, runs in comparisons(out):
         ours, plain, is_loss = runs[variant], runs[family_of(variant)], TASKS[task].measure == LOSS
         close.append(within(ours, plain) == "yes")
         losses += [(mean(differences(ours, plain)), f"{name_of(variant)}, {TASKS[task].title}")] if is_loss else []
@@ -273,10 +271,10 @@ def name_of(variant: str) -> str:
     return VARIANTS[variant].partition(",")[0]
 
 
-def summary(out: Path, ranks: int) -> str:
+def summary(out: Path) -> str:
     """A row for each task and optimizer with its defaults."""
     rows = []
-    for task, variant, runs in comparisons(out, ranks):
+    for task, variant, runs in comparisons(out):
         ours, plain = runs[variant], runs[family_of(variant)]
         row = [TASKS[task].title, name_of(variant), cell(ours), f"{VARIANTS[family_of(variant)]}: {cell(plain)}"]
         rows.append([*row, difference(ours, plain), within(ours, plain)])
@@ -284,14 +282,14 @@ def summary(out: Path, ranks: int) -> str:
     return markdown(head, rows) if rows else ""
 
 
-def sections(out: Path, docs: Path, ranks: int) -> Iterator[str]:
+def sections(out: Path, docs: Path) -> Iterator[str]:
     for task, of in TASKS.items():
-        runs = main_runs(out, task, ranks)
+        runs = main_runs(out, task)
         if not runs:
             continue
-        swept = {s: t for s in SWEEPS if (t := sweep_runs(out, task, s, ranks))}
+        swept = {s: t for s in SWEEPS if (t := sweep_runs(out, task, s))}
         seeds = max(len(records) for records in runs.values())
-        yield f"## {of.title}\n\n{settings(task, runs, ranks)}\n\n    {command([task], list(swept), seeds, ranks)}"
+        yield f"## {of.title}\n\n{settings(task, runs)}\n\n    {command(task, list(swept), seeds)}"
         yield main_table(task, runs)
         yield ratio_note(runs)
         for path in figures.draw(out, task, runs, swept) if plots.available() else ():
@@ -334,7 +332,7 @@ def counted_volume(out: Path) -> str:
     )
 
 
-def report(out: Path, docs: Path, ranks: int) -> str:
+def report(out: Path, docs: Path) -> str:
     """Write the page and its figures; its path."""
     records = every_record(out)
     if not records:
@@ -342,10 +340,10 @@ def report(out: Path, docs: Path, ranks: int) -> str:
             f"there are no runs in {str(out)!r}: leave --report out to make some, or name their folder with --out"
         )
     parts = [
-        f"# Convergence\n\n{conclusion(out, ranks)}",
-        summary(out, ranks),
+        f"# Convergence\n\n{conclusion(out)}",
+        summary(out),
         METHOD.format(out=os.path.relpath(out), hardware=hardware(records)),
-        *sections(out, docs, ranks),
+        *sections(out, docs),
         counted_volume(out),
     ]
     docs.parent.mkdir(parents=True, exist_ok=True)

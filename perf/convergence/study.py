@@ -11,9 +11,12 @@ under --out; those there are skipped, so that a study that was interrupted goes 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,12 @@ from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
 from onebit.kernels.tuning.machine import provenance
 from perf.command import exit_status, list_of, make_folder, one_of, set_defaults
-from perf.convergence.launch import launch
 from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, Run, plan
 from perf.convergence.records import load, record_path
 from perf.convergence.report import report
+from perf.convergence.runs import Show, train
+from perf.convergence.tasks import Prepared
+from perf.convergence.virtual import run_ranks
 from perf.records import RESULTS, load_average, machine, write_record
 
 QUICK = {"tasks": ["quick"], "sweeps": [MAIN], "seeds": 2, "out": Path("build/convergence")}
@@ -78,6 +83,29 @@ class Study:
         return path
 
 
+def launch(run: Run, data: Path, show: Show) -> Mapping[str, Any]:
+    """Rank 0's record; `data` is a file that torch.save made of Prepared's fields."""
+    with _one_thread_a_rank():
+        prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
+        torch.manual_seed(run.seed)
+        model = TASKS[run.task].model(prepared).train()
+        return run_ranks(run.ranks, lambda rank: train(run, prepared, deepcopy(model), rank, show))[0]
+
+
+@contextmanager
+def _one_thread_a_rank() -> Iterator[None]:
+    threads, quiet = torch.get_num_threads(), os.environ.get("ONEBIT_QUIET")
+    torch.set_num_threads(1)
+    os.environ["ONEBIT_QUIET"] = "1"
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop("ONEBIT_QUIET")
+        if quiet is not None:
+            os.environ["ONEBIT_QUIET"] = quiet
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: a run failed. 2: data or an argument are not right."""
     arguments = parse_arguments(argv)
@@ -85,12 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    runs = list(plan(arguments.tasks, arguments.sweeps, arguments.seeds, arguments.ranks, arguments.variants))
+    runs = list(plan(arguments.tasks, arguments.sweeps, arguments.seeds, arguments.variants))
     if not arguments.report:
         make_folder(arguments.out)
         count = Study(arguments.out, arguments.data, Progress()).run(runs)
         print(f"{count} runs made, {len(runs) - count} were there: {arguments.out}")
-    print(report(arguments.out, arguments.docs, arguments.ranks))
+    standard = arguments.out == STANDARD["out"]
+    print(report(arguments.out, Path("docs/convergence.md") if standard else arguments.out / "convergence.md"))
     return 0
 
 
@@ -107,15 +136,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweeps", **_names("sweep", [MAIN, *SWEEPS]))
     parser.add_argument("--variants", **_names("variant", list(VARIANTS)), default=list(VARIANTS))
     parser.add_argument("--seeds", type=whole_number, help="how many: 0, 1, ... (default: 3)")
-    parser.add_argument("--ranks", type=whole_number, default=2, help="where a sweep does not set them (default: 2)")
     parser.add_argument("--data", type=Path, help="a folder of packages, or of *.txt for lm (see docs/convergence.md)")
     parser.add_argument("--out", type=Path, help=f"folder of the runs (default: {STANDARD['out']})")
-    parser.add_argument("--docs", type=Path, help="the page to write (default: docs/convergence.md)")
     parser.add_argument("--report", action="store_true", help="only tables and figures of the runs that are there")
     parser.add_argument("--quick", action="store_true", help=f"the task quick, 2 seeds, --out {QUICK['out']}")
     arguments = parser.parse_args(argv)
     set_defaults(arguments, QUICK if arguments.quick else STANDARD)
-    if arguments.docs is None:
-        standard = arguments.out == STANDARD["out"]
-        arguments.docs = Path("docs/convergence.md") if standard else arguments.out / "convergence.md"
     return arguments

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from onebit.cli.demo.model import Transformer, loss_of
 from perf.convergence import data
-from perf.convergence.models import ResNet8, Transformer
+from perf.convergence.models import ResNet8
 
 Items = tuple[Tensor, ...]
 LOSS = "validation loss"
@@ -117,19 +118,17 @@ class LanguageModel(Task):
         return Prepared((windows[train],), (windows[valid],), about)
 
     def model(self, prepared: Prepared) -> nn.Module:
-        return Transformer(self.vocabulary, self.length, self.width, self.layers)
+        heads = self.width // 32
+        return Transformer(self.vocabulary, self.width, self.layers, heads, self.length, bias=True, std=0.1)
 
     def loss(self, model: nn.Module, items: Items) -> tuple[Tensor, Tensor]:
-        windows = items[0].long()
-        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-        return loss, torch.zeros(())
+        return loss_of(model, items[0].long()), torch.zeros(())
 
 
 @dataclass(frozen=True)
 class Images(Task):
     def prepare(self, given: Path | None) -> Prepared:
-        parts = data.fashion(given)
-        (x, y), (test_x, test_y) = ((torch.from_numpy(i.copy()), torch.from_numpy(c.copy())) for i, c in parts.values())
+        (x, y), (test_x, test_y) = data.fashion(given)
         about = f"Fashion-MNIST: {len(x):,} images for training, {len(test_x):,} for validation (its test set)"
         return Prepared((x, y), (test_x, test_y), about)
 
@@ -138,7 +137,7 @@ class Images(Task):
 
     def loss(self, model: nn.Module, items: Items) -> tuple[Tensor, Tensor]:
         images, labels = items[0], items[1].long()
-        logits = model(images[:, None].float().sub(73.0).div(90.0))  # their mean and deviation
+        logits = model(images[:, None].float())
         return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).float().mean()
 
 

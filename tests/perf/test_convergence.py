@@ -18,7 +18,6 @@ from onebit.collectives.transport import LocalTransport
 from perf import plots
 from perf.convergence import data, gan, records, report, study, virtual
 from perf.convergence.data import DataMissing
-from perf.convergence.launch import launch
 from perf.convergence.models import ResNet8
 from perf.convergence.plan import BETA1, GAN_ALONE, LAST_LAYER, MAIN, ONE_SEED, SWEEPS, TASKS, VARIANTS, Run, plan
 from perf.convergence.runs import batch_of, build, enlarge_gradients, event_factor, lr_at, share
@@ -56,16 +55,16 @@ def write(out, run, loss, **more):
 
 
 def test_the_plan_has_every_run_once_the_main_comparison_first():
-    runs = list(plan(["lm", "images"], [MAIN, *SWEEPS], 3, 2))
+    runs = list(plan(["lm", "images"], [MAIN, *SWEEPS], 3))
     assert len({(run.task, run.name) for run in runs}) == len(set(runs)) == len(runs)
     main = 2 * (3 * (len(VARIANTS) - len(GAN_ALONE)) - 2 * len(ONE_SEED))
     assert all(run == Run.standard(run.task, run.variant, run.seed) for run in runs[:main])
     assert all(run != Run.standard(run.task, run.variant, run.seed) for run in runs[main:])
     assert {run.seed for run in runs if run.ranks == 8 and run.variant == "direct_adam"} == {0}
     assert {run.ranks for run in runs} == {2, 4, 8, 16, 32} and "auto" in {run.freeze for run in runs}
-    tried = {task: {run.variant for run in plan([task], [MAIN], 1, 2)} & GAN_ALONE for task in ("lm", "gan")}
+    tried = {task: {run.variant for run in plan([task], [MAIN], 1)} & GAN_ALONE for task in ("lm", "gan")}
     assert tried == {"lm": set(), "gan": GAN_ALONE}
-    assert all(run.freeze is None for run in plan(["gan"], [MAIN], 1, 2, list(GAN_ALONE)))
+    assert all(run.freeze is None for run in plan(["gan"], [MAIN], 1, list(GAN_ALONE)))
 
 
 def test_a_steps_batch_and_learning_rate_are_the_same_for_any_number_of_ranks():
@@ -96,7 +95,7 @@ def test_data_are_read_and_split(tmp_path):
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
         (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + bytes(range(n))))
     found = data.fashion(tmp_path)
-    assert found["train"][0].shape == (3, 28, 28) and found["t10k"][1].tolist() == [0, 1]
+    assert found[0][0].shape == (3, 28, 28) and found[1][1].tolist() == [0, 1]
     texts = (b"It is a truth", b"", b"\xc3\xa9")
     strings = [b"\x00\x04\x00\x09" + struct.pack(">i", len(text)) + text for text in texts]
     stream = b"1234" + zlib.compress(b"X\n" + bytes(30) + b"".join(strings))
@@ -118,7 +117,7 @@ def study_of(out, monkeypatch, run):
 
 
 def test_a_study_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
-    runs, made = list(plan(["quick"], [MAIN], 2, 2)), []
+    runs, made = list(plan(["quick"], [MAIN], 2)), []
 
     def one(run):
         if len(made) == 5:
@@ -146,7 +145,7 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save", lambda path, panels, title: path)
     monkeypatch.setattr(Path, "write_text", lambda self, text, **_: written.update({self: text}))
     written = {}
-    assert report.report(out, docs, 2) == str(docs)
+    assert report.report(out, docs) == str(docs)
     assert written[docs] == docs.read_text(encoding="utf-8"), "run python -m perf.convergence --report"
     readme = Path("README.md").read_text(encoding="utf-8")
     ours, adams = re.search(r"loss of (.*) where Adam ends at (.*)\*\*: 0/1 Adam", readme).groups()
@@ -155,14 +154,15 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
 
 def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
     """Sweeps of the seeds that all have, figures, a person's words; a variant without its baseline, in tables only."""
-    out, docs = tmp_path / "out", tmp_path / "docs" / "page.md"
-    for run in [*plan(["lm"], [MAIN], 3, 2), *plan(["lm"], ["freeze"], 1, 2)]:
+    out = tmp_path / "out"
+    docs = out / "convergence.md"
+    for run in [*plan(["lm"], [MAIN], 3), *plan(["lm"], ["freeze"], 1)]:
         write(out, run, 2.0 + 0.01 * run.seed)
-    for run in plan(["lm"], ["ranks", "event"], 1, 2):
+    for run in plan(["lm"], ["ranks", "event"], 1):
         if run.ranks == 32 or run.event == "x 100":
             write(out, run, 1.9 if run.ranks == 32 else 4.0)
     (out / report.CONCLUSION).write_text("A person's words.\n")
-    assert study.main(["--report", f"--out={out}", f"--docs={docs}"]) == 0 and str(docs) in capsys.readouterr().out
+    assert study.main(["--report", f"--out={out}"]) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
     assert "python -m perf.convergence --tasks lm --sweeps main,ranks,event,freeze --seeds 3" in page
     # the baseline is that of 2 ranks
@@ -171,24 +171,24 @@ def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
         "| x 100 | 0/1 Adam, direct replies, norm unbiased | 1.02 | 4.000 | 1 | +0.000 |" in page
     )  # of the baseline there
     for name in ("lm", "lm-ranks", "lm-sweeps"):
-        assert f"(../out/{name}.png)" in page and (out / f"{name}.png").exists()
+        assert f"]({name}.png)" in page and (out / f"{name}.png").exists()
     assert page.index("A person's words.\n\n| task |") < page.index("## How this was measured")
     assert "workers" not in page
     sweep = page.split("### Share of the steps in stage 1")[1].split("###")[0]
     assert "One seed." in sweep and "| standard | 2.000 | 2.000 | +0.000 |" in sweep and "open" not in sweep
     alone = tmp_path / "alone"
     write(alone, Run.standard("lm", "direct_zero_one_2_adam", 0), 2.0)
-    assert study.main(["--report", f"--out={alone}", f"--docs={docs}"]) == 0
-    assert "| 0/1 Adam, direct replies, kappa 2 | - | 2.000 (one seed) |" in docs.read_text()
+    assert study.main(["--report", f"--out={alone}"]) == 0
+    assert "| 0/1 Adam, direct replies, kappa 2 | - | 2.000 (one seed) |" in (alone / "convergence.md").read_text()
 
 
 def test_runs_that_were_made_with_other_data_are_not_compared_unnoticed(tmp_path):
     """The classifier that judges a GAN's samples is another on another machine."""
     for run, made_with in ((replace(RUN, variant="adam", freeze=None), "one judge"), (RUN, "another")):
         write(tmp_path, run, 2.0, data=made_with)
-    runs = records.main_runs(tmp_path, "quick", 2)
-    assert "can't be compared: another; one judge" in report.settings("quick", runs, 2)
-    assert "Data: another." in report.settings("quick", {"onebit_adam": runs["onebit_adam"]}, 2)
+    runs = records.main_runs(tmp_path, "quick")
+    assert "can't be compared: another; one judge" in report.settings("quick", runs)
+    assert "Data: another." in report.settings("quick", {"onebit_adam": runs["onebit_adam"]})
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def test_virtual_ranks_compute_what_processes_do(kind, options):
 
 def test_a_rank_that_fails_ends_the_run(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
-        launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
+        study.launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
 
     def fail(transport):
         if transport.rank == 1:
@@ -340,7 +340,7 @@ def test_both_models_train_each_with_its_optimizer(variant, beta1):
 @pytest.mark.parametrize("task", ["gan", "lm"])
 def test_every_variant_of_the_plan_is_built_with_its_options(task):
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 1)}) if task == "gan" else torch.nn.Linear(4, 1)
-    for run in plan([task], [MAIN], 1, 2):
+    for run in plan([task], [MAIN], 1):
         if run.variant in LAST_LAYER:
             continue
         (group, *_) = build(run, model, ALONE).param_groups
