@@ -8,14 +8,16 @@ import time
 
 
 class Progress:
-    """Writes to standard error."""
+    """Writes to standard error, unless it is silent."""
 
-    def __init__(self, live_seconds: float = 0.1, plain_seconds: float = 5.0) -> None:
-        self._live = sys.stderr is not None and sys.stderr.isatty()
-        self._pause = live_seconds if self._live else plain_seconds
+    def __init__(self, plain_seconds: float = 5.0, silent: bool = False) -> None:
+        self._live = sys.stderr is not None and sys.stderr.isatty() and not silent
+        self._silent, self._pause = silent, 0.1 if self._live else plain_seconds
         self._next = 0.0
 
     def show(self, text: str) -> None:
+        if self._silent:
+            return
         if self._live:
             text = text[: shutil.get_terminal_size().columns - 1]
         start, end = ("\r\033[K", "") if self._live else ("", "\n")

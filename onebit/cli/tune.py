@@ -10,8 +10,8 @@ import argparse
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import astuple
 
 import torch
@@ -43,11 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    progress = Progress()
     if dist.is_torchelastic_launched():
-        return _run_group(arguments, progress)
+        return _run_group(arguments)
     device = pick_device(arguments.device)
-    saved = _tune_device(arguments, device, progress, _write)
+    saved = _tune_device(arguments, device, Progress())
     if device.type != "cpu":
         _write(_where(saved))
     _write(
@@ -56,95 +55,80 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
 
-def _run_group(arguments: argparse.Namespace, progress: Progress) -> None:
+def _run_group(arguments: argparse.Namespace) -> None:
     local = int(os.environ["LOCAL_RANK"])
     cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
     device = pick_device(f"cuda:{local}" if cuda else "cpu" if arguments.device == "auto" else arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    first = dist.get_rank() == 0
     try:
-        _tune_group(arguments, device, local, progress)
+        with nullcontext() if first else redirect_stdout(None):
+            _tune_group(arguments, device, local, Progress(silent=not first))
     finally:
         dist.destroy_process_group()
 
 
 def _tune_group(arguments: argparse.Namespace, device: torch.device, local: int, progress: Progress) -> None:
-    first, saved = dist.get_rank() == 0, True
-    write: Callable[[str], None] = _write if first else _write_nothing
+    saved = True
     if local == 0:  # one rank a machine: measured beside each other, ranks would slow each other down
-        saved = _tune_device(arguments, device, progress if first else None, write)
+        saved = _tune_device(arguments, device, progress)
     dist.barrier()
     tuner.forget()  # the others of this machine find the choices in the cache
-    saved &= _tune_chunks(arguments, device, progress if first else None, write)
-    write(_where(saved))
+    saved &= _tune_chunks(arguments, device, progress)
+    _write(_where(saved))
     dist.barrier()
 
 
-def _tune_chunks(
-    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, write: Callable[[str], None]
-) -> bool:
+def _tune_chunks(arguments: argparse.Namespace, device: torch.device, progress: Progress) -> bool:
     """How many chunks suit the network between the ranks."""
     topology, dtype, elements = Topology.of(), DTYPES[arguments.dtype], arguments.elements
     everyone, way = topology.everyone, way_for("auto", topology.replicas.size)
     chunking = Chunking(topology, elements, device, way=way)
     options = chunking.options
-    write(f"\nChunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
+    _write(f"\nChunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
     seconds: dict[int, float] = {}
     for i, chunks in enumerate(options, start=1):
-        if progress is not None:
-            progress.show(f"[{i}/{len(options)}] measuring {chunks} chunks")
+        progress.show(f"[{i}/{len(options)}] measuring {chunks} chunks")
         seconds |= chunking.measure([chunks], dtype)
-    if progress is not None:
-        progress.clear()
+    progress.clear()
     best, saved = chunking.save(seconds)
     for chunks, each in seconds.items():
-        write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
+        _write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")
     return saved
 
 
-def _tune_device(
-    arguments: argparse.Namespace, device: torch.device, progress: Progress | None, write: Callable[[str], None]
-) -> bool:
+def _tune_device(arguments: argparse.Namespace, device: torch.device, progress: Progress) -> bool:
     elements = arguments.elements
     if device.type == "cpu":
-        write(f"{device_name(device)}: the kernels of a CPU have nothing to choose")
+        _write(f"{device_name(device)}: the kernels of a CPU have nothing to choose")
         return True
-    write(f"{device_name(device)}, {arguments.dtype}, {elements:,} elements")
+    _write(f"{device_name(device)}, {arguments.dtype}, {elements:,} elements")
     try:
-        return _tune_gpu(device, DTYPES[arguments.dtype], elements, progress=progress, write=write)
+        return _tune_gpu(device, DTYPES[arguments.dtype], elements, progress)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         raise CommandError(f"not enough memory for {elements:,} elements: use a smaller --elements") from error
+    finally:
+        progress.clear()
 
 
-def _tune_gpu(
-    device: torch.device, dtype: torch.dtype, elements: int, progress: Progress | None, write: Callable[[str], None]
-) -> bool:
+def _tune_gpu(device: torch.device, dtype: torch.dtype, elements: int, progress: Progress) -> bool:
     saved = True
     for i, kernel in enumerate(tuner.PASS_OF, start=1):
-        title = f"[{i}/{len(tuner.PASS_OF)}] {kernel}"
-        with _shown(progress, title, len(tuner.candidates(kernel))) as trying:
-            choice = tuner.tune(kernel, device, dtype, elements, trying=trying)
+        trying = _shown(progress, f"[{i}/{len(tuner.PASS_OF)}] {kernel}", len(tuner.candidates(kernel)))
+        choice = tuner.tune(kernel, device, dtype, elements, trying=trying)
+        progress.clear()
         nbytes = tuner.kernel_pass(kernel, device, dtype, elements).bytes
         saved &= choice.saved
-        write(f"\n{kernel} (timed in the pass {tuner.PASS_OF[kernel]})\n{_table(choice, nbytes)}")
+        _write(f"\n{kernel} (timed in the pass {tuner.PASS_OF[kernel]})\n{_table(choice, nbytes)}")
     return saved
 
 
-@contextmanager
-def _shown(progress: Progress | None, title: str, count: int) -> Iterator[Callable[[Config], None]]:
+def _shown(progress: Progress, title: str, count: int) -> Callable[[Config], None]:
     """Shows the candidates of a choice as they are tried."""
     tried = itertools.count(1)
-
-    def trying(config: Config) -> None:
-        if progress is not None:
-            progress.tick(f"{title}: {_name(config)}, candidate {next(tried)} of {count}")
-
-    try:
-        yield trying
-    finally:
-        if progress is not None:
-            progress.clear()
+    return lambda config: progress.tick(f"{title}: {_name(config)}, candidate {next(tried)} of {count}")
 
 
 def _table(choice: Choice, nbytes: int) -> str:
@@ -170,7 +154,3 @@ def _where(saved: bool) -> str:
 
 def _write(text: str) -> None:
     print(text, flush=True)
-
-
-def _write_nothing(text: str) -> None:
-    pass

@@ -69,8 +69,9 @@ def _compare(row: Row, record: dict[str, Any], passes: dict[str, Any], rows: Seq
         **(_within(row, rows) if row.each > 1 else {}),
     )
     if row.kind in (ONE_BIT, TWO_LEVELS):
+        assert row.chunks is not None
         levels, reply = (2, "auto") if row.kind == TWO_LEVELS else (1, 1)
-        seconds = compressed_all_reduce(row.elements, cluster, chunks=row.chunks, reply=reply, levels=levels)
+        seconds = compressed_all_reduce(row.elements, cluster, row.chunks, reply, levels)
     else:
         seconds = cluster.all_reduce(row.elements * KINDS[row.kind].itemsize)
     where = "several ranks a host" if row.each > 1 else "a rank a host" if rows else f"links of {1e3 * delay:g} ms"

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onebit.cli.plan.cluster import Cluster, Groups, Levels
-from onebit.collectives.chunking import chunk_options
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.flags import may_travel_in_messages
@@ -103,31 +102,16 @@ def play(chunks: int, phases: Sequence[tuple[float, float, float]], use: float, 
     return device if spreading is None else max(device, spreading) + use
 
 
-def options_of_chunks(elements: int, groups: Groups, way: type[Exchange]) -> list[int]:
-    return chunk_options(elements, groups.slices * way.shards(groups.replicas.gpus), BLOCK_SIZE)
-
-
 def agreement(elements: int, cluster: Cluster, chunks: int) -> float:
     """Seconds of asking all ranks for their flags: none where messages carry them."""
     return 0.0 if may_travel_in_messages(elements, chunks) else cluster.agreement()
 
 
-def compressed_all_reduce(
-    elements: int,
-    cluster: Cluster,
-    itemsize: int = 4,
-    chunks: int | None = None,
-    reply: AskedReply = "auto",
-    levels: Levels = 1,
-) -> float:
-    """Seconds of a call of CompressedAllReduce, for the best number of chunks where none is given."""
+def compressed_all_reduce(elements: int, cluster: Cluster, chunks: int, reply: AskedReply, levels: Levels) -> float:
+    """Seconds of a call of CompressedAllReduce, in fp32."""
     groups = Groups.of(cluster, levels)
+    mean = groups.node.all_to_all(elements * 4 / chunks) if groups.slices > 1 else 0.0
     way = way_for(reply, groups.replicas.gpus)
-
-    def seconds(chunks: int) -> float:
-        mean = groups.node.all_to_all(elements * itemsize / chunks) if groups.slices > 1 else 0.0
-        sent, _ = exchange(elements, groups, itemsize, chunks, way, use="decode", mean=mean)
-        return sent + agreement(elements, cluster, chunks)
-
-    options = options_of_chunks(elements, groups, way) if chunks is None else [chunks]
-    return pass_seconds("scan", elements / groups.slices, cluster, itemsize) + min(map(seconds, options))
+    sent, _ = exchange(elements, groups, 4, chunks, way, use="decode", mean=mean)
+    scan = pass_seconds("scan", elements / groups.slices, cluster, 4)
+    return scan + sent + agreement(elements, cluster, chunks)

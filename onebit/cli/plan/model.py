@@ -24,8 +24,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from onebit.cli.plan.cluster import Cluster, Groups, Levels
-from onebit.cli.plan.exchange import agreement, exchange, message_bytes, options_of_chunks, pass_seconds
+from onebit.cli.plan.exchange import agreement, exchange, message_bytes, pass_seconds
+from onebit.collectives.chunking import chunk_options
 from onebit.collectives.reply import AskedReply, way_for
+from onebit.kernels.data.layout import BLOCK_SIZE
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 BUCKETS_AT_ONCE = 2  # Gloo's threads: each all-reduces a bucket
@@ -90,7 +92,7 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     replicas = groups.replicas
     way = way_for(model.reply, replicas.gpus)
     if chunks is None:
-        options = options_of_chunks(model.elements, groups, way)
+        options = chunk_options(model.elements, groups.slices * way.shards(replicas.gpus), BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
     n, itemsize = model.elements, model.itemsize
     before, mean = _node_mean(model, groups.node, chunks)
