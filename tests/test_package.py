@@ -26,7 +26,7 @@ import sys
 import torch
 model = torch.nn.Linear(40, 30)
 {ten_lines}
-print(onebit.__file__)
+print(onebit.__file__, "ranks:", dist.get_world_size(), flush=True)
 for step in range(7):
     optimizer.zero_grad()
     loss = ddp(torch.randn(8, 40)).square().mean()
@@ -35,6 +35,12 @@ for step in range(7):
 assert optimizer.compressing and torch.isfinite(loss) and "numba" in sys.modules
 dist.destroy_process_group()
 """
+
+
+def ten_lines() -> str:
+    found = re.search(r"## Ten lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert found
+    return found[1]
 
 
 def run(*command: object, cwd: Path, **env: str) -> str:
@@ -101,11 +107,9 @@ def link_what_is_required(site: Path) -> None:
 def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
     archives: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    ten_lines = re.search(r"## Ten lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert ten_lines
     assert "\n    pip install '.[perf]'" in (ROOT / "README.md").read_text()
     script = tmp_path / "train.py"
-    script.write_text(TRAIN.format(ten_lines=ten_lines[1]))
+    script.write_text(TRAIN.format(ten_lines=ten_lines()))
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python, onebit = (tmp_path / "venv" / "bin" / name for name in ("python", "onebit"))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-input", "--no-index", "--no-deps"]

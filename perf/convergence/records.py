@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perf.convergence.plan import BROAD, REPLIES, REPLY, TASKS, VARIANTS, Run, cases, family_of, points
+from perf.convergence.plan import BROAD, TASKS, VARIANTS, Run, cases, family_of, points
 from perf.records import read_record
 
 Record = Mapping[str, Any]
@@ -50,8 +50,6 @@ def sweep_runs(out: Path, task: str, sweep: str) -> dict[str, dict[str, Records]
             table.setdefault(label, {})[variant] = records
             beyond |= standard.at(points_of[label]) != standard
     ordered = {label: table[label] for label in points_of if label in table}
-    if sweep == REPLY and sum(map(_compares, ordered.values())) < 2:
-        return {}
     return (ordered if sweep in BROAD else _common(ordered)) if beyond else {}
 
 
@@ -64,11 +62,6 @@ def _common(table: Mapping[str, Mapping[str, Records]]) -> dict[str, dict[str, R
         for label, runs in table.items()
         if seeds
     }
-
-
-def _compares(runs: Mapping[str, Records]) -> bool:
-    """Whether an optimizer was run with more than one kind of reply."""
-    return any(sum(name.format(family=f) in runs for name in REPLIES.values()) > 1 for f in ("adam", "lamb"))
 
 
 def bits_sent(record: Record) -> float:
