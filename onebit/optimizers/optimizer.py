@@ -35,12 +35,12 @@ from onebit.optim.param_groups import COMPRESS, PROGRESS
 from onebit.optim.setup import RankFinder, Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import STEPS, Step, kind_of_step
+from onebit.optimizers.progress import Progress
 from onebit.optimizers.shown_state import Room, ShownState
 from onebit.parallel.overlap import Overlap
 from onebit.parallel.start_checks import start
 from onebit.parallel.watch import Watch
-from onebit.report.diagnostics import diagnose
-from onebit.report.pay_off import PayOff, Report
+from onebit.report.pay_off import PayOff
 from onebit.report.skips import warnings_of_skips
 
 
@@ -71,7 +71,7 @@ class RunFollower(Protocol):
         """The run's state, a `Shared` of onebit.elastic, or None. Ranks change."""
 
 
-class OneBitOptimizer(torch.optim.Optimizer):
+class OneBitOptimizer(Progress):
     """Subclasses pass their algorithm, the defaults of their param groups, and the options of every optimizer.
 
     setup: all that stays the same during training. current: all that training changes.
@@ -376,47 +376,3 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 after(self)
 
         return install
-
-    @property
-    def compressing(self) -> bool:
-        """Whether stage 2 has begun."""
-        return self.current.stages.compressing
-
-    @property
-    def synchronized(self) -> bool:
-        """Whether all ranks have the same parameters: always, but between two exchanges of 0/1 Adam's local steps."""
-        return self.current.synchronized
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps not taken since a gradient was not finite, and local ones that this rank left out in this process.
-        Reading it waits for the device."""
-        stages = self.current.stages
-        return int(stages.counts[1] + stages.left_out)
-
-    @property
-    def steps(self) -> int:
-        """Steps taken. Reading it waits for the device."""
-        return int(self.current.stages.counts[0])
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that this rank has sent in compressed messages."""
-        return self.current.wire_bytes
-
-    @property
-    def freeze_ratio(self) -> float | None:
-        """What the freeze rule compares, None while there is none. Adam: ||vhat||_1 over what it was a window
-        earlier. LAMB: the share of elements whose coefficients were stable over a window."""
-        return self.current.stages.rule.ratio
-
-    def report(self) -> Report:
-        """Whether compression pays: the steps of each kind, their times, the bytes, and a verdict. `print` the report.
-        Counted since this process built the optimizer. The call waits for the device."""
-        return self.pay_off.report(self.setup, self.current, self.averaged_in_backward, self.skipped_steps)
-
-    def diagnostics(self) -> dict[str, dict[str, float]]:
-        """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
-        coefficient and ratio. Cheap to call now and then; waits for the device."""
-        self.overlap.check_at_rest("diagnostics")
-        return diagnose(self.setup, self.current)
