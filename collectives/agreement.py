@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.collectives.transport.protocol import FACTS, LocalTransport, Ranks, all_gather_values
+from onebit.collectives.transport.protocol import FACTS, CollectiveError, LocalTransport, Ranks, all_gather_values
 from onebit.kernels.data.wire import MessageError
 
 NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
@@ -19,6 +19,7 @@ _MOST_JSON = 2**24  # bytes of one rank's text
 _PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy
 _PRIME = 1000003
 LOCAL = LocalTransport()
+_KINDS = {kind.__name__: kind for kind in (CollectiveError, TypeError, ValueError, OSError)}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,6 +53,24 @@ def raise_on_all(everyone: Ranks, device: torch.device, failed: Exception | None
         raise failed
     if int(found):
         raise ValueError(others)
+
+
+def gathered(everyone: Ranks, device: torch.device, work: Callable[[], Any], phase: str) -> list[Any]:
+    """What `work` returns on every rank, which JSON can hold. Where `work` fails on some ranks, an error on all that
+    says on which, and why."""
+    value, failure, reason = None, None, None
+    try:
+        value = work()
+    except Exception as error:
+        kind = next((name for name, each in _KINDS.items() if isinstance(error, each)), "")
+        failure, reason = error, [kind, str(error)]
+    rows = all_gather_json(everyone, device, [value, reason], phase)
+    reasons = [why for _, why in rows]
+    if first := next(filter(None, reasons), None):
+        alike = [rank for rank, why in enumerate(reasons) if why == first]
+        where = f"{listed(alike, everyone)}: " if len(alike) < everyone.size else ""
+        raise _KINDS.get(first[0], RuntimeError)(f"{where}{first[1]}") from failure
+    return [value for value, _ in rows]
 
 
 def all_gather_json(transport: Ranks, device: torch.device, value: Any, phase: str) -> list[Any]:

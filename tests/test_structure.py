@@ -247,7 +247,7 @@ def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
         assert files and {path.stem for path, tree in files.items() if upward(folder, tree)} == called.get(
             folder, set()
         )
-    assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.names import ORDER"))
+    assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.elements import ORDER"))
     assert not upward("report", ast.parse("from onebit.optim.setup import Setup"))
 
 

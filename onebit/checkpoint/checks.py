@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.elements import Saved
-from onebit.checkpoint.names import ORDER
+from onebit.checkpoint.elements import ORDER, Saved
 from onebit.checkpoint.schema import VERSION
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
@@ -53,10 +52,9 @@ def check_structure(state_dict: object) -> None:
         names = sorted(map(str, state_dict))
         raise ValueError(f"not a state of an optimizer: it has {names}, not state and param_groups")
     state, groups = state_dict["state"], state_dict["param_groups"]
-    if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
-        raise TypeError(f"state is not a dict with a dict for each parameter: {_DAMAGED}")
-    if not isinstance(groups, _LISTS) or not all(isinstance(group, Mapping) for group in groups):
-        raise TypeError(f"param_groups is not a list of dicts: {_DAMAGED}")
+    check_states(state)
+    if not isinstance(groups, _LISTS) or not groups or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"param_groups is not a list of dicts, one or more: {_DAMAGED}")
     for i, group in enumerate(groups):
         if not isinstance(group.get("params"), _LISTS):
             raise TypeError(f"param group {i} has no list of parameters: {_DAMAGED}")
@@ -67,9 +65,13 @@ def check_structure(state_dict: object) -> None:
         raise ValueError(f"the param groups name a parameter twice: {_DAMAGED}")
 
 
-def checked_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def check_states(state: object) -> None:
+    if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
+        raise TypeError(f"state is not a dict with a dict for each parameter: {_DAMAGED}")
+
+
+def checked_numbers(numbers: object) -> dict[str, Any]:
     """How far the run had come: what `onebit.checkpoint.schema.progress` makes, or nothing."""
-    numbers = groups[0].get(PROGRESS, {}) if groups else {}
     if not isinstance(numbers, Mapping):
         raise TypeError(f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: {_DAMAGED}")
     if not numbers:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint.checks import check_options, check_structure, checked_numbers
-from onebit.checkpoint.elements import Saved, momentum
-from onebit.checkpoint.names import rank_of
+from onebit.checkpoint.elements import Saved, momentum, rank_of
 from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
 
@@ -30,7 +29,7 @@ def merge_states(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError("merge_states got no states: give what every rank saved")
     for each in state_dicts:
         check_structure(each)
-    numbers = [checked_numbers(s["param_groups"]) for s in state_dicts]
+    numbers = [checked_numbers(s["param_groups"][0].get(PROGRESS, {})) for s in state_dicts]
     for rank, own in enumerate(numbers):
         for name in ("optimizer", "ranks", "slices", "shards", "steps", "compressing"):
             if own.get(name) != numbers[0].get(name):
@@ -57,8 +56,7 @@ def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     check_structure(state_dict)
     groups = [dict(group) for group in state_dict["param_groups"]]
     check_options(groups)
-    numbers = checked_numbers(groups)
-    groups[0].pop(PROGRESS, None)
+    numbers = checked_numbers(groups[0].pop(PROGRESS, {}))
     of = dict(chain.from_iterable(((key, group) for key in group["params"]) for group in groups))
     state = {key: _moments(key, own, numbers, of[key]) for key, own in state_dict["state"].items() if own}
     for group in groups:

@@ -1,4 +1,4 @@
-"""The forms in which a state has messages and residuals.
+"""What parts of a saved state are called, beside the fields of the algorithm, and the forms of messages and residuals.
 
     what whole parameters save               sharded ones (FSDP2), placed as the parameter is, for DCP to reshard
         a field with one bit an element        uint8, one number an element
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -19,13 +20,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onebit.checkpoint.names import BITS, ORDER, SCALES, message_name, server_rank_of
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
 from onebit.optim.memory_order import Order, in_shape
 from onebit.optim.sharding import as_whole, is_sharded, local
 
 Saved = Mapping[str, Any]  # one parameter's
+BITS, SCALES = "momentum_bits", "momentum_scales"
+ORDER = "memory_order"
+
+
+def residual_name(rank: int) -> str:
+    return f"residual_of_rank_{rank}"
+
+
+def server_residual_name(rank: int) -> str:
+    return f"server_residual_of_rank_{rank}"
+
+
+def message_name(rank: int) -> str:
+    return f"momentum_of_message_{rank}"
+
+
+def rank_of(name: object, kind: str = "residual") -> int | None:
+    """Whose residual a name says it is."""
+    found = re.fullmatch(rf"{kind}_of_rank_([0-9]{{1,9}})", str(name))
+    return int(found[1]) if found else None
+
+
+def owner_of(name: object) -> int | None:
+    """Whose residual, or server's residual, a name says it is."""
+    return rank_of(name, "(?:server_)?residual")
 
 
 def is_by_element(own: Saved) -> bool:
@@ -46,7 +71,7 @@ def by_element(own: Saved, like: Tensor, index: int, size: int, served: Sequence
         if name in (BITS, SCALES):
             continue
         if isinstance(value, Tensor) and value.ndim > 0:
-            if server_rank_of(name) is not None:
+            if rank_of(name, "server_residual") is not None:
                 value = spread(value, served, index, part.numel())
             elif value.dtype == torch.uint8:
                 value = unpacked(value)[: part.numel()].to(torch.uint8)

@@ -21,23 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onebit.collectives.agreement import all_gather_json
+from onebit.collectives.agreement import gathered
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Ranks, collective_errors
+from onebit.collectives.transport.protocol import collective_errors
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels.data.checks import is_whole
+from onebit.optim.setup import Setup
 from onebit.warning import warn
 
 T = TypeVar("T")
 EXTRA = "extra"
 
-_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
-
 
 class CheckpointRanks:
     """The ranks of an optimizer, as torch.distributed.checkpoint needs them."""
 
-    def __init__(self, transport: Ranks, device: torch.device) -> None:
+    def __init__(self, setup: Setup) -> None:
+        transport = setup.topology.everyone
         if not dist.is_initialized() and transport.size > 1:
             raise ValueError(
                 f"a checkpoint of {transport.size} ranks needs torch.distributed (init_process_group); over "
@@ -50,34 +50,26 @@ class CheckpointRanks:
                 f"a checkpoint of {transport.size} ranks whose parameters are sharded is written by all "
                 f"{self._transport.size} of torch.distributed's default group: use no others in the run"
             )
-        self.rank, self.size, self._device = self._transport.rank, self._transport.size, device
+        self.rank, self.size, self._device = self._transport.rank, self._transport.size, setup.device
 
-    def on_all(self, work: Callable[[], T]) -> T:
-        """What `work` returns here. Where it fails on any rank, its error is raised on every rank."""
-        own, failure = None, None
-        try:
-            own = work()
-        except Exception as error:
-            failure = error
-        answers = self.all_gather(None if failure is None else [_kind(failure), str(failure)])
-        failed = {rank: each for rank, each in enumerate(answers) if each is not None}
-        if failed:
-            kind, text = failed.get(self.rank) or failed[min(failed)]
-            if len(failed) < self.size:
-                text = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {self.size}: {text}"
-            raise _KINDS.get(kind, RuntimeError)(text) from failure
-        return own  # type: ignore[return-value]
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """`value`, which JSON can hold, of every rank. A collective call."""
+    def gathered(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returns on every rank, which JSON can hold. Where it fails on any, an error on all."""
         phase = "saving or loading a checkpoint, which every rank does and not rank 0 alone (all-gather)"
-        return all_gather_json(self._transport, self._device, value, phase)
+        return gathered(self._transport, self._device, work, phase)
 
-    def agree(self, value: Any, otherwise: str) -> None:
-        """A ValueError on all ranks, which says `otherwise`, where some have another value than rank 0."""
-        answers = self.all_gather(value)
+    def on_all(self, work: Callable[[], T], alike: Callable[[T], Any] = lambda _: None, otherwise: str = "") -> T:
+        """What `work` returns here. Where it fails on any rank, an error on all; and a ValueError, which says
+        `otherwise`, where what must be alike is another thing on some ranks than on rank 0."""
+        own: list[T] = []
+
+        def do() -> Any:
+            own.append(work())
+            return alike(own[0])
+
+        answers = self.gathered(do)
         if others := [rank for rank, each in enumerate(answers) if each != answers[0]]:
             raise ValueError(f"ranks {others} {otherwise}")
+        return own[0]
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -96,10 +88,6 @@ def own_error(what: str, error: CheckpointException, of_rank: str = "") -> Excep
     kind = OSError if any(isinstance(cause, OSError) for cause in causes.values()) else ValueError
     reasons = "; ".join(f"{of_rank.format(rank)}{type(e).__name__}: {e}" for rank, e in sorted(causes.items()))
     return kind(f"{what} failed ({reasons})")
-
-
-def _kind(error: Exception) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)
 
 
 def packed_extra(extra: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -19,24 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.checks import check_options, check_own, check_structure, checked_numbers, shaped, steps_of
+from onebit.checkpoint.checks import (
+    check_options,
+    check_own,
+    check_states,
+    check_structure,
+    checked_numbers,
+    shaped,
+    steps_of,
+)
 from onebit.checkpoint.elements import (
+    BITS,
+    ORDER,
+    SCALES,
     Saved,
     blocks_of_momentum,
     is_by_element,
     lengths_of,
-    momentum,
-    saved_order,
-    spread,
-)
-from onebit.checkpoint.names import (
-    BITS,
-    ORDER,
-    SCALES,
     message_name,
+    momentum,
     rank_of,
     residual_name,
+    saved_order,
     server_residual_name,
+    spread,
 )
 from onebit.checkpoint.schema import progress
 from onebit.collectives.reply import WAYS
@@ -116,50 +122,50 @@ class Cut:
         return self.nodes, self.slices, self.shards
 
 
-def restored(
-    setup: Setup,
-    current: Snapshot,
-    state_dict: Mapping[str, Any],
-    kept: Sequence[int] | None = None,
-    fold: bool = False,
+def from_state_dict(
+    setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], Snapshot]:
-    """What each param group is updated with, and where the run had come to. Nothing changes. kept: where ranks have
-    left or come, the places of those whose residuals this rank goes on with, once `Snapshot.collect_residuals` was
-    called. fold: whether m goes into the residuals in any case."""
+    """What `restored` returns, from what an optimizer's `state_dict` did."""
     groups = _checked_groups(setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in setup.groups)
-    saved = {p: _present(state_dict["state"].get(key, {})) for key, p in zip(keys, params, strict=True)}
-    merged = merged_options(setup, groups)
-    numbers = _numbers(setup, checked_numbers(groups), saved)
-    if numbers["compressing"]:
-        _check_compressed_alike(setup, groups)
-    betas = [betas_of(group) for group in merged]
-    return merged, _Restoration(setup, numbers, saved, betas, kept, fold).snapshot(len(current.compressed))
+    state = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
+    return restored(setup, current, state, groups[0].get(PROGRESS, {}), groups)
 
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
     """Where a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
-    return restored(setup, current, as_state_dict(setup, state, progress(setup, current), setup.groups))[1]
+    check_states({p: own for p, own in state.items() if own})
+    return restored(setup, current, state, progress(setup, current), setup.groups)[1]
 
 
-def as_state_dict(
-    setup: Setup, state: Mapping[Tensor, Saved], numbers: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """What `restored` takes, from states by parameter. groups: what every param group has beside its parameters."""
-    params = [p for group in setup.groups for p in group["params"]]
-    keys = iter(range(len(params)))
-    made = [
-        {**group, "params": [next(keys) for _ in own["params"]]}
-        for group, own in zip(groups, setup.groups, strict=True)
-    ]
-    made[0][PROGRESS] = numbers
-    return {"state": {i: state[p] for i, p in enumerate(params) if state.get(p)}, "param_groups": made}
+def restored(
+    setup: Setup,
+    current: Snapshot,
+    state: Mapping[Tensor, Saved],
+    reached: object,
+    groups: Sequence[Mapping[str, Any]],
+    kept: Sequence[int] | None = None,
+    fold: bool = False,
+) -> tuple[list[dict[str, Any]], Snapshot]:
+    """What each param group is updated with, and where the run had come to. Nothing changes.
 
-
-def _present(own: Saved) -> Saved:
-    """Without empty dicts: torch's get_optimizer_state_dict puts them where a flattened state lacks a name."""
-    return {name: value for name, value in own.items() if not isinstance(value, Mapping) or value}
+    reached, groups: how far the run had come, and what every param group had beside its parameters. kept: where ranks
+    have left or come, the places of those whose residuals this rank goes on with, once `Snapshot.collect_residuals` was
+    called. fold: whether m goes into the residuals in any case.
+    """
+    # without empty dicts: torch's get_optimizer_state_dict puts them where a flattened state lacks a name
+    saved = {
+        p: {name: v for name, v in (state.get(p) or {}).items() if not isinstance(v, Mapping) or v}
+        for group in setup.groups
+        for p in group["params"]
+    }
+    merged = _merged_options(setup, groups)
+    numbers = _numbers(setup, checked_numbers(reached), saved)
+    if numbers["compressing"]:
+        _check_compressed_alike(setup, groups)
+    betas = [betas_of(group) for group in merged]
+    return merged, _Restoration(setup, numbers, saved, betas, kept, fold).snapshot(len(current.compressed))
 
 
 @dataclass
@@ -494,7 +500,7 @@ def _check_compressed_alike(setup: Setup, groups: Sequence[Mapping[str, Any]]) -
             )
 
 
-def merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Options that this optimizer has, and what others (schedulers) have left in the groups."""
     merged = []
     for group, saved in zip(setup.groups, groups, strict=True):

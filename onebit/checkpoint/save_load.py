@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from onebit.checkpoint import files
 from onebit.checkpoint.checks import checked_numbers
-from onebit.checkpoint.elements import room_for
+from onebit.checkpoint.elements import ORDER, owner_of, rank_of, residual_name, room_for, server_residual_name
 from onebit.checkpoint.files import Planner, Reader, check_layout, index_of, layout_of, read_index
-from onebit.checkpoint.names import ORDER, rank_of, residual_name, server_rank_of, server_residual_name
 from onebit.checkpoint.ranks import (
     EXTRA,
     CheckpointRanks,
@@ -56,7 +55,6 @@ from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import layers_of, own_module, own_optimizer
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-K = TypeVar("K")
 Read = Callable[[Iterable[str]], Mapping[str, Any]]
 
 
@@ -75,22 +73,22 @@ def save(
     """
     inner, optimizer = own_module(model, "save"), own_optimizer(optimizer, "save")
     optimizer.find_ranks()
-    ranks, folder = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device), Path(folder)
+    ranks, folder = CheckpointRanks(optimizer.setup), Path(folder)
     state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
-    state = ranks.on_all(lambda: _plain(state))
-    if own := ranks.on_all(lambda: packed_extra({} if extra is None else extra)):
-        state[EXTRA] = {str(ranks.rank): own}
-    ranks.agree(
-        layout["fingerprint"],
+    state, own = ranks.on_all(
+        lambda: (_plain(state), packed_extra({} if extra is None else extra)),
+        lambda _: layout["fingerprint"],
         "have another model or other options than rank 0: give every rank the same, and save again",
     )
-    name = ranks.all_gather(files.new_name())[0]
+    if own:
+        state[EXTRA] = {str(ranks.rank): own}
+    name = ranks.gathered(files.new_name)[0]
     ranks.on_all(lambda: _begin(folder, name, ranks.rank))
     writer = _Writer(folder / name)
     with ranks.saving(), quiet():
         dcp.save(state, storage_writer=writer, process_group=ranks.group)
-    found = ranks.all_gather(ranks.on_all(lambda: _finish(folder / name, writer, ranks)))
+    found = ranks.gathered(lambda: _finish(folder / name, writer, ranks))
     ranks.on_all(lambda: _commit(folder, name, {k: v for own in found for k, v in own.items()}, layout, ranks.rank))
 
 
@@ -171,12 +169,7 @@ def _needed(own: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any], read
     mine = {residual_name(setup.topology.place), server_residual_name(setup.topology.place)}
     if not names & mine or not Cut.of_run(setup, there).keeps_residuals_of(there):
         return list(own)
-    return [key for key, (_, name) in own.items() if name in mine or _owner(name) is None]
-
-
-def _owner(name: str) -> int | None:
-    """The rank whose residual a name says it is."""
-    return server_rank_of(name) if rank_of(name) is None else rank_of(name)
+    return [key for key, (_, name) in own.items() if name in mine or owner_of(name) is None]
 
 
 def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
@@ -256,7 +249,7 @@ def _opened(
 ) -> tuple[files.Manifest, CheckpointRanks]:
     """A checkpoint that is whole, the same for all ranks, and of this model."""
     optimizer.find_ranks()
-    ranks = CheckpointRanks(optimizer.setup.topology.everyone, optimizer.setup.device)
+    ranks = CheckpointRanks(optimizer.setup)
     here = layout_of(inner.state_dict(), optimizer.setup)
 
     def opened() -> files.Manifest:
@@ -265,11 +258,8 @@ def _opened(
         manifest.check_files(ranks.rank, ranks.size)
         return manifest
 
-    manifest = ranks.on_all(opened)
-    ranks.agree(
-        manifest.checksum, f"find another checkpoint in {folder} than rank 0: it must be one folder that all ranks see"
-    )
-    return manifest, ranks
+    otherwise = f"find another checkpoint in {folder} than rank 0: it must be one folder that all ranks see"
+    return ranks.on_all(opened, lambda manifest: manifest.checksum, otherwise), ranks
 
 
 class _Source:
@@ -309,7 +299,7 @@ class _Source:
         groups = _nested({self._groups[key]: value for key, value in of_groups.items()})
         if sorted(groups, key=str) != sorted(range(len(groups)), key=str):
             raise ValueError("the checkpoint lacks param groups: it is damaged. Load another")
-        numbers = checked_numbers([groups[0]])
+        numbers = checked_numbers(groups[0].get(PROGRESS, {}))
         if not numbers:
             raise ValueError(f"the checkpoint's first param group has no {PROGRESS!r}: it is damaged. Load another")
         keys = _needed(self._own, numbers, self._read, self._setup)
@@ -439,5 +429,5 @@ def _numbers_of_tools(keys: Iterable[str], read: Read, places: Mapping[str, int]
         )
     paths = min(groups.items(), key=lambda each: each[0] != "0")[1]
     numbers = _nested({paths[key]: value for key, value in read(paths).items()})
-    checked_numbers([{PROGRESS: numbers}])
+    checked_numbers(numbers)
     return numbers

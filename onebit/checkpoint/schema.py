@@ -40,8 +40,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.elements import by_element
-from onebit.checkpoint.names import BITS, ORDER, SCALES, message_name, residual_name, server_residual_name
+from onebit.checkpoint.elements import (
+    BITS,
+    ORDER,
+    SCALES,
+    by_element,
+    message_name,
+    residual_name,
+    server_residual_name,
+)
 from onebit.collectives.exchange import Exchange
 from onebit.kernels.data.layout import Span
 from onebit.optim.fields import RESIDUAL

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint import restore, schema
+from onebit.checkpoint import schema
 from onebit.collectives.agreement import NODES
 from onebit.collectives.hand_over import receive_tensors
 from onebit.collectives.link import Link, connect
@@ -169,7 +169,7 @@ class Follower:
         nodes = int(shared.numbers["ranks"]) // slices
         node = Absent(0, slices) if slices > 1 else None
         setup = replace(inner.setup, topology=Topology(Absent(1, nodes * slices), Absent(0, nodes), node))
-        groups, snapshot = restore.restored(setup, inner.current, shared.state_dict(setup), kept=[])
+        groups, snapshot = shared.restored(setup, inner.current, kept=[])
         shared.put_parameters(inner, groups)
         self._run = setup, snapshot
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.transport.protocol import Sender
-from onebit.elastic.members import Member, Members
+from onebit.elastic.members import Members
 from onebit.optim.steps import SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 
@@ -31,52 +31,51 @@ _FINISHING = "handing over the replies of a step (send)"
 
 
 @dataclass(frozen=True)
-class Settlement:
+class Settlement(Members):
     """How ranks that stay come to the same step: the same on all."""
-
-    members: Members
 
     @property
     def met(self) -> int:
         """The step of the last exchange that one of them has ended."""
-        return max(self._of(rank).met for rank in self.members.stayers)
+        return max(self.rows[rank].met for rank in self.stayers)
 
     @property
     def ahead(self) -> int:
         """The first rank that has ended that exchange."""
-        return next(rank for rank in self.members.stayers if self._of(rank).met == self.met)
+        return next(rank for rank in self.stayers if self.rows[rank].met == self.met)
 
     @property
     def last(self) -> int:
         """The last step that one of them has taken, or skipped."""
-        return max(self._of(rank).attempts for rank in self.members.stayers)
+        return max(self.rows[rank].attempts for rank in self.stayers)
 
     @property
     def sync_is_due(self) -> bool:
         """Whether some have moved in a sync that none has ended."""
-        return any(self._of(rank).open and not self.finishes(rank) for rank in self.members.stayers)
+        return any(self.rows[rank].open and not self.finishes(rank) for rank in self.stayers)
 
     @property
     def local_progress(self) -> Any:
         """Of a rank that has taken most local steps."""
-        whole = (self._of(rank) for rank in self.members.stayers if not self.finishes(rank))
+        whole = (self.rows[rank] for rank in self.stayers if not self.finishes(rank))
         return next(each.local for each in whole if each.attempts == self.last)
 
     @property
     def left_out(self) -> int:
         """How many local steps this rank leaves out."""
-        rank = self.members.everyone.rank
-        return self.last - (self.met if self.finishes(rank) else self._of(rank).attempts)
+        rank = self.everyone.rank
+        return self.last - (self.met if self.finishes(rank) else self.rows[rank].attempts)
 
     def finishes(self, rank: int) -> bool:
         """Whether a rank has sent all of an exchange that others have ended."""
-        own = self._of(rank)
+        own = self.rows[rank]
         return (own.under_way or own.has_averages) and own.met < self.met == own.attempts + (not own.open)
 
     def check(self) -> None:
-        """A ValueError, the same on all ranks, where they can't come to the same step."""
-        for rank in self.members.stayers:
-            own, name = self._of(rank), self.members.name(rank)
+        """A ValueError, the same on all ranks, where they can't go on from one run, or can't come to the same step."""
+        super().check()
+        for rank in self.stayers:
+            own, name = self.rows[rank], self.name(rank)
             if self.finishes(rank):
                 continue
             if not own.can_undo:
@@ -86,71 +85,61 @@ class Settlement:
                     f"checkpoint, and build the optimizer with elastic=True"
                 )
             if own.met < self.met:
-                ahead, theirs = self.members.name(self.ahead), self._of(self.ahead)
+                ahead, theirs = self.name(self.ahead), self.rows[self.ahead]
                 raise ValueError(
                     f"{name} has taken or skipped {own.attempts} steps, and {ahead} {theirs.attempts}, with the last "
                     f"exchange after step {own.met} and {theirs.met}: they do not go on from the same step of one run, "
                     f"or gradients of the last step were dropped (call reform before zero_grad). On a rank that joins "
                     f"build a new model and optimizer, take no step and load nothing"
                 )
-        talks = bool(self.members.joining) or any(map(self.finishes, self.members.stayers))
-        if talks and not isinstance(self.members.everyone, Sender):
+        talks = bool(self.joining) or any(map(self.finishes, self.stayers))
+        if talks and not isinstance(self.everyone, Sender):
             raise ValueError(
-                f"over {self.members.everyone.name} no rank can send to one other, as one that joins, or has to finish "
+                f"over {self.everyone.name} no rank can send to one other, as one that joins, or has to finish "
                 f"a step, needs it: use a process group of torch.distributed"
             )
 
     def settle(self, inner: OneBitOptimizer) -> None:
         """On a rank that stays."""
-        everyone, current, coming = self.members.everyone, inner.current, inner.coming
-        if self._of(everyone.rank).under_way and not self.finishes(everyone.rank):
+        everyone, current, coming = self.everyone, inner.current, inner.coming
+        if self.rows[everyone.rank].under_way and not self.finishes(everyone.rank):
             current.take_back_exchange()
             if isinstance(coming, SyncStep):  # its local step has ended
                 inner.end_step(coming, inner.gradients.flags)
                 inner.catch_up()
-        for other in filter(self.finishes, self.members.stayers):
-            if everyone.rank == self.ahead and self._of(other).under_way:
+        for other in filter(self.finishes, self.stayers):
+            if everyone.rank == self.ahead and self.rows[other].under_way:
                 replies = [reducer.replies.buffer for reducer in current.reducers]
                 send_tensors(everyone, other, None, replies, inner.setup.device, _FINISHING)
             elif everyone.rank == other:
                 self._finish(inner)
-        frozen = [each for each in map(self._of, self.members.stayers) if each.compressing]
+        frozen = [self.rows[rank] for rank in self.stayers if self.rows[rank].compressing]
         if frozen and not inner.compressing:
             for tell in current.freeze(inner.setup, frozen[0].chunks):
                 tell()
             inner.install(current)
 
-    def _of(self, rank: int) -> Member:
-        return self.members.rows[rank]
-
     def _finish(self, inner: OneBitOptimizer) -> None:
-        everyone = self.members.everyone
-        if self._of(everyone.rank).under_way:
-            _, replies = receive_tensors(everyone, self.ahead, inner.setup.device, _FINISHING)
-            for reducer, buffer in zip(inner.current.reducers, replies, strict=True):
+        """The coming step, which other ranks have finished. This rank has sent all that it was to send."""
+        setup, current, gradients, step = inner.setup, inner.current, inner.gradients, inner.coming
+        own, ahead = self.rows[self.everyone.rank], self.rows[self.ahead]
+        if own.under_way:
+            _, replies = receive_tensors(self.everyone, self.ahead, setup.device, _FINISHING)
+            for reducer, buffer in zip(current.reducers, replies, strict=True):
                 reducer.replies.buffer.copy_(buffer)
-        if inner.coming is None:
-            hyper = inner.gradients.write_hyper(inner.setup, inner.current)
-            inner.current.synchronize(hyper, bound=False, arrived=True)
+        if step is None:
+            current.synchronize(gradients.write_hyper(setup, current), bound=False, arrived=True)
+            return
+        skipped, flags, under_way = ahead.skipped > own.skipped, gradients.flags, current.under_way
+        if under_way is None:
+            gradients.clip_as_asked(setup, current)
+        if not step.alone:
+            flags.fill_(int(skipped))
+        if under_way is None:
+            step.move(gradients.write_hyper(setup, current), flags)
+        elif under_way.by_flags and skipped:
+            current.take_back_exchange()
         else:
-            finish_step(inner, skipped=self._of(self.ahead).skipped > self._of(everyone.rank).skipped)
-
-
-def finish_step(inner: OneBitOptimizer, skipped: bool) -> None:
-    """The coming step, which other ranks have finished. This rank has sent all that it was to send, and the replies, if
-    there are any, are here."""
-    step, setup, current, gradients = inner.coming, inner.setup, inner.current, inner.gradients
-    assert step is not None
-    flags, under_way = gradients.flags, current.under_way
-    if under_way is None:
-        gradients.clip_as_asked(setup, current)
-    if not step.alone:
-        flags.fill_(int(skipped))
-    if under_way is None:
-        step.move(gradients.write_hyper(setup, current), flags)
-    elif under_way.by_flags and skipped:
-        current.take_back_exchange()
-    else:
-        step.finish(gradients.write_hyper(setup, current), flags)
-    inner.end_step(step, flags)
-    inner.catch_up()
+            step.finish(gradients.write_hyper(setup, current), flags)
+        inner.end_step(step, flags)
+        inner.catch_up()

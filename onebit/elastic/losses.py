@@ -21,32 +21,27 @@ def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
     ranks, gone = members.ranks_before, members.gone
     if not gone or not current.reducers or members.everyone.rank != members.stayers[0]:
         return
-    e, served, m = _norms(current)
+    exchanges = [reducer.exchange for reducer in current.reducers]
+    m = _norm([m for reducer in current.reducers for m in reducer.momentum()])
+    own = [exchange.residual.left_out() for exchange in exchanges]
+    served = [exchange.server_residual.left_out() for exchange in exchanges if exchange.server_residual is not None]
     names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
     text = (
         f"{names} of {ranks} did not come along, and what compression had left out there is lost: the residual, which "
         f"counts 1 / {setup.topology.nodes} in the mean. Rank {setup.topology.place}, which stays, has one of "
-        f"{_size(e, m)}"
+        f"{_size(own, m)}"
     )
-    if served is not None:
+    if served:
         text += f", and one of {_size(served, m)} for the part that it averages"
     if not current.synchronized:
         text += f". The {current.local_steps_taken} steps that they took since the last exchange are lost, too"
     logger.warning("%s", text)
 
 
-def _norms(current: Snapshot) -> tuple[float, float | None, float]:
-    """Of this rank's residual, of that for what it averages for all, if it does, and of the momentum."""
-    exchanges = [reducer.exchange for reducer in current.reducers]
-    e = _norm([exchange.residual.left_out() for exchange in exchanges])
-    served = [exchange.server_residual.left_out() for exchange in exchanges if exchange.server_residual is not None]
-    m = _norm([m for reducer in current.reducers for m in reducer.momentum()])
-    return e, _norm(served) if served else None, m
-
-
 def _norm(parts: Sequence[Tensor]) -> float:
     return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
 
 
-def _size(norm: float, m: float) -> str:
+def _size(parts: Sequence[Tensor], m: float) -> str:
+    norm = _norm(parts)
     return f"{norm / m:.2g} times the momentum's norm" if m > 0 else f"norm {norm:.2g} (there is no last momentum)"

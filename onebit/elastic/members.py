@@ -7,38 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
-from onebit.collectives.agreement import NODES, all_gather_json, listed
-from onebit.collectives.transport.protocol import CollectiveError, Ranks
+from onebit.collectives.agreement import NODES, listed
+from onebit.collectives.transport.protocol import Ranks
 from onebit.elastic.moving import group_values
 from onebit.optim.setup import Setup
 from onebit.optim.steps import Step, SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 NEW = "On a rank that joins build a new model and optimizer, take no step and load nothing"
-_KINDS = {kind.__name__: kind for kind in (CollectiveError, TypeError, ValueError)}
-
-
-def gathered(everyone: Ranks, device: torch.device, work: Callable[[], Any], phase: str) -> list[Any]:
-    """What `work` returns on every rank, which JSON can hold. Where `work` fails on some ranks, an error on all that
-    says on which, and why."""
-    value, failure = None, None
-    try:
-        value = work()
-    except Exception as error:
-        failure = error
-    reason = None if failure is None else [_kind_of(failure), str(failure)]
-    rows = all_gather_json(everyone, device, [value, reason], phase)
-    if failed := [rank for rank, (_, why) in enumerate(rows) if why is not None]:
-        kind, text = rows[failed[0]][1]
-        alike = [rank for rank in failed if rows[rank][1] == [kind, text]]
-        raise _KINDS.get(kind, RuntimeError)(f"{listed(alike, everyone)}: {text}") from failure
-    return [value for value, _ in rows]
-
-
-def _kind_of(error: Exception) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
 
 
 def is_new(inner: OneBitOptimizer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint import restore
-from onebit.checkpoint.names import rank_of, server_rank_of
+from onebit.checkpoint.elements import owner_of
 from onebit.collectives.agreement import checksums
 from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.param_groups import PROGRESS
 from onebit.optim.setup import Setup
+from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 Saved = dict[Tensor, dict[str, Any]]
@@ -25,9 +26,9 @@ _LEAVING = "handing over residuals (send)"
 _JOINING = "handing a state to a rank that joins (send)"
 
 
-def send_residuals(ranks: Ranks, to: int, place: int, saved: Saved, device: torch.device) -> None:
-    """Of the rank that had this place."""
-    residuals = [{name: v for name, v in own.items() if _is_residual(name)} for own in saved.values()]
+def send_residuals(ranks: Ranks, to: int, place: int, saved: Iterable[Mapping[str, Any]], device: torch.device) -> None:
+    """saved: of each parameter. place: of the rank that had this."""
+    residuals = [{name: v for name, v in own.items() if owner_of(name) is not None} for own in saved]
     tensors = [v.detach().to(device) for own in residuals for v in own.values()]
     send_tensors(ranks, to, {"place": place, "names": list(map(list, residuals))}, tensors, device, _LEAVING)
 
@@ -53,7 +54,7 @@ class Shared:
         current, params = inner.current, _parameters(inner)
         with current.keep_last_sync():
             x = [p.detach().clone() for p in params]
-        states = [{name: v for name, v in saved.get(p, {}).items() if not _is_residual(name)} for p in params]
+        states = [{name: v for name, v in saved.get(p, {}).items() if owner_of(name) is None} for p in params]
         own = dict(zip(params, states, strict=True))
         for p, last in current.masters_at_last_sync():
             own[p]["master"] = last
@@ -83,10 +84,13 @@ class Shared:
     def receive(cls, ranks: Ranks, source: int, device: torch.device) -> Shared:
         return cls.unpacked(*receive_tensors(ranks, source, device, _JOINING))
 
-    def state_dict(self, setup: Setup) -> dict[str, Any]:
-        """As `restore.restored` takes it."""
+    def restored(
+        self, setup: Setup, current: Snapshot, kept: Sequence[int], fold: bool = False
+    ) -> tuple[list[dict[str, Any]], Snapshot]:
+        """See `restore.restored`."""
         params = [p for group in setup.groups for p in group["params"]]
-        return restore.as_state_dict(setup, dict(zip(params, self.states, strict=True)), self.numbers, self.groups)
+        states = dict(zip(params, self.states, strict=True))
+        return restore.restored(setup, current, states, self.numbers, self.groups, kept, fold)
 
     @property
     def digest(self) -> str:
@@ -135,7 +139,3 @@ def _number(value: Any) -> Any:
 
 def _parameters(inner: OneBitOptimizer) -> list[Tensor]:
     return [p for group in inner.param_groups for p in group["params"]]
-
-
-def _is_residual(name: str) -> bool:
-    return rank_of(name) is not None or server_rank_of(name) is not None

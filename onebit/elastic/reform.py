@@ -20,18 +20,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from onebit.checkpoint import restore, schema
-from onebit.collectives.agreement import agree, raise_on_all
+from onebit.collectives.agreement import agree, gathered, raise_on_all
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
-from onebit.elastic.members import Member, Members, facts_of_model, gathered, is_new
+from onebit.elastic.members import Member, Members, facts_of_model, is_new
 from onebit.elastic.moving import Saved, Shared, receive_residuals, send_residuals
 from onebit.log import tell
 from onebit.optim.snapshot import Snapshot
@@ -85,17 +86,14 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     everyone = process_group.everyone if isinstance(process_group, Topology) else transport_for(process_group)
     with own.others_know():
         rows = gathered(everyone, inner.setup.device, lambda: own.come(process_group, leaving), _COMPARING)
-        members = Members(everyone, [Member(**row) for row in rows])
+        members = Settlement(everyone, [Member(**row) for row in rows])
         nodes = inner.rank_finder.how_nodes_are_found(process_group)
         agree(everyone, inner.setup.device, facts_of_model(inner.setup, nodes))
-        settlement = Settlement(members)
         members.check()
-        if members.stayers:
-            settlement.check()
         topology, before = inner.rank_finder.topology_of(process_group), inner.current
-        own.go_on(members, settlement, topology)
+        own.go_on(members, topology)
     if members.stayers:
-        if settlement.sync_is_due:
+        if members.sync_is_due:
             inner.synchronize()
         inner.pay_off.ranks_changed(before, members.left, len(members.joining), time.monotonic() - start)
 
@@ -142,29 +140,26 @@ class _Own:
             why = "a rank that stays could not go on, its error says why: no rank has left. Call reform again"
             raise_on_all(self.everyone, self.device, None, why)
 
-    def go_on(self, members: Members, settlement: Settlement, topology: Topology) -> None:
+    def go_on(self, members: Settlement, topology: Topology) -> None:
         """All fits, on all ranks."""
         inner, stays = self.inner, not members.rows[members.everyone.rank].new
         if stays:
-            settlement.settle(inner)
-            self._save(settlement.left_out)
+            members.settle(inner)
+            self._save(members.left_out)
         received = self._get_states(members)
         built: list[tuple[list[dict[str, Any]], Snapshot]] = []
-
-        def build() -> None:
-            built.append(self._restored(topology, received, members.momentum_was_folded))
-
-        gathered(members.everyone, self.device, build, _BUILDING)
-        groups, snapshot = built[0]
+        build = partial(self._restored, topology, received, members.momentum_was_folded)
+        gathered(members.everyone, self.device, lambda: built.append(build()), _BUILDING)
+        ((groups, snapshot),) = built
         snapshot.collect_residuals()
         if members.stayers:
             warn_of_losses(inner.setup, inner.current, members)
         if received is not None:
             received.put_parameters(inner, groups)
         if stays:
-            snapshot.stages.go_on_counting(inner.current.stages, settlement.left_out)
+            snapshot.stages.go_on_counting(inner.current.stages, members.left_out)
         if members.stayers:
-            self._go_on_between_exchanges(topology, snapshot, settlement.local_progress)
+            self._go_on_between_exchanges(topology, snapshot, members.local_progress)
         before = {"ranks": members.ranks_before, "kept": members.kept[members.everyone.rank]} if members.stayers else {}
         inner.before_reform = {
             **before,
@@ -202,7 +197,7 @@ class _Own:
         for j, rank in enumerate(sorted(leaving)):
             heir = staying[j % len(staying)]
             if everyone.rank == rank:
-                send_residuals(everyone, heir, self.kept[0], state, self.device)
+                send_residuals(everyone, heir, self.kept[0], state.values(), self.device)
             elif everyone.rank == heir:
                 place, residuals = receive_residuals(everyone, rank, self.device)
                 self.kept.append(place)
@@ -267,12 +262,10 @@ class _Own:
         self, topology: Topology, received: Shared | None, fold: bool
     ) -> tuple[list[dict[str, Any]], Snapshot]:
         """What each param group is updated with, and the state as the new ranks cut it."""
-        setup = replace(self.inner.setup, topology=topology)
-        if received is None:
-            state_dict = restore.as_state_dict(setup, self.saved, self.numbers, setup.groups)
-        else:
-            state_dict = received.state_dict(setup)
-        return restore.restored(setup, self.inner.current, state_dict, self.kept, fold)
+        setup, current = replace(self.inner.setup, topology=topology), self.inner.current
+        if received is not None:
+            return received.restored(setup, current, self.kept, fold)
+        return restore.restored(setup, current, self.saved, self.numbers, setup.groups, self.kept, fold)
 
     def _go_on_between_exchanges(self, topology: Topology, snapshot: Snapshot, progress: Any) -> None:
         """What a load has no use for: local steps since the last exchange, of which all have this progress."""

@@ -9,17 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from onebit.checkpoint.names import rank_of, server_rank_of
-from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.transport.torch import TorchTransport
+from onebit.elastic.moving import receive_residuals, send_residuals
 from onebit.integrations.whole_state import attach_if_distributed, warn_of_total
 from onebit.log import tell
 from onebit.optimizers.optimizer import OneBitOptimizer
-
-_SAVING = "gathering the residuals of all ranks (all-gather of their sizes)"
 
 
 class OneBitCallback(Callback):
@@ -61,25 +57,12 @@ def _of_all_ranks(optimizer: OneBitOptimizer, state: dict[str, Any]) -> dict[str
     if not isinstance(transport, TorchTransport):
         return state
     device = torch.device("cpu") if "cpu" in transport.backends else device
-    group: Any = transport.group
-    first, *others = (dist.get_global_rank(group, rank) for rank in range(transport.size))
-    own = {
-        (key, name): value
-        for key, of_parameter in state["state"].items()
-        for name, value in of_parameter.items()
-        if rank_of(name) is not None or server_rank_of(name) is not None
-    }
-    shapes = all_gather_json(
-        transport, optimizer.setup.device, [[*each, list(value.shape)] for each, value in own.items()], _SAVING
-    )
     if transport.rank > 0:
-        for value in own.values():
-            dist.send(value.to(device).contiguous(), first, group)
+        send_residuals(transport, 0, transport.rank, state["state"].values(), device)
         return state
     merged = {key: dict(of_parameter) for key, of_parameter in state["state"].items()}
-    for rank, of_rank in zip(others, shapes[1:], strict=True):
-        for key, name, shape in of_rank:
-            value = torch.empty(shape, dtype=torch.float32, device=device)
-            dist.recv(value, rank, group)
-            merged[key][name] = value.cpu()
+    for rank in range(1, transport.size):
+        _, residuals = receive_residuals(transport, rank, device)
+        for of_parameter, theirs in zip(merged.values(), residuals, strict=True):
+            of_parameter |= {name: value.cpu() for name, value in theirs.items()}
     return {**state, "state": merged}

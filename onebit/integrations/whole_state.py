@@ -43,8 +43,8 @@ class WholeState:
         Where nothing is there, it loads what it is given: then residuals start from zero, with a warning.
         """
         self.optimizer.find_ranks()
-        ranks = CheckpointRanks(self.optimizer.setup.topology.everyone, self.optimizer.setup.device)
-        self._next = folder if any(ranks.all_gather((folder / MANIFEST).is_file())) else None
+        there = CheckpointRanks(self.optimizer.setup).gathered(lambda: (folder / MANIFEST).is_file())
+        self._next = folder if any(there) else None
 
     def cancel(self) -> None:
         """What is loaded next is loaded as it is."""

@@ -362,7 +362,7 @@ class OneBitOptimizer(Progress):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         setup = self.setup if (device := self.new_device) is None else self._setup_on(device)
-        groups, snapshot = restore.restored(setup, self.current, state_dict)
+        groups, snapshot = restore.from_state_dict(setup, self.current, state_dict)
 
         @torch.no_grad()
         def install() -> None:

@@ -145,7 +145,7 @@ def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(rank, tmp_
         with pytest.raises(errors, match=words):
             do(tmp_path, training.model, training.optimizer, extra=extra)
 
-    fails(onebit.save, {"it": object() if rank else 1}, "rank 1 of 2: extra 'it'")
+    fails(onebit.save, {"it": object() if rank else 1}, "rank 1: extra 'it'")
     for extra in ({3: 1}, [1]):
         fails(onebit.save, extra, "by names")
     assert not (tmp_path / "checkpoint.json").exists()
@@ -156,7 +156,7 @@ def test_extra_that_can_not_be_kept_or_given_is_an_error_on_all_ranks(rank, tmp_
     before, first = training.all(), Counter("a", 2)
     fails(onebit.load, {"schedule": training.schedule} if rank else {}, "no extra 'schedule'")
     fails(onebit.load, {"epoch": 2}, "no load_state_dict")
-    fails(onebit.load, {"first": first, "second": Counter("ab"[rank])}, "rank 1 of 2: a state of an", RuntimeError)
+    fails(onebit.load, {"first": first, "second": Counter("ab"[rank])}, "rank 1: a state of an", RuntimeError)
     assert same(training.all(), before) and first.count == 2
     onebit.load(tmp_path, training.model, training.optimizer, extra={"first": first})
     assert same(Run.all(training), kept) and first.count == 5

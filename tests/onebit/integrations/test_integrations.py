@@ -77,7 +77,7 @@ def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
     again.on(9, 9)
     before = again.all()
     state.expect(folder / ("onebit" if rank == 0 else "nowhere"))
-    with pytest.raises(ValueError, match=r"rank.* 1 of 2"):
+    with pytest.raises(ValueError, match=r"rank 1: "):
         again.optimizer.load_state_dict(again.optimizer.state_dict())
     assert same(again.all(), before)
 
