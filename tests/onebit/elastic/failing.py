@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport.protocol import Work
 from tests.faults.striking import Watched
-from tests.onebit.runs import Case
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,3 @@ class Failing(Watched):
         if at.when == "before":
             raise at.error(f"{phase} did not begin: a rank died")
         return Garbled(start(), out, at.error(f"{phase} did not end: a rank died"))
-
-
-def backward(case: Case, rank: int, params: list[Any], step: int) -> None:
-    """Gradients come one after the other, as messages leave with overlap=True."""
-    for p in params:
-        p.grad = None
-    grads = [g for g in case.gradients(rank, step) if g is not None]
-    torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum().backward()

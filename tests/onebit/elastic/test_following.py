@@ -29,6 +29,7 @@ from onebit.parallel.watch import shared_tensors
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.elastic.moves import group_of, needs_ipv6
 from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
+from tests.onebit.optim.contract import backward, give
 from tests.onebit.optim.test_memory import living
 from tests.onebit.runs import Case, bits, take
 from tests.ranks import group, run_ranks
@@ -173,13 +174,10 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
 
 def step_of(following: Following, rank: int, optimizer: Any, params: Any, step: int) -> None:
     if following.case.options.get("overlap"):
-        optimizer.zero_grad()
-        gradients = following.case.gradients(rank, step)
-        sum((p * g).sum() for p, g in zip(params, gradients, strict=True)).backward()
+        backward(following.case, rank, optimizer, params, step)
         optimizer.step()
     elif following.clips:
-        for p, g in zip(params, following.case.gradients(rank, step), strict=True):
-            p.grad = g
+        give(following.case, params, step, rank)
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
     else:
@@ -356,12 +354,7 @@ def test_what_does_not_fit_is_said() -> None:
         step_alone(run)
         onebit.follow(run, giver.address)
     for other, name in ((alone(31), "elements 30, this process 31"), (alone(30, block_size=64), "block_size")):
-        said: list[str] = []
-        stranger = threading.Thread(target=follow_and_hear, args=(other, giver.address, said))
-        stranger.start()
-        wait_for_follower(giver)
-        while stranger.is_alive():
-            step_alone(run)
+        said = heard_while_it_steps(run, other)
         assert len(said) == 1 and name in said[0] and "arguments that the others have" in said[0]
     giver.close()
     with pytest.raises(onebit.CollectiveError, match="nobody gives a state"):
@@ -369,26 +362,17 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_what_can_not_be_given_is_an_error_of_the_one_that_follows() -> None:
-    run, said = alone(30), list[str]()
+    run = alone(30)
     run.param_groups[0]["name"] = torch.float32
     giver = onebit.Giver(run, HOST)
-    stranger = threading.Thread(target=follow_and_hear, args=(alone(30), giver.address, said))
-    stranger.start()
-    wait_for_follower(giver)
-    while stranger.is_alive():
-        step_alone(run)
-    assert "'name' of param group 0" in said[0]
+    assert "'name' of param group 0" in heard_while_it_steps(run, alone(30))[0]
     giver.close()
 
 
 def test_one_that_follows_takes_no_step_and_gives_nothing() -> None:
     run, new = alone(30), alone(30)
     giver = onebit.Giver(run, HOST)
-    follower = threading.Thread(target=onebit.follow, args=(new, giver.address))
-    follower.start()
-    wait_for_follower(giver)
-    while follower.is_alive():
-        step_alone(run)
+    assert heard_while_it_steps(run, new) == []
     with pytest.raises(ValueError, match=r"call onebit\.reform first"):
         step_alone(new)
     with pytest.raises(ValueError, match=r"after onebit\.reform"):
@@ -433,11 +417,22 @@ def test_a_state_that_comes_anew_does_not_end_the_wait_for_the_first() -> None:
     assert new.follower is not None
 
 
-def follow_and_hear(optimizer: Any, address: str, said: list[str]) -> None:
-    try:
-        onebit.follow(optimizer, address)
-    except ValueError as error:
-        said.append(str(error))
+def heard_while_it_steps(run: Any, other: Any) -> list[str]:
+    """The error of another process that follows, if there is one. The run goes on until then."""
+    said: list[str] = []
+
+    def follow() -> None:
+        try:
+            onebit.follow(other, run.giver.address)
+        except ValueError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    wait_for_follower(run.giver)
+    while thread.is_alive():
+        step_alone(run)
+    return said
 
 
 def test_a_stranger_gets_nothing() -> None:

@@ -20,7 +20,8 @@ from onebit.kernels.data.wire import MessageError
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup
 from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SPREAD
-from tests.onebit.elastic.failing import Failing, Failure, backward
+from tests.onebit.elastic.failing import Failing, Failure
+from tests.onebit.optim.contract import backward, give
 from tests.onebit.runs import Case, bits, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
@@ -297,10 +298,9 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
 
 def take(case: Case, rank: int, optimizer: Any, params: Any, step: int, clip: float) -> None:
     if case.options.get("overlap"):
-        backward(case, rank, params, step)
+        backward(case, rank, optimizer, params, step)
     else:
-        for p, g in zip(params, case.gradients(rank, step), strict=True):
-            p.grad = g
+        give(case, params, step, rank)
     if clip:
         optimizer.clip_grad_norm_(clip)
     optimizer.step()
@@ -375,7 +375,7 @@ def die_in_backward(rank: int, size: int) -> Any:
             take(case, rank, optimizer, params, step, 0)
         transport.step = 6
         if dies:
-            backward(case, rank, params, 6)
+            backward(case, rank, optimizer, params, 6)
         if rank == 2:
             optimizer.zero_grad()
             continue

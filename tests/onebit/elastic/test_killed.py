@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import onebit
@@ -16,18 +15,22 @@ from onebit.collectives import CollectiveError
 from onebit.collectives.signs_of_life import end_all_waits
 from onebit.collectives.transport import transport_for
 from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER, Point, Striking
-from tests.onebit.runs import Case, bits, take
+from tests.onebit.optim.contract import backward, give
+from tests.onebit.runs import Case, bits
 from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((7, 9), (33,), (130,), (400,))
 STEPS, STRUCK = 10, {1: 3, 2: 7}
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
+# overlap=True: messages are on their way or have arrived
+IN_BACKWARD = Point(2, "between backward and step", "", "before", ())
 KILLED = [
     (A, 2, Point(1, "in the all-reduce", AVERAGE, "under way", ())),
     (L, 1, Point(2, "before the last chunk is compressed", f"{GATHER} 0", "before", ())),
     (Z, 0, Point(2, "in the all-gather", f"{SCATTER} 1", "under way", ())),
     (A, 0, Point(2, "after the all-gather", f"{SCATTER} 1", "after", ())),
     (L, 2, Point(2, "in the exchange", f"{EXCHANGE} 1", "under way", (), "direct")),
+    (A, 2, IN_BACKWARD),
 ]
 
 
@@ -49,10 +52,11 @@ def train(rank: int, size: int, kind: str, victim: int, point: Point, leaves: in
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    options = {"freeze_step": 4, "chunks": 3, "reply": point.reply, "elastic": True}
+    overlap, strikes = point == IN_BACKWARD, rank == victim and not leaves
+    options = {"freeze_step": 4, "chunks": 3, "reply": point.reply, "overlap": overlap, "elastic": not overlap}
     case = Case(kind, SHAPES, options=options, groups=({}, {"lr": 2e-3}))
-    strikes = rank == victim and not leaves
-    ranks = Striking(group(), point, STRUCK[point.stage], die) if strikes else Striking(group())
+    at_a_phase = strikes and not overlap
+    ranks = Striking(group(), point, STRUCK[point.stage], die) if at_a_phase else Striking(group())
     params = case.parameters()
     optimizer, reformed = case.build(params, ranks), 0
     while (step := optimizer.steps + 1) <= STEPS:
@@ -64,7 +68,13 @@ def train(rank: int, size: int, kind: str, victim: int, point: Point, leaves: in
             reformed = leaves
         ranks.begin(step)
         try:
-            take(case, rank, optimizer, params, step)
+            if overlap:
+                backward(case, rank, optimizer, params, step)
+            else:
+                give(case, params, step, rank)
+            if overlap and strikes and step == STRUCK[point.stage]:
+                die()
+            optimizer.step()
         except CollectiveError:
             onebit.reform(optimizer, group_of_survivors(rank, victim))
             reformed = optimizer.steps
@@ -79,44 +89,3 @@ def group_of_survivors(rank: int, victim: int) -> Any:
     new = sorted({0, 1, 2} - {victim}).index(rank)
     dist.init_process_group("gloo", store=dist.PrefixStore("survivors", store), rank=new, world_size=2)
     return dist.group.WORLD
-
-
-def test_messages_that_left_in_backward_are_taken_back() -> None:
-    """overlap=True: a rank dies between backward and step, while its messages are on their way or have arrived."""
-    found = run_ranks_once(3, train_with_overlap, (True,), expect_dead=(2,))[:2]
-    wanted = run_ranks(3, train_with_overlap, False)[:2]
-    assert found[0] == found[1] == wanted[0] == wanted[1]
-
-
-def train_with_overlap(rank: int, size: int, killed: bool) -> tuple[int, bytes] | None:
-    """killed: rank 2, in step 7. Otherwise ranks change after step 6."""
-    warnings.simplefilter("ignore", UserWarning)
-    case = Case(A, SHAPES, options={"freeze_step": 4, "chunks": 2, "overlap": True})
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    for step in range(1, 7):
-        backward(case, rank, params, step)
-        optimizer.step()
-    if not killed and rank < 2:
-        onebit.reform(optimizer, group(2))
-    if killed:
-        backward(case, rank, params, 7)
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(CollectiveError):
-            optimizer.step()
-        onebit.reform(optimizer, group_of_survivors(rank, 2))
-    if rank == 2:
-        return None
-    reformed = optimizer.steps
-    for step in range(7, STEPS + 1):
-        backward(case, rank, params, step)
-        optimizer.step()
-    return reformed, bits(params)
-
-
-def backward(case: Case, rank: int, params: list[Any], step: int) -> None:
-    for p in params:
-        p.grad = None
-    grads = [g for g in case.gradients(rank, step) if g is not None]
-    torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum().backward()

@@ -24,6 +24,7 @@ from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
 FIVE = ((7, 9), (33,), (2,), (130,), (400,))
+EMPTY = ((7, 9), (0,), (33,), (1,))
 GROUPS = ({}, {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1})
 AUTO, DIRECT, TENSOR, CHUNKS = {"reply": "auto"}, {"reply": "direct"}, {"scale": "tensor"}, {"chunks": 2}
 FULL = {"var_update_scaler": 2}  # dense steps 1 to 3, a full one at 5
@@ -79,6 +80,7 @@ MOVES = {
     "one joins in front, few blocks": Move(FEW, *FRONT, 6),
     "one joins in front, after a full step": Move(case(Z, **FULL), *FRONT, 5),
     "one joins in front, after a sync": Move(case(Z, **SYNCS), *FRONT, 12),
+    "one joins in front, with an empty parameter": Move(case(Z, **FULL).but(shapes=EMPTY), *FRONT, 4),
     "one between leaves": Move(case(A, **CHUNKS, norm="l1"), *BETWEEN, 6),
     "one between leaves, few blocks": Move(FEW, *BETWEEN, 6),
     "one between leaves, tensor scale": Move(case(L, **TENSOR, **CHUNKS), *BETWEEN, 6),
