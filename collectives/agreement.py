@@ -16,6 +16,7 @@ from onebit.kernels.data.wire import MessageError
 
 NODES = "node_group"  # a fact: ranks that differ in it have nothing else to compare
 _MOST_JSON = 2**24  # bytes of one rank's text
+_MOST_TEXTS = 5  # errors that are told of where ranks have different ones
 _PIECE, _CUDA_PIECE = 2**16, 2**22  # words: what stays in a cache, what keeps a GPU busy
 _PRIME = 1000003
 LOCAL = LocalTransport()
@@ -65,11 +66,14 @@ def gathered(everyone: Ranks, device: torch.device, work: Callable[[], Any], pha
         kind = next((name for name, each in _KINDS.items() if isinstance(error, each)), "")
         failure, reason = error, [kind, str(error)]
     rows = all_gather_json(everyone, device, [value, reason], phase)
-    reasons = [why for _, why in rows]
-    if first := next(filter(None, reasons), None):
-        alike = [rank for rank, why in enumerate(reasons) if why == first]
-        where = f"{listed(alike, everyone)}: " if len(alike) < everyone.size else ""
-        raise _KINDS.get(first[0], RuntimeError)(f"{where}{first[1]}") from failure
+    failed: dict[str, list[int]] = {}  # ranks by what they say
+    for rank, (_, why) in enumerate(rows):
+        if why is not None:
+            failed.setdefault(why[1], []).append(rank)
+    if failed:
+        on = [text if len(of) == everyone.size else f"{listed(of, everyone)}: {text}" for text, of in failed.items()]
+        kind = next(why[0] for _, why in rows if why is not None)
+        raise _KINDS.get(kind, RuntimeError)("; ".join(on[:_MOST_TEXTS])) from failure
     return [value for value, _ in rows]
 
 

@@ -76,12 +76,9 @@ def save(
     ranks, folder = CheckpointRanks(optimizer.setup), Path(folder)
     state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
     layout = layout_of(state["model"], optimizer.setup)
-    state, own = ranks.on_all(
-        lambda: (_plain(state), packed_extra({} if extra is None else extra)),
-        lambda _: layout["fingerprint"],
-        "have another model or other options than rank 0: give every rank the same, and save again",
-    )
-    if own:
+    otherwise = "have another model or other options than rank 0: give every rank the same, and save again"
+    state = ranks.on_all(lambda: _plain(state), lambda _: layout["fingerprint"], otherwise)
+    if own := ranks.on_all(lambda: packed_extra({} if extra is None else extra)):  # others' code may call collectives
         state[EXTRA] = {str(ranks.rank): own}
     name = ranks.gathered(files.new_name)[0]
     ranks.on_all(lambda: _begin(folder, name, ranks.rank))
