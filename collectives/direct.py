@@ -9,10 +9,10 @@ many with 3 and twice as many with 4, in one round instead of two. Not in the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from onebit.collectives.exchange import Chunk, Exchange, arrived
-from onebit.collectives.transport.protocol import Transport, Work
+from onebit.collectives.transport.protocol import Transport
 
 
 class Direct(Exchange):
@@ -27,24 +27,9 @@ class Direct(Exchange):
     def _servers(self) -> Sequence[None]:
         return [None] * self.layout.chunks
 
-    def _pipeline(
-        self, chunks: Sequence[Chunk], over: Transport, compress: Callable[[Chunk], None], use: Callable[[Chunk], None]
-    ) -> None:
-        under_way: list[tuple[Chunk, Work]] = []
-        for chunk in chunks:
-            compress(chunk)
-            under_way.append((chunk, self._send(chunk, over)))
-            if len(under_way) > 1:
-                _receive(*under_way.pop(0), use)
-        for chunk, work in under_way:
-            _receive(chunk, work, use)
-
-    def _send(self, chunk: Chunk, over: Transport) -> Work:
+    def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
         self._count(self.format)
         phase = f"the exchange (all-gather of chunk {chunk.index})"
-        return over.all_gather(chunk.arriving.buffer, chunk.sent.buffer, phase)
-
-
-def _receive(chunk: Chunk, work: Work, use: Callable[[Chunk], None]) -> None:
-    arrived(work, chunk.arriving, "the exchange")
-    use(chunk)
+        work = over.all_gather(chunk.arriving.buffer, chunk.sent.buffer, phase)
+        yield
+        arrived(work, chunk.arriving, "the exchange")

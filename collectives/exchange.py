@@ -43,33 +43,6 @@ class Server:
     reply: Messages
 
 
-class Spread:
-    """Every slice's replies to all ranks of the node, while the next chunk is on the network; then `use`."""
-
-    def __init__(self, node: Transport, use: Callable[[Chunk], None] | None) -> None:
-        self._node, self._use = node, use
-        self._under_way: tuple[Chunk, Work] | None = None
-
-    def start(self, chunk: Chunk) -> None:
-        """This chunk's replies have arrived for this rank's slice."""
-        if self._node.size > 1:
-            phase = f"the spread over the node (all-gather of chunk {chunk.index})"
-            out, own = chunk.replies.buffer.view(self._node.size, -1), chunk.arriving.buffer.view(1, -1)
-            work = self._node.all_gather(out, own, phase)
-            self.finish()
-            self._under_way = chunk, work
-        elif self._use is not None:
-            self._use(chunk)
-
-    def finish(self) -> None:
-        if self._under_way is not None:
-            chunk, work = self._under_way
-            self._under_way = None
-            arrived(work, chunk.replies, "the spread over the node")
-            if self._use is not None:
-                self._use(chunk)
-
-
 @dataclass(frozen=True)
 class Chunk:
     """One stage of the pipeline: its part of every buffer. With one level the slice is the chunk."""
@@ -172,10 +145,8 @@ class Exchange(ABC):
         """Of every chunk, what this rank keeps of the shard that it averages, if it does."""
 
     @abstractmethod
-    def _pipeline(
-        self, chunks: Sequence[Chunk], over: Transport, compress: Callable[[Chunk], None], use: Callable[[Chunk], None]
-    ) -> None:
-        """Exchange these chunks, in this order."""
+    def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
+        """From a chunk's messages to the replies of its slice. Yields when it has started what it will wait for."""
 
     def run(
         self,
@@ -197,14 +168,26 @@ class Exchange(ABC):
         if backwards:
             chunks.reverse()
         self.begin()
+        over, node = over or self.transport, node or self.node
 
-        def counted(chunk: Chunk) -> None:
+        def stages(chunk: Chunk) -> Iterator[None]:
             compress(chunk)
             self.compressed.add(chunk.index)
+            yield from self._exchange_chunk(chunk, over)
+            if node.size > 1:
+                phase = f"the spread over the node (all-gather of chunk {chunk.index})"
+                out, own = chunk.replies.buffer.view(node.size, -1), chunk.arriving.buffer.view(1, -1)
+                work = node.all_gather(out, own, phase)
+                yield
+                arrived(work, chunk.replies, "the spread over the node")
+            if use is not None:
+                use(chunk)
 
-        spread = Spread(node or self.node, use)
-        self._pipeline(chunks, over or self.transport, counted, spread.start)
-        spread.finish()
+        under_way: list[Iterator[None]] = []  # the last to start first: a stage of each, in this order
+        for chunk in chunks:
+            under_way = _one_stage_on([stages(chunk), *under_way])
+        while under_way:
+            under_way = _one_stage_on(under_way)
         return self.replies
 
     def begin(self) -> None:
@@ -337,6 +320,11 @@ class Exchange(ABC):
                 )
         for name, tensor in own.items():
             tensor.copy_(state[name])
+
+
+def _one_stage_on(under_way: list[Iterator[None]]) -> list[Iterator[None]]:
+    """Those that are still under way then."""
+    return [each for each in under_way if next(each, each) is None]
 
 
 def arrived(work: Work, messages: Messages, phase: str) -> None:

@@ -10,11 +10,11 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from onebit.collectives.exchange import Chunk, Exchange, Reply, Server, arrived
-from onebit.collectives.transport.protocol import EarlyReceiver, Transport, Work
+from onebit.collectives.transport.protocol import EarlyReceiver, Transport
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
@@ -30,25 +30,6 @@ class TwoPhases(Exchange):
     @classmethod
     def shards(cls, ranks: int) -> int:
         return ranks
-
-    def _pipeline(
-        self, chunks: Sequence[Chunk], over: Transport, compress: Callable[[Chunk], None], use: Callable[[Chunk], None]
-    ) -> None:
-        last = len(chunks) - 1
-        gathers: dict[int, Work] = {}
-        scatters: dict[int, Work] = {}
-        for j in range(last + 3):
-            if j <= last:
-                compress(chunks[j])
-                gathers[j] = self._gather(chunks[j], over)
-                if isinstance(over, EarlyReceiver):
-                    over.expect(chunks[j].arriving.buffer, _scatter_phase(chunks[j]))
-            if 0 <= j - 1 <= last:
-                arrived(gathers.pop(j - 1), _server_of(chunks[j - 1]).received, "the gather phase")
-                scatters[j - 1] = self._average_and_scatter(chunks[j - 1], over)
-            if j >= 2:
-                arrived(scatters.pop(j - 2), chunks[j - 2].arriving, "the scatter phase")
-                use(chunks[j - 2])
 
     def _reply_format(self) -> Format:
         return self.format.of_means()
@@ -71,24 +52,21 @@ class TwoPhases(Exchange):
             reply=self.reply.slice(index, 1),
         )
 
-    def _gather(self, chunk: Chunk, over: Transport) -> Work:
+    def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
+        server = chunk.server
+        assert server is not None
         self._count(self.format)
         phase = f"the gather phase (all-to-all of chunk {chunk.index})"
-        return over.all_to_all(_server_of(chunk).received.buffer, chunk.sent.buffer, phase)
-
-    def _average_and_scatter(self, chunk: Chunk, over: Transport) -> Work:
-        server = _server_of(chunk)
+        gather = over.all_to_all(server.received.buffer, chunk.sent.buffer, phase)
+        phase = f"the scatter phase (all-gather of chunk {chunk.index})"
+        if isinstance(over, EarlyReceiver):
+            over.expect(chunk.arriving.buffer, phase)
+        yield
+        arrived(gather, server.received, "the gather phase")
         self.averaged.add(chunk.index)
         live = self.live_in(server.shard)
         self.backend.run(Average(server.shard, server.received, server.residual, server.reply, live=live))
         self._count(self.reply_format)
-        return over.all_gather(chunk.arriving.buffer, server.reply.buffer, _scatter_phase(chunk))
-
-
-def _scatter_phase(chunk: Chunk) -> str:
-    return f"the scatter phase (all-gather of chunk {chunk.index})"
-
-
-def _server_of(chunk: Chunk) -> Server:
-    assert chunk.server is not None
-    return chunk.server
+        scatter = over.all_gather(chunk.arriving.buffer, server.reply.buffer, phase)
+        yield
+        arrived(scatter, chunk.arriving, "the scatter phase")
