@@ -95,33 +95,29 @@ class CompressedAllReduce:
         self._hyper = hyper_table([Hyper()], self.device)
         self._pointers: Pointers | None = None
         self._undo: Undo | None = None
-        self._exchange = None if chunks == "auto" else self._build(int(chunks))
+        # Buffers and residuals. None with chunks="auto" before the first call, `prepare` or `load_state_dict`.
+        self.exchange = None if chunks == "auto" else self._build(int(chunks))
 
     def prepare(self) -> Exchange:
         """Buffers and residuals, as the first call makes them. With chunks="auto" a collective call on all ranks."""
-        if self._exchange is None:
+        if self.exchange is None:
             numels, topology, way = self.numels, self.topology, self._way
             scale, norm, block_size = self._scale, self._norm, self._block_size
             common = facts(numels, block_size, "auto", scale, norm, way.way, topology.node is not None)
             agree(topology.everyone, self.device, common)
             chunking = Chunking(topology, sum(numels), self.device, scale, norm, block_size, way)
-            self._exchange = self._build(chunking.choose())
-        return self._exchange
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """Buffers and residuals. None with chunks="auto" before the first call, `prepare` or `load_state_dict`."""
-        return self._exchange
+            self.exchange = self._build(chunking.choose())
+        return self.exchange
 
     @property
     def chunks(self) -> int | None:
         """Pipeline stages; None as long as `exchange` is."""
-        return None if self._exchange is None else self._exchange.layout.chunks
+        return None if self.exchange is None else self.exchange.layout.chunks
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank has sent in messages, with two levels those to other nodes."""
-        return 0 if self._exchange is None else self._exchange.wire_bytes
+        return 0 if self.exchange is None else self.exchange.wire_bytes
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
@@ -164,7 +160,7 @@ class CompressedAllReduce:
         With chunks="auto" and before the first call there are none: chunks is 0, and loading such a state sets the
         residuals to zero. This is no collective call.
         """
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange is None:
             return {**self._place, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
         own = {
@@ -194,7 +190,7 @@ class CompressedAllReduce:
         if chunks == 0:
             self._load_unused(form, wire_bytes, residuals)
             return
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange is None or exchange.layout.chunks != chunks:
             if self._chunks not in ("auto", chunks):
                 raise ValueError(
@@ -206,7 +202,7 @@ class CompressedAllReduce:
             raise ValueError(_OTHER_TENSORS)
         exchange.load_state_dict(residuals)
         exchange.wire_bytes = wire_bytes
-        self._exchange = exchange
+        self.exchange = exchange
 
     @property
     def _place(self) -> dict[str, int | str]:
@@ -226,8 +222,8 @@ class CompressedAllReduce:
             raise ValueError(f"a state with chunks=0 holds no {next(iter(residuals), 'wire_bytes')}: it was damaged")
         if form != self._unchunked:
             raise ValueError(_OTHER_TENSORS)
-        chunks = self._exchange.layout.chunks if self._exchange else self._chunks
-        self._exchange = None if chunks == "auto" else self._build(int(chunks))
+        chunks = self.exchange.layout.chunks if self.exchange else self._chunks
+        self.exchange = None if chunks == "auto" else self._build(int(chunks))
 
     @property
     def _unchunked(self) -> int:

@@ -28,7 +28,6 @@ def average_(
     tensors: Sequence[Tensor],
     transport: Ranks,
     factor: Tensor | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Replace every tensor by its mean over ranks, the same bit for bit on all of them.
@@ -49,7 +48,7 @@ def average_(
         work = transport.all_sum(flat, "averaging gradients (all-reduce)")
         return partial(_unpack, work, flat, bucket, factor)
 
-    _some_at_a_time(map(start, _buckets(tensors, bucket_bytes)))
+    _some_at_a_time(map(start, _buckets(tensors)))
 
 
 def average_slices(
@@ -58,7 +57,6 @@ def average_slices(
     into: Sequence[Tensor],
     node: Transport,
     factor: Tensor | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Write to `into` the mean over the node's ranks of the elements of this rank's slice; others stay as they are.
@@ -68,7 +66,7 @@ def average_slices(
     """
     dtype = into[0].dtype
     wire = narrower(dtype, wire_dtype)
-    most = max(1, bucket_bytes // (node.size * wire.itemsize))
+    most = max(1, BUCKET_BYTES // (node.size * wire.itemsize))
 
     def start(parts: Sequence[Span]) -> Callable[[], None]:
         longest = max(part.elements for part in parts)
@@ -127,12 +125,12 @@ def narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
     return wire if wire is not None and wire.itemsize < own.itemsize else own
 
 
-def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of tensors of one dtype, as many as fit."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and (size + tensor.nbytes > most or tensor.dtype != bucket[0].dtype):
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

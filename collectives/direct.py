@@ -9,7 +9,7 @@ many with 3 and twice as many with 4, in one round instead of two. Not in the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from onebit.collectives.exchange import Chunk, Exchange, arrived
 from onebit.collectives.transport.protocol import Transport
@@ -23,9 +23,6 @@ class Direct(Exchange):
     @classmethod
     def shards(cls, ranks: int) -> int:
         return 1
-
-    def _servers(self) -> Sequence[None]:
-        return [None] * self.layout.chunks
 
     def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
         self._count(self.format)

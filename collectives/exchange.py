@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from onebit import kernels
 from onebit.collectives.agreement import NODES, agree
 from onebit.collectives.topology import Topology
-from onebit.collectives.transport.protocol import LocalTransport, Transport, Work
+from onebit.collectives.transport.protocol import LocalTransport, Transport, Work, all_gather_values
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
@@ -140,9 +140,9 @@ class Exchange(ABC):
         """Of what comes back."""
         return self.format
 
-    @abstractmethod
     def _servers(self) -> Sequence[Server | None]:
         """Of every chunk, what this rank keeps of the shard that it averages, if it does."""
+        return [None] * self.layout.chunks
 
     @abstractmethod
     def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
@@ -275,8 +275,9 @@ class Exchange(ABC):
         """fp32 [elements] from rows that begin with what some spans have, one after the other."""
         whole = torch.zeros(self.layout.elements, dtype=torch.float32, device=self.device)
         for own, row in zip(spans, rows, strict=True):
-            for span, values in zip(own, row.split([*_sizes(own), len(row) - sum(_sizes(own))]), strict=False):
-                span.of(whole).copy_(values)
+            for span in own:
+                span.of(whole).copy_(row[: span.elements])
+                row = row[span.elements :]
         return whole
 
     @property
@@ -336,16 +337,8 @@ def arrived(work: Work, messages: Messages, phase: str) -> None:
 
 def _gathered(transport: Transport, own: Tensor, sizes: Sequence[int], phase: str) -> Tensor:
     """fp32 [ranks, longest]: every rank's values, which are so many, and zeros."""
-    most = max(sizes)
-    sent = pad(own, (0, most - len(own))).view(1, -1)
-    rows = torch.empty((transport.size, most), dtype=torch.float32, device=own.device)
-    transport.all_gather(rows.view(torch.uint8), sent.view(torch.uint8), phase).wait()
-    return rows
+    return all_gather_values(transport, pad(own, (0, max(sizes) - len(own))), phase)
 
 
 def _elements(spans: Sequence[Sequence[Span]]) -> list[int]:
-    return [sum(_sizes(own)) for own in spans]
-
-
-def _sizes(spans: Sequence[Span]) -> list[int]:
-    return [span.elements for span in spans]
+    return [sum(span.elements for span in own) for own in spans]

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from onebit.collectives.exchange import Chunk, Exchange, Reply, Server, arrived
 from onebit.collectives.transport.protocol import EarlyReceiver, Transport
-from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
 from onebit.kernels.passes import Average
@@ -38,19 +37,13 @@ class TwoPhases(Exchange):
         layout, ranks = self.layout, self.transport.size
         owned = layout.parts(self.own_row, layout.ranks)
         self.server_residual = Residual.zeros(owned, self.reply_format, self.device)
-        residuals = self.server_residual.parts(owned)
         self.received = self._zeros(self.format, layout.chunks * ranks)
         self.reply = self._zeros(self.reply_format, layout.chunks)
-        return [self._server(j, shard, residuals[j]) for j, shard in enumerate(owned)]
-
-    def _server(self, index: int, shard: Span, residual: Residual) -> Server:
-        ranks = self.transport.size
-        return Server(
-            shard=shard,
-            residual=residual,
-            received=self.received.slice(index * ranks, ranks),
-            reply=self.reply.slice(index, 1),
-        )
+        residuals = self.server_residual.parts(owned)
+        return [
+            Server(shard, residual, self.received.slice(j * ranks, ranks), self.reply.slice(j, 1))
+            for j, (shard, residual) in enumerate(zip(owned, residuals, strict=True))
+        ]
 
     def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
         server = chunk.server

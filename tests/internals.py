@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from onebit import OneBitState
-
 
 def join_flight(optimizer: Any) -> None:
     """Wait for the thread that exchanges messages while backward computes."""
@@ -15,8 +13,3 @@ def join_flight(optimizer: Any) -> None:
 def forget_process_group(optimizer: Any) -> None:
     """As if it was built with process_group=None, before there was a default group."""
     optimizer.rank_finder._process_group = None
-
-
-def parameter_names(state: OneBitState) -> list[str]:
-    """What the DDP hook's state calls its model's parameters."""
-    return list(state._names.values())

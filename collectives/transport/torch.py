@@ -104,19 +104,19 @@ class TorchTransport:
         host = _to_pinned(values) if self._staged(values) else values
         with collective_errors(phase, self.name):
             work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return TorchWork(work, phase, self.name, source=host, landing=host.view(-1), out=values)
+        return TorchWork([work], phase, self.name, host, host.view(-1), values)
 
     def send(self, values: Tensor, to: int, phase: str) -> Work:
         host = _to_pinned(values) if self._staged(values) else values
         with collective_errors(phase, self.name):
             work = dist.isend(host, self.members[to], self.group, _tag("send", phase))
-        return PairsWork([work], host, phase, self.name)
+        return TorchWork([work], phase, self.name, host, values, values)
 
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
         landing = streams.pinned(out) if self._staged(out) else out
         with collective_errors(phase, self.name):
             work = dist.irecv(landing, self.members[source], self.group, _tag("send", phase))
-        return TorchWork(work, phase, self.name, source=landing, landing=landing.view(-1), out=out)
+        return TorchWork([work], phase, self.name, landing, landing.view(-1), out)
 
     def duplicate(self) -> Transport:
         own = self._duplicates
@@ -227,7 +227,7 @@ class TorchTransport:
             landing, source = streams.pinned(landing), _to_pinned(source)
         with collective_errors(phase, self.name):
             work = collective(landing, source, group=self.group, async_op=True)
-        return TorchWork(work, phase, self.name, source=source, landing=landing, out=out)
+        return TorchWork([work], phase, self.name, source, landing, out)
 
     def _in_one_round(self, sent: Tensor) -> bool:
         """Whether Gloo would pass this on from rank to rank while its bytes count for nothing, or, of two ranks, take
@@ -251,7 +251,7 @@ class TorchTransport:
         out[self.rank].copy_(rows[self.rank])
         with collective_errors(phase, self.name):
             sends = [dist.isend(rows[k], self.members[k], self.group, tag) for k in self._others()]
-        return PairsWork([*receives, *sends], (out, rows), phase, self.name)
+        return TorchWork([*receives, *sends], phase, self.name, rows, out, out)
 
     def _others(self) -> list[int]:
         """The next rank first: no two ranks begin with the same one."""
@@ -262,15 +262,16 @@ class TorchTransport:
 
 
 class TorchWork:
-    """Holds what is on its way until it has arrived."""
+    """Holds what is on its way until it has arrived: from `sources` to `landing`, and then to `out`."""
 
-    def __init__(self, work: Any, phase: str, name: str, source: Tensor, landing: Tensor, out: Tensor) -> None:
-        self._work, self._phase, self._name = work, phase, name
-        self._source, self._landing, self._out = source, landing, out
+    def __init__(self, works: list[Any], phase: str, name: str, sources: Any, landing: Tensor, out: Tensor) -> None:
+        self._works, self._phase, self._name = works, phase, name
+        self._sources, self._landing, self._out = sources, landing, out
 
     def wait(self) -> None:
         with collective_errors(self._phase, self._name), waiting(self._out.device):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)
 
@@ -291,18 +292,6 @@ def backends_of(group: Any) -> dict[str, str]:
     """By type of device. A group made without one has what torch finds: Gloo for the CPU, NCCL for CUDA."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend.lower() for device, backend in pairs}
-
-
-class PairsWork:
-    """Messages between pairs of ranks; holds what they are read from and written to until they have arrived."""
-
-    def __init__(self, works: list[Any], held: Any, phase: str, name: str) -> None:
-        self._works, self._held, self._phase, self._name = works, held, phase, name
-
-    def wait(self) -> None:
-        with collective_errors(self._phase, self._name), waiting(torch.device("cpu")):
-            for work in self._works:
-                work.wait()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from onebit.optim.sharding import is_sharded
 from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attached import Attached, hook_of_ddp
+from onebit.parallel.buckets import keep_buffers_the_same
 from onebit.parallel.unwrap import ddp_of, own_optimizer
 
 
@@ -125,7 +126,7 @@ def _attach_to_ddp(ddp: DistributedDataParallel, module: nn.Module, inner: OneBi
     attached = next((state for _, state in ddp._comm_hooks if isinstance(state, Attached)), None)
     if attached is None:
         attached = _register(ddp)
-    attached.add(inner, ddp, names)
+    attached.add(inner, names)
     inner.averaged_in_backward, inner.current.ddp_averages = True, False
     inner.overlap.set_model(ddp)
     inner.setup.names.update(names)
@@ -149,6 +150,7 @@ def _register(ddp: DistributedDataParallel) -> Attached:
             f"alone: {why}"
         ) from refused
     ddp.register_forward_pre_hook(_refuse_join)
+    ddp.register_forward_hook(keep_buffers_the_same)
     return attached
 
 

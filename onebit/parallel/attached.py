@@ -5,7 +5,7 @@ has: those DDP averages in every step, as without us.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
-from onebit.parallel.buckets import bypass, forget_used
+from onebit.parallel.buckets import forget_used, leave_out_buckets
 from onebit.parallel.ddp_hook import local
 
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
@@ -49,14 +49,13 @@ class Attached:
         self._owners: dict[Tensor, OneBitOptimizer] = {}
         self._made_of: list[weakref.ref[Snapshot]] = []
         self._needless: dict[OneBitOptimizer, bool] = {}  # whose coming step has no use for buckets
-        self._leave_out: Callable[[bool], None] | None = None
         self._model = weakref.ref(model)
         self._have_stepped: set[OneBitOptimizer] = set()  # since all of them had
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def add(self, optimizer: OneBitOptimizer, model: DistributedDataParallel, names: Mapping[Tensor, str]) -> None:
+    def add(self, optimizer: OneBitOptimizer, names: Mapping[Tensor, str]) -> None:
         """names: of the model's parameters."""
         if optimizer in self.optimizers:
             raise ValueError("attach was called twice with this model and this optimizer: once is enough")
@@ -67,7 +66,6 @@ class Attached:
                         f"an optimizer that was attached before holds {names[p]!r} too: both would average and move "
                         f"it. Give every parameter to one optimizer"
                     )
-        self._leave_out = self._leave_out or bypass(model)
         self.optimizers.append(optimizer)
         optimizer.leave_out_buckets = partial(_leave_out, weakref.ref(self), weakref.ref(optimizer))
         self.leave_out(optimizer, False)
@@ -87,12 +85,12 @@ class Attached:
         itself."""
         self._needless[optimizer] = buckets
         self._have_stepped.add(optimizer)
-        if self._have_stepped.issuperset(self.optimizers) and (model := self._model()) is not None:
-            forget_used(model)
-            self._have_stepped.clear()
-        if self._leave_out is not None:
+        if (model := self._model()) is not None:
+            if self._have_stepped.issuperset(self.optimizers):
+                forget_used(model)
+                self._have_stepped.clear()
             everyone = all(self._needless.get(each, False) for each in self.optimizers)
-            self._leave_out(everyone and all(p in self.owners for p in self._parameters))
+            leave_out_buckets(model, everyone and all(p in self.owners for p in self._parameters))
 
 
 def _leave_out(attached: weakref.ref[Attached], optimizer: weakref.ref[OneBitOptimizer], buckets: bool) -> None:

@@ -7,8 +7,6 @@ leave out the broadcast of buffers, is not wanted.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -34,18 +32,10 @@ def within_no_sync(model: DistributedDataParallel) -> bool:
     return model.require_backward_grad_sync is False
 
 
-def bypass(model: DistributedDataParallel) -> Callable[[bool], None]:
-    """A function that says whether the coming backward pass is to leave the buckets out."""
-    model.register_forward_hook(_keep_buffers_the_same)
-    found = weakref.ref(model)
-
-    def leave_out(buckets: bool) -> None:
-        ddp = found()
-        if ddp is not None and not within_no_sync(ddp):
-            ddp.require_backward_grad_sync = LOCAL if buckets else True
-
-    leave_out(False)
-    return leave_out
+def leave_out_buckets(model: DistributedDataParallel, buckets: bool) -> None:
+    """Whether the coming backward pass is to leave the buckets out. A user's no_sync stays as it is."""
+    if not within_no_sync(model):
+        model.require_backward_grad_sync = LOCAL if buckets else True
 
 
 def forget_used(model: DistributedDataParallel) -> None:
@@ -55,7 +45,7 @@ def forget_used(model: DistributedDataParallel) -> None:
         model.reducer._reset_state()
 
 
-def _keep_buffers_the_same(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_buffers_the_same(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     """After a forward pass: before the next one rank 0's buffers are broadcast, as they are without us."""
     if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync is LOCAL:
         model.require_forward_param_sync = True

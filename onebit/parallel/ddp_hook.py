@@ -244,6 +244,5 @@ def _put(reducer: CompressedAllReduce, residuals: Iterable[tuple[Tensor, Tensor]
             worker[cut], server[cut] = pair
     for chunk in exchange.chunks:
         chunk.residual.value.copy_(chunk.slice.of(worker))
-    for own in (chunk.server for chunk in exchange.chunks):
-        if own is not None:
-            own.residual.value.copy_(own.shard.of(server))
+        if chunk.server is not None:
+            chunk.server.residual.value.copy_(chunk.server.shard.of(server))

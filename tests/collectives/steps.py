@@ -174,16 +174,16 @@ def check(case: Case, recorded: list[Recorded]) -> None:
         simulation.server = server_residual(case, ranks, before)
         started = [e.copy() for e in simulation.worker], simulation.server.copy()
         expected = simulation(ys)
-        turned = np.zeros(plan.size, bool)
+        flipped = False
         for rank, node in enumerate(nodes):
-            c, scale = whole(simulation.gathered[rank])
-            size = sizes[rank] + np.abs(started[0][rank]) + scale
+            messages = simulation.gathered[rank]
+            size = sizes[rank] + np.abs(started[0][rank]) + whole_scale(messages)
             e = worker_residual(case, ranks, *after[node])
             where = f"the worker residual of sender {rank} after step {t}"
-            turned |= flipped(e, simulation.worker[rank], c, scale, size, plan.valid, where)
-        if turned.any():
-            continue  # what rounding turned is in this step's average
-        size = sum(whole(messages)[1] for messages in simulation.gathered) / senders + np.abs(started[1])
+            flipped |= any_flipped(e, simulation.worker[rank], messages, size, plan.valid, where)
+        if flipped:
+            continue  # what rounding has flipped is in this step's average
+        size = sum(map(whole_scale, simulation.gathered)) / senders + np.abs(started[1])
         got = plan.flatten(values(case, result))
         rounded = np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
         compared += 1
@@ -191,26 +191,25 @@ def check(case: Case, recorded: list[Recorded]) -> None:
             off = np.where(plan.valid, np.abs(got - expected), 0.0)
             assert np.all(off <= ROUNDING * (size + rounded)), f"the result of step {t}"
             continue
-        C, scale = whole(simulation.scattered)
-        E, size = server_residual(case, ranks, after), size + scale
-        flipped(E, simulation.server, C, scale, size, plan.valid, f"the server residual after step {t}")
-        flipped(got, expected, C, scale, size + rounded, plan.valid, f"the result of step {t}")
+        replies = simulation.scattered
+        E, size = server_residual(case, ranks, after), size + whole_scale(replies)
+        any_flipped(E, simulation.server, replies, size, plan.valid, f"the server residual after step {t}")
+        any_flipped(got, expected, replies, size + rounded, plan.valid, f"the result of step {t}")
     assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
 
 
-def whole(messages: list[oracle.Message]) -> tuple[np.ndarray, np.ndarray]:
-    """c and its scale over the whole space."""
-    return np.concatenate([m.c for m in messages]), np.concatenate([m.scale for m in messages])
+def whole_scale(messages: list[oracle.Message]) -> Array:
+    return np.concatenate([m.scale for m in messages])
 
 
-def flipped(got: Array, expected: Array, c: Array, scale: Array, size: Array, valid: Array, what: str) -> np.ndarray:
-    """`got` is `expected`; where |c| is within rounding of 0 it may be 2 scales away. Returns where that is so."""
-    allowed = ROUNDING * size
-    unsure = valid & (np.abs(c) <= allowed) & (scale > 0)
-    off = np.where(valid, np.abs(got - expected), 0.0)
-    wrong = ~((off <= allowed) | (unsure & (np.abs(off - 2 * scale) <= allowed)))
-    first = np.argwhere(wrong)[:4, 0]
-    assert not wrong.any(), (
-        f"{what}: {wrong.sum()} of {valid.sum()} differ: {got[first]} for {expected[first]} at {first}"
-    )
-    return unsure & (off > allowed)
+def any_flipped(
+    got: Array, expected: Array, messages: list[oracle.Message], size: Array, live: Array, what: str
+) -> bool:
+    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0. Returns whether that is so anywhere."""
+    allowed, c = ROUNDING * size, np.concatenate([m.c for m in messages])
+    off = np.where(live, np.abs(got - expected), 0.0)
+    unsure = (np.abs(c) <= allowed) & (np.abs(off - 2 * whole_scale(messages)) <= allowed)
+    wrong = ~((off <= allowed) | unsure)
+    where = np.flatnonzero(wrong)[:4]
+    assert not wrong.any(), f"{what}: {wrong.sum()} differ, {got[where]} for {expected[where]} at {where}"
+    return bool((off > allowed).any())

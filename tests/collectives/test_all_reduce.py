@@ -13,7 +13,7 @@ from onebit.collectives import CompressedAllReduce
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.onebit.runs import on_ranks
-from tests.ranks import group, run_ranks
+from tests.ranks import run_ranks
 
 MANY = tuple(1 + i % 5 for i in range(300))
 CASES = {
@@ -66,18 +66,6 @@ def test_without_a_group_this_process_alone():
     assert recorded.states[-1]["wire_bytes"] == 0
 
 
-@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased"])
-def test_chunks_change_no_bit_with_block_scales(norm):
-    cases = [Case((1000, 63, 129), chunks=chunks, norm=norm) for chunks in (1, 2, 3, 5)]
-    runs = run_ranks(3, work.recorded_many, cases)
-    ends = set()
-    for case, recorded in zip(cases, zip(*runs, strict=True), strict=True):
-        used, states = case.plan(3).valid, [r.states[-1] for r in recorded]
-        kept = [steps.worker_residual(case, 3, s) for s in states] + [steps.server_residual(case, 3, states)]
-        ends.add((recorded[0].result_bytes, b"".join(e[used].tobytes() for e in kept)))
-    assert len(ends) == 1
-
-
 FORMS = [("block", norm) for norm in ("l1", "l2", "unbiased")] + [("tensor", "l1"), ("tensor", "l2")]
 ODD = Case((300, 63), steps=4)
 FLAGGED = [replace(ODD, **options) for options in (
@@ -86,20 +74,28 @@ FLAGGED = [replace(ODD, **options) for options in (
     {"numels": (100,), "dtype": "float16"}, {"numels": (100, 7), "dtype": "bfloat16", "scale": "tensor"},
     {"reply": "direct"}, {"scale": "tensor"},
 )]  # fmt: skip
+OF_NODES = [replace(ODD, chunks=2, nodes=2)]
+BAD = [
+    (3, math.nan, FLAGGED[::3]),
+    (3, math.inf, FLAGGED[1::3]),
+    (3, -math.inf, FLAGGED[2::3]),
+    (4, math.inf, OF_NODES),
+]
 
 
-@pytest.mark.parametrize(("third", "value"), [(0, math.nan), (1, math.inf), (2, -math.inf)])
-@on_ranks(3)
-def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(rank, third, value):
-    """The steps around the bad one are those of a run that never met it. Each value with a third of the cases."""
+@pytest.mark.parametrize(("size", "value", "cases"), BAD)
+@on_ranks()
+def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(rank, size, value, cases):
+    """The steps around the bad one are those of a run that never met it."""
     at = 2
-    for case in FLAGGED[third::3]:
-        run = steps.record(replace(case, bad=((at, 1, value),)), rank, group())
+    for case in cases:
+        ranks = work.ranks_of(case, size)
+        run = steps.record(replace(case, bad=((at, 1, value),)), rank, ranks)
         assert all(np.isnan(a).all() for a in steps.values(case, run.results.pop(at)))
         assert all(np.isfinite(a).all() for arrays in run.results for a in steps.values(case, arrays))
         before, after = ({**state, "wire_bytes": 0} for state in run.states[at : at + 2])
         assert steps.same_state(before, after)
-        skipping = case.all_reduce(group())
+        skipping = case.all_reduce(ranks)
         first = steps.record(replace(case, steps=at), rank, None, all_reduce=skipping)
         rest = steps.record(case, rank, None, first=at + 1, all_reduce=skipping)
         assert run.result_bytes == first.result_bytes + rest.result_bytes

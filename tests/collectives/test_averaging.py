@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from onebit.collectives import averaging
 from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
@@ -44,8 +45,9 @@ def averaged(rank, size, means):
         given = [t * scale for t in tensors(rank, mean.dtype)]
         given[4] = given[4].t()  # not contiguous
         factor = torch.tensor([1 / scale]) if mean.scales == SCALES else None
-        with patch.object(transport, "all_sum", wraps=transport.all_sum) as add:
-            average_(given, transport, factor, bucket_bytes=mean.bucket_bytes, wire_dtype=mean.wire)
+        buckets = patch.object(averaging, "BUCKET_BYTES", mean.bucket_bytes)
+        with buckets, patch.object(transport, "all_sum", wraps=transport.all_sum) as add:
+            average_(given, transport, factor, wire_dtype=mean.wire)
         sent = sum(call.args[0].nbytes for call in add.call_args_list)
         found.append(([(t / scale).double().numpy() for t in given], sent))
     return found

@@ -1,4 +1,4 @@
-"""The same steps over MPI: against the simulation, and bit for bit what Gloo's ranks get."""
+"""The same steps over MPI: bit for bit what Gloo's ranks get."""
 
 import contextlib
 import os
@@ -52,15 +52,12 @@ def found(tmp_path_factory):
     return pickle.loads(out.read_bytes())
 
 
-def test_the_simulation_and_gloos_bytes(found):
-    """The same cases over Gloo give the same results and residuals."""
+def test_gloos_bytes(found):
+    """The same cases over Gloo, which others compare with the simulation, give the same results and residuals."""
     for ours, theirs in zip(found["numbers"], run_ranks(SIZE, work.recorded_many, mpi_main.CASES), strict=True):
         for case, one, other in zip(mpi_main.CASES, ours, theirs, strict=True):
             assert one.result_bytes == other.result_bytes, case
             assert steps.same_state(one.states[-1], other.states[-1]), case
-    for case, recorded in zip(mpi_main.CASES, zip(*found["numbers"], strict=True), strict=True):
-        if not case.bad:
-            steps.check(case, list(recorded))
 
 
 def adam_over_gloo(rank, size):

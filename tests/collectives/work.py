@@ -13,8 +13,6 @@ from torch import Tensor
 
 from onebit.collectives.transport.protocol import Transport, Work
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.passes import Decode
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
 from tests.faults.striking import AndThen, Watched
@@ -32,19 +30,6 @@ def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [steps.record(case, rank, group()) for case in cases]
-
-
-def kept(rank: int, size: int, case: Case) -> tuple[bytes, bytes, bytes, dict[str, Any]]:
-    """The replies, decoded, and what the tensors became; E of all ranks as this one gathered it; its own state."""
-    all_reduce = case.all_reduce(group())
-    steps.record(case, rank, group(), all_reduce=all_reduce)
-    tensors = case.inputs(rank, case.steps)
-    all_reduce(tensors)
-    exchange = all_reduce.prepare()
-    spread = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-    exchange.backend.run(Decode(exchange.layout.all(), exchange.replies, Pointers.to(exchange.layout, spread)))
-    decoded, results = (b"".join(t.numpy().tobytes() for t in each) for each in (spread, tensors))
-    return decoded, results, exchange.gathered_server_residual().numpy().tobytes(), steps.state_of(all_reduce)
 
 
 class Noting(Watched):

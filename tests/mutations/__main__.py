@@ -42,7 +42,6 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
     parser.add_argument("--record", action="store_true", help="run all tests once, and write down what they reach")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout: its code and its tests")
     parser.add_argument(
         "--tests", default="--budget=1000", help="options of pytest: which tests (default: not the longest)"
     )
@@ -52,11 +51,10 @@ def main() -> int:
     reached = Reached(options.out / "reached")
     if options.record or not reached.exists():
         print("Recording what each test reaches", flush=True)
-        reached.record(options.tree, options.tests.split(), options.workers)
-        if options.tree == ROOT:
-            reached.write_focus(ROOT / "tests" / "reached.json")
+        reached.record(ROOT, options.tests.split(), options.workers)
+        reached.write_focus(ROOT / "tests" / "reached.json")
     results = options.out / "results.jsonl"
-    mutants = [m for m in sample(options.tree, options.count, options.seed) if m.path.startswith(options.only)]
+    mutants = [m for m in sample(ROOT, options.count, options.seed) if m.path.startswith(options.only)]
     run(mutants, reached, results, options)
     return report(mutants, known(results), options.least)
 
@@ -77,7 +75,7 @@ def run(mutants: list[Mutant], reached: Reached, results: Path, options: argpars
     todo, found = context.SimpleQueue(), context.SimpleQueue()
     stop, at_work = time.monotonic() + 60 * options.minutes, 0
     for number in range(min(options.workers, total)):
-        args = (options.tree, options.out / f"tree-{number}", reached, todo, found)
+        args = (options.out / f"tree-{number}", reached, todo, found)
         context.Process(target=_work, args=args).start()
         todo.put(left.pop(0))
         at_work += 1
@@ -97,8 +95,8 @@ def run(mutants: list[Mutant], reached: Reached, results: Path, options: argpars
         print(f"{at:4}/{total} {outcome:9} {seconds:4.0f} s  {place} {mutant.change}", flush=True)
 
 
-def _work(source: Path, root: Path, reached: Reached, todo: Any, found: Any) -> None:
-    tree = Tree(source, root)
+def _work(root: Path, reached: Reached, todo: Any, found: Any) -> None:
+    tree = Tree(ROOT, root)
     while (mutant := todo.get()) is not None:
         began = time.monotonic()
         outcome, by = attempt(mutant, tree, reached)

@@ -22,7 +22,6 @@ MEANT = {"doubled": "mul_ in main"}  # gradients that change while messages read
 ELSEWHERE = {  # calls that no scenario comes to, and why
     "collectives/transport/mpi.py": "MPI",
     "collectives/transport/torch.py all_max": "Gloo",
-    "collectives/transport/torch.py wait: work.wait()": "Gloo",
     "collectives/transport/torch.py _to_pinned": "Gloo",
     "collectives/chunking.py _slowest": "for timing",
     "kernels/tuning/timing.py": "for timing",

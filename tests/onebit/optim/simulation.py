@@ -16,7 +16,7 @@ from torch import nn
 
 from tests import oracle
 from tests.collectives import steps
-from tests.collectives.steps import HALF_PLACE, ROUNDING
+from tests.collectives.steps import HALF_PLACE, ROUNDING, any_flipped, whole_scale
 from tests.onebit.runs import Case, arrays, bits, take
 from tests.ranks import group, run_ranks
 from tests.wire import values_of
@@ -460,15 +460,6 @@ def reason_of_ratio(unclipped, before, after, h, holds):
 
 
 # What is compared
-
-
-def whole_scale(messages):
-    return np.concatenate([m.scale for m in messages])
-
-
-def any_flipped(got, expected, messages, size, live, what):
-    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0. Returns whether that is so anywhere."""
-    return bool(steps.flipped(got, expected, *steps.whole(messages), size, live, what).any())
 
 
 def of_senders(case, recorded, sim):

@@ -18,7 +18,6 @@ from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.parallel.watch import shared_tensors
 from tests.checkpoints import Run
-from tests.collectives.work import error_of
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, Case, assert_message, bits, build, frozen_name, on_ranks, take
 from tests.ranks import group, run_ranks
@@ -105,34 +104,6 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
     for name, text in texts.items():
         assert f"{name} has other values on rank 1 than on rank 0. Load the last" in text, text
     return texts
-
-
-def flipped_once(rank: int, size: int, case: Case, who: int, at: int, parameter: int) -> dict[str, Any]:
-    """A bit of one rank's parameter, or of its fp32 copy, flips before step `at`: the error, and in which step."""
-    params = case.parameters()
-    optimizer = case.build(params, group())
-    errors, step = [], 0
-    with error_of(errors):
-        for step in range(1, case.steps + 1):
-            if (rank, step) == (who, at):
-                held = params[parameter]
-                flip(optimizer.state[held].get("master", held), 30)  # 16 bits would be written anew from it
-            take(case, rank, optimizer, params, step)
-    return {"error": "".join(errors), "step": step}
-
-
-@pytest.mark.parametrize(("kind", "freeze_step", "dtype"), KINDS_STAGES_AND_DTYPES)
-def test_the_next_check_raises_on_every_rank(kind: str, freeze_step: int, dtype: str) -> None:
-    case = Case(kind, dtype=dtype, steps=12, options={"freeze_step": freeze_step, "check_every": 4})
-    for one in run_ranks(3, flipped_once, case, 2, 6, 1):
-        assert one["step"] == 8
-        assert one["error"].startswith(
-            "DivergenceError: after 8 steps the ranks do not hold the same bits: parameter 1 of group 0 (shape (33,)) "
-            "has other values on rank 2 than on rank 0"
-        )
-        assert "checkpoint" in one["error"]
-    for one in run_ranks(3, flipped_once, case, -1, 6, 1):
-        assert one == {"error": "", "step": 12}
 
 
 NO_MAJORITY = "No values are held by more than half of the ranks"
