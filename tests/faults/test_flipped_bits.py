@@ -96,11 +96,7 @@ def test_in_the_all_gather_and_in_the_all_reduce_of_stage_1_it_is_found(kind: st
         assert found[0].params[AT - 1] != found[1].params[AT - 1], f"the damage had no effect: {name}"
         for one in found:
             assert one.step == CHECK_AT, name
-            assert one.error.startswith(
-                "after 8 steps the ranks do not hold the same bits: parameter 0 of group 0 (shape (7, 9)) has other "
-                "values on rank 1 than on rank 0"
-            )
-            assert "checkpoint" in one.error
+            assert "parameter 0 of group 0 (shape (7, 9)) has other values on rank 1 than on rank 0" in one.error
 
 
 @kinds
