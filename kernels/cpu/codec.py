@@ -29,6 +29,7 @@ from onebit.kernels.cpu.memory import (
     streamed,
 )
 from onebit.kernels.cpu.threads import numbers, over_blocks
+from onebit.kernels.cpu.tiles import Gradients, Messages, Pointers, Residual, Run
 from onebit.kernels.data.wire import MOST
 
 LARGE = 2**21  # elements that no cache holds
@@ -61,22 +62,22 @@ def _squares(value, n):
 
 
 @tile
-def _finish(summed, kept, valid, length, value, bits, scale, partial, counted, norm):
+def _finish(summed, kept, block, its, value, found, residual, norm):
     """A block's scale and what its bits leave out; with a tensor scale its sum and count. Padding is 0."""
-    count, n = tiles.count_of(kept, valid), tiles.up(valid)
-    if partial != 0:
-        set_float(partial, summed)
-        set_int(counted, count)
+    count, n = tiles.count_of(kept, its.valid), tiles.up(its.valid)
+    if residual.partial != 0:
+        set_float(residual.partial + 4 * block, summed)
+        set_int(residual.counted + 4 * block, count)
     else:
         unbiased = norm == tiles.UNBIASED
         s = _unbiased_scale(_squares(value, n), summed, count) if unbiased else tiles.mean_scale(summed, count, norm)
-        set_float(scale, s)
+        set_float(found.scale, s)
         for i in range(0, n, WIDTH):
             c = load(value + 4 * i)
             store(value + 4 * i, tiles.keep(kept, i, c - tiles.signed(c >= ZERO, s)))
-    if n < length:
-        tiles.clear(value + 4 * n, value + 4 * length)
-        fill(bits + n // 8, 0, (length - n) // 8)
+    if n < its.length:
+        tiles.clear(value + 4 * n, value + 4 * its.length)
+        fill(found.bits + n // 8, 0, (its.length - n) // 8)
 
 
 @tile
@@ -99,134 +100,97 @@ def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last,
 
 
 @Loop
-def _compress(
-    first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    grad, grad_dtype, hyper, flags, gamma, momentum, momentum_copies, live,
-    residual_value, residual_before, residual_scale, residual_partial, residual_counted,
-    out, out_bytes, out_tensor, out_norm, out_fingerprint, out_shard_blocks,
-):  # fmt: skip
-    flag, packed = int_at(flags), momentum_copies == 1
-    unpacked = momentum_copies > 1
-    for block in range(first, stop):
-        its = tiles.locate(block_table, parameter_table, first_block, block)
-        message = tiles.message_of(out, its, out_bytes, 1)
-        tiles.copy_block(residual_before, residual_value, its)
+def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual: Residual, out: Messages):
+    flag, packed = int_at(g.flags), momentum.copies == 1
+    for block in range(run.first, run.stop):
+        its = tiles.locate(run, block)
+        found, value, n = tiles.find(out, its), residual.value + 4 * its.start, tiles.up(its.valid)
+        tiles.copy_block(residual.before, residual.value, its)
         if its.place == 0:
-            tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
+            tiles.write_header(found.header, flag, out)
         if flag == 0:
-            p, valid = its.parameter, its.valid
-            values = tiles.gradient_at(grad, grad_dtype, its, scratch)
-            kept = tiles.kept_bits(tiles.part(live, its.start // 8), valid, its.length, scratch + 8 * block_size)
-            scale, bits = tiles.of_message(message, its, out_tensor)
-            last = tiles.message_of(momentum, its, out_bytes, momentum_copies)
-            m_scale, m_bits = tiles.of_message(last, its, out_tensor)
-            its_value, its_flat = residual_value + 4 * its.start, momentum + 4 * its.start
-            if unpacked:
-                its_flat = scratch + 4 * block_size
-                tiles.unpack(m_scale, m_bits, out_bytes, momentum_copies, tiles.up(valid), its_flat, 0)
+            values = tiles.gradient_at(g, its, tiles.room(run, 0))
+            kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 2))
+            m, m_flat = tiles.find(momentum, its), momentum.address + 4 * its.start
+            if momentum.copies > 1:
+                m_flat = tiles.room(run, 1)
+                tiles.unpack(m, momentum, n, m_flat, 0)
             summed = _compensate(
-                values, tiles.hyper_of(hyper, its.group), tiles.value_of(gamma, p, ONE),
-                float_at(m_scale) if packed else ZERO, its_flat if momentum != 0 and not packed else 0,
-                m_bits if packed else 0, tiles.up(valid), kept, its_value,
-                tiles.value_of(residual_scale, its.shard, ZERO), bits, out_norm,
+                values, tiles.hyper_of(g.hyper, its), tiles.value_of(gamma, its.parameter, ONE),
+                float_at(m.scale) if packed else ZERO, m_flat if momentum.address != 0 else 0, m.bits if packed else 0,
+                n, kept, value, tiles.value_of(residual.scale, its.shard, ZERO), found.bits, out.norm,
             )  # fmt: skip
-            _finish(
-                summed, kept, valid, its.length, its_value, bits, scale,
-                tiles.part(residual_partial, 4 * block), residual_counted + 4 * block, out_norm,
-            )  # fmt: skip
+            _finish(summed, kept, block, its, value, found, residual, out.norm)
     streamed()
 
 
 @tile
-def _mean(in_bits, in_scales, ranks, row_bytes, inverse_ranks, n, kept, value, last, bits, norm):
+def _mean(found, received, inverse_ranks, n, kept, value, last, bits, norm):
     """C of a block, where E was; returns what its scale is made of."""
     summed = splat(ZERO)
     for i in range(0, n, WIDTH):
         added = splat(ZERO)
-        for rank in range(ranks):
-            start = rank * row_bytes
-            added = added + tiles.signed(bits_at(in_bits + start + i // 8), float_at(in_scales + start))
+        for rank in range(received.rows):
+            start = rank * received.bytes
+            added = added + tiles.signed(bits_at(found.bits + start + i // 8), float_at(found.scale + start))
         c = added * inverse_ranks + tiles.left_out(load(value + 4 * i), last)
         summed = summed + _write(c, kept, i, value, bits, norm)
     return total(summed)
 
 
 @Loop
-def _average(
-    first, stop, scratch, block_table, parameter_table, first_block,
-    received, received_bytes, received_tensor, received_rows, inverse_ranks: float, live,
-    residual_value, residual_before, residual_scale, residual_partial, residual_counted,
-    out, out_tensor, out_norm, out_fingerprint, out_shard_blocks,
-):  # fmt: skip
-    flag = tiles.any_flag(received, received_rows, received_bytes)
-    if first == 0:
-        tiles.write_header(out, flag, out_fingerprint, out_shard_blocks)
-    if flag != 0:
-        for block in range(first, stop):
-            tiles.copy_block(
-                residual_before, residual_value, tiles.locate(block_table, parameter_table, first_block, block)
-            )
-        streamed()
-        return
-    last = tiles.value_of(residual_scale, 0, ZERO)
-    for block in range(first, stop):
-        its = tiles.locate(block_table, parameter_table, first_block, block)
-        tiles.copy_block(residual_before, residual_value, its)
-        valid, its_value = its.valid, residual_value + 4 * its.start
-        kept = tiles.kept_bits(tiles.part(live, its.start // 8), valid, its.length, scratch)
-        scale, bits = tiles.of_message(out, its, out_tensor)
-        in_scale, in_bits = tiles.of_message(received, its, received_tensor)
-        summed = _mean(
-            in_bits, in_scale, received_rows, received_bytes, np.float32(inverse_ranks), tiles.up(valid), kept,
-            its_value, last, bits, out_norm,
-        )  # fmt: skip
-        _finish(
-            summed, kept, valid, its.length, its_value, bits, scale,
-            tiles.part(residual_partial, 4 * block), residual_counted + 4 * block, out_norm,
-        )  # fmt: skip
+def _average(run: Run, received: Messages, inverse_ranks: float, live, residual: Residual, out: Messages):
+    flag = tiles.any_flag(received.address, received.rows, received.bytes)
+    if run.first == 0:
+        tiles.write_header(out.address, flag, out)
+    last = tiles.value_of(residual.scale, 0, ZERO)
+    for block in range(run.first, run.stop):
+        its = tiles.locate(run, block)
+        tiles.copy_block(residual.before, residual.value, its)
+        if flag == 0:
+            value, found = residual.value + 4 * its.start, tiles.find(out, its)
+            kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 0))
+            summed = _mean(
+                tiles.find(received, its), received, np.float32(inverse_ranks), tiles.up(its.valid), kept, value, last,
+                found.bits, out.norm,
+            )  # fmt: skip
+            _finish(summed, kept, block, its, value, found, residual, out.norm)
     streamed()
 
 
 @Loop
-def _scales(
-    block_table, parameter_table, first_block, out, out_rows, out_bytes, out_norm,
-    residual_partial, residual_counted, residual_scale,
-):  # fmt: skip
+def _scales(run: Run, out: Messages, residual: Residual):
     """The scale of each message from its blocks' sums and counts."""
-    if tiles.flag_of(out) != 0:
+    if tiles.any_flag(out.address, 1, 0) != 0:
         return
     first = 0
-    for row in range(out_rows):
-        its, summed, count = tiles.locate(block_table, parameter_table, first_block, first), 0.0, 0
+    for row in range(out.rows):
+        its, summed, count = tiles.locate(run, first), 0.0, 0
         for block in range(first, first + its.of_shard):
-            summed += float_at(residual_partial + 4 * block)
-            count += int_at(residual_counted + 4 * block)
-        scale, _ = tiles.of_message(tiles.message_of(out, its, out_bytes, 1), its, 1)
-        set_float(scale, tiles.mean_scale(summed, count, out_norm))
-        set_float(residual_scale + 4 * row, tiles.mean_scale(summed, count, out_norm))
+            summed += float_at(residual.partial + 4 * block)
+            count += int_at(residual.counted + 4 * block)
+        scale = tiles.mean_scale(summed, count, out.norm)
+        set_float(tiles.find(out, its).scale, scale)
+        set_float(residual.scale + 4 * row, scale)
         first += its.of_shard
 
 
 @Loop
-def _decode(
-    first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    out, out_dtype, replies, replies_bytes, replies_tensor, replies_copies, large,
-):  # fmt: skip
-    for block in range(first, stop):
-        its = tiles.locate(block_table, parameter_table, first_block, block)
-        address, n = long_at(out + 8 * its.parameter), tiles.up(its.valid)
+def _decode(run: Run, out: Pointers, replies: Messages, large):
+    for block in range(run.first, run.stop):
+        its = tiles.locate(run, block)
+        address, n = long_at(out.address + 8 * its.parameter), tiles.up(its.valid)
         if address != 0 and n > 0:
-            message = tiles.message_of(replies, its, replies_bytes, replies_copies)
-            in_place = out_dtype == tiles.FP32 and n == its.valid
-            values = address + 4 * its.offset if in_place else scratch
-            if tiles.any_flag(message, replies_copies, replies_bytes) == 0:
-                scale, bits = tiles.of_message(message, its, replies_tensor)
+            found = tiles.find(replies, its)
+            in_place = out.dtype == tiles.FP32 and n == its.valid
+            values = address + 4 * its.offset if in_place else tiles.room(run, 0)
+            if not tiles.flagged(found, replies):
                 past_caches = 1 if large != 0 and in_place and values % (4 * WIDTH) == 0 else 0
-                tiles.unpack(scale, bits, replies_bytes, replies_copies, n, values, past_caches)
+                tiles.unpack(found, replies, n, values, past_caches)
             else:
                 for i in range(0, n, WIDTH):
                     store(values + 4 * i, splat(np.float32(np.nan)))
-            tiles.put_parameter(values, out, out_dtype, its, scratch + 4 * block_size)
+            tiles.put(values, address, out.dtype, its.offset, its.valid, tiles.room(run, 1))
     streamed()
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import llvmlite
 import numba
@@ -44,16 +44,17 @@ def routine(function: Callable[..., Any]) -> Any:
 
 
 class Loop:
-    """A function of numbers that runs over blocks, compiled when it is first called. A parameter is an int unless it is
-    annotated."""
+    """A function that runs over blocks, compiled when it is first called. A parameter is an int unless it is annotated:
+    as a float, or as a tuple of ints with names."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self.parameters = tuple(inspect.signature(function).parameters)
+        known = get_type_hints(function)
+        self.parameters = {name: known.get(name, int) for name in inspect.signature(function).parameters}
         self._run: Callable[..., None] | None = None
 
-    def __call__(self, *arguments: float) -> None:
+    def __call__(self, *arguments: Any) -> None:
         (self._run or self._compiled())(*arguments)
 
     def _compiled(self) -> Callable[..., None]:
@@ -62,7 +63,7 @@ class Loop:
                 dispatcher = _Dispatcher(self._function, targetoptions={"nopython": True, **_OPTIONS})
                 dispatcher.enable_caching()
                 start = time.perf_counter()
-                dispatcher.compile(_signature(self._function))
+                dispatcher.compile(numba.types.void(*map(_type, self.parameters.values())))
                 _count(time.perf_counter() - start)
                 dispatcher.disable_compile()
                 self._run = dispatcher
@@ -124,11 +125,11 @@ def of_this_user(path: Path) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _signature(function: Callable[..., None]) -> Any:
+def _type(kind: Any) -> Any:
     """An int is 64 bits wide, a float is a double."""
-    kinds = {inspect.Parameter.empty: numba.types.int64, "float": numba.types.float64}
-    parameters = inspect.signature(function).parameters.values()
-    return numba.types.void(*(kinds[each.annotation] for each in parameters))
+    if kind in (int, float):
+        return numba.types.int64 if kind is int else numba.types.float64
+    return numba.types.NamedUniTuple(numba.types.int64, len(kind._fields), kind)
 
 
 def version() -> str:

@@ -12,6 +12,7 @@ from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, largest, root, splat, where
 from onebit.kernels.cpu.memory import bits_at, float_at, load, set_float, store
 from onebit.kernels.cpu.threads import numbers, over_blocks
+from onebit.kernels.cpu.tiles import Messages, Run
 
 
 @tile
@@ -57,7 +58,7 @@ def _statistics_block(
             square = where(bits_at(bits + i // 8) ^ bits_at(bits_prev + i // 8), changed, stayed)
         else:
             square = _square(tiles.signed(bits_at(bits + i // 8), m), load(m_flat + 4 * i), h, gamma)
-        counts = tiles.ALL if i + WIDTH <= valid else tiles.first_bits(valid - i)
+        counts = tiles.counting(i, valid)
         ratio = _ratio_lanes(i, counts, square, d_at, v_at, h, gamma, denominator)
         if kept != 0:
             ratio = where(bits_at(kept + i // 8), ratio, ZERO)
@@ -67,31 +68,25 @@ def _statistics_block(
 
 @Loop
 def _statistics(
-    first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    hyper, replies, replies_rows, replies_bytes, replies_tensor, replies_copies, previous, previous_copies,
-    d, exp_avg_sq, live, gamma, state_partial, denominator,
-):  # fmt: skip
-    if tiles.any_flag(replies, replies_rows, replies_bytes) != 0:
+    run: Run, hyper, replies: Messages, previous: Messages, d, exp_avg_sq, live, gamma, state_partial, denominator
+):
+    if tiles.any_flag(replies.address, replies.rows, replies.bytes) != 0:
         return
-    prev_packed = previous_copies == 1
-    for block in range(first, stop):
-        its = tiles.locate(block_table, parameter_table, first_block, block)
-        start, n, h = 4 * its.start, tiles.up(its.valid), tiles.hyper_of(hyper, its.group)
-        kept = (
-            0 if live == 0 else tiles.kept_bits(live + its.start // 8, its.valid, its.length, scratch + 8 * block_size)
-        )
-        scale, bits = tiles.of_message(
-            tiles.message_of(replies, its, replies_bytes, replies_copies), its, replies_tensor
-        )
-        last = tiles.message_of(previous, its, replies_bytes, previous_copies)
-        prev_scale, prev_bits = tiles.of_message(last, its, replies_tensor)
-        m_at, its_flat = tiles.mean_at(scale, bits, replies_bytes, replies_copies, n, scratch), previous + start
-        if previous_copies > 1:
-            its_flat = scratch + 4 * block_size
-            tiles.unpack(prev_scale, prev_bits, replies_bytes, previous_copies, n, its_flat, 0)
+    packed = previous.copies == 1
+    for block in range(run.first, run.stop):
+        its = tiles.locate(run, block)
+        start, n, h = 4 * its.start, tiles.up(its.valid), tiles.hyper_of(hyper, its)
+        kept = 0 if live == 0 else tiles.kept_bits(live + its.start // 8, its, tiles.room(run, 2))
+        m, m_prev, m_at, m_flat = tiles.find(replies, its), tiles.find(previous, its), 0, previous.address + start
+        if replies.copies > 1:
+            m_at = tiles.room(run, 0)
+            tiles.unpack(m, replies, n, m_at, 0)
+        if previous.copies > 1:
+            m_flat = tiles.room(run, 1)
+            tiles.unpack(m_prev, previous, n, m_flat, 0)
         ratio = _statistics_block(
-            n, its.valid, kept, float_at(scale), bits, m_at, its_flat,
-            float_at(prev_scale) if prev_packed else ZERO, prev_bits if prev_packed else 0, d + start,
+            n, its.valid, kept, float_at(m.scale), m.bits, m_at, m_flat,
+            float_at(m_prev.scale) if packed else ZERO, m_prev.bits if packed else 0, d + start,
             exp_avg_sq + start, h, tiles.value_of(gamma, its.parameter, ONE), denominator,
         )  # fmt: skip
         set_float(state_partial + 4 * block, ratio)
@@ -99,16 +94,14 @@ def _statistics(
 
 @Loop
 def _ratios(
-    parameters, parameter_table, block_size, replies, replies_rows, replies_bytes,
-    state_partial, state_coefficient, state_average, state_ratio,
+    run: Run, replies: Messages, state_partial, state_coefficient, state_average, state_ratio,
     factor_min: float, factor_max: float, factor_low: float, factor_high: float,
 ):  # fmt: skip
-    if tiles.any_flag(replies, replies_rows, replies_bytes) != 0:
+    if tiles.any_flag(replies.address, replies.rows, replies.bytes) != 0:
         return
     low, high = np.float32(factor_low), np.float32(factor_high)
-    stop = 0
-    for p in range(parameters):
-        first, stop = stop, stop + tiles.blocks_of(parameter_table, p, block_size)
+    for p in range(run.parameters):
+        first, stop = tiles.blocks_of(run, p)
         found = ZERO
         for block in range(first, stop):
             found = max(found, float_at(state_partial + 4 * block))

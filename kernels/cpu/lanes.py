@@ -7,6 +7,7 @@ ints, as in the table of pointers. Nothing is reordered or fused: a lane rounds 
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any
 
@@ -113,27 +114,37 @@ def where(typing_context, bits, a, b):
     return LANES(types.int64, a, b), generate
 
 
-def _unary(name):
-    @intrinsic
-    def apply(typing_context, value):
-        def generate(context, builder, signature, arguments):
-            kind = ir.FunctionType(FLOATS, [FLOATS])
-            return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"{name}.v{WIDTH}f32"), arguments)
+def built(result, *kinds):
+    """An intrinsic of these types, whose code `build(builder, *values)` writes."""
 
-        return LANES(LANES), generate
+    def decorate(build):
+        def typed(typing_context, *given):
+            def generate(context, builder, signature, arguments):
+                value = build(builder, *arguments)
+                return context.get_dummy_value() if result is types.void else value
+
+            return result(*kinds), generate
+
+        typed.__name__, typed.__doc__, typed.__signature__ = build.__name__, build.__doc__, inspect.signature(build)
+        return intrinsic(typed)
+
+    return decorate
+
+
+def _unary(name):
+    @built(LANES, LANES)
+    def apply(builder, value):
+        kind = ir.FunctionType(FLOATS, [FLOATS])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"{name}.v{WIDTH}f32"), [value])
 
     return apply
 
 
-@intrinsic
-def not_zero(typing_context, value):
+@built(types.int64, LANES)
+def not_zero(builder, value):
     """The bits of the lanes that are not 0, NaN included."""
-
-    def generate(context, builder, signature, arguments):
-        packed = builder.bitcast(builder.fcmp_unordered("!=", arguments[0], ir.Constant(FLOATS, None)), PACKED)
-        return builder.zext(packed, LONG)
-
-    return types.int64(LANES), generate
+    packed = builder.bitcast(builder.fcmp_unordered("!=", value, ir.Constant(FLOATS, None)), PACKED)
+    return builder.zext(packed, LONG)
 
 
 root = _unary("llvm.sqrt")
@@ -154,34 +165,23 @@ def _tree(builder, value, combine):
     return builder.extract_element(value, ir.Constant(INT, 0))
 
 
-@intrinsic
-def total(typing_context, value):
+@built(types.float32, LANES)
+def total(builder, value):
     """The sum of the lanes."""
-
-    def generate(context, builder, signature, arguments):
-        return _tree(builder, arguments[0], builder.fadd)
-
-    return types.float32(LANES), generate
+    return _tree(builder, value, builder.fadd)
 
 
-@intrinsic
-def largest(typing_context, value):
+@built(types.float32, LANES)
+def largest(builder, value):
     """The largest of the lanes, none of which may be NaN."""
 
-    def generate(context, builder, signature, arguments):
-        def larger(a, b):
-            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+    def larger(a, b):
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
-        return _tree(builder, arguments[0], larger)
-
-    return types.float32(LANES), generate
+    return _tree(builder, value, larger)
 
 
-@intrinsic
-def ones(typing_context, word):
+@built(types.int64, types.int64)
+def ones(builder, word):
     """How many bits are 1."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.int64), generate
+    return builder.ctpop(word)

@@ -17,17 +17,17 @@ from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.memory import double_at, float_at, long_at, set_double, set_float, set_long
 from onebit.kernels.cpu.threads import numbers
+from onebit.kernels.cpu.tiles import Messages, Run
 from onebit.kernels.data.limit import LANES
 
 
 @tile
-def _mean_scale(its, messages, row_bytes, tensor, copies):
+def _mean_scale(its, messages):
     """s of a block: the mean of what its messages have."""
-    scale, _ = tiles.of_message(tiles.message_of(messages, its, row_bytes, copies), its, tensor)
-    total = 0.0
-    for i in range(copies):
-        total += np.float64(float_at(scale + i * row_bytes))
-    return total / copies
+    scale, total = tiles.find(messages, its).scale, 0.0
+    for i in range(messages.copies):
+        total += np.float64(float_at(scale + i * messages.bytes))
+    return total / messages.copies
 
 
 @tile
@@ -44,19 +44,15 @@ def _halved(lanes, count):
 
 
 @Loop
-def _squares(
-    parameters, first_blocks, block_table, parameter_table,
-    values, replies, replies_bytes, replies_tensor, replies_copies, weight, squares,
-):  # fmt: skip
+def _squares(run: Run, values, replies: Messages, weight, squares):
     lanes = np.zeros(LANES)
-    for p in range(parameters):
-        first, stop = long_at(first_blocks + 8 * p), long_at(first_blocks + 8 * p + 8)
+    for p in range(run.parameters):
+        first, stop = tiles.blocks_of(run, p)
         lanes[:] = 0.0
         for block in range(first, stop):
             value = np.float64(float_at(values + 4 * block))
-            if replies != 0:
-                its = tiles.locate(block_table, parameter_table, 0, block)
-                s = _mean_scale(its, replies, replies_bytes, replies_tensor, replies_copies)
+            if replies.address != 0:
+                s = _mean_scale(tiles.locate(run, block), replies)
                 value = s * s * value
             lanes[(block - first) % LANES] += value
         found = _halved(lanes, min(stop - first, LANES)) if stop > first else 0.0
@@ -73,12 +69,11 @@ def _of_usual(number, usual):
 
 @Loop
 def _limit(
-    parameters, squares, numels, replies, replies_rows, replies_bytes, usual, least: float, times: float,
-    trusted: float, factor, shortened,
-):  # fmt: skip
-    by_messages = replies != 0 and tiles.any_flag(replies, replies_rows, replies_bytes) == 0
+    run: Run, squares, numels, replies: Messages, usual, least: float, times: float, trusted: float, factor, shortened
+):
+    by_messages = replies.address != 0 and tiles.any_flag(replies.address, replies.rows, replies.bytes) == 0
     total = 0
-    for p in range(parameters):
+    for p in range(run.parameters):
         n = long_at(numels + 8 * p)
         rms = math.sqrt(double_at(squares + 8 * p) / max(n, 1))
         r = float_at(usual + 4 * p)

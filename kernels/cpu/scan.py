@@ -12,6 +12,7 @@ from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import WIDTH, ZERO, magnitude, splat, total
 from onebit.kernels.cpu.memory import load, long_at, set_float, set_int
 from onebit.kernels.cpu.threads import one_loop
+from onebit.kernels.cpu.tiles import Gradients, Run
 from onebit.kernels.data import hyper as limits
 
 LARGEST = np.float32(limits.LARGEST)
@@ -62,30 +63,27 @@ def _leave(square, values, count, scale, block, flags, squares):
 
 
 @Loop
-def _scan(
-    first, stop, scratch, block_table, parameter_table, first_block, block_size,
-    grad, grad_dtype, hyper, flags, squares,
-):  # fmt: skip
-    end = stop  # backwards: what is read first afterwards is then in the cache
-    while end > first:
+def _scan(run: Run, g: Gradients, squares):
+    size, end = run.block_size, run.stop  # backwards: what is read first afterwards is then in the cache
+    while end > run.first:
         block = end - 4
-        if block >= first and grad_dtype == tiles.FP32:
-            its = tiles.locate(block_table, parameter_table, first_block, block)
-            address, scale = long_at(grad + 8 * its.parameter), tiles.hyper_of(hyper, its.group).grad_scale
-            if address != 0 and its.offset + 4 * block_size <= tiles.numel_of(parameter_table, its.parameter):
+        if block >= run.first and g.grad_dtype == tiles.FP32:
+            its = tiles.locate(run, block)
+            address, scale = long_at(g.grad + 8 * its.parameter), tiles.hyper_of(g.hyper, its).grad_scale
+            if address != 0 and its.offset + 4 * size <= tiles.numel_of(run, its.parameter):
                 values = address + 4 * its.offset
-                a, b, c, d = _four_sums(values, block_size, scale)
-                _leave(a, values, block_size, scale, block, flags, squares)
-                _leave(b, values + 4 * block_size, block_size, scale, block + 1, flags, squares)
-                _leave(c, values + 8 * block_size, block_size, scale, block + 2, flags, squares)
-                _leave(d, values + 12 * block_size, block_size, scale, block + 3, flags, squares)
+                a, b, c, d = _four_sums(values, size, scale)
+                _leave(a, values, size, scale, block, g.flags, squares)
+                _leave(b, values + 4 * size, size, scale, block + 1, g.flags, squares)
+                _leave(c, values + 8 * size, size, scale, block + 2, g.flags, squares)
+                _leave(d, values + 12 * size, size, scale, block + 3, g.flags, squares)
                 end = block
                 continue
         end -= 1
-        its = tiles.locate(block_table, parameter_table, first_block, end)
-        n, scale = tiles.up(its.valid), tiles.hyper_of(hyper, its.group).grad_scale
-        values = tiles.gradient_at(grad, grad_dtype, its, scratch)
-        _leave(_sum_of_squares(values, n, scale), values, n, scale, end, flags, squares)
+        its = tiles.locate(run, end)
+        n, scale = tiles.up(its.valid), tiles.hyper_of(g.hyper, its).grad_scale
+        values = tiles.gradient_at(g, its, tiles.room(run, 0))
+        _leave(_sum_of_squares(values, n, scale), values, n, scale, end, g.flags, squares)
 
 
 PASSES = {passes.Scan: one_loop(_scan, scratch_blocks=1)}

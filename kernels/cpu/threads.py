@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop
-from onebit.kernels.cpu.tiles import TYPES
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.record import argument
 from onebit.kernels.passes import Pass
 
-OF_A_RUN = ("first", "stop", "scratch")  # of a loop's parameters
+OF_A_PASS = (tiles.Parameters, tiles.Gradients, tiles.Floors)  # whose fields are arguments by their own names
 LEAST = 2**16  # elements for which a thread is worth waking
 _LANES_BYTES = 64
 _pool: ThreadPoolExecutor | None = None
@@ -30,16 +30,18 @@ _workers = 0
 
 
 def over_blocks(loop: Loop, span: Span, found: Mapping[str, Any], scratch_blocks: int = 0) -> None:
-    """loop(first, stop, scratch, *numbers) for runs of blocks that together are all of a span. At the address
-    `scratch` is memory for `scratch_blocks` blocks of fp32, none of them short, and after them for a block's bits, or
-    sixteen floats.
+    """A loop on runs of blocks that together are all of a span, each with scratch memory for so many blocks of fp32,
+    none of them short, and after them for a block's bits, or sixteen floats.
     """
     parts, block_size = max(1, min(torch.get_num_threads(), span.elements // LEAST)), span.layout.block_size
     size = scratch_blocks * 4 * block_size + max(block_size // 8, _LANES_BYTES)
     scratch = np.empty(parts * size, dtype=np.uint8)
     cuts = [span.count * i // parts for i in range(parts + 1)]
-    arguments = numbers(loop, found)
-    runs = [(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *arguments) for i in range(parts)]
+    whole, *arguments = numbers(loop, found)
+    runs = [
+        (whole._replace(first=cuts[i], stop=cuts[i + 1], scratch=scratch.ctypes.data + i * size), *arguments)
+        for i in range(parts)
+    ]
     waiting = [_submitted(loop, run, parts - 1) for run in runs[1:]]
     loop(*runs[0])
     for future in waiting:
@@ -51,21 +53,30 @@ def one_loop(loop: Loop, scratch_blocks: int = 0) -> Callable[[Pass], None]:
     return lambda work: over_blocks(loop, work.span, work.arguments(), scratch_blocks)
 
 
-def numbers(loop: Loop, found: Mapping[str, Any]) -> list[float]:
-    """What the parameters of a loop get, but for those of a run: the arguments of the same names. A tensor is passed as
-    its address, and None as 0."""
-    return [_number(argument(found, name)) for name in loop.parameters if name not in OF_A_RUN]
+def numbers(loop: Loop, found: Mapping[str, Any]) -> list[Any]:
+    """What the parameters of a loop get: the arguments of the same names; one that is a tuple, those of its fields. A
+    tensor is passed as its address, and None as 0. A run is all blocks, without scratch memory."""
+    return [_value(found, name, kind) for name, kind in loop.parameters.items()]
+
+
+def _value(found: Mapping[str, Any], name: str, kind: Any) -> Any:
+    if kind in (int, float):
+        return _number(argument(found, name))
+    if kind is tiles.Run:
+        return kind(0, found["blocks"], 0, *(_number(found[field]) for field in kind._fields[3:]))
+    names = (field if kind in OF_A_PASS else f"{name}_{field}" for field in kind._fields)
+    return kind(*(_number(argument(found, name if each.endswith("_address") else each)) for each in names))
 
 
 def _number(value: Any) -> float:
     if isinstance(value, Tensor):
         return value.data_ptr()
     if isinstance(value, torch.dtype):
-        return TYPES[value]
+        return tiles.TYPES[value]
     return int(value or 0) if value is None or isinstance(value, bool) else value
 
 
-def _submitted(loop: Loop, run: tuple[float, ...], workers: int) -> Future[None]:
+def _submitted(loop: Loop, run: tuple[Any, ...], workers: int) -> Future[None]:
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
         return _threads(workers).submit(loop, *run)
     loop(*run)

@@ -7,13 +7,14 @@ pass through scratch memory for one block, which stays in the first cache.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from onebit.kernels.cpu.compile import routine, tile
-from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, not_zero, ones, splat, where
+from onebit.kernels.cpu.lanes import WIDTH, ZERO, not_zero, ones, splat, where
 from onebit.kernels.cpu.memory import (
     bits_at,
     copy,
@@ -45,6 +46,31 @@ HALF = np.float32(0.5)
 L2, UNBIASED = (wire.NORMS[norm] for norm in ("l2", "unbiased"))
 
 
+class Run(NamedTuple):
+    """Blocks [first, stop) of a span, and memory for them alone at `scratch`; the rest is of the whole span."""
+
+    first: int
+    stop: int
+    scratch: int
+    block_table: int
+    parameter_table: int
+    first_blocks: int
+    first_block: int
+    block_size: int
+    blocks: int
+    parameters: int
+
+
+# The records of a pass as ints: addresses, 0 for None. Where a tensor is in place of messages `address` is its own, and
+# `copies` is 0.
+Parameters = namedtuple("Parameters", "param param_dtype master")
+Gradients = namedtuple("Gradients", "grad grad_dtype hyper flags")
+Pointers = namedtuple("Pointers", "address dtype")
+Floors = namedtuple("Floors", "least_root root_at_zero")
+Residual = namedtuple("Residual", "value before scale partial counted")
+Messages = namedtuple("Messages", "address bytes rows copies tensor norm fingerprint shard_blocks")
+
+
 class Located(NamedTuple):
     """Where a block of a span lies, in elements."""
 
@@ -60,15 +86,29 @@ class Located(NamedTuple):
     in_shard: int
 
 
-@tile
-def numel_of(parameter_table, p):
-    return long_at(parameter_table + _PARAMETER * p + 8)
+class Found(NamedTuple):
+    """Where a block is in a message, or in the first of its copies: addresses."""
+
+    header: int
+    scale: int
+    bits: int
 
 
 @tile
-def blocks_of(parameter_table, p, block_size):
-    """How many blocks a parameter has. They follow those of the parameters before it."""
-    return (numel_of(parameter_table, p) + (block_size - 1)) // block_size
+def numel_of(run, p):
+    return long_at(run.parameter_table + _PARAMETER * p + 8)
+
+
+@tile
+def blocks_of(run, p):
+    """The first block of a parameter, and the end of the last."""
+    return long_at(run.first_blocks + 8 * p), long_at(run.first_blocks + 8 * p + 8)
+
+
+@tile
+def room(run, index):
+    """Scratch memory for a block of fp32; after those that a loop has asked for, for its bits or sixteen floats."""
+    return run.scratch + 4 * index * run.block_size
 
 
 @tile
@@ -81,13 +121,13 @@ def _block_at(row):
 
 
 @tile
-def locate(block_table, parameter_table, first_block, block):
-    """A block of the span that starts at block `first_block` of the table."""
-    row = block_table + _BLOCK * first_block
+def locate(run, block):
+    """A block of the span."""
+    row = run.block_table + _BLOCK * run.first_block
     first, its = _block_at(row), _block_at(row + _BLOCK * block)
-    parameter, length = parameter_table + _PARAMETER * its.owner, WORD * its.words
+    parameter, length = run.parameter_table + _PARAMETER * its.owner, WORD * its.words
     offset = WORD * its.start - long_at(parameter)
-    valid = min(max(numel_of(parameter_table, its.owner) - offset, 0), length)
+    valid = min(max(numel_of(run, its.owner) - offset, 0), length)
     return Located(
         its.owner, long_at(parameter + 16), offset, valid, length, WORD * (its.start - first.start),
         its.shard - first.shard, its.place, its.of_shard, WORD * its.word,
@@ -95,9 +135,9 @@ def locate(block_table, parameter_table, first_block, block):
 
 
 @tile
-def hyper_of(hyper, group):
-    """The hyper-parameters of a group."""
-    h = hyper + group * _HYPER
+def hyper_of(hyper, its):
+    """The hyper-parameters of a block."""
+    h = hyper + its.group * _HYPER
     return Hyper(
         float_at(h), float_at(h + 4), float_at(h + 8), float_at(h + 12), float_at(h + 16),
         float_at(h + 20), float_at(h + 24), float_at(h + 28), float_at(h + 32), float_at(h + 36),
@@ -107,6 +147,12 @@ def hyper_of(hyper, group):
 @tile
 def first_bits(count):
     return (1 << count) - 1
+
+
+@tile
+def counting(i, valid):
+    """The bits of the elements that count, of sixteen from the i-th on."""
+    return ALL if i + WIDTH <= valid else first_bits(valid - i)
 
 
 @tile
@@ -146,17 +192,17 @@ def staged(address, dtype, offset, valid, scratch):
 
 
 @tile
-def gradient_at(grad, dtype, its, scratch):
+def gradient_at(g, its, scratch):
     """Where a block of a gradient lies in fp32."""
-    return staged(long_at(grad + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+    return staged(long_at(g.grad + 8 * its.parameter), g.grad_dtype, its.offset, its.valid, scratch)
 
 
 @tile
-def parameter_at(param, dtype, master, its, scratch):
+def parameter_at(x, its, scratch):
     """Where a block of a parameter lies in fp32: in the master copy if there is one."""
-    if master != 0:
-        return master + 4 * its.start
-    return staged(long_at(param + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+    if x.master != 0:
+        return x.master + 4 * its.start
+    return staged(long_at(x.param + 8 * its.parameter), x.param_dtype, its.offset, its.valid, scratch)
 
 
 @tile
@@ -185,13 +231,14 @@ def put(values, address, dtype, offset, valid, scratch):
 
 
 @tile
-def put_parameter(values, param, dtype, its, scratch):
-    put(values, long_at(param + 8 * its.parameter), dtype, its.offset, its.valid, scratch)
+def put_parameter(values, x, its, scratch):
+    put(values, long_at(x.param + 8 * its.parameter), x.param_dtype, its.offset, its.valid, scratch)
 
 
 @tile
-def kept_bits(live, valid, length, scratch):
+def kept_bits(live, its, scratch):
     """The bits of the elements that count, in `scratch`: the live ones before the valid count. 0 where all count."""
+    valid, length = its.valid, its.length
     if live == 0 and valid == length:
         return 0
     if live == 0:
@@ -235,12 +282,6 @@ def value_of(values, i, otherwise):
 
 
 @tile
-def clip_of(clip, parameter):
-    """1 where there is none."""
-    return value_of(clip, parameter, ONE)
-
-
-@tile
 def signed(bits, scale):
     return where(bits, scale, -scale)
 
@@ -266,19 +307,13 @@ def copy_block(target, source, its):
 
 
 @tile
-def message_of(messages, its, row_bytes, copies):
-    """The first of the messages that a block is in, `row_bytes` apart."""
-    return messages + its.shard * copies * row_bytes
-
-
-@tile
-def of_message(message, its, tensor):
-    """Where the scale and the bits of a block lie in a message."""
-    scales, place, count = message + _HEADER, its.place, its.of_shard
-    if tensor != 0:
+def find(messages, its):
+    """A block in the messages of a span."""
+    header, place, count = messages.address + its.shard * messages.copies * messages.bytes, its.place, its.of_shard
+    if messages.tensor != 0:
         place, count = 0, 1
-    start = scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN
-    return scales + 4 * place, start + its.in_shard // 8
+    scales = header + _HEADER
+    return Found(header, scales + 4 * place, scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN + its.in_shard // 8)
 
 
 @tile
@@ -307,8 +342,9 @@ def write(target, values, past_caches):
 
 
 @routine
-def unpack(scale, bits, row_bytes, copies, n, target, past_caches):
+def unpack(found, messages, n, target, past_caches):
     """What the first n elements of a block stand for."""
+    scale, bits, copies, row_bytes = found.scale, found.bits, messages.copies, messages.bytes
     if copies == 1:
         value = float_at(scale)
         for i in range(0, n, WIDTH):
@@ -321,34 +357,26 @@ def unpack(scale, bits, row_bytes, copies, n, target, past_caches):
             write(target + 4 * i, mean_of_copies(bits, scale, copies, row_bytes, i), past_caches)
 
 
-@tile
-def mean_at(scale, bits, row_bytes, copies, n, scratch):
-    """Where the mean of several messages lies. 0 where the message is the only one, and its bits need no copy."""
-    if copies == 1:
-        return 0
-    unpack(scale, bits, row_bytes, copies, n, scratch, 0)
-    return scratch
-
-
-@tile
-def flag_of(message):
-    return int_at(message + _FLAG)
-
-
 @routine
-def any_flag(messages, rows, row_bytes):
+def any_flag(header, rows, row_bytes):
     for row in range(rows):
-        if flag_of(messages + row * row_bytes) != 0:
+        if int_at(header + row * row_bytes + _FLAG) != 0:
             return 1
     return 0
 
 
+@tile
+def flagged(found, messages):
+    """Whether the message of a block, or one of its copies, carries a flag."""
+    return any_flag(found.header, messages.copies, messages.bytes) != 0
+
+
 @routine
-def write_header(message, flag, fingerprint, shard_blocks):
-    set_int(message, _MAGIC)
-    set_int(message + _FLAG, flag)
-    set_int(message + 8, fingerprint)
-    set_int(message + 12, shard_blocks)
+def write_header(header, flag, messages):
+    set_int(header, _MAGIC)
+    set_int(header + _FLAG, flag)
+    set_int(header + 8, messages.fingerprint)
+    set_int(header + 12, messages.shard_blocks)
 
 
 @tile
