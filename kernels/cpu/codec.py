@@ -8,6 +8,7 @@ the blocks' sums and counts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -80,28 +81,9 @@ def _finish(summed, kept, block, its, value, found, residual, norm):
         fill(found.bits + n // 8, 0, (its.length - n) // 8)
 
 
-@tile
-def _compensate(values, h, gamma, m_scale, m_flat, m_bits, n, kept, value, last, bits, norm):
-    """c of a block, where e was; returns what its scale is made of."""
-    beta1, rest, grad_scale = h.beta1, h.one_minus_beta1, h.grad_scale
-    summed, m_scale = splat(ZERO), beta1 * m_scale
-    if m_bits != 0:
-        for i in range(0, n, WIDTH):
-            y = gamma * (rest * (load(values + 4 * i) * grad_scale))
-            c = tiles.signed(bits_at(m_bits + i // 8), m_scale) + y + tiles.left_out(load(value + 4 * i), last)
-            summed = summed + _write(c, kept, i, value, bits, norm)
-    else:
-        for i in range(0, n, WIDTH):
-            y = gamma * (rest * (load(values + 4 * i) * grad_scale))
-            if m_flat != 0:
-                y = beta1 * load(m_flat + 4 * i) + y
-            summed = summed + _write(y + tiles.left_out(load(value + 4 * i), last), kept, i, value, bits, norm)
-    return total(summed)
-
-
 @Loop
 def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual: Residual, out: Messages):
-    flag, packed = int_at(g.flags), momentum.copies == 1
+    flag = int_at(g.flags)
     for block in range(run.first, run.stop):
         its = tiles.locate(run, block)
         found, value, n = tiles.find(out, its), residual.value + 4 * its.start, tiles.up(its.valid)
@@ -109,33 +91,25 @@ def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual:
         if its.place == 0:
             tiles.write_header(found.header, flag, out)
         if flag == 0:
-            values = tiles.gradient_at(g, its, tiles.room(run, 0))
+            g_at, h = tiles.gradient_at(g, its, tiles.room(run, 0)), tiles.hyper_of(g.hyper, its)
             kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 2))
-            m, m_flat = tiles.find(momentum, its), momentum.address + 4 * its.start
+            m, m_at = tiles.find(momentum, its), tiles.part(momentum.address, 4 * its.start)
             if momentum.copies > 1:
-                m_flat = tiles.room(run, 1)
-                tiles.unpack(m, momentum, n, m_flat, 0)
-            summed = _compensate(
-                values, tiles.hyper_of(g.hyper, its), tiles.value_of(gamma, its.parameter, ONE),
-                float_at(m.scale) if packed else ZERO, m_flat if momentum.address != 0 else 0, m.bits if packed else 0,
-                n, kept, value, tiles.value_of(residual.scale, its.shard, ZERO), found.bits, out.norm,
-            )  # fmt: skip
-            _finish(summed, kept, block, its, value, found, residual, out.norm)
+                m_at = tiles.room(run, 1)
+                tiles.unpack(m, momentum, n, m_at, 0)
+            m_scale = h.beta1 * float_at(m.scale) if momentum.copies == 1 else ZERO
+            its_gamma, last = tiles.value_of(gamma, its.parameter, ONE), tiles.value_of(residual.scale, its.shard, ZERO)
+            summed = splat(ZERO)
+            for i in range(0, n, WIDTH):
+                y = its_gamma * (h.one_minus_beta1 * (load(g_at + 4 * i) * h.grad_scale))
+                if momentum.copies == 1:
+                    y = tiles.signed(bits_at(m.bits + i // 8), m_scale) + y
+                elif m_at != 0:
+                    y = h.beta1 * load(m_at + 4 * i) + y
+                c = y + tiles.left_out(load(value + 4 * i), last)
+                summed = summed + _write(c, kept, i, value, found.bits, out.norm)
+            _finish(total(summed), kept, block, its, value, found, residual, out.norm)
     streamed()
-
-
-@tile
-def _mean(found, received, inverse_ranks, n, kept, value, last, bits, norm):
-    """C of a block, where E was; returns what its scale is made of."""
-    summed = splat(ZERO)
-    for i in range(0, n, WIDTH):
-        added = splat(ZERO)
-        for rank in range(received.rows):
-            start = rank * received.bytes
-            added = added + tiles.signed(bits_at(found.bits + start + i // 8), float_at(found.scale + start))
-        c = added * inverse_ranks + tiles.left_out(load(value + 4 * i), last)
-        summed = summed + _write(c, kept, i, value, bits, norm)
-    return total(summed)
 
 
 @Loop
@@ -143,18 +117,19 @@ def _average(run: Run, received: Messages, inverse_ranks: float, live, residual:
     flag = tiles.any_flag(received.address, received.rows, received.bytes)
     if run.first == 0:
         tiles.write_header(out.address, flag, out)
-    last = tiles.value_of(residual.scale, 0, ZERO)
+    inverse, last = np.float32(inverse_ranks), tiles.value_of(residual.scale, 0, ZERO)
     for block in range(run.first, run.stop):
         its = tiles.locate(run, block)
         tiles.copy_block(residual.before, residual.value, its)
         if flag == 0:
-            value, found = residual.value + 4 * its.start, tiles.find(out, its)
+            value, found, first = residual.value + 4 * its.start, tiles.find(out, its), tiles.find(received, its)
             kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 0))
-            summed = _mean(
-                tiles.find(received, its), received, np.float32(inverse_ranks), tiles.up(its.valid), kept, value, last,
-                found.bits, out.norm,
-            )  # fmt: skip
-            _finish(summed, kept, block, its, value, found, residual, out.norm)
+            summed = splat(ZERO)
+            for i in range(0, its.valid, WIDTH):
+                c = tiles.sum_of(first, received.rows, received.bytes, i) * inverse
+                c = c + tiles.left_out(load(value + 4 * i), last)
+                summed = summed + _write(c, kept, i, value, found.bits, out.norm)
+            _finish(total(summed), kept, block, its, value, found, residual, out.norm)
     streamed()
 
 
@@ -194,19 +169,16 @@ def _decode(run: Run, out: Pointers, replies: Messages, large):
     streamed()
 
 
-def compress(work: passes.Compress) -> None:
-    _encode(_compress, work, scratch_blocks=2)
+def _encode(loop: Loop, scratch_blocks: int) -> Callable[[Any], None]:
+    """What runs compress or average."""
 
+    def run(work: passes.Compress | passes.Average) -> None:
+        found = work.arguments()
+        over_blocks(loop, work.span, found, scratch_blocks)
+        if work.residual.scale is not None:
+            _scales(*numbers(_scales, found))
 
-def average(work: passes.Average) -> None:
-    _encode(_average, work, scratch_blocks=0)
-
-
-def _encode(loop: Loop, work: passes.Compress | passes.Average, scratch_blocks: int) -> None:
-    found = work.arguments()
-    over_blocks(loop, work.span, found, scratch_blocks)
-    if work.residual.scale is not None:
-        _scales(*numbers(_scales, found))
+    return run
 
 
 def decode(work: passes.Decode) -> None:
@@ -215,7 +187,7 @@ def decode(work: passes.Decode) -> None:
 
 
 PASSES: dict[type[passes.Pass], Callable[..., None]] = {
-    passes.Compress: compress,
-    passes.Average: average,
+    passes.Compress: _encode(_compress, scratch_blocks=2),
+    passes.Average: _encode(_average, scratch_blocks=0),
     passes.Decode: decode,
 }

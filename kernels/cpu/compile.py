@@ -63,10 +63,10 @@ class Loop:
                 dispatcher = _Dispatcher(self._function, targetoptions={"nopython": True, **_OPTIONS})
                 dispatcher.enable_caching()
                 start = time.perf_counter()
-                dispatcher.compile(numba.types.void(*map(_type, self.parameters.values())))
+                signature = numba.types.void(*map(_type, self.parameters.values()))
+                dispatcher.compile(signature)
                 _count(time.perf_counter() - start)
-                dispatcher.disable_compile()
-                self._run = dispatcher
+                self._run = dispatcher.get_overload(signature)  # which spares a call the look at its arguments' types
         return self._run
 
 

@@ -38,58 +38,48 @@ def _ratio_lanes(i, counts, square, d_at, v_at, h, gamma, denominator):
     return where(counts & (v > ZERO) & (d > ZERO), ratio, ZERO)
 
 
-@tile
-def _larger(a, b):
-    return where(a > b, a, b)
-
-
-@tile
-def _statistics_block(
-    n, valid, kept, m, bits, m_at, m_flat, m_prev, bits_prev, d_at, v_at, h, gamma, denominator
-):  # fmt: skip
-    """The largest ratio. Where both momenta are packed, ghat^2 has two values: where the sign stayed, and changed.
-    Else m lies at `m_at`, or is what the bits stand for, and the momentum before it at `m_flat`."""
-    found = splat(ZERO)
-    stayed, changed = _square(splat(m), splat(m_prev), h, gamma), _square(splat(m), splat(-m_prev), h, gamma)
-    for i in range(0, n, WIDTH):
-        if m_at != 0:
-            square = _square(load(m_at + 4 * i), load(m_flat + 4 * i), h, gamma)
-        elif bits_prev != 0:
-            square = where(bits_at(bits + i // 8) ^ bits_at(bits_prev + i // 8), changed, stayed)
-        else:
-            square = _square(tiles.signed(bits_at(bits + i // 8), m), load(m_flat + 4 * i), h, gamma)
-        counts = tiles.counting(i, valid)
-        ratio = _ratio_lanes(i, counts, square, d_at, v_at, h, gamma, denominator)
-        if kept != 0:
-            ratio = where(bits_at(kept + i // 8), ratio, ZERO)
-        found = _larger(ratio, found)
-    return largest(found)
-
-
 @Loop
 def _statistics(
     run: Run, hyper, replies: Messages, previous: Messages, d, exp_avg_sq, live, gamma, state_partial, denominator
 ):
+    """Leaves the largest ratio of every block. Where both momenta have 1 bit, ghat^2 has two values: where the sign
+    stayed, and changed."""
     if tiles.any_flag(replies.address, replies.rows, replies.bytes) != 0:
         return
-    packed = previous.copies == 1
     for block in range(run.first, run.stop):
         its = tiles.locate(run, block)
-        start, n, h = 4 * its.start, tiles.up(its.valid), tiles.hyper_of(hyper, its)
+        n, h, its_gamma = tiles.up(its.valid), tiles.hyper_of(hyper, its), tiles.value_of(gamma, its.parameter, ONE)
         kept = 0 if live == 0 else tiles.kept_bits(live + its.start // 8, its, tiles.room(run, 2))
-        m, m_prev, m_at, m_flat = tiles.find(replies, its), tiles.find(previous, its), 0, previous.address + start
+        now, last, m_at, last_at = (
+            tiles.find(replies, its),
+            tiles.find(previous, its),
+            0,
+            previous.address + 4 * its.start,
+        )
         if replies.copies > 1:
             m_at = tiles.room(run, 0)
-            tiles.unpack(m, replies, n, m_at, 0)
+            tiles.unpack(now, replies, n, m_at, 0)
         if previous.copies > 1:
-            m_flat = tiles.room(run, 1)
-            tiles.unpack(m_prev, previous, n, m_flat, 0)
-        ratio = _statistics_block(
-            n, its.valid, kept, float_at(m.scale), m.bits, m_at, m_flat,
-            float_at(m_prev.scale) if packed else ZERO, m_prev.bits if packed else 0, d + start,
-            exp_avg_sq + start, h, tiles.value_of(gamma, its.parameter, ONE), denominator,
-        )  # fmt: skip
-        set_float(state_partial + 4 * block, ratio)
+            last_at = tiles.room(run, 1)
+            tiles.unpack(last, previous, n, last_at, 0)
+        m, m_prev = float_at(now.scale), float_at(last.scale) if previous.copies == 1 else ZERO
+        stayed = _square(splat(m), splat(m_prev), h, its_gamma)
+        changed = _square(splat(m), splat(-m_prev), h, its_gamma)
+        found = splat(ZERO)
+        for i in range(0, n, WIDTH):
+            if m_at != 0:
+                square = _square(load(m_at + 4 * i), load(last_at + 4 * i), h, its_gamma)
+            elif previous.copies == 1:
+                square = where(bits_at(now.bits + i // 8) ^ bits_at(last.bits + i // 8), changed, stayed)
+            else:
+                square = _square(tiles.signed(bits_at(now.bits + i // 8), m), load(last_at + 4 * i), h, its_gamma)
+            counts = tiles.counting(i, its.valid)
+            ratio = _ratio_lanes(
+                i, counts, square, d + 4 * its.start, exp_avg_sq + 4 * its.start, h, its_gamma, denominator
+            )
+            ratio = tiles.keep(kept, i, ratio)
+            found = where(ratio > found, ratio, found)
+        set_float(state_partial + 4 * block, largest(found))
 
 
 @Loop

@@ -7,6 +7,7 @@ changes a result: blocks are worked on alone, and what is summed over blocks is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,8 +40,7 @@ def over_blocks(loop: Loop, span: Span, found: Mapping[str, Any], scratch_blocks
     cuts = [span.count * i // parts for i in range(parts + 1)]
     whole, *arguments = numbers(loop, found)
     runs = [
-        (whole._replace(first=cuts[i], stop=cuts[i + 1], scratch=scratch.ctypes.data + i * size), *arguments)
-        for i in range(parts)
+        (tiles.Run(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *whole[3:]), *arguments) for i in range(parts)
     ]
     waiting = [_submitted(loop, run, parts - 1) for run in runs[1:]]
     loop(*runs[0])
@@ -56,24 +56,39 @@ def one_loop(loop: Loop, scratch_blocks: int = 0) -> Callable[[Pass], None]:
 def numbers(loop: Loop, found: Mapping[str, Any]) -> list[Any]:
     """What the parameters of a loop get: the arguments of the same names; one that is a tuple, those of its fields. A
     tensor is passed as its address, and None as 0. A run is all blocks, without scratch memory."""
-    return [_value(found, name, kind) for name, kind in loop.parameters.items()]
+    return [_value(kind, [_number(argument(found, name)) for name in names]) for kind, names in _taken_by(loop)]
 
 
-def _value(found: Mapping[str, Any], name: str, kind: Any) -> Any:
-    if kind in (int, float):
-        return _number(argument(found, name))
+def _value(kind: Any, values: list[float]) -> Any:
     if kind is tiles.Run:
-        return kind(0, found["blocks"], 0, *(_number(found[field]) for field in kind._fields[3:]))
-    names = (field if kind in OF_A_PASS else f"{name}_{field}" for field in kind._fields)
-    return kind(*(_number(argument(found, name if each.endswith("_address") else each)) for each in names))
+        return kind(0, *values[:1], 0, *values[1:])
+    return values[0] if kind in (int, float) else kind(*values)
+
+
+@functools.cache
+def _taken_by(loop: Loop) -> list[tuple[Any, list[str]]]:
+    """Of each parameter what it is, and the arguments that it is made of."""
+    taken = []
+    for name, kind in loop.parameters.items():
+        fields = getattr(kind, "_fields", ())
+        if kind is tiles.Run:
+            names = ["blocks", *fields[3:]]
+        elif kind in OF_A_PASS:
+            names = [*fields]
+        else:
+            names = [name if field == "address" else f"{name}_{field}" for field in fields] or [name]
+        taken.append((kind, names))
+    return taken
 
 
 def _number(value: Any) -> float:
+    if type(value) in (int, float):  # nearly all are
+        return value
     if isinstance(value, Tensor):
         return value.data_ptr()
     if isinstance(value, torch.dtype):
         return tiles.TYPES[value]
-    return int(value or 0) if value is None or isinstance(value, bool) else value
+    return int(value or 0)  # None or a bool
 
 
 def _submitted(loop: Loop, run: tuple[Any, ...], workers: int) -> Future[None]:

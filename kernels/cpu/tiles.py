@@ -317,20 +317,20 @@ def find(messages, its):
 
 
 @tile
-def mean_of_two(bits, scale, row_bytes, i):
+def mean_of_two(found, row_bytes, i):
     """Sixteen elements that are in two messages."""
-    first = signed(bits_at(bits + i // 8), float_at(scale))
-    return (first + signed(bits_at(bits + row_bytes + i // 8), float_at(scale + row_bytes))) * HALF
+    first = signed(bits_at(found.bits + i // 8), float_at(found.scale))
+    return (first + signed(bits_at(found.bits + row_bytes + i // 8), float_at(found.scale + row_bytes))) * HALF
 
 
 @tile
-def mean_of_copies(bits, scale, copies, row_bytes, i):
-    """Sixteen elements that are in several messages: the mean of those, in the order of their ranks."""
+def sum_of(found, count, row_bytes, i):
+    """Sixteen elements that are in several messages, added up in the order of their ranks."""
     summed = splat(ZERO)
-    for k in range(copies):
+    for k in range(count):
         start = k * row_bytes
-        summed = summed + signed(bits_at(bits + start + i // 8), float_at(scale + start))
-    return summed * np.float32(1 / copies)
+        summed = summed + signed(bits_at(found.bits + start + i // 8), float_at(found.scale + start))
+    return summed
 
 
 @tile
@@ -343,18 +343,18 @@ def write(target, values, past_caches):
 
 @routine
 def unpack(found, messages, n, target, past_caches):
-    """What the first n elements of a block stand for."""
-    scale, bits, copies, row_bytes = found.scale, found.bits, messages.copies, messages.bytes
+    """What the first n elements of a block stand for: the mean of its messages."""
+    copies, row_bytes = messages.copies, messages.bytes
     if copies == 1:
-        value = float_at(scale)
+        value = float_at(found.scale)
         for i in range(0, n, WIDTH):
-            write(target + 4 * i, signed(bits_at(bits + i // 8), value), past_caches)
+            write(target + 4 * i, signed(bits_at(found.bits + i // 8), value), past_caches)
     elif copies == 2:
         for i in range(0, n, WIDTH):
-            write(target + 4 * i, mean_of_two(bits, scale, row_bytes, i), past_caches)
+            write(target + 4 * i, mean_of_two(found, row_bytes, i), past_caches)
     else:
         for i in range(0, n, WIDTH):
-            write(target + 4 * i, mean_of_copies(bits, scale, copies, row_bytes, i), past_caches)
+            write(target + 4 * i, sum_of(found, copies, row_bytes, i) * np.float32(1 / copies), past_caches)
 
 
 @routine

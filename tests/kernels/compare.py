@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
-from onebit.kernels.tuning.workload import Workload
 from tests import oracle
 from tests.kernels.cases import BF16, F32, GPU, GUARD, SENTINEL
 
@@ -50,13 +51,16 @@ def frozen_bits(*things: object) -> list[bytes]:
     return found
 
 
-def tensors_of(workload: Workload) -> dict[str, Tensor]:
-    """What the passes of a workload have had so far, by name, but for scratch; of messages the parts."""
-    found = {}
+def tensors_of(workload: Any) -> dict[str, Tensor]:
+    """What the passes of a workload, or a world, have had so far, by name, but for scratch; of messages the parts."""
+    found: dict[str, Tensor] = {}
     for name, value in workload.buffers.items():
         match value:
             case Tensor():
                 found[name] = value
+            case list():
+                for i, residual in enumerate(value):
+                    found |= {f"{name}.{i}.value": residual.value}
             case Pointers():
                 found |= {f"{name}.{i}": tensor for i, tensor in enumerate(value.tensors)}
             case Messages():
@@ -79,6 +83,13 @@ def assert_close(actual: object, expected: object, tolerance: float, size: objec
     wrong = ~(np.abs(actual - expected) <= allowed)
     where, values = np.argwhere(wrong)[:5].tolist(), f"{actual[wrong][:5]} for {expected[wrong][:5]}"
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size} differ, first at {where}: {values}"
+
+
+def assert_close_or_nan(actual: Tensor, expected: Tensor, tolerance: float, size: float = 0.0) -> None:
+    """The same, of NaN in the same places."""
+    got, want = numpy(actual), numpy(expected)
+    assert np.array_equal(np.isnan(got), np.isnan(want))
+    assert_close(np.nan_to_num(got), np.nan_to_num(want), tolerance, size)
 
 
 def assert_all_close(actual: oracle.Arrays, expected: oracle.Arrays, tolerance: float, sizes: object = 0.0) -> None:

@@ -16,9 +16,9 @@ from onebit.kernels.data.wire import NORMS
 from onebit.kernels.gpu import tiles
 from onebit.kernels.passes import PASSES, SMALL
 from onebit.kernels.tuning.workload import Workload
-from tests.kernels.agreement import COMPARED, check_messages, check_pass, moments, of_state
+from tests.kernels.agreement import COMPARED, check_messages, check_pass
 from tests.kernels.cases import CASES, GPU, GRID, MASKED, ON_BACKENDS, backend, device_of
-from tests.kernels.compare import frozen_bits
+from tests.kernels.compare import frozen_bits, tensors_of
 from tests.kernels.world import World
 
 
@@ -42,8 +42,7 @@ def test_results_do_not_depend_on_how_many_blocks_a_program_takes(use_grain):
             use_grain(world.case)
             for each in ("compress", "lamb_statistics", "lamb_warmup", "adam_update"):
                 world.run(each)
-            kept = of_state(world, "coefficient", "average", "ratio")
-            found.append(frozen_bits(world.sent, world.residuals, world.params, *moments(world), kept))
+            found.append(frozen_bits(*tensors_of(world).values()))
         assert found[0] == found[1] == found[2]
 
 

@@ -60,7 +60,7 @@ class Inputs:
         cut = {"block_size": case.block_size, "ranks": case.ranks, "chunks": case.chunks}
         groups = [p % case.groups for p in range(len(case.numels))]
         self.layout, self.plan = Layout(case.numels, groups=groups, **cut), oracle.Layout(case.numels, **cut)
-        self.elements, self.rows = self.layout.elements, case.ranks * case.chunks
+        self.span, self.elements, self.rows = self.layout.all(), self.layout.elements, case.ranks * case.chunks
         self.form = Format(self.layout, case.scale, case.norm)
         self.hypers, self.grad_scales = ([of[group] for group in groups] for of in (HYPERS, GRAD_SCALES))
         self.x = self._normal(case.param if not case.master else F32)
@@ -241,6 +241,17 @@ class World(Inputs):
             raise AttributeError(name)
         setattr(self, name, MADE[name](self))
         return getattr(self, name)
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """Those that a pass has needed so far. What LAMB keeps of parameters without elements means nothing."""
+        state, some = vars(self).get("state"), torch.tensor(self.case.numels, device=self.device) > 0
+        kept = (
+            {}
+            if state is None
+            else {f"state.{of}": getattr(state, of)[some] for of in ("coefficient", "average", "ratio")}
+        )
+        return {name: value for name, value in vars(self).items() if name in MADE and name != "state"} | kept
 
     def run(self, name: str, chunk: int | None = None, **options: Any) -> None:
         """A pass, over all chunks or over one; LAMB's own over the whole layout. Options are arguments of others."""

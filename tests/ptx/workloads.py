@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import numpy as np
-
 from onebit.kernels import cpu, gpu
 from onebit.kernels.gpu import aot
 from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.workload import HYPER, Workload
 from tests.kernels.agreement import ROUNDED
 from tests.kernels.cases import HALF_PLACE
-from tests.kernels.compare import assert_close, numpy, tensors_of
+from tests.kernels.compare import assert_close_or_nan, tensors_of
 
 NAMES = tuple(aot.every_variant())
 SUMMED = ("squares", "sums", "scales", "average", "residual", "coefficient")  # words in the names of what has rounding
@@ -30,10 +28,7 @@ def check(each: str, name: str, around: Around) -> None:
     theirs.passes(cpu)[each].run()
     found = tensors_of(ours)
     for what, wanted in tensors_of(theirs).items():
-        assert found[what].shape == wanted.shape, what
-        got, want = numpy(found[what]), numpy(wanted)
-        assert np.array_equal(np.isnan(got), np.isnan(want)), what
-        assert_close(np.nan_to_num(got), np.nan_to_num(want), *_tolerance(each, what, theirs))
+        assert_close_or_nan(found[what], wanted, *_tolerance(each, what, theirs))
 
 
 def _tolerance(each: str, what: str, workload: Workload) -> tuple[float, float]:
