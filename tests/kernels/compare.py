@@ -62,7 +62,7 @@ def tensors_of(workload: Any) -> dict[str, Tensor]:
                 for i, residual in enumerate(value):
                     found |= {f"{name}.{i}.value": residual.value}
             case Pointers():
-                found |= {f"{name}.{i}": tensor for i, tensor in enumerate(value.tensors)}
+                found |= {f"{name}.{i}": tensor for i, tensor in enumerate(value.tensors) if tensor is not None}
             case Messages():
                 span = workload.shard if name in ("reply", "received") else workload.span
                 parts = {"header": value.header, "bits": value.bits_of(span), "scales": value.scales_of(span)}
