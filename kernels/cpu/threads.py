@@ -88,7 +88,7 @@ def _number(value: Any) -> float:
         return value.data_ptr()
     if isinstance(value, torch.dtype):
         return tiles.TYPES[value]
-    return int(value or 0)  # None or a bool
+    return int(value or 0) if value is None or isinstance(value, bool) else value
 
 
 def _submitted(loop: Loop, run: tuple[Any, ...], workers: int) -> Future[None]:
