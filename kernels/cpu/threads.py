@@ -61,7 +61,7 @@ def numbers(loop: Loop, found: Mapping[str, Any]) -> list[Any]:
 
 def _value(kind: Any, values: list[float]) -> Any:
     if kind is tiles.Run:
-        return kind(0, *values[:1], 0, *values[1:])
+        return tiles.Run._make((0, values[0], 0, *values[1:]))
     return values[0] if kind in (int, float) else kind(*values)
 
 
