@@ -53,9 +53,9 @@ class Layout:
     def valid(self) -> np.ndarray:
         return self.owner >= 0
 
-    def flatten(self, arrays: Gradients) -> np.ndarray:
+    def flatten(self, arrays: Gradients, padding: float = 0.0) -> np.ndarray:
         """One flat array of a list; None counts as zero."""
-        flat = np.zeros(self.size)
+        flat = np.full(self.size, padding, dtype=np.float64)
         for start, numel, array in zip(self.starts, self.numels, arrays, strict=True):
             flat[start : start + numel] = 0.0 if array is None else np.asarray(array, np.float64).ravel()
         return flat
