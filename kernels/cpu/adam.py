@@ -6,7 +6,7 @@ from onebit.kernels import passes
 from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, not_zero, root, splat, total, where
-from onebit.kernels.cpu.memory import bits_at, float_at, int_at, load, set_float, store
+from onebit.kernels.cpu.memory import int_at, load, set_float, store
 from onebit.kernels.cpu.threads import one_loop
 from onebit.kernels.cpu.tiles import Gradients, Messages, Parameters, Run
 
@@ -47,14 +47,11 @@ def _update(run: Run, x: Parameters, d, replies: Messages, hyper, coefficient, c
             h, d_at, m_at = tiles.hyper_of(hyper, its), d + 4 * its.start, tiles.room(run, 1)
             lr = h.lr * tiles.value_of(coefficient, its.parameter, ONE)
             clipped = tiles.value_of(clip, its.parameter, ONE)
-            one, m_scale = replies.copies == 1, float_at(found.scale)
-            if not one:
-                tiles.unpack(found, replies, tiles.up(its.valid), m_at, 0)
+            tiles.unpack(found, replies, tiles.up(its.valid), m_at, 0)
             x_at = tiles.parameter_at(x, its, tiles.room(run, 0))
             for i in range(0, its.valid, WIDTH):
                 counts, old_x, d_i = tiles.counting(i, its.valid), load(x_at + 4 * i), load(d_at + 4 * i)
-                m = tiles.signed(bits_at(found.bits + i // 8), m_scale) if one else load(m_at + 4 * i)
-                new_x = old_x - lr * (m * d_i * clipped + h.weight_decay * old_x)
+                new_x = old_x - lr * (load(m_at + 4 * i) * d_i * clipped + h.weight_decay * old_x)
                 store(x_at + 4 * i, where(counts & not_zero(d_i), new_x, old_x))
             tiles.put_parameter(x_at, x, its, tiles.room(run, 2))
 

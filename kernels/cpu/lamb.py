@@ -16,15 +16,6 @@ from onebit.kernels.cpu.threads import numbers, over_blocks
 from onebit.kernels.cpu.tiles import Gradients, Parameters, Run
 
 
-@tile
-def _squares(i, counts, g_at, m_at, v_at, x_at, h):
-    """Of x and u, with the new moments, in sixteen elements: 0 where they do not count."""
-    x = load(x_at + 4 * i)
-    m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
-    u = direction(m, v, x, h)
-    return where(counts, x * x, ZERO), where(counts, u * u, ZERO)
-
-
 @Loop
 def _moments(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, state_partial):
     if int_at(g.flags) != 0:
@@ -34,13 +25,12 @@ def _moments(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, state_p
         h, m_at, v_at = tiles.hyper_of(g.hyper, its), exp_avg + 4 * its.start, exp_avg_sq + 4 * its.start
         g_at = tiles.gradient_at(g, its, tiles.room(run, 0))
         x_at = tiles.parameter_at(x, its, tiles.room(run, 1))
-        of_x, of_u, full = splat(ZERO), splat(ZERO), its.valid // WIDTH * WIDTH
-        for i in range(0, full, WIDTH):
-            xx, uu = _squares(i, tiles.ALL, g_at, m_at, v_at, x_at, h)
-            of_x, of_u = of_x + xx, of_u + uu
-        if full < its.valid:
-            xx, uu = _squares(full, tiles.first_bits(its.valid - full), g_at, m_at, v_at, x_at, h)
-            of_x, of_u = of_x + xx, of_u + uu
+        of_x, of_u = splat(ZERO), splat(ZERO)
+        for i in range(0, its.valid, WIDTH):
+            counts, x_i = tiles.counting(i, its.valid), load(x_at + 4 * i)
+            m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
+            u = direction(m, v, x_i, h)
+            of_x, of_u = of_x + where(counts, x_i * x_i, ZERO), of_u + where(counts, u * u, ZERO)
         set_float(state_partial + 4 * block, total(of_x))
         set_float(state_partial + 4 * (run.blocks + block), total(of_u))
 
