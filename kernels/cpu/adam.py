@@ -6,7 +6,7 @@ from onebit.kernels import passes
 from onebit.kernels.cpu import tiles
 from onebit.kernels.cpu.compile import Loop, tile
 from onebit.kernels.cpu.lanes import ONE, WIDTH, ZERO, not_zero, root, splat, total, where
-from onebit.kernels.cpu.memory import int_at, load, set_float, store
+from onebit.kernels.cpu.memory import bits_at, float_at, int_at, load, set_float, store
 from onebit.kernels.cpu.threads import one_loop
 from onebit.kernels.cpu.tiles import Gradients, Messages, Parameters, Run
 
@@ -18,6 +18,15 @@ def direction(m, v, x, h):
     return m * h.bias1 / denominator + h.weight_decay * x
 
 
+@tile
+def _warmup_lanes(i, counts, g_at, m_at, v_at, x_at, h):
+    """Sixteen elements; those that do not count stay as they are. Returns v, 0 there."""
+    old_x = load(x_at + 4 * i)
+    m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
+    store(x_at + 4 * i, where(counts, old_x - h.lr * direction(m, v, old_x, h), old_x))
+    return where(counts, v, ZERO)
+
+
 @Loop
 def _warmup(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, sums):
     if int_at(g.flags) != 0:
@@ -27,15 +36,21 @@ def _warmup(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, sums):
         h, m_at, v_at = tiles.hyper_of(g.hyper, its), exp_avg + 4 * its.start, exp_avg_sq + 4 * its.start
         g_at = tiles.gradient_at(g, its, tiles.room(run, 0))
         x_at = tiles.parameter_at(x, its, tiles.room(run, 1))
-        summed = splat(ZERO)
-        for i in range(0, its.valid, WIDTH):
-            counts, old_x = tiles.counting(i, its.valid), load(x_at + 4 * i)
-            m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
-            store(x_at + 4 * i, where(counts, old_x - h.lr * direction(m, v, old_x, h), old_x))
-            summed = summed + where(counts, v, ZERO)
+        summed, full = splat(ZERO), its.valid // WIDTH * WIDTH
+        for i in range(0, full, WIDTH):
+            summed = summed + _warmup_lanes(i, tiles.ALL, g_at, m_at, v_at, x_at, h)
+        if full < its.valid:
+            summed = summed + _warmup_lanes(full, tiles.first_bits(its.valid - full), g_at, m_at, v_at, x_at, h)
         tiles.put_parameter(x_at, x, its, tiles.room(run, 0))
         if sums != 0:
             set_float(sums + 4 * block, total(summed))
+
+
+@tile
+def _update_lanes(i, counts, m, d_at, x_at, lr, weight_decay, clip):
+    x, d = load(x_at + 4 * i), load(d_at + 4 * i)
+    moved = x - lr * (m * d * clip + weight_decay * x)
+    store(x_at + 4 * i, where(counts & not_zero(d), moved, x))
 
 
 @Loop
@@ -44,15 +59,23 @@ def _update(run: Run, x: Parameters, d, replies: Messages, hyper, coefficient, c
         its = tiles.locate(run, block)
         found = tiles.find(replies, its)
         if not tiles.flagged(found, replies):
-            h, d_at, m_at = tiles.hyper_of(hyper, its), d + 4 * its.start, tiles.room(run, 1)
-            lr = h.lr * tiles.value_of(coefficient, its.parameter, ONE)
+            h, d_at, valid = tiles.hyper_of(hyper, its), d + 4 * its.start, its.valid
+            lr, decay = h.lr * tiles.value_of(coefficient, its.parameter, ONE), h.weight_decay
             clipped = tiles.value_of(clip, its.parameter, ONE)
-            tiles.unpack(found, replies, tiles.up(its.valid), m_at, 0)
-            x_at = tiles.parameter_at(x, its, tiles.room(run, 0))
-            for i in range(0, its.valid, WIDTH):
-                counts, old_x, d_i = tiles.counting(i, its.valid), load(x_at + 4 * i), load(d_at + 4 * i)
-                new_x = old_x - lr * (load(m_at + 4 * i) * d_i * clipped + h.weight_decay * old_x)
-                store(x_at + 4 * i, where(counts & not_zero(d_i), new_x, old_x))
+            x_at, full = tiles.parameter_at(x, its, tiles.room(run, 0)), valid // WIDTH * WIDTH
+            scale, bits, m_at = float_at(found.scale), found.bits, 0
+            if replies.copies > 1:
+                m_at = tiles.room(run, 1)
+                tiles.unpack(found, replies, tiles.up(valid), m_at, 0)
+                for i in range(0, full, WIDTH):
+                    _update_lanes(i, tiles.ALL, load(m_at + 4 * i), d_at, x_at, lr, decay, clipped)
+            else:
+                for i in range(0, full, WIDTH):
+                    m = tiles.signed(bits_at(bits + i // 8), scale)
+                    _update_lanes(i, tiles.ALL, m, d_at, x_at, lr, decay, clipped)
+            if full < valid:
+                m = load(m_at + 4 * full) if m_at != 0 else tiles.signed(bits_at(bits + full // 8), scale)
+                _update_lanes(full, tiles.first_bits(valid - full), m, d_at, x_at, lr, decay, clipped)
             tiles.put_parameter(x_at, x, its, tiles.room(run, 2))
 
 

@@ -30,7 +30,7 @@ from onebit.kernels.cpu.memory import (
     streamed,
 )
 from onebit.kernels.cpu.threads import numbers, over_blocks
-from onebit.kernels.cpu.tiles import Gradients, Messages, Pointers, Residual, Run
+from onebit.kernels.cpu.tiles import Gradients, Messages, Pointers, Residual, Run, Written
 from onebit.kernels.data.wire import MOST
 
 LARGE = 2**21  # elements that no cache holds
@@ -82,7 +82,7 @@ def _finish(summed, kept, block, its, value, found, residual, norm):
 
 
 @Loop
-def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual: Residual, out: Messages):
+def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual: Residual, out: Written):
     flag = int_at(g.flags)
     for block in range(run.first, run.stop):
         its = tiles.locate(run, block)
@@ -113,7 +113,7 @@ def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual:
 
 
 @Loop
-def _average(run: Run, received: Messages, inverse_ranks: float, live, residual: Residual, out: Messages):
+def _average(run: Run, received: Messages, inverse_ranks: float, live, residual: Residual, out: Written):
     flag = tiles.any_flag(received.address, received.rows, received.bytes)
     if run.first == 0:
         tiles.write_header(out.address, flag, out)
@@ -134,7 +134,7 @@ def _average(run: Run, received: Messages, inverse_ranks: float, live, residual:
 
 
 @Loop
-def _scales(run: Run, out: Messages, residual: Residual):
+def _scales(run: Run, out: Written, residual: Residual):
     """The scale of each message from its blocks' sums and counts."""
     if tiles.any_flag(out.address, 1, 0) != 0:
         return

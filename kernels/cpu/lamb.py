@@ -16,6 +16,15 @@ from onebit.kernels.cpu.threads import numbers, over_blocks
 from onebit.kernels.cpu.tiles import Gradients, Parameters, Run
 
 
+@tile
+def _moments_lanes(i, counts, g_at, m_at, v_at, x_at, h):
+    """Sixteen elements; those that do not count stay as they are. Returns the squares of x and u, 0 there."""
+    x = load(x_at + 4 * i)
+    m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
+    u = direction(m, v, x, h)
+    return where(counts, x * x, ZERO), where(counts, u * u, ZERO)
+
+
 @Loop
 def _moments(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, state_partial):
     if int_at(g.flags) != 0:
@@ -25,12 +34,13 @@ def _moments(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, state_p
         h, m_at, v_at = tiles.hyper_of(g.hyper, its), exp_avg + 4 * its.start, exp_avg_sq + 4 * its.start
         g_at = tiles.gradient_at(g, its, tiles.room(run, 0))
         x_at = tiles.parameter_at(x, its, tiles.room(run, 1))
-        of_x, of_u = splat(ZERO), splat(ZERO)
-        for i in range(0, its.valid, WIDTH):
-            counts, x_i = tiles.counting(i, its.valid), load(x_at + 4 * i)
-            m, v = tiles.new_moments(i, counts, g_at, m_at, v_at, h)
-            u = direction(m, v, x_i, h)
-            of_x, of_u = of_x + where(counts, x_i * x_i, ZERO), of_u + where(counts, u * u, ZERO)
+        of_x, of_u, full = splat(ZERO), splat(ZERO), its.valid // WIDTH * WIDTH
+        for i in range(0, full, WIDTH):
+            xx, uu = _moments_lanes(i, tiles.ALL, g_at, m_at, v_at, x_at, h)
+            of_x, of_u = of_x + xx, of_u + uu
+        if full < its.valid:
+            xx, uu = _moments_lanes(full, tiles.first_bits(its.valid - full), g_at, m_at, v_at, x_at, h)
+            of_x, of_u = of_x + xx, of_u + uu
         set_float(state_partial + 4 * block, total(of_x))
         set_float(state_partial + 4 * (run.blocks + block), total(of_u))
 
@@ -61,6 +71,13 @@ def _coefficients(
         set_float(state_average + 4 * p, np.float32(coeff_beta) * last + np.float32(one_minus_coeff_beta) * c)
 
 
+@tile
+def _apply_lanes(i, counts, m_at, v_at, x_at, lr, h):
+    x = load(x_at + 4 * i)
+    moved = x - lr * direction(load(m_at + 4 * i), load(v_at + 4 * i), x, h)
+    store(x_at + 4 * i, where(counts, moved, x))
+
+
 @Loop
 def _apply(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, state_coefficient):
     if int_at(g.flags) != 0:
@@ -69,11 +86,11 @@ def _apply(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, state_coe
         its = tiles.locate(run, block)
         h, m_at, v_at = tiles.hyper_of(g.hyper, its), exp_avg + 4 * its.start, exp_avg_sq + 4 * its.start
         lr = h.lr * float_at(state_coefficient + 4 * its.parameter)
-        x_at = tiles.parameter_at(x, its, tiles.room(run, 0))
-        for i in range(0, its.valid, WIDTH):
-            counts, x_i = tiles.counting(i, its.valid), load(x_at + 4 * i)
-            moved = x_i - lr * direction(load(m_at + 4 * i), load(v_at + 4 * i), x_i, h)
-            store(x_at + 4 * i, where(counts, moved, x_i))
+        x_at, full = tiles.parameter_at(x, its, tiles.room(run, 0)), its.valid // WIDTH * WIDTH
+        for i in range(0, full, WIDTH):
+            _apply_lanes(i, tiles.ALL, m_at, v_at, x_at, lr, h)
+        if full < its.valid:
+            _apply_lanes(full, tiles.first_bits(its.valid - full), m_at, v_at, x_at, lr, h)
         tiles.put_parameter(x_at, x, its, tiles.room(run, 1))
 
 

@@ -68,7 +68,8 @@ Gradients = namedtuple("Gradients", "grad grad_dtype hyper flags")
 Pointers = namedtuple("Pointers", "address dtype")
 Floors = namedtuple("Floors", "least_root root_at_zero")
 Residual = namedtuple("Residual", "value before scale partial counted")
-Messages = namedtuple("Messages", "address bytes rows copies tensor norm fingerprint shard_blocks")
+Messages = namedtuple("Messages", "address bytes rows copies tensor")
+Written = namedtuple("Written", "address bytes rows copies tensor norm fingerprint shard_blocks")  # messages
 
 
 class Located(NamedTuple):
