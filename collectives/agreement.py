@@ -73,7 +73,8 @@ def gathered(everyone: Ranks, device: torch.device, work: Callable[[], Any], pha
     if failed:
         on = [text if len(of) == everyone.size else f"{listed(of, everyone)}: {text}" for text, of in failed.items()]
         kind = next(why[0] for _, why in rows if why is not None)
-        raise _KINDS.get(kind, RuntimeError)("; ".join(on[:_MOST_TEXTS])) from failure
+        more = [f"and {len(on) - _MOST_TEXTS} more errors"] if len(on) > _MOST_TEXTS else []
+        raise _KINDS.get(kind, RuntimeError)("; ".join([*on[:_MOST_TEXTS], *more])) from failure
     return [value for value, _ in rows]
 
 

@@ -21,18 +21,20 @@ _MOST_JSON = 2**28  # bytes
 def send_tensors(
     ranks: Ranks | Sender, to: int, value: Any, tensors: Sequence[Tensor], at: torch.device, phase: str
 ) -> None:
-    """value: what JSON can hold. tensors: on `at`, a device that the ranks can send from. It waits until all have
-    left."""
+    """value: what JSON can hold. at: a device that the ranks can send from, to which each tensor comes in its turn. It
+    waits until all have left."""
     sender = _sender(ranks, phase)
     rows = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     text = torch.frombuffer(bytearray(json.dumps([value, rows]).encode()), dtype=torch.uint8).to(at)
     for each in (torch.tensor([len(text)], dtype=torch.int64, device=at), text, *tensors):
         if each.numel():
-            sender.send(_bytes_of(each.contiguous()), to, phase).wait()
+            sender.send(_bytes_of(each.to(at).contiguous()), to, phase).wait()
 
 
-def receive_tensors(ranks: Ranks | Sender, source: int, device: torch.device, phase: str) -> tuple[Any, list[Tensor]]:
-    """What `send_tensors` sends."""
+def receive_tensors(
+    ranks: Ranks | Sender, source: int, device: torch.device, phase: str, kept: torch.device | None = None
+) -> tuple[Any, list[Tensor]]:
+    """What `send_tensors` sends. kept: where each tensor goes from `device`, by which ranks receive."""
     sender, length = _sender(ranks, phase), torch.zeros(1, dtype=torch.int64, device=device)
     sender.receive(_bytes_of(length), source, phase).wait()
     if not 0 < int(length) <= _MOST_JSON:
@@ -42,9 +44,10 @@ def receive_tensors(ranks: Ranks | Sender, source: int, device: torch.device, ph
     value, rows = json.loads(text.cpu().numpy().tobytes())
     found = []
     for dtype, shape in rows:
-        found.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
-        if found[-1].numel():
-            sender.receive(_bytes_of(found[-1]), source, phase).wait()
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            sender.receive(_bytes_of(tensor), source, phase).wait()
+        found.append(tensor.to(kept or device))
     return value, found
 
 

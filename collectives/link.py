@@ -23,6 +23,7 @@ STUCK_AFTER = 120  # and one that reads nothing
 PIECE = 2**18  # bytes
 MOST_UNSENT = 2**17  # bytes that the operating system holds and has not sent
 MOST_WAITING = 9.0  # times as long as sending takes, a link that gives way waits at most
+MOST_AT_ONCE = 1.0  # and so many seconds
 
 
 class Link:
@@ -53,7 +54,7 @@ class Link:
                 begun = self._wait_until_idle()
                 count = self._socket.send(left[:PIECE])
                 left, self.heard = left[count:], time.monotonic()
-                self._may_wait += MOST_WAITING * (self.heard - begun)
+                self._may_wait = min(self._may_wait + MOST_WAITING * (self.heard - begun), MOST_AT_ONCE)
         except OSError as error:
             raise CollectiveError(f"{phase}: the connection ended ({error})") from error
         return Done()

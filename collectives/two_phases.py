@@ -56,6 +56,7 @@ class TwoPhases(Exchange):
             over.expect(chunk.arriving.buffer, phase)
         yield
         arrived(gather, server.received, "the gather phase")
+        del gather  # with what it holds on the host
         self.averaged.add(chunk.index)
         live = self.live_in(server.shard)
         self.backend.run(Average(server.shard, server.received, server.residual, server.reply, live=live))

@@ -14,7 +14,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,13 +85,17 @@ class Giver:
             self._inner.giver = None
         self._end_all()
 
-    def step_begins(self) -> None:
-        """What is given waits."""
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """While this rank is in a step: what is given waits."""
         self._idle.clear()
+        try:
+            yield
+        finally:
+            self._idle.set()
 
     def step_ended(self, step: Step, flags: Tensor) -> None:
         """What the step has added, and a state where one is due. An error is that of the process that follows."""
-        self._idle.set()
         try:
             self._give(step, flags)
         except Exception as error:
@@ -117,7 +122,6 @@ class Giver:
 
     def end(self, those_without_state: bool = False) -> None:
         """Ranks change: who follows hears that no step comes any more."""
-        self._idle.set()
         logs = [log for log in self._those_there() if log.wants_state or not those_without_state]
         self._end(logs, {"kind": "end", "groups": group_values(self._inner)})
 

@@ -29,13 +29,15 @@ _JOINING = "handing a state to a rank that joins (send)"
 def send_residuals(ranks: Ranks, to: int, place: int, saved: Iterable[Mapping[str, Any]], device: torch.device) -> None:
     """saved: of each parameter. place: of the rank that had this."""
     residuals = [{name: v for name, v in own.items() if owner_of(name) is not None} for own in saved]
-    tensors = [v.detach().to(device) for own in residuals for v in own.values()]
+    tensors = [v.detach() for own in residuals for v in own.values()]
     send_tensors(ranks, to, {"place": place, "names": list(map(list, residuals))}, tensors, device, _LEAVING)
 
 
-def receive_residuals(ranks: Ranks, source: int, device: torch.device) -> tuple[int, list[dict[str, Tensor]]]:
-    """And the place of the rank that had them."""
-    found, tensors = receive_tensors(ranks, source, device, _LEAVING)
+def receive_residuals(
+    ranks: Ranks, source: int, device: torch.device, kept: torch.device | None = None
+) -> tuple[int, list[dict[str, Tensor]]]:
+    """And the place of the rank that had them. kept: where they are to be, if not on `device`."""
+    found, tensors = receive_tensors(ranks, source, device, _LEAVING, kept)
     each = iter(tensors)
     return found["place"], [{name: next(each) for name in names} for names in found["names"]]
 

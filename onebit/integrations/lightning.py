@@ -62,7 +62,7 @@ def _of_all_ranks(optimizer: OneBitOptimizer, state: dict[str, Any]) -> dict[str
         return state
     merged = {key: dict(of_parameter) for key, of_parameter in state["state"].items()}
     for rank in range(1, transport.size):
-        _, residuals = receive_residuals(transport, rank, device)
+        _, residuals = receive_residuals(transport, rank, device, kept=torch.device("cpu"))
         for of_parameter, theirs in zip(merged.values(), residuals, strict=True):
-            of_parameter |= {name: value.cpu() for name, value in theirs.items()}
+            of_parameter |= theirs
     return {**state, "state": merged}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -45,8 +45,8 @@ from onebit.report.skips import warnings_of_skips
 
 
 class StepListener(Protocol):
-    def step_begins(self) -> None:
-        """Its messages are about to leave."""
+    def giving_way(self) -> AbstractContextManager[None]:
+        """To the messages of a step."""
 
     def step_ended(self, step: Step, flags: Tensor) -> None:
         """Its gradients are still there."""
@@ -120,9 +120,7 @@ class OneBitOptimizer(Progress):
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         param_groups.check_gradients(self.param_groups, self.setup.names)
-        if self.giver is not None:
-            self.giver.step_begins()
-        with counted(self.pay_off.waits):
+        with counted(self.pay_off.waits), nullcontext() if self.giver is None else self.giver.giving_way():
             step = self.begin_step()
             setup, current, gradients = self.setup, self.current, self.gradients
             if not current.parts:

@@ -164,3 +164,15 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     with pytest.raises(LookupError):
         CompressedAllReduce(100, device="cuda")
     backend.assert_called_once_with(torch.device("cuda", 3))
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "unbiased"])
+def test_chunks_change_no_bit_with_block_scales(norm):
+    cases = [Case((1000, 63, 129), chunks=chunks, norm=norm) for chunks in (1, 2, 3, 5)]
+    runs = run_ranks(3, work.recorded_many, cases)
+    ends = set()
+    for case, recorded in zip(cases, zip(*runs, strict=True), strict=True):
+        used, states = case.plan(3).valid, [r.states[-1] for r in recorded]
+        kept = [steps.worker_residual(case, 3, s) for s in states] + [steps.server_residual(case, 3, states)]
+        ends.add((recorded[0].result_bytes, b"".join(e[used].tobytes() for e in kept)))
+    assert len(ends) == 1

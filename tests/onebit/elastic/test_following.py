@@ -222,24 +222,25 @@ def test_where_more_piles_up_than_a_state_has_the_state_is_sent_anew() -> None:
 
 def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onebit.collectives.link, "MOST_WAITING", 1e6)
+    monkeypatch.setattr(onebit.collectives.link, "MOST_AT_ONCE", 1e3)
     run = alone(2**22)
     giver = onebit.Giver(run, HOST)
     link, kinds = connect(giver.address), list[str]()
     wait_for_follower(giver)
     step_alone(run)  # the state fills what the connection holds: nobody receives
-    giver.step_begins()
     receiving = threading.Thread(target=lambda: kinds.append(receive_tensors(link, 0, CPU, "test")[0]["kind"]))
-    receiving.start()
-    received = -1
-    while link.received > received:
-        received = link.received
-        time.sleep(0.5)
-    assert receiving.is_alive() and not kinds
-    with mock.patch.object(onebit.Giver, "step_begins", autospec=True) as begun:
-        step_alone(run)
-    begun.assert_called_once()
+    with giver.giving_way():
+        receiving.start()
+        received = -1
+        while link.received > received:
+            received = link.received
+            time.sleep(0.5)
+        assert receiving.is_alive() and not kinds
     receiving.join(60)
     assert kinds == ["state"]
+    with mock.patch.object(onebit.Giver, "giving_way", autospec=True, side_effect=onebit.Giver.giving_way) as gives_way:
+        step_alone(run)
+    gives_way.assert_called_once()
     giver.close()
     link.close()
 

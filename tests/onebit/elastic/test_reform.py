@@ -84,6 +84,8 @@ MOVES = {
     "one between leaves": Move(case(A, **CHUNKS, norm="l1"), *BETWEEN, 6),
     "one between leaves, few blocks": Move(FEW, *BETWEEN, 6),
     "one between leaves, tensor scale": Move(case(L, **TENSOR, **CHUNKS), *BETWEEN, 6),
+    "one between leaves, after a full step": Move(case(Z, **FULL), *BETWEEN, 5),
+    "one between leaves, after a sync": Move(case(Z, **SYNCS), *BETWEEN, 12),
     "one between leaves, in good order": Move(case(A), *BETWEEN, 6, in_good_order=True),
     "the first leaves": Move(case(L), *FIRST, 6),
     "the first leaves, direct after": Move(case(A, **AUTO), *FIRST, 6),
