@@ -93,7 +93,9 @@ def lines_of(settings: Settings) -> Generator[str, None, None]:
             # The demo holds the store: its port is bound when it is chosen, and rank 0 may die like any other.
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank in range(settings.ranks):
-                processes.append(Process(f"rank {rank}", command, _environment(rank, store.port), lines))
+                processes.append(
+                    Process(f"rank {rank}", command, _environment(rank, settings.ranks, store.port), lines)
+                )
             yield from _until_the_end(processes, lines)
         finally:
             _stop(processes)
@@ -127,11 +129,13 @@ def _stop(processes: list[Process]) -> None:
             process.end(deadline)
 
 
-def _environment(rank: int, port: int) -> dict[str, str]:
-    """Who a rank is, and that ranks talk over loopback, whatever this machine's name resolves to."""
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Who a rank is, whatever launcher has started the demo; and that ranks talk over loopback, whatever this machine's
+    name resolves to."""
     names = [name for _, name in socket.if_nameindex()] if os.name == "posix" else []
     loopback = [{"GLOO_SOCKET_IFNAME": name} for name in ("lo", "lo0") if name in names]
-    return {"RANK": str(rank), "MASTER_PORT": str(port), **(loopback[0] if loopback else {})}
+    own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+    return {**own, **(loopback[0] if loopback else {})}
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -35,6 +35,7 @@ def test_a_profile_names_every_pass_and_wait(kind: str, updates: dict[str, int])
         kind_of_step, counts = found[8]
         ranges = {name: count for name, count in counts.items() if name.startswith("onebit.")}
         assert kind_of_step == "1 bit"
+        assert counts[f"Optimizer.step#{kind}.step"] == 1  # torch's own, by which its tools find the step
         assert ranges == {"onebit.scan": 1} | {f"onebit.{name}": 2 for name in TWICE} | updates
 
 
