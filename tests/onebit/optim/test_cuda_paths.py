@@ -1,8 +1,8 @@
-"""Paths that a GPU takes, held against stand-ins for what CUDA does. `test_gpu` has them on a GPU, tests/streams what
-waits for what."""
+"""Paths that a GPU takes, held against stand-ins for what CUDA does. `test_gpu` has them on a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.kernels import streams
 from onebit.kernels.data import upload
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.optim import snapshot
 from onebit.optim.gradients import HyperTable
+from onebit.parallel import flight
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, bits, run
 
@@ -84,17 +84,68 @@ def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     assert ends[0] == ends[1] and not written
 
 
-def test_a_stream_waits_for_the_event_of_another_and_a_thread_is_on_the_device_of_its_stream(monkeypatch):
-    """Which of them have to wait is what tests/streams looks for."""
-    log: list[Any] = []
-    event: Any = SimpleNamespace(record=lambda stream: log.append(("after", stream)))
-    side: Any = SimpleNamespace(device="cuda:1", wait_event=lambda event: log.append(("waits for", event)))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: log.append(enable_timing) or event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("current of", device))
-    monkeypatch.setattr(torch.cuda, "set_device", log.append)
-    streams.choose_device(side)
-    streams.wait_for(side, streams.mark(side.device))
-    assert log == ["cuda:1", False, ("after", ("current of", "cuda:1")), ("waits for", event)]
+class Stream:
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cuda", 1)
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(("waits for", event.of))
+
+
+class Cuda:
+    """Streams and events, of which `log` has what happened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert not enable_timing
+
+            def record(self, stream: Any) -> None:
+                self.of = stream.name
+
+        self.log: list[Any] = []
+        self.streams: dict[str, Stream] = {}
+        self.current = self.stream("main")
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.log.append(("device", str(device))))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def stream(self, name: str) -> Any:
+        return self.streams.setdefault(name, Stream(name, self.log))
+
+
+def flown(monkeypatch: pytest.MonkeyPatch, streams: list[str], waits: Any = lambda stream: None) -> list[Any]:
+    """What the thread of a flight does, where the gradients of its one chunk come from these streams of backward."""
+    cuda = Cuda(monkeypatch)
+    params = [nn.Parameter(torch.ones(3)) for _ in streams]
+    state = onebit.OneBitAdam(params, freeze_step=1).current.states[0]
+    chunk = SimpleNamespace(index=0, span=state.layout.all(), slice=state.layout.all())
+
+    def exchanged(compress: Any, **_: Any) -> None:
+        cuda.log.append("run")
+        compress(chunk)
+
+    undo = SimpleNamespace(chunks=[chunk], save=lambda chunk: cuda.log.append("compress"))
+    reducer = SimpleNamespace(
+        state=state, exchange=SimpleNamespace(chunks=[chunk], run=exchanged), compress=lambda *arguments: None
+    )
+    hyper, side = torch.zeros((1, len(Hyper._fields))), cuda.stream("side")
+    own = flight.Flight([reducer], [undo], None, None, side, hyper, [], [None], None)  # type: ignore[list-item,arg-type]
+    for i, (p, stream) in enumerate(zip(params, streams, strict=True)):
+        cuda.current = cuda.stream(stream)
+        own.put([(0, i)], [torch.ones_like(p)])
+    side.device = torch.device("cpu")  # nothing more is asked of CUDA
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(wait_stream=waits))
+    own.finish()
+    return cuda.log
+
+
+def test_a_message_waits_for_every_stream_that_backward_ran_in_on_the_device_of_its_own(monkeypatch):
+    log = flown(monkeypatch, ["main", "other", "main"])
+    assert log[0] == ("device", "cuda:1")
+    before = log[log.index("run") : log.index("compress")]
+    assert {each for each in before if each != "run"} == {("waits for", "main"), ("waits for", "other")}
 
 
 def test_a_compiled_training_step_is_the_same_and_leaves_the_passes_out():
