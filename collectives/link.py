@@ -20,8 +20,8 @@ from onebit.collectives.transport.protocol import CollectiveError, Done, Work
 
 SILENT_AFTER = 10  # seconds after which a host is given up that answers nothing
 STUCK_AFTER = 120  # and one that reads nothing
-PIECE = 2**18  # bytes
-MOST_UNSENT = 2**17  # bytes that the operating system holds and has not sent
+PIECE = 2**16  # bytes
+MOST_UNSENT = 2**14  # bytes that the operating system holds and has not sent
 MOST_WAITING = 9.0  # times as long as sending takes, a link that gives way waits at most
 MOST_AT_ONCE = 1.0  # and so many seconds
 
