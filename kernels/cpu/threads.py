@@ -56,10 +56,7 @@ def one_loop(loop: Loop, scratch_blocks: int = 0) -> Callable[[Pass], None]:
 def numbers(loop: Loop, found: Mapping[str, Any]) -> list[Any]:
     """What the parameters of a loop get: the arguments of the same names; one that is a tuple, those of its fields. A
     tensor is passed as its address, and None as 0. A run is all blocks, without scratch memory."""
-    return [
-        _value(kind, [_number(found[name] if name in found else argument(found, name)) for name in names])
-        for kind, names in _taken_by(loop)
-    ]
+    return [_value(kind, [_number(argument(found, name)) for name in names]) for kind, names in _taken_by(loop)]
 
 
 def _value(kind: Any, values: list[float]) -> Any:

@@ -17,13 +17,13 @@ from onebit.cli.progress import Progress
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.add_argument("--optimizer", choices=RATE, default=defaults.optimizer, help="default: %(default)s")
-    for name, limits, default in (
-        ("ranks", (2, 64), defaults.ranks),
-        ("steps", (10, 10_000), defaults.steps),
-        ("seed", (0, 2**31), defaults.seed),
+    for name, limits, default, about in (
+        ("ranks", (2, 64), defaults.ranks, "processes"),
+        ("steps", (10, 10_000), defaults.steps, "of each run"),
+        ("seed", (0, 2**31), defaults.seed, "of the model and the data"),
     ):
-        number = whole_number_from(*limits)
-        parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help="default: %(default)s")
+        number, about = whole_number_from(*limits), f"{about} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help=about)
     parser.add_argument(
         "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
     )
